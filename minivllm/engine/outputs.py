@@ -1,0 +1,79 @@
+"""What the engine gives back. Stands for vllm/outputs.py (v0.22.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from minivllm.layers.sampler import Logprob
+
+if TYPE_CHECKING:
+    from minivllm.lora.request import LoRARequest
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to one request; vLLM's RequestStateStats.
+
+    Times are seconds of one monotonic clock, None until they happen.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    lora_wait_steps: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass
+class CompletionOutput:
+    """One generated text; vLLM's CompletionOutput, with what is new since the last step beside it.
+
+    index: always 0, since n is 1.
+    text: everything that may be shown so far, stop strings cut off unless asked for.
+    token_ids: every generated id, also those whose text a stop string cut off.
+    cumulative_logprob, logprobs: None unless `SamplingParams.logprobs` was given; one dict a token.
+    finish_reason: None while running, then "stop", "length", "abort" or "error".
+    stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
+    delta_text, delta_token_ids: the part that this step added; the deltas of all steps add up to the whole.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    delta_text: str = ""
+    delta_token_ids: list[int] = field(default_factory=list)
+
+    def finished(self) -> bool:
+        """True once nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """One request as it stands after a step; vLLM's RequestOutput.
+
+    prompt: None if the request came as token ids.
+    num_cached_tokens: prompt tokens that the prefix cache answered for.
+    error: why the request failed, if finish_reason is "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    lora_request: LoRARequest | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    metrics: RequestMetrics | None = None
