@@ -1,6 +1,13 @@
-"""From logits to tokens. Stands for vllm/v1/sample/sampler.py and vllm/logprobs.py (v0.22.1)."""
+"""From logits to tokens. Stands for vllm/v1/sample/sampler.py, its ops and vllm/logprobs.py (v0.22.1)."""
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minivllm.sampling_params import SamplingParams
 
 
 @dataclass
@@ -15,3 +22,136 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None = None
+
+
+@dataclass
+class SamplerOutput:
+    """One token a row; vLLM's SamplerOutput.
+
+    token_ids: (P,) int64
+    logprobs: P dicts by token id, the sampled one first, then the likeliest; None where not asked for.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: list[dict[int, Logprob] | None]
+
+
+class Sampler(nn.Module):
+    """Picks one token a row; vLLM's Sampler.
+
+    eos_token_ids: what `min_tokens` holds off, beside a request's own stop ids.
+    seed: of the generator that rows without a seed of their own share.
+    """
+
+    def __init__(self, eos_token_ids: Iterable[int] = (), seed: int = 0) -> None:
+        super().__init__()
+        self.eos_token_ids = list(eos_token_ids)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingParams],
+        generators: Sequence[torch.Generator | None],
+        num_output_tokens: Sequence[int],
+    ) -> SamplerOutput:
+        """Sample every row; a seeded row's token depends on nothing but its logits and its generator.
+
+        logits: (P, V) of any float dtype, left as they are
+        rows, generators, num_output_tokens: P each; what the request asks, its `make_generator` (kept for
+            the request's whole life), and how many tokens it has already
+        """
+        allowed = self._hold_off_stops(logits, rows, num_output_tokens)  # (P, V)
+        token_ids = allowed.argmax(dim=-1)  # (P,)
+        for row, (params, generator) in enumerate(zip(rows, generators)):
+            if not params.is_greedy:
+                token_ids[row] = draw_token(allowed[row], params, generator or self.generator)
+        return SamplerOutput(token_ids, _raw_logprobs(logits, token_ids, rows))
+
+    def _hold_off_stops(
+        self, logits: torch.Tensor, rows: Sequence[SamplingParams], num_output_tokens: Sequence[int]
+    ) -> torch.Tensor:
+        """Logits in which rows short of their min_tokens cannot stop. (P, V) -> (P, V)"""
+        early = [i for i, params in enumerate(rows) if num_output_tokens[i] < params.min_tokens]
+        if not early:
+            return logits
+        allowed = logits.clone()
+        for i in early:
+            allowed[i, self.eos_token_ids + rows[i].stop_token_ids] = -math.inf
+        return allowed
+
+
+def make_generator(params: SamplingParams) -> torch.Generator | None:
+    """A request's own source of randomness, or None if it has no seed. One number is drawn a token."""
+    return None if params.seed is None else torch.Generator().manual_seed(params.seed)
+
+
+def token_weights(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """How much each token weighs in the draw: 0 if filtered out, else its probability times a constant.
+
+    In vLLM's order: temperature, min_p, top_k, then top_p over what these left.
+    logits: (V,) -> (V,) float64, so that a cumulative sum over a large vocabulary stays exact
+    """
+    scaled = logits.double() / params.temperature
+    weights = (scaled - scaled.max()).exp()  # the likeliest token weighs 1
+    if params.min_p > 0:
+        weights[weights < params.min_p] = 0
+    if 0 < params.top_k < weights.numel():
+        weights[weights < weights.topk(params.top_k).values[-1]] = 0
+    if params.top_p < 1:
+        _keep_nucleus(weights, params.top_p)
+    return weights
+
+
+def draw_token(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """One token drawn by inverting the cumulative distribution with a single random number.
+
+    logits: (V,)
+    """
+    cumulative = token_weights(logits, params).cumsum(dim=0)  # (V,)
+    uniform = torch.rand((), dtype=torch.float64, generator=generator).item()
+    total = cumulative[-1].item()
+    if not math.isfinite(total):
+        # NaN logits, say of an adapter that overflows: its text is lost anyway, the rest of the batch is not.
+        return int(logits.argmax())
+    # right=True: the first token whose sum is *above* the number, so one of weight 0 is never taken.
+    return int(torch.searchsorted(cumulative, uniform * total, right=True))
+
+
+def _keep_nucleus(weights: torch.Tensor, top_p: float) -> None:
+    """Zero all but the smallest set of heaviest tokens that holds `top_p` of the weight; of ties, lower ids stay.
+
+    weights: (V,) float64, changed in place
+    """
+    total = weights.sum()
+    # Tokens lighter than this hold less than 1 - top_p together, so the set lies among the others. Sorting
+    # those few instead of the whole vocabulary is some ten times quicker.
+    negligible = (1 - top_p) * total / weights.numel()
+    candidates = (weights >= negligible).nonzero().squeeze(1)  # (C,)
+    heaviest, order = weights[candidates].sort(descending=True, stable=True)  # (C,), (C,)
+    weight_before = heaviest.cumsum(dim=0) - heaviest
+    nucleus = candidates[order[weight_before < top_p * total]]  # (N,)
+    kept = weights[nucleus]
+    weights.zero_()[nucleus] = kept
+
+
+def _raw_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingParams]
+) -> list[dict[int, Logprob] | None]:
+    """For the rows that ask: the sampled token's logprob and the likeliest ones'. logits: (P, V)"""
+    return [
+        None if params.logprobs is None else _top_logprobs(logits[i], int(token_ids[i]), params.logprobs)
+        for i, params in enumerate(rows)
+    ]
+
+
+def _top_logprobs(logits: torch.Tensor, token_id: int, num_logprobs: int) -> dict[int, Logprob]:
+    logprobs = logits.double().log_softmax(dim=-1)  # (V,)
+    sampled = logprobs[token_id]
+    top = logprobs.topk(num_logprobs)
+    # Sorted from the top, the first of its equals tells how many tokens are above one.
+    ranks = torch.searchsorted(-top.values, -top.values) + 1  # (num_logprobs,)
+    found = {token_id: Logprob(sampled.item(), 1 + int((logprobs > sampled).sum()))}
+    for other, logprob, rank in zip(top.indices.tolist(), top.values.tolist(), ranks.tolist()):
+        found.setdefault(other, Logprob(logprob, rank))
+    return found

@@ -1,0 +1,1 @@
+"""The arithmetic of LoRA rows: shrink (x·Aᵀ) and expand (·Bᵀ)."""

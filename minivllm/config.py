@@ -1,0 +1,192 @@
+"""What an engine is built from, validated once. Stands for vllm/config/ (lora.py, model.py, cache.py, scheduler.py, vllm.py; v0.22.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from minivllm.models.config import ModelArchitecture
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float64": torch.float64,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+PUNICA_BACKENDS = ("auto", "loops", "grouped")
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from its name; ValueError lists the names there are."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype '{dtype}'; use one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _require_positive(**values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """How much LoRA the engine makes room for. vLLM: `LoRAConfig`.
+
+    max_lora_rank   R: the largest rank a slot holds
+    max_loras       S: slots, so the most distinct adapters of one batch
+    max_cpu_loras   adapters kept in memory outside the slots; None = max_loras, never fewer
+    lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
+    target_modules  wrap only these modules (suffixes or full names); None = every linear
+    fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
+    punica_backend  "loops" (token by token), "grouped" (by adapter), "auto" (the quickest here)
+    """
+
+    max_lora_rank: int = 16
+    max_loras: int = 1
+    max_cpu_loras: int | None = None
+    lora_dtype: str | torch.dtype = "auto"
+    target_modules: list[str] | None = None
+    fully_sharded_loras: bool = False
+    punica_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require_positive(max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        _require_positive(max_cpu_loras=self.max_cpu_loras)
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
+                "an adapter in a slot is kept in memory too"
+            )
+        if self.lora_dtype != "auto":
+            object.__setattr__(self, "lora_dtype", parse_dtype(self.lora_dtype))
+        if self.target_modules is not None and not self.target_modules:
+            raise ValueError("target_modules is an empty list; use None to wrap every linear")
+        if self.punica_backend not in PUNICA_BACKENDS:
+            raise ValueError(
+                f"unknown punica backend '{self.punica_backend}'; use one of {', '.join(PUNICA_BACKENDS)}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which base model, in which precision, with how long a context. vLLM: `ModelConfig`.
+
+    model           a Hugging Face folder: config.json and safetensors
+    dtype           "auto" = the checkpoint's on a GPU; float32 on a CPU, where it is the fastest
+    max_model_len   longest prompt plus answer in tokens; None = what the model was made for
+    """
+
+    model: str
+    dtype: str | torch.dtype = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    architecture: ModelArchitecture = field(init=False)
+
+    def __post_init__(self) -> None:
+        from minivllm.models.config import ModelArchitecture
+
+        folder = Path(self.model).expanduser()
+        if not folder.is_dir():
+            raise FileNotFoundError(f"model folder '{self.model}' does not exist")
+        architecture = ModelArchitecture.from_pretrained(folder)
+        longest = architecture.max_position_embeddings
+        max_model_len = longest if self.max_model_len is None else self.max_model_len
+        _require_positive(max_model_len=max_model_len)
+        if max_model_len > longest:
+            raise ValueError(
+                f"max_model_len {max_model_len} is longer than the {longest} positions of '{self.model}'; "
+                f"use at most {longest}"
+            )
+        object.__setattr__(self, "model", str(folder))
+        object.__setattr__(self, "architecture", architecture)
+        object.__setattr__(self, "max_model_len", max_model_len)
+        object.__setattr__(self, "dtype", torch.float32 if self.dtype == "auto" else parse_dtype(self.dtype))
+
+    def get_vocab_size(self) -> int:
+        return self.architecture.vocab_size
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache. vLLM: `CacheConfig`.
+
+    block_size      tokens a block
+    num_blocks      blocks in all; None = what `memory_bytes` holds, and no more than the engine can use
+    memory_bytes    memory for keys and values when num_blocks is None
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int = 2**30
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _require_positive(block_size=self.block_size, memory_bytes=self.memory_bytes)
+        if self.num_blocks is not None:
+            _require_positive(num_blocks=self.num_blocks)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one step may hold. vLLM: `SchedulerConfig`.
+
+    max_num_seqs            requests running at once
+    max_num_batched_tokens  tokens a step, prompts and answers together; longer prompts go in chunks
+    max_lora_wait_steps     steps a request may be passed over for want of a slot before it is served next
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_lora_wait_steps: int = 64
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_lora_wait_steps=self.max_lora_wait_steps,
+        )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """One process, one device. vLLM: `ParallelConfig`."""
+
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size {self.tensor_parallel_size} is not supported; this engine runs on one device"
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All of the above. vLLM: `VllmConfig`."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    lora_config: LoRAConfig | None = None
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.lora_config is not None and self.lora_config.lora_dtype == "auto":
+            object.__setattr__(self, "lora_config", replace(self.lora_config, lora_dtype=self.model_config.dtype))
+        if self.device not in ("auto", "cpu"):
+            raise ValueError(f"device '{self.device}' is not supported; use auto or cpu")
+        object.__setattr__(self, "device", "cpu")

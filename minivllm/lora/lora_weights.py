@@ -1,0 +1,148 @@
+"""The A and B of one module, alone or packed. Stands for vllm/lora/lora_weights.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from minivllm.lora.peft_helper import PEFTHelper
+
+
+class LoRALayerWeights:
+    """One module's adapter weights. vLLM: `LoRALayerWeights`.
+
+    lora_a    (r, K)  as PEFT stores it, no transpose
+    lora_b    (N, r)
+    scaling   factor on B·A that is not yet in B; 1 once `optimize` has folded it
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        rank: int,
+        lora_alpha: float,
+        lora_a: torch.Tensor | None,
+        lora_b: torch.Tensor | None,
+        scaling: float | None = None,
+    ) -> None:
+        self.module_name = module_name
+        self.rank = rank
+        self.lora_alpha = lora_alpha
+        self.lora_a = lora_a
+        self.lora_b = lora_b
+        self.scaling = lora_alpha / rank if scaling is None else scaling
+
+    # region lab 1.4: fold the scaling into B, once
+    def optimize(self) -> "LoRALayerWeights":
+        """Multiply B by the scaling, so that no forward pass ever has to. Doing it again changes nothing.
+
+        B is replaced, not written to: a clone of the adapter may share the tensor.
+        """
+        if self.scaling != 1:
+            self.lora_b = self.lora_b * self.scaling  # (N, r)
+            self.scaling = 1
+        return self
+
+    # endregion
+
+    @property
+    def input_dim(self) -> int:
+        return self.lora_a.shape[1]
+
+    @property
+    def output_dim(self) -> int:
+        return self.lora_b.shape[0]
+
+    @property
+    def is_packed(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of A and B."""
+        return self.lora_a.nbytes + self.lora_b.nbytes
+
+    @classmethod
+    def from_config(cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None) -> "LoRALayerWeights":
+        """Without tensors yet; scaling from the adapter's config. `rank`: of the tensors, None = the config's r."""
+        rank = peft_helper.r if rank is None else rank
+        scaling = peft_helper.scaling(module_name, rank)
+        return cls(module_name, rank, peft_helper.lora_alpha, None, None, scaling)
+
+    @classmethod
+    def create_dummy_lora_weights(
+        cls,
+        module_name: str,
+        input_dim: int,
+        output_dim: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "LoRALayerWeights":
+        """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
+        lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
+        lora_b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
+        return cls(module_name, rank, 1, lora_a, lora_b, scaling=1)
+
+
+class PackedLoRALayerWeights(LoRALayerWeights):
+    """The adapters of the parts of a fused module, e.g. q, k and v of qkv_proj. vLLM: the same name.
+
+    Every attribute but `rank` (the largest) is a list with one entry a part; None where the adapter
+    leaves that part alone.
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        rank: int,
+        lora_alphas: list[float | None],
+        lora_a: list[torch.Tensor | None],
+        lora_b: list[torch.Tensor | None],
+        scaling: list[float | None] | None = None,
+    ) -> None:
+        super().__init__(module_name, rank, 0, lora_a, lora_b, scaling=1)
+        self.lora_alphas = lora_alphas
+        self.scaling = [a if a is None else a / rank for a in lora_alphas] if scaling is None else scaling
+
+    # region lab 1.5: pack the parts of a fused module
+    @classmethod
+    def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> "PackedLoRALayerWeights":
+        """Put the parts of a fused module side by side, each with its own A, B and rank.
+
+        loras   one entry a part, None for a part without an adapter; at least one is there.
+                Each is optimized, so what is packed needs no scaling any more.
+        """
+        present = [lora.optimize() for lora in loras if lora is not None]
+        return cls(
+            module_name=present[0].module_name,
+            rank=max(lora.rank for lora in present),
+            lora_alphas=[lora and lora.lora_alpha for lora in loras],
+            lora_a=[lora and lora.lora_a for lora in loras],
+            lora_b=[lora and lora.lora_b for lora in loras],
+            scaling=[lora and 1 for lora in loras],
+        )
+
+    # endregion
+
+    def optimize(self) -> "PackedLoRALayerWeights":
+        for part, scaling in enumerate(self.scaling):
+            if scaling is not None and scaling != 1:
+                self.lora_b[part] = self.lora_b[part] * scaling  # (N_i, r_i)
+                self.scaling[part] = 1
+        return self
+
+    @property
+    def input_dim(self) -> int:
+        raise NotImplementedError("a packed module has one input width a part")
+
+    @property
+    def output_dim(self) -> int:
+        raise NotImplementedError("a packed module has one output width a part")
+
+    @property
+    def is_packed(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.lora_a, *self.lora_b) if t is not None)

@@ -1,0 +1,99 @@
+"""Names of adapter tensors and modules: parsing and matching. Stands for the name functions of vllm/lora/utils.py (v0.22.1)."""
+
+import os
+from difflib import get_close_matches
+from typing import Protocol
+
+PEFT_PREFIX = "base_model.model."
+
+
+class WeightsMapper(Protocol):
+    """Renames a checkpoint's tensor to the model's. vLLM: `model_executor.models.utils.WeightsMapper`."""
+
+    def _map_name(self, name: str) -> str | None: ...
+
+
+# region lab 1.2: module and side of an adapter tensor's name
+def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None = None) -> tuple[str, bool]:
+    """Which module a tensor of an adapter belongs to, and whether it is A.
+
+    `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` -> `("model.layers.0.mlp.up_proj", True)`
+
+    Raises ValueError for a name that is neither A nor B. vLLM: `parse_fine_tuned_lora_name`.
+    """
+    plain = name.removeprefix(PEFT_PREFIX)
+    if weights_mapper is not None:
+        plain = weights_mapper._map_name(plain) or plain
+    module, _, last = plain.rpartition(".")
+    if last == "weight":
+        module, _, last = module.rpartition(".")
+        sides = {"lora_A": True, "lora_B": False}
+    else:
+        sides = {"lora_embedding_A": True, "lora_embedding_B": False}
+    if last not in sides or not module:
+        raise ValueError(f"{name} is unsupported LoRA weight")
+    return module, sides[last]
+
+
+# endregion
+
+
+def is_base_embedding_weights(name: str) -> bool:
+    """PEFT saves the whole base embedding beside an adapted one; those tensors are not the adapter's."""
+    return name.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))
+
+
+def is_supported_lora_module(name: str, supported: list[str]) -> bool:
+    """Whether a module's name is, or ends in, one of the supported names. vLLM: the same name."""
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in supported)
+
+
+def is_in_target_modules(
+    name: str, target_modules: list[str] | None, packed_mapping: dict[str, list[str]] | None = None
+) -> bool:
+    """Whether the server's `target_modules` lets this module be wrapped. vLLM: the same name.
+
+    Trainers say `q_proj`, the engine's module is `qkv_proj`: a fused module matches by any of its parts,
+    a part by the fused module it belongs to. None lets everything pass.
+    """
+    if target_modules is None:
+        return True
+    suffix = name.rpartition(".")[2]
+    names = {name, suffix, *(packed_mapping or {}).get(suffix, [])}
+    names |= {fused for fused, parts in (packed_mapping or {}).items() if suffix in parts}
+    return not names.isdisjoint(target_modules)
+
+
+def nearest_names(name: str, known: list[str], count: int = 2) -> list[str]:
+    """The known names that look most like `name`, for an error message."""
+    return get_close_matches(name, known, n=count, cutoff=0.4)
+
+
+def get_adapter_absolute_path(lora_path: str) -> str:
+    """The local folder that an adapter's path or Hugging Face id stands for. vLLM: the same name.
+
+    An absolute path comes back as it is, whether it exists or not; `~` and relative paths are expanded; what is
+    no local path is asked of the hub, and if that fails the path comes back unchanged, so that the error that
+    follows names what the user wrote.
+    """
+    if os.path.isabs(lora_path):
+        return lora_path
+    if lora_path.startswith("~"):
+        return os.path.expanduser(lora_path)
+    if os.path.exists(lora_path):
+        return os.path.abspath(lora_path)
+    if not _looks_like_hub_id(lora_path):
+        return lora_path
+
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return huggingface_hub.snapshot_download(repo_id=lora_path)
+    # OSError: no network, or offline mode without a cached copy.
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return lora_path
+
+
+def _looks_like_hub_id(path: str) -> bool:
+    return path.count("/") <= 1 and not path.startswith(".")
