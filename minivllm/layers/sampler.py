@@ -111,21 +111,23 @@ def draw_token(logits: torch.Tensor, params: SamplingParams, generator: torch.Ge
     cumulative = token_weights(logits, params).cumsum(dim=0)  # (V,)
     uniform = torch.rand((), dtype=torch.float64, generator=generator).item()
     total = cumulative[-1].item()
-    if not math.isfinite(total):
-        # NaN logits, say of an adapter that overflows: its text is lost anyway, the rest of the batch is not.
+    if not total >= 1:
+        # The likeliest token weighs 1, so these are NaN: an adapter that overflows, say. Its own text is lost
+        # whatever is drawn; the rest of the batch must not be.
         return int(logits.argmax())
     # right=True: the first token whose sum is *above* the number, so one of weight 0 is never taken.
     return int(torch.searchsorted(cumulative, uniform * total, right=True))
 
 
 def _keep_nucleus(weights: torch.Tensor, top_p: float) -> None:
-    """Zero all but the smallest set of heaviest tokens that holds `top_p` of the weight; of ties, lower ids stay.
+    """Zero all but the smallest set of heaviest tokens that holds `top_p` of the weight.
 
+    Of tied tokens the lower ids stay.
     weights: (V,) float64, changed in place
     """
     total = weights.sum()
-    # Tokens lighter than this hold less than 1 - top_p together, so the set lies among the others. Sorting
-    # those few instead of the whole vocabulary is some ten times quicker.
+    # Tokens lighter than this hold less than 1 - top_p together, so the set lies among the others: of a large
+    # vocabulary usually a small part, and much quicker to sort.
     negligible = (1 - top_p) * total / weights.numel()
     candidates = (weights >= negligible).nonzero().squeeze(1)  # (C,)
     heaviest, order = weights[candidates].sort(descending=True, stable=True)  # (C,), (C,)

@@ -1,0 +1,98 @@
+"""SamplingParams refuses what cannot be served, in one sentence that names the field and the value."""
+
+import pytest
+
+from minivllm.sampling_params import SamplingParams
+
+REFUSED = {
+    "n": [0, 2, 1.0, True],
+    "temperature": [-0.1, float("nan"), float("inf"), "1", None, True],
+    "top_p": [0, -0.5, 1.01, float("nan"), "0.9", None],
+    "top_k": [-2, 1.5, "5", None, True],
+    "min_p": [-0.01, 1.01, float("nan"), None],
+    "seed": [-1, 2**64, 1.0, "7", True],
+    "stop": ["", ["a", ""], 3, [3], {"a": 1}],
+    "stop_token_ids": [[-1], [1.0], ["2"], 2, "12", [True]],
+    "ignore_eos": [1, None],
+    "max_tokens": [0, -1, 1.0, None, True],
+    "min_tokens": [-1, 17, 1.0, None],
+    "logprobs": [-1, 1.0, "1", True],
+    "include_stop_str_in_output": ["yes"],
+    "skip_special_tokens": [0],
+    "detokenize": ["no"],
+}
+ALLOWED = {
+    "temperature": [0, 0.0, 1e-9, 2, 100.0],
+    "top_p": [1, 1e-9, 0.5],
+    "top_k": [-1, 0, 1, 10**6],
+    "min_p": [0, 1, 0.05],
+    "seed": [None, 0, 2**64 - 1],
+    "stop": [None, "a", ["a", "bc"], ("a",), []],
+    "stop_token_ids": [None, [0, 5], (3,), []],
+    "max_tokens": [1, 10**6],
+    "min_tokens": [0, 16],
+    "logprobs": [None, 0, 20],
+}
+
+
+def cases(table: dict) -> list[tuple]:
+    return [pytest.param(name, value, id=f"{name}={value!r}") for name in table for value in table[name]]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
+def test_a_value_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams(**{name: value})
+
+    assert name in str(refusal.value)
+    assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ALLOWED))
+def test_a_value_at_the_edge_of_its_range_is_allowed(name, value):
+    SamplingParams(**{name: value})
+
+
+def test_stops_are_kept_as_lists_of_their_own():
+    ids = [7, 8]
+
+    params = SamplingParams(stop="END", stop_token_ids=ids)
+    ids.append(9)
+
+    assert params.stop == ["END"]
+    assert params.stop_token_ids == [7, 8]
+    assert SamplingParams().stop == []
+    assert SamplingParams().stop_token_ids == []
+
+
+def test_parameters_cannot_change_under_a_running_request():
+    params = SamplingParams()
+
+    with pytest.raises(AttributeError):
+        params.max_tokens = 0
+
+
+def test_stop_strings_without_text_are_refused():
+    with pytest.raises(ValueError, match=r"END.*detokenize"):
+        SamplingParams(stop="END", detokenize=False)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9e-6, True), (1e-5, False), (1.0, False)])
+def test_a_temperature_of_almost_zero_is_greedy(temperature, greedy):
+    assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+def test_stop_ids_outside_the_vocabulary_are_named():
+    params = SamplingParams(stop_token_ids=[3, 100, 4000])
+
+    params.verify_with_vocab(4001)
+    with pytest.raises(ValueError, match=r"stop_token_ids \[100, 4000\].*99"):
+        params.verify_with_vocab(100)
+
+
+def test_more_logprobs_than_tokens_are_refused():
+    params = SamplingParams(logprobs=11)
+
+    params.verify_with_vocab(11)
+    with pytest.raises(ValueError, match=r"logprobs is 11.*10"):
+        params.verify_with_vocab(10)
