@@ -1,0 +1,69 @@
+"""Rotary position embedding. Stands for vllm/model_executor/layers/rotary_embedding (v0.22.1)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """How positions become angles; `factor` stretches them (linear, llama3), the rest is Llama 3's blend."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns positions into the angles' cosines and sines, once a step for all layers (vLLM: RotaryEmbedding).
+
+    Angles are computed in float32 whatever the model's dtype, as the models were trained.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rope: RopeParameters,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype or torch.get_default_dtype()
+        self.register_buffer("inv_freq", inverse_frequencies(head_size, rope).to(device), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: (T,) int64 -> cos, sin: (T, 1, D), as `apply_rotary` wants them"""
+        angles = positions[:, None, None].float() * self.inv_freq  # (T, 1, D/2)
+        cos, sin = angles.cos(), angles.sin()
+        # The minus of rotate-half goes into the table, where it costs nothing per layer.
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # (T, 1, D)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate each head's pairs (i, i + D/2). x: (T, heads, D) -> (T, heads, D)"""
+    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def inverse_frequencies(head_size: int, rope: RopeParameters) -> torch.Tensor:
+    """Radians per position of each pair: (D/2,) float32"""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    frequencies = 1.0 / (rope.theta**exponents)  # (D/2,)
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(frequencies, rope)
+    return frequencies
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    """Llama 3.1: fast pairs stay, slow ones are stretched by `factor`, those between are blended."""
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / rope.factor

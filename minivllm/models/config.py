@@ -1,0 +1,221 @@
+"""What config.json says about a model. Stands for vllm/transformers_utils/config.py (v0.22.1)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.layers.rotary import RopeParameters
+
+# model_type -> the architecture that implements it.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor")
+# What transformers assumes when an older config.json leaves these out.
+MISTRAL_SLIDING_WINDOW = 4096
+QWEN3_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class ModelArchitecture:
+    """The shape of a base model; every field is a fact of its config.json (vLLM: ModelConfig.hf_config)."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "ModelArchitecture":
+        """Read config.json, and the end-of-text ids of generation_config.json where there is one.
+
+        Raises FileNotFoundError without a config.json, ValueError for a model the engine does not know.
+        """
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist; the model must be a Hugging Face folder")
+        generation = path.with_name("generation_config.json")
+        return cls.from_dict(_read_json(path), _read_json(generation) if generation.is_file() else {})
+
+    @classmethod
+    def from_dict(
+        cls, config: dict[str, Any], generation_config: dict[str, Any] | None = None
+    ) -> "ModelArchitecture":
+        """Parse the contents of config.json. ValueError, naming the key, for what the engine cannot serve."""
+        architecture = _architecture(config)
+        _refuse_unsupported(config)
+        kind = config["model_type"]
+        heads = _required(config, "num_attention_heads")
+        hidden_size = _required(config, "hidden_size")
+        default_head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else hidden_size // heads
+        attention_bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias", False))
+        parsed = cls(
+            architecture=architecture,
+            model_type=kind,
+            vocab_size=_required(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_required(config, "intermediate_size"),
+            num_hidden_layers=_required(config, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or default_head_dim,
+            max_position_embeddings=_required(config, "max_position_embeddings"),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope=_rope(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=attention_bias or kind == "qwen2",
+            o_bias=attention_bias,
+            mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            sliding_window=_sliding_window(config),
+            eos_token_ids=_eos_token_ids(config, generation_config or {}),
+            dtype=_dtype(config),
+        )
+        if parsed.num_attention_heads % parsed.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {heads} is not a multiple of "
+                f"num_key_value_heads {parsed.num_key_value_heads}"
+            )
+        return parsed
+
+    def resolve_max_model_len(self, requested: int | None = None) -> int:
+        """The longest context to serve: as requested, or as long as the model allows.
+
+        Raises ValueError past the model's positions, or past a sliding window: within the window attention is
+        ordinary attention, and beyond it the engine would answer wrongly.
+        """
+        limit = min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        if requested is None:
+            return limit
+        if requested < 1:
+            raise ValueError(f"max_model_len is {requested} but must be at least 1")
+        if requested > self.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len {requested} is greater than the model's max_position_embeddings "
+                f"{self.max_position_embeddings}; pass --max-model-len {limit} or less"
+            )
+        if requested > limit:
+            raise ValueError(
+                f"max_model_len {requested} is greater than the model's sliding_window {limit}, beyond which "
+                f"attention is not supported; pass --max-model-len {limit} or less"
+            )
+        return requested
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def _required(config: dict[str, Any], key: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"config.json has no {key!r}")
+    return config[key]
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"model_type {kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    architecture = (config.get("architectures") or [ARCHITECTURES[kind]])[0]
+    if architecture != ARCHITECTURES[kind]:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; use {ARCHITECTURES[kind]} for {kind!r}"
+        )
+    return architecture
+
+
+def _refuse_unsupported(config: dict[str, Any]) -> None:
+    """Refuse by name what would load and then compute something else."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(
+            f"quantization_config (method {method!r}) is not supported; use an unquantized checkpoint"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor {config['partial_rotary_factor']} is not supported; only 1.0 is"
+        )
+
+
+def _rope(config: dict[str, Any]) -> RopeParameters:
+    """Both spellings: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before it."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope type {kind!r} is not supported; use one of {', '.join(ROPE_TYPES)}")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor {given['partial_rotary_factor']} is not supported; only 1.0 is"
+        )
+    theta = given.get("rope_theta") or config.get("rope_theta") or RopeParameters.theta
+    if kind == "default":
+        return RopeParameters(kind, float(theta))
+    needed = ("factor", *LLAMA3_KEYS) if kind == "llama3" else ("factor",)
+    missing = [key for key in needed if given.get(key) is None]
+    if missing:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)} in config.json")
+    values = {key: float(given[key]) for key in needed}
+    original = given.get("original_max_position_embeddings") or _required(config, "max_position_embeddings")
+    return RopeParameters(kind, float(theta), original_max_position_embeddings=original, **values)
+
+
+def _sliding_window(config: dict[str, Any]) -> int | None:
+    """The window of the layers that have one, or None when every layer sees the whole context."""
+    if config["model_type"] == "mistral":
+        return config.get("sliding_window", MISTRAL_SLIDING_WINDOW)
+    if not config.get("use_sliding_window", False):
+        return None
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    slides = "sliding_attention" in kinds if kinds else config.get("max_window_layers", 28) < layers
+    return config.get("sliding_window", MISTRAL_SLIDING_WINDOW) if slides else None
+
+
+def _eos_token_ids(config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a text, the model's own first; generation_config.json may add a chat turn's end."""
+    ids: list[int] = []
+    for source in (config, generation_config):
+        value = source.get("eos_token_id")
+        ids += [value] if isinstance(value, int) else list(value or ())
+    return tuple(dict.fromkeys(ids))
+
+
+def _dtype(config: dict[str, Any]) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]

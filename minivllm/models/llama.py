@@ -1,0 +1,145 @@
+"""Llama, Mistral, SmolLM2, Qwen2 and Qwen3. Stands for vllm/model_executor/models/llama.py (v0.22.1)."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from minivllm.layers.activation import SiluAndMul
+from minivllm.layers.attention import Attention, AttentionMetadata
+from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.rotary import RotaryEmbedding, apply_rotary
+from minivllm.models.config import ModelArchitecture
+from minivllm.models.interfaces import SupportsLoRA
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class LlamaMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (vLLM: LlamaMLP)."""
+
+    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        width, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [width] * 2, bias, dtype, device)
+        self.down_proj = RowParallelLinear(width, config.hidden_size, bias, dtype, device)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (T, H) -> (T, H)"""
+        gate_up, _ = self.gate_up_proj(x)  # (T, 2I)
+        output, _ = self.down_proj(self.act_fn(gate_up))  # (T, H)
+        return output
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention; Qwen3 also normalises each head of q and k (vLLM: LlamaAttention)."""
+
+    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, size
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, size, heads, kv_heads, config.qkv_bias, dtype, device
+        )
+        self.o_proj = RowParallelLinear(heads * size, config.hidden_size, config.o_bias, dtype, device)
+        self.attn = Attention(heads, size, size**-0.5, kv_heads)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, attn: AttentionMetadata) -> torch.Tensor:
+        """x: (T, H) -> (T, H)"""
+        qkv, _ = self.qkv_proj(x)  # (T, (Hq + 2 Hkv) * D)
+        heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)  # (T, Hq + 2 Hkv, D)
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None:
+            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)  # (T, Hq, D), (T, Hkv, D)
+        output, _ = self.o_proj(self.attn(q, k, v, attn))  # (T, H)
+        return output
+
+
+class LlamaDecoderLayer(nn.Module):
+    """One block; the residual stream travels beside the input of the next norm (vLLM: LlamaDecoderLayer)."""
+
+    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, dtype, device)
+        self.mlp = LlamaMLP(config, dtype, device)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+
+    def forward(self, residual: torch.Tensor, rotary: Rotary, attn: AttentionMetadata) -> torch.Tensor:
+        """residual: (T, H), added to in place -> the same"""
+        residual += self.self_attn(self.input_layernorm(residual), rotary, attn)
+        residual += self.mlp(self.post_attention_layernorm(residual))
+        return residual
+
+
+class LlamaModel(nn.Module):
+    """Embeddings, blocks and the last norm (vLLM: LlamaModel)."""
+
+    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, dtype, device)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, dtype, device) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        """input_ids, positions: (T,) int64 -> (T, H)"""
+        hidden_states = self.embed_tokens(input_ids)  # (T, H)
+        rotary = self.rotary_emb(positions)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, rotary, attn)
+        return self.norm(hidden_states)
+
+
+class LlamaForCausalLM(nn.Module, SupportsLoRA):
+    """A causal language model of the Llama family (vLLM: LlamaForCausalLM).
+
+    Module names are the checkpoint's, but for the fused linears of packed_modules_mapping. Every module is
+    looked up at each call, so that LoRA layers can take the places of linears and embeddings.
+    """
+
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    embedding_modules: ClassVar = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
+
+    def __init__(
+        self,
+        config: ModelArchitecture,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        dtype, device = dtype or config.dtype, torch.device(device)
+        self.model = LlamaModel(config, dtype, device)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, False, dtype, device)
+        if config.tie_word_embeddings:
+            self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata
+    ) -> torch.Tensor:
+        """Run T tokens of P requests, writing their keys and values to the cache.
+
+        input_ids, positions: (T,) int64 -> hidden states (T, H)
+        """
+        return self.model(input_ids, positions, attn)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: (P, H) -> (P, V)"""
+        return self.logits_processor(self.lm_head, hidden_states)

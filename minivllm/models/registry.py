@@ -1,0 +1,39 @@
+"""From a model folder to a model that runs. Stands for vllm/model_executor/models/registry.py (v0.22.1)."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minivllm.layers.linear import LinearBase
+from minivllm.models.config import ModelArchitecture
+from minivllm.models.llama import LlamaForCausalLM
+from minivllm.models.loader import load_weights
+
+MODELS = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+}
+
+
+def get_model(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    pack: bool = True,
+) -> nn.Module:
+    """Build the model a Hugging Face folder describes, and load its weights (vLLM: get_model).
+
+    dtype: None keeps the checkpoint's. pack: prepare the linears for oneDNN where that is faster.
+    Raises FileNotFoundError and ValueError as ModelArchitecture.from_folder and load_weights do.
+    """
+    config = ModelArchitecture.from_folder(folder)
+    model = MODELS[config.architecture](config, dtype, device)
+    load_weights(model, folder)
+    if pack:
+        for module in model.modules():
+            if isinstance(module, LinearBase):
+                module.pack()
+    return model.eval()
