@@ -1,0 +1,131 @@
+"""The max_loras rule. Stands for `scheduled_loras` in vllm/v1/core/sched/scheduler.py (v0.22.1).
+
+vLLM counts the adapters of the requests scheduled in this step. Here an adapter holds a slot as long as one
+of its requests runs, scheduled in this step or not, and as long as it is pinned. vLLM lets a request whose
+adapter does not fit wait while others pass it, without end. Here its wait is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from minivllm.core.request import Request
+
+
+class LoRAAdmission:
+    """Deals `max_loras` slots to adapters. It sees adapter ids only (0 = base) and moves no request itself.
+
+    Two clocks, both in steps, decide who makes way for whom:
+    `waited[a]`     how long adapter a has waited for a slot since it was first passed over
+    `held[a]`       for how many steps the requests of a, which holds a slot, have got tokens
+
+    An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
+    one for as long. So nobody waits without end, and nobody loses a slot before it was of use: two adapters
+    that want one slot have it in turns.
+    """
+
+    def __init__(self, max_loras: int, max_wait_steps: int) -> None:
+        self.max_loras = max_loras
+        self.max_wait_steps = max_wait_steps
+        self.waited: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.pinned: set[int] = set()
+        self.num_running: Counter[int] = Counter()
+        self.taken: set[int] = set()
+
+    def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
+        """Count the slots that are taken before anybody is admitted.
+
+        running     the adapter of each running request, also of those that get no tokens in this step
+        """
+        # region lab 6.1: whose adapters hold a slot
+        self.pinned = set(pinned)
+        self.num_running = Counter(adapter_id for adapter_id in running if adapter_id)
+        self.taken = self.pinned | set(self.num_running)
+        # endregion
+
+    def fits(self, adapter_id: int) -> bool:
+        """Whether a request of this adapter can join the batch. Base always can: it needs no slot."""
+        # region lab 6.1: who fits
+        return adapter_id == 0 or adapter_id in self.taken or len(self.taken) < self.max_loras
+        # endregion
+
+    def take(self, adapter_id: int) -> None:
+        """A request of an adapter that fits has joined, or is about to."""
+        if adapter_id:
+            self.taken.add(adapter_id)
+
+    def never_fits(self, adapter_id: int) -> bool:
+        """Whether every slot is pinned for others, so that no amount of waiting helps."""
+        return adapter_id not in self.pinned | {0} and len(self.pinned) >= self.max_loras
+
+    def make_room(self, waiting: Iterable[int]) -> list[int]:
+        """Adapters whose running requests must be preempted now. Slots are kept for those that are due.
+
+        waiting     adapters that would run if they had a slot
+        """
+        evicted = []
+        # A pin may have come in under running requests.
+        while len(self.taken) > self.max_loras and (victim := self._victim(min_held=0)) is not None:
+            evicted.append(self._evict(victim))
+        # region lab 6.4: bounded wait
+        due = [a for a in dict.fromkeys(waiting) if self.waited.get(a, 0) >= self.max_wait_steps]
+        for adapter_id in self._longest_wait_first(due):
+            if not self.fits(adapter_id):
+                victim = self._victim(min_held=self.max_wait_steps)
+                if victim is None:
+                    break
+                evicted.append(self._evict(victim))
+            self.take(adapter_id)
+        # endregion
+        return evicted
+
+    def line(self, waiting: list[Request]) -> list[Request]:
+        """The order in which requests are considered: one of each adapter that was passed over, the longest
+        wait first, then all others by arrival. The one is its adapter's oldest, so that within an adapter
+        the first to come is the first served.
+
+        waiting     by arrival
+        """
+        oldest: dict[int, Request] = {}
+        for request in waiting:
+            if request.adapter_id in self.waited:
+                oldest.setdefault(request.adapter_id, request)
+        ahead = [oldest[adapter_id] for adapter_id in self._longest_wait_first(oldest)]
+        return ahead + [request for request in waiting if oldest.get(request.adapter_id) is not request]
+
+    def end_step(
+        self, passed_over: set[int], waiting: Iterable[int], running: Iterable[int], sampled: set[int]
+    ) -> None:
+        """A step was computed: move the clocks. All arguments are adapter ids.
+
+        passed_over     did not fit in this step
+        sampled         got a token in this step
+        """
+        running = set(running) - {0}
+        self.waited = {
+            adapter_id: self.waited.get(adapter_id, 0) + 1
+            for adapter_id in set(waiting) - running
+            if adapter_id in passed_over or adapter_id in self.waited
+        }
+        # Prompts in the making do not count, or a short turn could end before it brought one token.
+        self.held = {a: self.held.get(a, 0) + (a in sampled) for a in running}
+
+    def _longest_wait_first(self, adapter_ids: Iterable[int]) -> list[int]:
+        return sorted(adapter_ids, key=lambda adapter_id: -self.waited[adapter_id])
+
+    def _victim(self, min_held: int) -> int | None:
+        """The adapter that is cheapest to preempt: fewest running requests, then the longest turn."""
+        candidates = [
+            adapter_id
+            for adapter_id in self.num_running
+            if adapter_id not in self.pinned and self.held.get(adapter_id, 0) >= min_held
+        ]
+        return min(candidates, key=lambda a: (self.num_running[a], -self.held.get(a, 0), a), default=None)
+
+    def _evict(self, adapter_id: int) -> int:
+        del self.num_running[adapter_id]
+        self.taken.remove(adapter_id)
+        self.waited[adapter_id] = 0
+        return adapter_id

@@ -1,0 +1,87 @@
+"""What the scheduler says of a step. Stands for vllm/v1/core/sched/output.py (v0.22.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minivllm.core.request import Request
+
+# Why a request was passed over, and why the queue stopped.
+MAX_LORAS = "max_loras"
+RELOAD_PENDING = "reload pending"
+NO_BLOCKS = "KV blocks"
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """Compute tokens `num_computed_tokens .. + num_new_tokens` of a request.
+
+    samples     these tokens reach the end of those known, so that the next one is sampled
+    """
+
+    request: Request
+    num_new_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A request was passed over; those behind it were not.
+
+    reason      MAX_LORAS, RELOAD_PENDING, or what the engine put into `Scheduler.blocked_adapters`
+    """
+
+    request_id: str
+    adapter_id: int
+    reason: str
+
+
+@dataclass
+class SchedulerOutput:
+    """One step. vLLM: `SchedulerOutput`.
+
+    scheduled       in the order of the running queue
+    running         all running requests, also those that get no tokens in this step
+    cached_tokens   request id -> tokens found in the prefix cache, for those admitted in this step
+    preempted       ids of requests that lost their KV blocks and wait again
+    preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
+    skipped         requests passed over, with the reason
+    refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
+                    The caller answers them; a second call of `schedule` does not name them again
+    halted_by       what kept the rest of the queue waiting: "max_num_seqs", "token budget", "KV blocks"
+    """
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    preempted_adapters: list[int] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    refused: list[Request] = field(default_factory=list)
+    halted_by: str | None = None
+    total_num_scheduled_tokens: int = 0
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return {s.request.request_id: s.num_new_tokens for s in self.scheduled}
+
+    def add(self, request: Request, num_new_tokens: int) -> None:
+        samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
+        self.scheduled.append(ScheduledRequest(request, num_new_tokens, samples))
+        self.total_num_scheduled_tokens += num_new_tokens
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Counters since the start, and the state of the queues and the cache. vLLM: `SchedulerStats`."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    kv_cache_usage: float
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    num_computed_tokens: int
+    num_sampled_tokens: int
