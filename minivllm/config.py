@@ -101,15 +101,8 @@ class ModelConfig:
         folder = Path(self.model).expanduser()
         if not folder.is_dir():
             raise FileNotFoundError(f"model folder '{self.model}' does not exist")
-        architecture = ModelArchitecture.from_pretrained(folder)
-        longest = architecture.max_position_embeddings
-        max_model_len = longest if self.max_model_len is None else self.max_model_len
-        _require_positive(max_model_len=max_model_len)
-        if max_model_len > longest:
-            raise ValueError(
-                f"max_model_len {max_model_len} is longer than the {longest} positions of '{self.model}'; "
-                f"use at most {longest}"
-            )
+        architecture = ModelArchitecture.from_folder(folder)
+        max_model_len = architecture.resolve_max_model_len(self.max_model_len)
         object.__setattr__(self, "model", str(folder))
         object.__setattr__(self, "architecture", architecture)
         object.__setattr__(self, "max_model_len", max_model_len)

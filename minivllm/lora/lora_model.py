@@ -28,6 +28,7 @@ class LoRAModel:
     id        the adapter's `lora_int_id`
     rank      the largest rank of its modules
     loras     module name -> LoRALayerWeights
+    name      what the request that loaded it called it; for people, nothing depends on it
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
               uses it as the key: names and ids may come back with other weights, a load_id does not.
     """
@@ -38,6 +39,7 @@ class LoRAModel:
         self.id = lora_model_id
         self.rank = rank
         self.loras = loras
+        self.name = ""
         self.load_id = next(_load_ids)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
@@ -108,14 +110,16 @@ class LoRAModel:
         model_vocab_size: int | None = None,
         weights_mapper: WeightsMapper | None = None,
         skip_prefixes: list[str] | None = None,
+        shapes_only: bool = False,
     ) -> "LoRAModel":
         """From an adapter folder; `expected_lora_modules` are the names (or ends of names) the model has.
+        With `shapes_only` the weights are not read: enough to check an adapter, not to serve it.
 
         Raises FileNotFoundError when there is no weights file, ValueError when it is damaged, names modules
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
         """
         path = find_weights_file(lora_dir)
-        tensors = read_weights(path)
+        tensors = read_weights(path, shapes_only)
         expected = list(expected_lora_modules)
         _refuse_unexpected(lora_dir, tensors, expected, weights_mapper, skip_prefixes or [])
         try:
@@ -123,7 +127,7 @@ class LoRAModel:
                 lora_model_id,
                 tensors,
                 peft_helper,
-                device=device,
+                device="meta" if shapes_only else device,
                 dtype=dtype,
                 model_vocab_size=model_vocab_size,
                 weights_mapper=weights_mapper,
@@ -141,15 +145,18 @@ def find_weights_file(lora_dir: str) -> Path:
     raise FileNotFoundError(f"'{lora_dir}' has no weights file ({', '.join(WEIGHT_FILES)})")
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a weights file, on the CPU. Pickles are read with `weights_only`, so they cannot run code.
+def read_weights(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
+    """All tensors of a weights file. Pickles are read with `weights_only`, so they cannot run code.
+
+    shapes_only   read a safetensors file's header alone; the tensors are then on the "meta" device
 
     ValueError names the file when it is damaged, cut short, or would need to run code.
     """
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                read = _shape_of if shapes_only else safe_open.get_tensor
+                return {name: read(file, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, AttributeError) as error:  # AttributeError: a dtype torch does not have
             raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
     try:
@@ -159,6 +166,12 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ValueError(f"'{path}' does not hold a dict of tensors")
     return tensors
+
+
+def _shape_of(file: safe_open, name: str) -> torch.Tensor:
+    entry = file.get_slice(name)
+    dtype = torch.float32 if "F" in entry.get_dtype() else torch.int64
+    return torch.empty(entry.get_shape(), dtype=dtype, device="meta")
 
 
 def _is_skipped(module: str, skip_prefixes: list[str]) -> bool:
@@ -197,7 +210,7 @@ def _check_pair(module: str, pair: dict[bool, torch.Tensor]) -> None:
             )
         if 0 in tensor.shape:
             raise ValueError(f"{module}.{name} has shape {tuple(tensor.shape)}; a rank of 0 is not an adapter")
-        if not torch.isfinite(tensor).all():
+        if not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"{module}.{name} holds NaN or Inf")
     if pair[True].shape[0] != pair[False].shape[1]:
         raise ValueError(

@@ -1,0 +1,116 @@
+"""One wrapper for each kind of base linear.
+
+Stands for vllm/lora/layers/column_parallel_linear.py, row_parallel_linear.py and replicated_linear.py (v0.22.1).
+"""
+
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from minivllm.lora.layers.base import BaseLayerWithLoRA
+
+
+class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
+    """A plain linear, or a fused one that the checkpoint stores as one matrix. vLLM: the same name."""
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        return type(source_layer) is ColumnParallelLinear or (
+            type(source_layer) is MergedColumnParallelLinear and len(packed_modules_list) == 1
+        )
+
+
+class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
+    """The linear back to the model's width: o_proj, down_proj. vLLM: the same name."""
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        return type(source_layer) is RowParallelLinear
+
+
+class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
+    """A linear that tensor parallelism would not split. vLLM: the same name."""
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        return type(source_layer) is ReplicatedLinear
+
+
+# region lab 2.4: a fused layer has one adapter a slice
+class _SlicedLinearWithLoRA(BaseLayerWithLoRA):
+    """A fused linear whose parts the checkpoint names one by one: each part has its own A and B."""
+
+    def __init__(self, base_layer: LinearBase) -> None:
+        super().__init__(base_layer)
+        self.output_slices = tuple(base_layer.output_sizes)
+
+
+# endregion
+
+
+class MergedColumnParallelLinearWithLoRA(_SlicedLinearWithLoRA):
+    """gate_proj and up_proj in one. vLLM: the same name."""
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        return type(source_layer) is MergedColumnParallelLinear and len(packed_modules_list) == 2
+
+
+class MergedQKVParallelLinearWithLoRA(_SlicedLinearWithLoRA):
+    """q, k and v in one, with three adapters. vLLM: the same name."""
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        return type(source_layer) is QKVParallelLinear and len(packed_modules_list) == 3
+
+
+class QKVParallelLinearWithLoRA(BaseLayerWithLoRA):
+    """q, k and v in one, with one adapter over all three: the checkpoint is fused, too. vLLM: the same name."""
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        return type(source_layer) is QKVParallelLinear and len(packed_modules_list) == 1
+

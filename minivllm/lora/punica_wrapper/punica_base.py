@@ -1,0 +1,123 @@
+"""What every backend of the LoRA arithmetic can do. Stands for vllm/lora/punica_wrapper/punica_base.py (v0.22.1)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from minivllm.lora.punica_wrapper.utils import compute_runs, convert_mapping
+
+if TYPE_CHECKING:
+    from minivllm.lora.layers.base import BaseLayerWithLoRA
+    from minivllm.lora.layers.utils import LoRAMapping
+
+
+class PunicaWrapperABC(ABC):
+    """The arithmetic of a mixed batch. vLLM: `PunicaWrapperABC`.
+
+    Letters: T tokens, K input width, S slots, R rank of the slots, n packed slices of widths N_i, N their sum.
+    All `add_*` work in place; base rows stay as they are.
+    """
+
+    @abstractmethod
+    def update_metadata(
+        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
+    ) -> None:
+        """Take in which adapter each row of the coming step has and which slot each adapter sits in."""
+
+    @abstractmethod
+    def add_shrink(
+        self,
+        y: torch.Tensor | tuple[torch.Tensor, ...],
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+    ) -> None:
+        """y[i] = scale * x · A_iᵀ for every slice.   y: (n, T, R) float   x: (T, K)   A_i: (S, 1, R, K)"""
+
+    @abstractmethod
+    def add_expand(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor | tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+    ) -> None:
+        """y[:, slice i] += x[i] · B_iᵀ.   y: (T, >=N)   x: (n, T, R)   B_i: (S, 1, N_i, R)"""
+
+    @abstractmethod
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """y[:, slice i] += scale * x · A_iᵀ · B_iᵀ. It adds to y; the base product is already there."""
+
+
+class PunicaWrapperBase(PunicaWrapperABC):
+    """Keeps the metadata of a step and the two-step product. vLLM: `PunicaWrapperBase`."""
+
+    def __init__(
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: object
+    ) -> None:
+        self.device = device
+        self.token_lora_indices = torch.empty(0, dtype=torch.long, device=device)
+        self.sampler_indices = torch.empty(0, dtype=torch.long, device=device)
+        self.runs: list[tuple[int, slice]] = []
+        self.no_lora = True
+
+    def update_metadata(
+        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
+    ) -> None:
+        self.token_lora_indices, self.sampler_indices, *_ = convert_mapping(
+            mapping, lora_index_to_id, max_loras, vocab_size, 0, self.device
+        )
+        self.runs = compute_runs(self.token_lora_indices.tolist())
+        self.no_lora = not self.runs
+
+    def adopt(self, layer: BaseLayerWithLoRA) -> None:  # noqa: B027 (most backends have nothing to do)
+        """Called once a layer: a backend that wants A and B elsewhere re-homes the layer's buffers here."""
+
+    # region lab 3.6: the whole product of a wrapped linear
+    def apply_linear(
+        self, layer: BaseLayerWithLoRA, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Base output plus every row's own adapter.   x: (T, K) -> (T, N)
+
+        A batch without adapters pays for nothing beyond the base layer.
+        """
+        y = layer.base_output(x, bias)  # (T, N)
+        if not self.no_lora:
+            self.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices)
+        return y
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        if buffer is None:
+            # Sums over K are kept in at least float32 until B has been applied.
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            rank = lora_a_stacked[0].shape[-2]
+            buffer = torch.zeros(len(output_slices), len(x), rank, dtype=dtype, device=x.device)  # (n, T, R)
+        self.add_shrink(buffer, x, lora_a_stacked, scale)
+        self.add_expand(y, buffer, lora_b_stacked, output_slices, add_inputs=True)
+
+    # endregion

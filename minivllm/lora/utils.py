@@ -1,0 +1,21 @@
+"""Names and module replacement under vLLM's one name for both. Stands for vllm/lora/utils.py (v0.22.1)."""
+
+from minivllm.lora.names import (
+    get_adapter_absolute_path,
+    is_base_embedding_weights,
+    is_in_target_modules,
+    is_supported_lora_module,
+    parse_fine_tuned_lora_name,
+)
+from minivllm.lora.replace import from_layer, get_supported_lora_modules, replace_submodule
+
+__all__ = [
+    "from_layer",
+    "get_adapter_absolute_path",
+    "get_supported_lora_modules",
+    "is_base_embedding_weights",
+    "is_in_target_modules",
+    "is_supported_lora_module",
+    "parse_fine_tuned_lora_name",
+    "replace_submodule",
+]

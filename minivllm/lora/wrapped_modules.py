@@ -1,0 +1,160 @@
+"""The wrapped layers of one model, and how an adapter fits onto them. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
+
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import LinearBase
+from minivllm.lora.layers import BaseLayerWithLoRA
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.lora.names import is_in_target_modules, nearest_names
+from minivllm.lora.punica_wrapper import PunicaWrapperBase
+from minivllm.lora.replace import from_layer, replace_submodule
+
+
+class WrappedModules:
+    """Every wrapped layer of a model, by name; checks, packs and writes whole adapters.
+
+    modules          module name -> wrapped layer
+    packed_modules   fused module name -> names of the parts that adapters name, in slice order
+    targets          name an adapter may use -> (module name, slice)
+
+    Raises ValueError when nothing can be wrapped or `target_modules` names what the model does not have.
+    """
+
+    def __init__(self, model: nn.Module, lora_config: LoRAConfig, punica_wrapper: PunicaWrapperBase) -> None:
+        self.lora_config = lora_config
+        self.punica_wrapper = punica_wrapper
+        self.packed_mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self.modules: dict[str, BaseLayerWithLoRA] = {}
+        self.packed_modules: dict[str, list[str]] = {}
+        self.targets: dict[str, tuple[str, int]] = {}
+        embeddings = getattr(model, "embedding_modules", {})
+        linears = {
+            name: module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, LinearBase) and name.rpartition(".")[2] not in embeddings
+        }
+        self._refuse_unknown_targets(list(linears))
+        self._wrap_all(model, linears)
+        if not self.modules:
+            raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")
+
+    # region lab 2.6: wrap every linear of a model, once
+    def _wrap_all(self, model: nn.Module, linears: dict[str, LinearBase]) -> None:
+        wrapped_by_id: dict[int, BaseLayerWithLoRA] = {}  # a module reachable by two names gets one wrapper
+        for name, module in linears.items():
+            if not is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping):
+                continue
+            prefix, _, suffix = name.rpartition(".")
+            parts = self.packed_mapping.get(suffix, [])
+            if id(module) not in wrapped_by_id:
+                wrapped_by_id[id(module)] = self._wrap(name, module, parts)
+            wrapped = replace_submodule(model, name, wrapped_by_id[id(module)])
+            self.modules[name] = wrapped
+            if wrapped.n_slices > 1:
+                self.packed_modules[name] = [f"{prefix}.{part}" if prefix else part for part in parts]
+            for i, target in enumerate(self.packed_modules.get(name, [name])):
+                self.targets[target] = (name, i)
+
+    # endregion
+
+    def _wrap(self, name: str, module: LinearBase, parts: list[str]) -> BaseLayerWithLoRA:
+        wrapped = from_layer(module, self.lora_config.max_loras, self.lora_config, parts)
+        if not isinstance(wrapped, BaseLayerWithLoRA):
+            raise ValueError(f"{name} ({type(module).__name__}) cannot be wrapped for LoRA")
+        wrapped.set_mapping(self.punica_wrapper)
+        return wrapped
+
+    def _refuse_unknown_targets(self, names: list[str]) -> None:
+        for target in self.lora_config.target_modules or []:
+            if not any(is_in_target_modules(name, [target], self.packed_mapping) for name in names):
+                known = sorted({name.rpartition(".")[2] for name in names})
+                raise ValueError(f"target_modules names '{target}', but the model has only {', '.join(known)}")
+
+    def check(self, lora: LoRAModel) -> None:
+        """ValueError unless every module of the adapter exists here, is wrapped, and has fitting shapes.
+
+        All of it is checked before anything changes: an adapter that names other modules would otherwise be
+        dropped in silence and the base model served in its name.
+        """
+        if unknown := [name for name in lora.loras if name not in self.targets and name not in self.packed_modules]:
+            raise ValueError(self._unmatched(unknown))
+        for name, weights in lora.loras.items():
+            if not weights.is_packed:
+                self._check_shapes(name, weights)
+
+    def _unmatched(self, unknown: list[str]) -> str:
+        shown = []
+        for name in unknown[:4]:
+            near = nearest_names(name, list(self.targets))
+            shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
+        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        limit = self.lora_config.target_modules
+        why = f"; the engine wraps only target_modules={limit}" if limit else ""
+        return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"
+
+    def _check_shapes(self, name: str, weights: LoRALayerWeights) -> None:
+        if name not in self.targets:
+            raise ValueError(f"{name} is fused here; the adapter must name its parts {self.packed_modules[name]}")
+        module_name, i = self.targets[name]
+        module = self.modules[module_name]
+        rank = weights.lora_a.shape[0]
+        if rank > self.lora_config.max_lora_rank:
+            raise ValueError(
+                f"{name} has rank {rank}, which is greater than max_lora_rank "
+                f"{self.lora_config.max_lora_rank}; pass --max-lora-rank {rank}"
+            )
+        found = tuple(weights.lora_a.shape), tuple(weights.lora_b.shape)
+        expected = (rank, module.input_size), (module.output_slices[i], rank)
+        if found != expected:
+            raise ValueError(
+                f"{name} has lora_A {found[0]} and lora_B {found[1]}, expected {expected[0]} and {expected[1]}"
+            )
+
+    def pack(self, lora: LoRAModel) -> None:
+        """Fold scaling into B and put the parts of fused modules together, once, here: no step pays for it."""
+        for name, parts in self.packed_modules.items():
+            replaced = [lora.loras.pop(part, None) for part in parts]
+            if any(replaced):
+                lora.loras[name] = PackedLoRALayerWeights.pack(replaced)
+        for weights in lora.loras.values():
+            weights.optimize()
+
+    # region lab 2.7: a whole adapter into a slot
+    def write(self, lora: LoRAModel, slot: int) -> None:
+        """Copy an adapter into one slot of every layer; on any error the slot is left empty.
+
+        A module without weights is cleared: it would keep the last adapter's.
+        """
+        try:
+            for name, module in self.modules.items():
+                weights = lora.get_lora(name)
+                if weights is None:
+                    module.reset_lora(slot)
+                else:
+                    module.set_lora(slot, weights.lora_a, weights.lora_b)
+        except BaseException:
+            for module in self.modules.values():
+                module.reset_lora(slot)
+            raise
+
+    # endregion
+
+    def dummy(self, lora_id: int, rank: int) -> LoRAModel:
+        """An adapter of zeros over everything that is wrapped."""
+        loras = {}
+        for target, (name, i) in self.targets.items():
+            module = self.modules[name]
+            dtype = module.lora_a_stacked[0].dtype
+            loras[target] = LoRALayerWeights.create_dummy_lora_weights(
+                target, module.input_size, module.output_slices[i], rank, dtype, "cpu"
+            )
+        return LoRAModel(lora_id, rank, loras)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot in all layers, whatever is in it."""
+        layers = {id(module): module for module in self.modules.values()}.values()
+        buffers = [t for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+        return sum(t[0].numel() * t.element_size() for t in buffers)

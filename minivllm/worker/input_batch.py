@@ -1,0 +1,71 @@
+"""The rows of one step. Stands for vllm/v1/worker/gpu_input_batch.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.lora.request import LoRARequest
+
+
+class InputBatch:
+    """One row for every running request, in the order of adapters. vLLM: `InputBatch`.
+
+    vLLM keeps its batch from step to step and patches it; here it is built anew from the scheduler's output,
+    which costs microseconds a request and leaves nothing to go stale.
+
+    requests               P rows, base rows first, then by adapter: a run of rows is an adapter
+    num_scheduled_tokens   (P,) tokens of each row in this step; 0 for a running request that gets none
+    num_sampled_tokens     (P,) 1 where the row's tokens reach the end of what is known, else 0
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray,
+    ) -> None:
+        self.requests = list(requests)
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.num_sampled_tokens = num_sampled_tokens
+
+    @classmethod
+    def from_scheduler_output(cls, output: SchedulerOutput) -> "InputBatch":
+        """All running requests, with the tokens that the scheduler gave them."""
+        scheduled = {entry.request.request_id: entry for entry in output.scheduled}
+        requests = sorted(output.running, key=lambda request: request.adapter_id)
+        entries = [scheduled.get(request.request_id) for request in requests]
+        tokens = np.array([entry.num_new_tokens if entry else 0 for entry in entries], dtype=np.int64)
+        samples = np.array([bool(entry and entry.samples) for entry in entries], dtype=np.int64)
+        return cls(requests, tokens, samples)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.requests)
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [request.request_id for request in self.requests]
+
+    # region lab 7.1: adapters of every token and every sampled row
+    def make_lora_inputs(
+        self, num_scheduled_tokens: np.ndarray, num_sampled_tokens: np.ndarray
+    ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
+        """Adapter ids of what the step computes, 0 for base.
+
+        num_scheduled_tokens, num_sampled_tokens   (P,) int, one entry a row
+
+        Returns
+            prompt_lora_mapping   one id a sampled row, sum(num_sampled_tokens) in all
+            token_lora_mapping    one id a token, sum(num_scheduled_tokens) in all
+            lora_requests         the adapters of all rows, also of rows without tokens in this step: they
+                                  run, so their adapters must stay
+        """
+        ids = np.array([request.adapter_id for request in self.requests], dtype=np.int64)
+        prompt_lora_mapping = tuple(ids.repeat(num_sampled_tokens).tolist())
+        token_lora_mapping = tuple(ids.repeat(num_scheduled_tokens).tolist())
+        lora_requests = {r.lora_request for r in self.requests if r.lora_request is not None}
+        return prompt_lora_mapping, token_lora_mapping, lora_requests
+
+    # endregion

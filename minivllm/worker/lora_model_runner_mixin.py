@@ -1,0 +1,102 @@
+"""The LoRA side of a model runner. Stands for vllm/v1/worker/lora_model_runner_mixin.py (v0.22.1)."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.worker.input_batch import InputBatch
+
+
+class LoRAModelRunnerMixin:
+    """Gives a model runner adapters. vLLM: `LoRAModelRunnerMixin`."""
+
+    lora_manager: LRUCacheWorkerLoRAManager | None = None
+
+    def load_lora_model(
+        self, model: nn.Module, vllm_config: object, device: torch.device | str
+    ) -> nn.Module:
+        """Wrap the model's layers, once, and give the model back."""
+        self.lora_manager = LRUCacheWorkerLoRAManager(
+            vllm_config, device, getattr(model, "embedding_modules", {})
+        )
+        return self.lora_manager.create_lora_manager(model, vllm_config)
+
+    def _manager(self) -> LRUCacheWorkerLoRAManager:
+        if self.lora_manager is None:
+            raise RuntimeError("LoRA is not enabled. Use enable_lora=True (--enable-lora) to enable LoRA.")
+        return self.lora_manager
+
+    # region lab 7.2: the adapters of a step
+    def set_active_loras(
+        self,
+        input_batch: InputBatch,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray | None = None,
+    ) -> None:
+        """Before a forward pass: adapters into slots, then ids into slots, then the backend's metadata.
+
+        The order matters. Translating first would use the slots as they were before this step's evictions.
+        """
+        if num_sampled_tokens is None:
+            num_sampled_tokens = np.ones_like(num_scheduled_tokens)
+        prompt_mapping, token_mapping, lora_requests = input_batch.make_lora_inputs(
+            num_scheduled_tokens, num_sampled_tokens
+        )
+        mapping = LoRAMapping(token_mapping, prompt_mapping, is_prefill=True)
+        self._manager().set_active_adapters(lora_requests, mapping)
+
+    # endregion
+
+    def prepare_loras(self, lora_requests: Iterable[LoRARequest]) -> dict[int, Exception]:
+        """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
+        return self._manager().prepare_adapters(lora_requests)
+
+    @contextmanager
+    def maybe_dummy_run_with_lora(
+        self,
+        lora_config: LoRAConfig | None,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray,
+        remove_lora: bool = True,
+    ) -> Iterator[None]:
+        """Inside, a forward pass runs as a batch over all slots would, on adapters of zeros; for warm-up.
+
+        num_scheduled_tokens, num_sampled_tokens   (P,) int, the rows of the pass; adapters take turns
+        """
+        if lora_config is None:
+            yield
+            return
+        manager = self._manager()
+        requests = [
+            LoRARequest(f"warmup_{slot}", slot + 1, "(warm-up)") for slot in range(lora_config.max_loras)
+        ]
+        for request in requests:
+            manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
+        ids = np.arange(len(num_scheduled_tokens)) % lora_config.max_loras + 1
+        mapping = LoRAMapping(
+            tuple(ids.repeat(num_scheduled_tokens).tolist()), tuple(ids.repeat(num_sampled_tokens).tolist())
+        )
+        manager.set_active_adapters(requests, mapping)
+        yield
+        if remove_lora:
+            manager.remove_all_adapters()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter ahead of its first request; with `load_inplace`, again. Errors as when loading."""
+        return self._manager().add_adapter(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self._manager().remove_adapter(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return self._manager().pin_adapter(lora_id)
+
+    def list_loras(self) -> set[int]:
+        return self._manager().list_adapters()
