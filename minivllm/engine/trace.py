@@ -1,0 +1,153 @@
+"""What every step did, one JSON record each. Stands for nothing in vLLM, which only logs totals (v0.22.1)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+KINDS = ("prefill", "chunk", "decode")
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One request's part of a step.
+
+    adapter: its name; None for the base model, which sits in no slot
+    tokens: how many of its tokens were computed
+    kind: "prefill" (its whole prompt, or all that is missing of it), "chunk" (a part of that), "decode"
+    cached: prompt tokens that the prefix cache gave it, told in the step that admits it
+    """
+
+    request: str
+    adapter: str | None
+    slot: int | None
+    tokens: int
+    kind: str
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class SlotEvent:
+    """An adapter went into a slot, or out of it."""
+
+    adapter: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class TraceSkip:
+    """A waiting request that this step passed over, and why."""
+
+    request: str
+    adapter: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of the engine. Adapters go by their names.
+
+    time_s: when it began, in seconds since the engine started
+    rows: what was computed, in batch order
+    slots: per slot the adapter in it while the step ran, or None
+    pinned: adapters that may not be evicted
+    loads: adapters read from disk for this step
+    activations, evictions: adapters copied into a slot, or out of one to make room
+    skipped: requests passed over; preempted: requests that lost their KV blocks and wait again
+    waiting: requests in the queue after scheduling; running: how many have a place in the batch
+    """
+
+    step: int
+    time_s: float
+    rows: list[TraceRow] = field(default_factory=list)
+    slots: list[str | None] = field(default_factory=list)
+    pinned: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    activations: list[SlotEvent] = field(default_factory=list)
+    evictions: list[SlotEvent] = field(default_factory=list)
+    skipped: list[TraceSkip] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    running: int = 0
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> StepRecord:
+        """The inverse of `dataclasses.asdict`. TypeError for fields it does not have or lacks."""
+        parts = {
+            "rows": TraceRow,
+            "activations": SlotEvent,
+            "evictions": SlotEvent,
+            "skipped": TraceSkip,
+        }
+        made = {name: [part(**each) for each in record.get(name, [])] for name, part in parts.items()}
+        return cls(**{**record, **made})
+
+
+class Trace:
+    """The steps of an engine, oldest first.
+
+    capacity: keep the last so many steps; None keeps all
+    """
+
+    def __init__(self, records: Iterable[StepRecord] = (), capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.records: list[StepRecord] = []
+        for record in records:
+            self.append(record)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def append(self, record: StepRecord) -> None:
+        self.records.append(record)
+        if self.capacity is not None and len(self.records) > self.capacity:
+            del self.records[0]
+
+    @property
+    def adapters(self) -> list[str]:
+        """Every adapter that had a row or a slot, sorted by name."""
+        names = {row.adapter for record in self.records for row in record.rows}
+        names |= {adapter for record in self.records for adapter in record.slots}
+        return sorted(names - {None})
+
+    def summary(self) -> dict[str, int]:
+        """How often each thing happened, for a table and for tests that ask whether it did."""
+        rows = [row for record in self.records for row in record.rows]
+        counts = {kind: sum(row.kind == kind for row in rows) for kind in KINDS}
+        return {
+            "steps": len(self.records),
+            "requests": len({row.request for row in rows}),
+            "adapters": len(self.adapters),
+            "tokens": sum(row.tokens for row in rows),
+            "prefills": counts["prefill"],
+            "chunks": counts["chunk"],
+            "decodes": counts["decode"],
+            "prefix_hits": sum(row.cached > 0 for row in rows),
+            "mixed_steps": sum(len({row.adapter for row in record.rows}) > 1 for record in self.records),
+            "loads": sum(len(record.loads) for record in self.records),
+            "activations": sum(len(record.activations) for record in self.records),
+            "evictions": sum(len(record.evictions) for record in self.records),
+            "skips": sum(len(record.skipped) for record in self.records),
+            "preemptions": sum(len(record.preempted) for record in self.records),
+        }
+
+    def write_jsonl(self, path: str | Path) -> None:
+        """One line a step."""
+        with open(path, "w", encoding="utf-8") as file:
+            for record in self.records:
+                file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+
+    @classmethod
+    def read_jsonl(cls, path: str | Path) -> Trace:
+        """What `write_jsonl` wrote. ValueError naming the line that is no step record."""
+        trace = cls()
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    trace.append(StepRecord.from_dict(json.loads(line)))
+                except (ValueError, TypeError, AttributeError) as error:
+                    raise ValueError(f"line {number} of '{path}' is no step record: {error}") from error
+        return trace

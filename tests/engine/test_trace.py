@@ -1,0 +1,213 @@
+"""The step trace survives its file, counts what happened, and is drawn so that every adapter can be seen."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from minivllm.core.scheduler import SchedulerStats
+from minivllm.engine.metrics import EngineMetrics
+from minivllm.engine.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
+from minivllm.engine.trace_plot import adapter_colours, draw_trace
+from minivllm.lora.stats import LoRAStats
+
+
+def small_trace() -> Trace:
+    """Two slots, three adapters and base: every kind of thing happens at least once."""
+    return Trace(
+        [
+            StepRecord(
+                0,
+                0.0,
+                rows=[
+                    TraceRow("a", "sql", 0, 30, "chunk"),
+                    TraceRow("b", None, None, 9, "prefill", cached=16),
+                ],
+                slots=["sql", None],
+                loads=["sql"],
+                activations=[SlotEvent("sql", 0)],
+                waiting=["c"],
+                running=2,
+            ),
+            StepRecord(
+                1,
+                0.02,
+                rows=[TraceRow("a", "sql", 0, 5, "chunk"), TraceRow("c", "größe", 1, 12, "prefill")],
+                slots=["sql", "größe"],
+                pinned=["größe"],
+                loads=["größe"],
+                activations=[SlotEvent("größe", 1)],
+                skipped=[TraceSkip("d", "dates", "max_loras")],
+                preempted=["b"],
+                waiting=["b", "d"],
+                running=2,
+            ),
+            StepRecord(
+                2,
+                0.05,
+                rows=[TraceRow("d", "dates", 0, 7, "prefill"), TraceRow("b", None, None, 1, "decode")],
+                slots=["dates", "größe"],
+                pinned=["größe"],
+                activations=[SlotEvent("dates", 0)],
+                evictions=[SlotEvent("sql", 0)],
+                running=2,
+            ),
+        ]
+    )
+
+
+def test_a_trace_reads_back_as_it_was_written(tmp_path):
+    trace = small_trace()
+
+    trace.write_jsonl(tmp_path / "trace.jsonl")
+
+    assert Trace.read_jsonl(tmp_path / "trace.jsonl").records == trace.records
+
+
+def test_a_file_holds_one_plain_json_object_a_step(tmp_path):
+    small_trace().write_jsonl(tmp_path / "trace.jsonl")
+
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text("utf-8").splitlines()]
+
+    assert lines == [asdict(record) for record in small_trace().records]
+    assert lines[0]["rows"][1] == {
+        "request": "b",
+        "adapter": None,
+        "slot": None,
+        "tokens": 9,
+        "kind": "prefill",
+        "cached": 16,
+    }
+    assert lines[1]["skipped"] == [{"request": "d", "adapter": "dates", "reason": "max_loras"}]
+
+
+@pytest.mark.parametrize("line", ['{"step": 1', '{"step": 1}', "[]", '{"step": 1, "time_s": 0.0, "x": 3}'])
+def test_a_line_that_is_no_step_is_named(tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    small_trace().write_jsonl(path)
+    path.write_text(path.read_text("utf-8") + line + "\n", "utf-8")
+
+    with pytest.raises(ValueError, match=r"line 4 of '.*trace\.jsonl'"):
+        Trace.read_jsonl(path)
+
+
+def test_a_trace_with_a_capacity_keeps_the_last_steps():
+    trace = Trace(capacity=3)
+
+    for step in range(10):
+        trace.append(StepRecord(step, step / 10))
+
+    assert [record.step for record in trace.records] == [7, 8, 9]
+
+
+def test_the_summary_counts_what_happened():
+    assert small_trace().summary() == {
+        "steps": 3,
+        "requests": 4,
+        "adapters": 3,
+        "tokens": 64,
+        "prefills": 3,
+        "chunks": 2,
+        "decodes": 1,
+        "prefix_hits": 1,
+        "mixed_steps": 3,
+        "loads": 2,
+        "activations": 3,
+        "evictions": 1,
+        "skips": 1,
+        "preemptions": 1,
+    }
+
+
+def share_of(picture: np.ndarray, colour: str, alpha: float = 1.0) -> float:
+    """Which part of the picture has this colour, laid over a light background with this opacity."""
+    background = 1.0 if alpha == 1.0 else 0xF4 / 255
+    wanted = alpha * np.array(to_rgb(colour)) + (1 - alpha) * background
+    return float((np.abs(picture[..., :3] - wanted).max(axis=-1) < 2.5 / 255).mean())
+
+
+def test_the_picture_shows_every_adapter_in_its_colour(tmp_path):
+    trace = small_trace()
+
+    draw_trace(trace, tmp_path / "slots.png")
+
+    picture = imread(tmp_path / "slots.png")
+    height, width, _ = picture.shape
+    assert 1000 < width < 2000
+    assert 400 < height < 2000
+    colours = adapter_colours(trace.adapters)
+    assert set(colours) == {None, "sql", "größe", "dates"}
+    for colour in colours.values():
+        assert share_of(picture, colour) > 0.01
+
+
+def test_an_adapter_that_only_sits_in_its_slot_is_pale(tmp_path):
+    draw_trace(small_trace(), tmp_path / "idle.png")
+    draw_trace(Trace(small_trace().records[:2]), tmp_path / "busy.png")
+
+    colour = adapter_colours(small_trace().adapters)["größe"]
+
+    assert share_of(imread(tmp_path / "idle.png"), colour, alpha=0.35) > 0.01
+    assert share_of(imread(tmp_path / "busy.png"), colour, alpha=0.35) < 0.001
+
+
+def test_an_engine_without_adapters_is_drawn_too(tmp_path):
+    rows = [TraceRow(f"request-{i}-with-a-long-name", None, None, 1, "decode") for i in range(60)]
+
+    draw_trace(Trace([StepRecord(step, 0.0, rows=rows) for step in range(3)]), tmp_path / "base.png")
+
+    assert share_of(imread(tmp_path / "base.png"), adapter_colours([])[None]) > 0.1
+
+
+def test_an_empty_trace_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no step"):
+        draw_trace(Trace(), tmp_path / "none.png")
+
+
+def test_a_dozen_adapters_have_a_dozen_colours():
+    colours = adapter_colours([f"adapter-{i}" for i in range(12)])
+
+    assert len(set(colours.values())) == 13
+
+
+def test_a_snapshot_gathers_the_counters_of_engine_scheduler_and_adapters():
+    scheduler = SchedulerStats(
+        num_running_reqs=2,
+        num_waiting_reqs=1,
+        num_free_blocks=7,
+        num_cached_blocks=3,
+        kv_cache_usage=0.25,
+        prefix_cache_queries=40,
+        prefix_cache_hits=16,
+        num_preemptions=1,
+        num_computed_tokens=90,
+        num_sampled_tokens=30,
+    )
+    metrics = EngineMetrics()
+    metrics.observe_step(step_seconds=0.5, forward_seconds=0.4)
+    metrics.observe_step(step_seconds=0.25, forward_seconds=0.2)
+    metrics.observe_finished("stop")
+    metrics.observe_finished("stop")
+    metrics.observe_finished("error")
+
+    snapshot = json.loads(json.dumps(metrics.snapshot(scheduler, LoRAStats(hits=3, misses=1))))
+
+    assert snapshot["steps"] == 2
+    assert snapshot["step_seconds"] == pytest.approx(0.75)
+    assert snapshot["forward_seconds"] == pytest.approx(0.6)
+    assert snapshot["tokens_per_second"] == pytest.approx(40)
+    assert snapshot["finished"] == {"stop": 2, "error": 1}
+    assert snapshot["scheduler"]["prefix_cache_hits"] == 16
+    assert snapshot["lora"]["hit_rate"] == 0.75
+
+
+def test_an_engine_that_has_done_nothing_has_a_snapshot():
+    idle = SchedulerStats(*[0] * 10)
+
+    snapshot = EngineMetrics().snapshot(idle)
+
+    assert snapshot["tokens_per_second"] == 0
+    assert snapshot["lora"] is None
