@@ -73,38 +73,24 @@ class AttentionMetadata:
         dtype: the model's, for the masks.
         """
         starts = np.concatenate(([0], np.cumsum(query_lens)))
-        slots = [
-            _slots(table, length, block_size) for table, length in zip(block_tables, seq_lens, strict=True)
-        ]
-        new_slots = np.concatenate([row[-n:] for row, n in zip(slots, query_lens, strict=True)])
-        decode_rows = [row for row, n in enumerate(query_lens) if n == 1]
-        whole_batch = len(decode_rows) == len(query_lens)
-        groups = _group_by_length(decode_rows, seq_lens)
-        return cls(
-            slot_mapping=torch.from_numpy(new_slots).to(device),
-            query_start_loc=starts.tolist(),
-            seq_lens=list(seq_lens),
-            decodes=[
-                _decode_group(
-                    None if whole_batch and len(groups) == 1 else starts[rows],
-                    [slots[row] for row in rows],
-                    device,
-                    dtype,
-                )
-                for rows in groups
-            ],
-            prefills=[
-                _prefill_chunk(int(starts[row]), n, slots[row], device, dtype)
-                for row, n in enumerate(query_lens)
-                if n > 1
-            ],
-        )
-
-
-def _slots(block_table: list[int], length: int, block_size: int) -> np.ndarray:
-    """The cache slots of a context, in order: (length,) int64"""
-    blocks = np.asarray(block_table[: -(-length // block_size)], dtype=np.int64)
-    return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
+        slot_mapping = np.empty(starts[-1], dtype=np.int64)
+        groups = _group_by_length([row for row, n in enumerate(query_lens) if n == 1], seq_lens)
+        decodes, prefills = [], []
+        for rows in groups:
+            lengths = np.array([seq_lens[row] for row in rows])
+            slots = _slots([block_tables[row] for row in rows], lengths, block_size)  # (n, L)
+            slot_mapping[starts[rows]] = slots[np.arange(len(rows)), lengths - 1]
+            whole_batch = len(rows) == len(query_lens)
+            decodes.append(
+                _decode_group(None if whole_batch else starts[rows], slots, lengths, device, dtype)
+            )
+        for row, n in enumerate(query_lens):
+            if n > 1:
+                slots = _slots([block_tables[row]], np.array([seq_lens[row]]), block_size)[0]  # (L,)
+                slot_mapping[starts[row] : starts[row + 1]] = slots[-n:]
+                prefills.append(_prefill_chunk(int(starts[row]), n, slots, device, dtype))
+        slot_mapping = torch.from_numpy(slot_mapping).to(device)
+        return cls(slot_mapping, starts.tolist(), list(seq_lens), decodes, prefills)
 
 
 def _group_by_length(rows: list[int], seq_lens: list[int]) -> list[list[int]]:
@@ -119,22 +105,32 @@ def _group_by_length(rows: list[int], seq_lens: list[int]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
+def _slots(block_tables: list[list[int]], lengths: np.ndarray, block_size: int) -> np.ndarray:
+    """The cache slots of n contexts in order, each padded with its own first slot: (n, L) int64"""
+    longest = int(lengths.max())
+    blocks = -(-longest // block_size)
+    tables = np.array([table[:blocks] + table[:1] * (blocks - len(table)) for table in block_tables])
+    slots = tables[:, :, None] * block_size + np.arange(block_size)  # (n, blocks, block_size)
+    slots = slots.reshape(len(tables), -1)[:, :longest]  # (n, L)
+    return np.where(np.arange(longest) < lengths[:, None], slots, slots[:, :1])
+
+
 def _decode_group(
-    rows: np.ndarray | None, slots: list[np.ndarray], device: torch.device | str, dtype: torch.dtype
+    rows: np.ndarray | None,
+    slots: np.ndarray,
+    lengths: np.ndarray,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> DecodeGroup:
-    lengths = np.array([len(row) for row in slots])
-    longest = lengths.max()
-    padded = np.stack(
-        [np.pad(row, (0, longest - len(row)), constant_values=row[0]) for row in slots]
-    )  # (n, L)
+    longest = slots.shape[1]
     mask = None
     if lengths.min() < longest:
-        past_end = torch.from_numpy(np.arange(longest) >= lengths[:, None])  # (n, L)
-        mask = torch.zeros(past_end.shape, dtype=dtype).masked_fill_(past_end, float("-inf"))
+        padding = torch.from_numpy(np.arange(longest) >= lengths[:, None])  # (n, L)
+        mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, float("-inf"))
         mask = mask[:, None, None, :].to(device)  # (n, 1, 1, L)
     return DecodeGroup(
         rows=None if rows is None else torch.from_numpy(rows).to(device),
-        slots=torch.from_numpy(padded.reshape(-1)).to(device),
+        slots=torch.from_numpy(slots.reshape(-1)).to(device),
         mask=mask,
     )
 
@@ -154,12 +150,9 @@ def _prefill_chunk(
 class Attention(nn.Module):
     """Writes new keys and values to the cache, then attends over each request's context (vLLM: Attention).
 
-    The model runner sets k_cache and v_cache, (num_blocks, block_size, Hkv, D) each. A request only sees the
-    slots of its own context, so the cache need not be initialised, and a request's NaN stays its own.
+    The model runner gives every layer its cache with `bind_kv_cache`. A request only sees the slots of its
+    own context, so the cache need not be initialised, and a request's NaN stays its own.
     """
-
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None) -> None:
         super().__init__()
@@ -169,19 +162,28 @@ class Attention(nn.Module):
         self.num_kv_heads = num_kv_heads or num_heads
         self.group_size = self.num_heads // self.num_kv_heads
 
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """(num_blocks, block_size, 2 * Hkv, D): keys and values side by side, so one gather reads both"""
+        return (num_blocks, block_size, 2 * self.num_kv_heads, self.head_size)
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """Use this memory, of `kv_cache_shape`, from now on (vLLM: bind_kv_cache)."""
+        self.kv_cache = kv_cache
+        self.k_cache, self.v_cache = kv_cache.chunk(2, dim=2)  # (num_blocks, block_size, Hkv, D) each
+        slots = kv_cache.flatten(0, 1)  # (slots, 2 Hkv, D)
+        self._k_slots, self._v_slots = slots.chunk(2, dim=1)  # (slots, Hkv, D) each
+        self._slots = slots.flatten(1)  # (slots, 2 Hkv * D)
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata
     ) -> torch.Tensor:
-        """q: (T, Hq, D) or (T, Hq*D); k, v: (T, Hkv, D) or (T, Hkv*D) -> (T, Hq*D)"""
-        tokens = q.shape[0]
-        q = q.reshape(tokens, self.num_kv_heads, self.group_size, self.head_size)  # (T, Hkv, G, D)
-        k = k.reshape(tokens, self.num_kv_heads, self.head_size)  # (T, Hkv, D)
-        v = v.reshape(tokens, self.num_kv_heads, self.head_size)  # (T, Hkv, D)
-        self.k_cache.flatten(0, 1).index_copy_(0, attn.slot_mapping, k)
-        self.v_cache.flatten(0, 1).index_copy_(0, attn.slot_mapping, v)
-        if len(attn.decodes) == 1 and attn.decodes[0].rows is None:
+        """q: (T, Hq, D); k, v: (T, Hkv, D) -> (T, Hq*D)"""
+        self._k_slots.index_copy_(0, attn.slot_mapping, k)
+        self._v_slots.index_copy_(0, attn.slot_mapping, v)
+        q = q.unflatten(1, (self.num_kv_heads, self.group_size))  # (T, Hkv, G, D)
+        if not attn.prefills and len(attn.decodes) == 1:
             return self._decode(q, attn.decodes[0])
-        output = q.new_empty(tokens, self.num_heads * self.head_size)  # (T, Hq*D)
+        output = q.new_empty(len(q), self.num_heads * self.head_size)  # (T, Hq*D)
         for group in attn.decodes:
             output[group.rows] = self._decode(q[group.rows], group)
         for chunk in attn.prefills:
@@ -190,15 +192,8 @@ class Attention(nn.Module):
 
     def _decode(self, q: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         """q: (n, Hkv, G, D) -> (n, Hq*D). Heads that share a key-value head go as that head's G queries."""
-        k = (
-            self._gather(self.k_cache, group.slots).unflatten(0, (len(q), -1)).transpose(1, 2)
-        )  # (n, Hkv, L, D)
-        v = (
-            self._gather(self.v_cache, group.slots).unflatten(0, (len(q), -1)).transpose(1, 2)
-        )  # (n, Hkv, L, D)
-        output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, scale=self.scale
-        )  # (n, Hkv, G, D)
+        k, v = self._gather(group.slots, len(q))  # (n, Hkv, L, D) each
+        output = F.scaled_dot_product_attention(q, k, v, group.mask, scale=self.scale)  # (n, Hkv, G, D)
         return output.reshape(len(q), -1)  # (n, Hq*D)
 
     def _prefill(
@@ -207,22 +202,18 @@ class Attention(nn.Module):
         """q: (T, Hkv, G, D); k, v: (T, Hkv, D) -> (n, Hq*D) for the chunk's n tokens"""
         tokens = slice(chunk.start, chunk.end)
         if chunk.slots is None:
-            k, v = k[tokens], v[tokens]
+            k, v = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)  # (Hkv, L, D) each
         else:
-            k, v = (
-                self._gather(self.k_cache, chunk.slots),
-                self._gather(self.v_cache, chunk.slots),
-            )  # (L, Hkv, D)
-        # Key-value heads as the batch and their queries as heads: keys are shared by a view, not by copies.
+            k, v = (x[0] for x in self._gather(chunk.slots, 1))  # (Hkv, L, D) each
+        # Key-value heads as the batch, their queries as heads: keys are shared by a view, not by copies.
         q = q[tokens].permute(1, 2, 0, 3)  # (Hkv, G, n, D)
-        k, v = (
-            x.transpose(0, 1)[:, None].expand(-1, self.group_size, -1, -1) for x in (k, v)
-        )  # (Hkv, G, L, D)
-        output = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=self.scale
-        )  # (Hkv, G, n, D)
+        k, v = (x[:, None].expand(-1, self.group_size, -1, -1) for x in (k, v))  # (Hkv, G, L, D)
+        causal = chunk.mask is None
+        output = F.scaled_dot_product_attention(q, k, v, chunk.mask, is_causal=causal, scale=self.scale)
         return output.permute(2, 0, 1, 3).reshape(chunk.end - chunk.start, -1)  # (n, Hq*D)
 
-    def _gather(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """(L,) slots -> (L, Hkv, D)"""
-        return cache.flatten(0, 1).index_select(0, slots)
+    def _gather(self, slots: torch.Tensor, requests: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """slots: (n * L,) of n requests -> k, v: (n, Hkv, L, D)"""
+        kv = self._slots.index_select(0, slots)  # (n * L, 2 Hkv * D)
+        kv = kv.view(requests, -1, 2 * self.num_kv_heads, self.head_size).transpose(1, 2)  # (n, 2 Hkv, L, D)
+        return kv[:, : self.num_kv_heads], kv[:, self.num_kv_heads :]
