@@ -56,6 +56,10 @@ class LoRAAdmission:
         if adapter_id:
             self.taken.add(adapter_id)
 
+    def pass_over(self, adapter_id: int) -> None:
+        """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
+        self.waited.setdefault(adapter_id, 0)
+
     def never_fits(self, adapter_id: int) -> bool:
         """Whether every slot is pinned for others, so that no amount of waiting helps."""
         return adapter_id not in self.pinned | {0} and len(self.pinned) >= self.max_loras
@@ -95,20 +99,14 @@ class LoRAAdmission:
         ahead = [oldest[adapter_id] for adapter_id in self._longest_wait_first(oldest)]
         return ahead + [request for request in waiting if oldest.get(request.adapter_id) is not request]
 
-    def end_step(
-        self, passed_over: set[int], waiting: Iterable[int], running: Iterable[int], sampled: set[int]
-    ) -> None:
+    def end_step(self, waiting: Iterable[int], running: Iterable[int], sampled: set[int]) -> None:
         """A step was computed: move the clocks. All arguments are adapter ids.
 
-        passed_over     did not fit in this step
-        sampled         got a token in this step
+        sampled     got a token in this step
         """
         running = set(running) - {0}
-        self.waited = {
-            adapter_id: self.waited.get(adapter_id, 0) + 1
-            for adapter_id in set(waiting) - running
-            if adapter_id in passed_over or adapter_id in self.waited
-        }
+        still_waiting = set(waiting) - running
+        self.waited = {a: steps + 1 for a, steps in self.waited.items() if a in still_waiting}
         # Prompts in the making do not count, or a short turn could end before it brought one token.
         self.held = {a: self.held.get(a, 0) + (a in sampled) for a in running}
 

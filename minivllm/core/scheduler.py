@@ -23,9 +23,10 @@ class Scheduler:
     """Continuous batching under a token budget, KV blocks, max_num_seqs and max_loras. vLLM: `Scheduler`.
 
     `schedule` decides and `update_from_output` commits. schedule() moves requests between the queues,
-    gives and takes KV blocks, and sets `num_computed_tokens` of a request it admits to what the prefix
-    cache holds, or of one it preempts to 0. It never counts a token as computed, lets no block be found,
-    and moves no clock. So a step that failed is simply dropped: finish the requests at fault, schedule again.
+    gives and takes KV blocks, sets `num_computed_tokens` of a request it admits to what the prefix cache
+    holds, or of one it preempts to 0, and notes which adapters were passed over. It never counts a token as
+    computed, lets no block be found, and moves no clock. So a step that failed is simply dropped: finish the
+    requests at fault and schedule again.
 
     waiting     by arrival; a preempted request goes back to its place
     running     by admission, so that prompts in the making come after all who already answer
@@ -71,7 +72,15 @@ class Scheduler:
     # Requests come and go.
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. ValueError: its id is in use, LoRA is off, or it can never fit in the KV cache."""
+        """Queue a request. ValueError as in `check_request`."""
+        self.check_request(request)
+        request.arrival_order = self._num_arrived
+        self._num_arrived += 1
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def check_request(self, request: Request) -> None:
+        """ValueError if its id is in use, LoRA is off, or it can never fit in the KV cache."""
         if request.request_id in self.requests:
             raise ValueError(f"request id '{request.request_id}' is in use; give every request its own")
         if request.lora_request and not self.lora.max_loras:
@@ -80,19 +89,13 @@ class Scheduler:
                 "is off; start the engine with enable_lora=True"
             )
         self.check_fits(request)
-        request.arrival_order = self._num_arrived
-        self._num_arrived += 1
-        self.requests[request.request_id] = request
-        self.waiting.append(request)
 
     def check_fits(self, request: Request) -> None:
         """ValueError if the request, with an empty cache all to itself, would still lack blocks."""
         # The last token is sampled but never computed.
         num_tokens = request.max_num_tokens(self.max_model_len) - 1
-        num_blocks, usable = (
-            self.kv_cache.num_blocks_for(num_tokens),
-            self.kv_cache.block_pool.num_usable_blocks,
-        )
+        num_blocks = self.kv_cache.num_blocks_for(num_tokens)
+        usable = self.kv_cache.block_pool.num_usable_blocks
         if num_blocks > usable:
             raise ValueError(
                 f"request '{request.request_id}' may need {num_blocks} KV blocks ({num_tokens} tokens) but "
@@ -106,10 +109,8 @@ class Scheduler:
 
         Returns those that were ended; unknown and finished ids are passed over.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        requests = [
-            self.requests[request_id] for request_id in dict.fromkeys(ids) if request_id in self.requests
-        ]
+        ids = [request_ids] if isinstance(request_ids, str) else dict.fromkeys(request_ids)
+        requests = [self.requests[request_id] for request_id in ids if request_id in self.requests]
         for request in requests:
             self._finish(request, status, error)
         return requests
@@ -203,11 +204,11 @@ class Scheduler:
             output.halted_by = self._full(output)
             if output.halted_by:
                 return
-            reason = held_back.get(request.request_id)
-            if reason is None and not self.lora.fits(request.adapter_id):
-                reason = MAX_LORAS
-            if reason is not None:
-                output.skipped.append(Skip(request.request_id, request.adapter_id, reason))
+            if request.request_id in held_back:
+                self._skip(request, held_back[request.request_id], output)
+            elif not self.lora.fits(request.adapter_id):
+                self.lora.pass_over(request.adapter_id)
+                self._skip(request, MAX_LORAS, output)
             elif not self._admit(request, output):
                 output.halted_by = NO_BLOCKS
                 return
@@ -221,6 +222,9 @@ class Scheduler:
         if len(self.running) >= self.scheduler_config.max_num_seqs:
             return "max_num_seqs"
         return None if self._budget_left(output) else "token budget"
+
+    def _skip(self, request: Request, reason: str, output: SchedulerOutput) -> None:
+        output.skipped.append(Skip(request.request_id, request.adapter_id, reason))
 
     def _admit(self, request: Request, output: SchedulerOutput) -> bool:
         """Let a waiting request run from where the prefix cache ends; False if it lacks blocks."""
@@ -291,7 +295,6 @@ class Scheduler:
 
     def _move_lora_clocks(self, output: SchedulerOutput) -> None:
         self.lora.end_step(
-            passed_over={skip.adapter_id for skip in output.skipped if skip.reason == MAX_LORAS},
             waiting={request.adapter_id for request in self.waiting},
             running={request.adapter_id for request in self.running},
             sampled={s.request.adapter_id for s in output.scheduled if s.samples},

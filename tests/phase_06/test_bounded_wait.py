@@ -1,0 +1,267 @@
+"""With the slots full, nobody waits without end (lab 6.4; incident 10). Time is counted in steps.
+
+The streams below keep the slots busy for ever: as one request ends, the next of the same adapter is there.
+"""
+
+import random
+
+import pytest
+from scheduler_model import World
+
+from minivllm.core.lora_admission import LoRAAdmission
+from minivllm.core.output import NO_BLOCKS
+
+pytestmark = pytest.mark.lab("6.4")
+
+
+def keep_busy(world, *adapter_ids, max_tokens=3):
+    """Before each step: make sure that somebody waits behind those who run."""
+    waiting = {r.adapter_id for r in world.scheduler.waiting}
+    world.add_all(*(a for a in adapter_ids if a not in waiting), max_tokens=max_tokens)
+
+
+def steps_until_running(world, request, *stream, limit=500):
+    for step in range(limit):
+        keep_busy(world, *stream)
+        if request in world.step().running:
+            return step
+    raise AssertionError(f"{request.request_id} starved for {limit} steps")
+
+
+@pytest.mark.parametrize("max_wait", [1, 2, 7, 20])
+@pytest.mark.parametrize("max_loras", [1, 2, 3])
+def test_a_waiter_is_served_after_the_bound_whatever_keeps_coming(max_loras, max_wait):
+    stream = range(1, max_loras + 1)
+    world = World(max_loras=max_loras, max_lora_wait_steps=max_wait, max_num_seqs=64)
+    for _ in range(max_wait + 3):
+        keep_busy(world, *stream)
+        world.step()
+    waiter = world.add(99)
+
+    waited = steps_until_running(world, waiter, *stream)
+
+    assert waited == waiter.lora_wait_steps == max_wait
+
+
+def test_a_waiter_is_served_after_the_bound_when_the_others_never_end():
+    world = World(max_loras=2, max_lora_wait_steps=5)
+    world.add_all(1, 2, max_tokens=400)
+    for _ in range(6):
+        world.step()
+    waiter = world.add(3)
+
+    waited = steps_until_running(world, waiter)
+
+    assert waited == 5
+
+
+def test_the_adapter_with_the_fewest_running_requests_makes_way():
+    world = World(max_loras=2, max_lora_wait_steps=4)
+    world.add_all(1, 2, 1, 1, 2, max_tokens=50)
+    waiter = world.add(3)
+
+    outputs = [world.step() for _ in range(6)]
+
+    assert [o.preempted_adapters for o in outputs] == [[], [], [], [], [2], []]
+    assert waiter in outputs[4].running
+
+
+def test_a_pinned_adapter_never_makes_way():
+    world = World(max_loras=2, max_lora_wait_steps=4)
+    world.pinned = {2}
+    world.add_all(1, 1, 1, 2, max_tokens=50)
+    waiter = world.add(3)
+
+    outputs = [world.step() for _ in range(5)]
+
+    assert outputs[-1].preempted_adapters == [1]
+    assert waiter in outputs[-1].running
+
+
+def test_base_requests_never_make_way():
+    world = World(max_loras=1, max_lora_wait_steps=4)
+    base = world.add(0, max_tokens=50)
+    world.add_all(1, 1, max_tokens=50)
+    world.add(2)
+
+    outputs = [world.step() for _ in range(5)]
+
+    assert outputs[-1].preempted_adapters == [1]
+    assert base in outputs[-1].running
+
+
+def test_newcomers_of_the_adapter_that_made_way_do_not_overtake_the_waiter():
+    world = World(max_loras=1, max_lora_wait_steps=3)
+    world.add(1, max_tokens=50)
+    for _ in range(4):
+        world.step()
+    waiter = world.add(2, max_tokens=8)
+
+    for _ in range(3):
+        world.add(1)
+        world.step()
+    world.add(1)
+    output = world.step()
+
+    assert output.running == [waiter]
+
+
+def test_the_freed_slot_is_kept_for_the_waiter_until_its_blocks_are_free():
+    """Its prompt lacks blocks for now; whoever else could use the slot must not have it."""
+    world = World(max_loras=2, max_lora_wait_steps=10, block_size=4, num_blocks=16)
+    world.add(1, prompt=range(20), max_tokens=16)
+    world.add_all(1, 2, prompt=[1], max_tokens=14)
+    waiter = world.add(3, prompt=[6] * 30, max_tokens=1)
+    outputs = [world.step() for _ in range(11)]
+    assert outputs[-1].preempted_adapters == [2]
+    assert outputs[-1].halted_by == NO_BLOCKS
+
+    while waiter not in outputs[-1].running:
+        keep_busy(world, 2, 4)
+        outputs.append(world.step())
+
+    assert len(outputs) > 14
+    assert {r.adapter_id for o in outputs[10:-1] for r in o.running} == {1}
+
+
+def test_those_who_wait_longest_are_served_first():
+    world = World(max_loras=1, max_lora_wait_steps=4)
+    world.add(1, max_tokens=100)
+    world.step()
+    first = world.add(2, max_tokens=100)
+    world.step()
+    second = world.add(3, max_tokens=100)
+
+    order = []
+    for _ in range(30):
+        for request in world.step().running:
+            if request not in order:
+                order.append(request)
+
+    assert order[1:] == [first, second]
+
+
+def test_a_slot_that_comes_free_goes_to_who_was_passed_over_not_to_who_was_preempted():
+    """A preempted request goes back to its place by arrival, yet another adapter has waited longer."""
+    world = World(max_loras=2, max_lora_wait_steps=5)
+    preempted, *ending = world.add_all(1, 2, 2, max_tokens=9)
+    world.step()
+    due = world.add(3, max_tokens=50)
+    for _ in range(4):
+        world.step()
+    passed_over = world.add(4, max_tokens=50)
+    world.step()
+    assert world.step().preempted_adapters == [1]
+    while not all(request.is_finished for request in ending):
+        world.step()
+
+    output = world.step()
+
+    assert output.preempted_adapters == []
+    assert output.running == [due, passed_over]
+    assert preempted in world.scheduler.waiting
+
+
+def test_an_adapter_keeps_its_slot_for_a_turn_before_it_makes_way():
+    """No ping-pong: three adapters with endless work share two slots in turns, not by the step."""
+    world = World(max_loras=2, max_lora_wait_steps=10)
+    world.add_all(1, 2, 3, max_tokens=300)
+
+    outputs = [world.step() for _ in range(300)]
+
+    evictions = [o.preempted_adapters for o in outputs if o.preempted_adapters]
+    assert sum(map(len, evictions)) <= 2 * 300 / 10 + 2
+    turns = {adapter_id: sum(adapter_id in e for e in evictions) for adapter_id in (1, 2, 3)}
+    assert max(turns.values()) - min(turns.values()) <= 1
+
+
+def test_a_turn_lasts_until_it_brought_tokens():
+    """A prompt that takes longer than the bound must not be thrown away chunk by chunk for ever."""
+    world = World(max_loras=1, max_lora_wait_steps=2, max_num_batched_tokens=4, enable_prefix_caching=False)
+    requests = [world.add(a, prompt=range(a, a + 40), max_tokens=6) for a in (1, 2, 3)]
+
+    world.run(max_steps=500)
+
+    assert all(r.output_token_ids == world.expected_tokens(r) for r in requests)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nobody_starves_under_constant_arrivals_of_more_adapters_than_slots(seed):
+    """A virtual clock over random streams: from being passed over to having a slot, no adapter waits longer
+    than all others' turns take; and there are no more evictions than turns."""
+    rng = random.Random(seed)
+    num_adapters, max_loras, max_wait = rng.randint(3, 7), rng.randint(1, 3), rng.randint(2, 9)
+    world = World(
+        max_loras=max_loras, max_lora_wait_steps=max_wait, max_num_seqs=6, max_num_batched_tokens=16
+    )
+    chunks = 2
+    bound = (max_wait + 1) + -(-num_adapters // max_loras) * (max_wait + chunks)
+    since, num_evictions, num_steps = {}, 0, 250
+    for step in range(num_steps):
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            world.add(
+                rng.randrange(num_adapters + 1), [rng.randrange(5)] * rng.randint(1, 6), rng.randint(1, 25)
+            )
+        output = world.step()
+        num_evictions += len(output.preempted_adapters)
+        running = {r.adapter_id for r in output.running}
+        for adapter_id in {s.adapter_id for s in output.skipped} | set(output.preempted_adapters):
+            since.setdefault(adapter_id, step)
+        waiting = {r.adapter_id for r in world.scheduler.waiting}
+        since = {a: t for a, t in since.items() if a in waiting - running}
+        assert all(step - t <= bound for t in since.values()), (step, since, bound)
+
+    assert num_evictions <= max_loras * (num_steps / max_wait + 1)
+    world.run()
+
+
+def test_base_requests_are_not_starved_by_adapters_that_take_turns():
+    world = World(max_loras=1, max_lora_wait_steps=3, max_num_seqs=2)
+    for _ in range(3):
+        keep_busy(world, 1, 2, max_tokens=5)
+        world.add_all(1, 2, max_tokens=5)
+        world.step()
+    base = world.add(0)
+
+    waited = steps_until_running(world, base, 1, 2)
+
+    assert waited < 40
+
+
+def test_a_pin_under_running_requests_makes_the_smallest_adapter_give_way():
+    """Incident 3, the other way round: the pin comes in while every slot is taken."""
+    world = World(max_loras=2)
+    world.add_all(1, 1, 2, max_tokens=9)
+    world.step()
+    world.pinned = {3}
+
+    output = world.step()
+
+    assert output.preempted_adapters == [2]
+    assert {r.adapter_id for r in output.running} == {1}
+
+
+def test_an_adapter_waiting_for_a_slot_is_due_exactly_at_the_bound():
+    admission = LoRAAdmission(max_loras=1, max_wait_steps=3)
+    for _ in range(3):
+        admission.begin_step(running=[1], pinned=[])
+        assert admission.make_room([2]) == []
+        admission.pass_over(2)
+        admission.end_step(waiting=[2], running=[1], sampled={1})
+
+    admission.begin_step(running=[1], pinned=[])
+
+    assert admission.make_room([2]) == [1]
+    assert admission.taken == {2}
+
+
+def test_steps_of_prompt_chunks_are_no_turn():
+    admission = LoRAAdmission(max_loras=1, max_wait_steps=2)
+    for _ in range(5):
+        admission.begin_step(running=[1], pinned=[])
+        admission.pass_over(2)
+        admission.end_step(waiting=[2], running=[1], sampled=set())
+
+    admission.begin_step(running=[1], pinned=[])
+
+    assert admission.make_room([2]) == []

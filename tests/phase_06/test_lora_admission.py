@@ -1,0 +1,144 @@
+"""Which adapters may run together (lab 6.1), against brute force over slots and over subsets of the queue."""
+
+from itertools import combinations, product
+
+import pytest
+from scheduler_model import World
+
+from minivllm.core.lora_admission import LoRAAdmission
+from minivllm.core.output import MAX_LORAS
+
+pytestmark = pytest.mark.lab("6.1")
+
+
+def can_place(adapter_ids, num_slots):
+    """Brute force: try every way of giving each adapter (base aside) a slot of its own."""
+    adapters = sorted(set(adapter_ids) - {0})
+    return any(len(set(slots)) == len(adapters) for slots in product(range(num_slots), repeat=len(adapters)))
+
+
+def subsets(items):
+    return (set(chosen) for size in range(len(items) + 1) for chosen in combinations(items, size))
+
+
+def test_a_request_fits_exactly_when_its_adapter_can_be_given_a_slot():
+    for max_loras in (1, 2, 3):
+        for running in product((0, 1, 2, 3), repeat=3):
+            for pinned in subsets((1, 3, 4)):
+                if not can_place({*running, *pinned}, max_loras):
+                    continue
+                admission = LoRAAdmission(max_loras, max_wait_steps=8)
+                admission.begin_step(running, pinned)
+
+                fits = {adapter_id: admission.fits(adapter_id) for adapter_id in range(6)}
+
+                expected = {a: can_place({*running, *pinned, a}, max_loras) for a in range(6)}
+                assert fits == expected, (max_loras, running, pinned)
+
+
+def test_the_first_batch_is_the_first_in_line_of_all_batches_that_can_be_placed():
+    """Of all subsets of the queue that can be placed, the one that prefers whoever came first."""
+    for max_loras, max_num_seqs, pinned in product((1, 2), (2, 4), ((), (1,), (3,))):
+        for adapter_ids in product((0, 1, 2, 3), repeat=4):
+            if len(pinned) == max_loras:
+                adapter_ids = tuple(a if a in (0, *pinned) else 0 for a in adapter_ids)
+            world = World(max_loras=max_loras, max_num_seqs=max_num_seqs, num_blocks=20)
+            world.pinned = set(pinned)
+            world.add_all(*adapter_ids)
+
+            output = world.schedule()
+
+            placeable = [
+                chosen
+                for chosen in product((True, False), repeat=4)
+                if sum(chosen) <= max_num_seqs
+                and can_place({*pinned, *(a for a, taken in zip(adapter_ids, chosen) if taken)}, max_loras)
+            ]
+            running = {r.request_id for r in output.running}
+            assert tuple(f"r{i}" in running for i in range(4)) == max(placeable), (adapter_ids, pinned)
+
+
+def test_requests_of_one_adapter_share_its_slot():
+    world = World(max_loras=1)
+    world.add_all(5, 5, 5)
+
+    output = world.step()
+
+    assert len(output.running) == 3
+
+
+def test_base_requests_need_no_slot():
+    """Incident 16: as many adapters as slots, and base requests among them."""
+    world = World(max_loras=2)
+    world.add_all(1, 0, 2, 0)
+
+    output = world.step()
+
+    assert [r.adapter_id for r in output.running] == [1, 0, 2, 0]
+    assert output.skipped == []
+
+
+def test_base_requests_take_no_slot_from_adapters_that_come_later():
+    world = World(max_loras=1)
+    world.add_all(0, 0)
+    world.step()
+    world.add(7)
+
+    output = world.step()
+
+    assert [r.adapter_id for r in output.running] == [0, 0, 7]
+
+
+def test_a_pinned_adapter_takes_a_slot_even_when_no_request_uses_it():
+    """Incident 3: max_loras=2, one pinned, requests for two others."""
+    world = World(max_loras=2)
+    world.pinned = {9}
+    world.add_all(1, 2)
+
+    output = world.step()
+
+    assert [r.adapter_id for r in output.running] == [1]
+    assert [(s.adapter_id, s.reason) for s in output.skipped] == [(2, MAX_LORAS)]
+
+
+def test_a_pinned_adapter_that_runs_is_counted_once():
+    world = World(max_loras=2)
+    world.pinned = {1}
+    world.add_all(1, 2)
+
+    output = world.step()
+
+    assert [r.adapter_id for r in output.running] == [1, 2]
+
+
+def test_a_running_request_without_tokens_in_this_step_keeps_its_slot():
+    """Incident 19: only requests scheduled in this step were counted."""
+    world = World(max_loras=2, max_num_batched_tokens=2)
+    one, two = world.add_all(1, 2, max_tokens=9)
+    world.step(tokens_each=2)
+    output = world.step(tokens_each=2)
+    assert [s.request for s in output.scheduled] == [one]
+    assert output.running == [one, two]
+    world.pinned = {3}
+
+    output = world.schedule()
+
+    assert len({r.adapter_id for r in output.running} | world.pinned) == 2
+    assert len(output.preempted_adapters) == 1
+
+
+def test_counting_sees_every_running_adapter_and_every_pin():
+    admission = LoRAAdmission(max_loras=4, max_wait_steps=8)
+
+    admission.begin_step(running=[0, 5, 0, 2, 5], pinned=[7, 2])
+
+    assert admission.taken == {2, 5, 7}
+
+
+def test_the_count_starts_afresh_at_every_step():
+    admission = LoRAAdmission(max_loras=1, max_wait_steps=8)
+    admission.begin_step(running=[3], pinned=[])
+
+    admission.begin_step(running=[0], pinned=[])
+
+    assert admission.fits(4)

@@ -1,0 +1,142 @@
+"""Whose keys and values a cached block holds (lab 6.5; incident 7)."""
+
+import random
+from itertools import product
+
+import pytest
+from scheduler_model import World
+
+from minivllm.core.kv_cache import hash_block_tokens
+
+pytestmark = pytest.mark.lab("6.5")
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def hit(world, adapter_id, prompt=PROMPT):
+    """Tokens that a new request finds in the cache."""
+    request = world.add(adapter_id, prompt=prompt, max_tokens=1)
+    world.run()
+    assert request.output_token_ids == world.expected_tokens(request)
+    return request.num_cached_tokens
+
+
+def test_a_prompt_seen_before_is_found_in_full_blocks():
+    world = World(block_size=4)
+
+    assert hit(world, 0) == 0
+    assert hit(world, 0) == 8
+
+
+def test_the_same_prompt_is_found_by_the_same_adapter():
+    world = World(block_size=4)
+
+    assert hit(world, 1) == 0
+    assert hit(world, 1) == 8
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (1, 2)])
+def test_no_hit_crosses_adapters(first, second):
+    world = World(block_size=4)
+    hit(world, first)
+
+    assert hit(world, second) == 0
+
+
+def test_a_reloaded_adapter_finds_nothing_of_its_former_load():
+    """Same name, same id, other weights: what vLLM #30931 and llama.cpp #26207 served stale."""
+    world = World(block_size=4)
+    hit(world, 1)
+    world.reload(1)
+
+    assert hit(world, 1) == 0
+    assert hit(world, 1) == 8
+
+
+def test_an_adapter_that_is_not_loaded_finds_nothing_before_its_load_is_known():
+    world = World(block_size=4)
+    hit(world, 1)
+    world.loads.clear()
+
+    assert hit(world, 1) == 0
+
+
+def test_blocks_computed_before_and_after_a_load_in_mid_request_are_not_mixed():
+    """The adapter leaves memory while its request runs and is read again: nobody may find what follows."""
+    world = World(block_size=4, max_num_batched_tokens=6)
+    request = world.add(1, prompt=PROMPT, max_tokens=1)
+    world.step()
+    world.loads.clear()
+    world.run()
+    assert request.is_finished
+
+    cached = world.scheduler.kv_cache.block_pool.hash_of
+
+    assert len(cached) == 1
+    assert hit(world, 1) == 0
+
+
+def test_only_what_is_equal_from_the_first_token_on_is_found():
+    world = World(block_size=4)
+    hit(world, 0)
+
+    assert hit(world, 0, [*PROMPT[:4], 8, 8, 8, 8, 8]) == 4
+    assert hit(world, 0, [7, *PROMPT[1:]]) == 0
+    assert hit(world, 0, PROMPT[4:]) == 0
+
+
+def test_a_hit_never_covers_the_whole_prompt():
+    world = World(block_size=4)
+    hit(world, 0, PROMPT[:8])
+
+    assert hit(world, 0, PROMPT[:8]) == 4
+    assert hit(world, 0, PROMPT[:9]) == 8
+
+
+def test_an_answer_is_found_by_the_prompt_that_continues_it():
+    world = World(block_size=4)
+    first = world.add(1, prompt=PROMPT, max_tokens=9)
+    world.run()
+
+    assert hit(world, 1, [*PROMPT, *first.output_token_ids]) == 16
+
+
+def test_nothing_is_found_when_the_prefix_cache_is_off():
+    world = World(block_size=4, enable_prefix_caching=False)
+    hit(world, 0)
+
+    assert hit(world, 0) == 0
+    assert world.scheduler.make_stats().num_cached_blocks == 0
+
+
+def test_keys_differ_whenever_identity_parent_or_tokens_do():
+    parents = [None, *(hash_block_tokens(None, [i], 0) for i in range(3))]
+    blocks = [t for n in (1, 2) for t in product((-1, 0, 1, 256, 2**40), repeat=n)]
+
+    keys = [hash_block_tokens(p, t, i) for p in parents for t in blocks for i in (0, 1, 2, 256)]
+
+    assert len(set(keys)) == len(keys) == 4 * 30 * 4
+
+
+def test_equal_blocks_have_equal_keys():
+    assert hash_block_tokens(None, [5, 6], 3) == hash_block_tokens(None, (5, 6), 3)
+
+
+def test_a_key_is_a_digest_that_does_not_collide_like_pythons_hash():
+    """hash(-1) == hash(-2) in Python; a tenant who can choose tokens must not find another's blocks."""
+    assert hash_block_tokens(None, [-1], 0) != hash_block_tokens(None, [-2], 0)
+    assert len(hash_block_tokens(None, [1], 0)) >= 16
+
+
+def test_many_tenants_with_the_same_prompts_each_find_their_own():
+    rng = random.Random(1)
+    world = World(block_size=4, max_loras=3, num_blocks=60)
+    prompts = [[rng.randrange(5) for _ in range(12)] for _ in range(3)]
+    for _ in range(120):
+        world.add(rng.randrange(4), rng.choice(prompts)[: rng.randint(1, 12)], rng.randint(1, 6))
+        if rng.random() < 0.3:
+            world.run()
+    world.run()
+
+    assert all(r.output_token_ids == world.expected_tokens(r) for r in world.requests.values())
+    assert world.scheduler.make_stats().prefix_cache_hits > 0
