@@ -63,7 +63,8 @@ def inverse_frequencies(head_size: int, rope: RopeParameters) -> torch.Tensor:
 
 def _llama3(frequencies: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
     """Llama 3.1: fast pairs stay, slow ones are stretched by `factor`, those between are blended."""
-    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
+    wavelengths = 2 * math.pi / frequencies  # positions per turn
+    turns = rope.original_max_position_embeddings / wavelengths  # within the context of the first training
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / rope.factor

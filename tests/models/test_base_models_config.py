@@ -1,0 +1,163 @@
+"""config.json, in old or new spelling, becomes the right shape; what cannot be served is refused by name."""
+
+import json
+
+import pytest
+import torch
+
+from minivllm.layers.rotary import RopeParameters
+from minivllm.models.config import ModelArchitecture
+from minivllm.models.registry import MODELS, get_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, RopeParameters(theta=10000.0)),
+        ({"rope_theta": 500.0}, RopeParameters(theta=500.0)),
+        ({"rope_theta": 500.0, "rope_scaling": None}, RopeParameters(theta=500.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, RopeParameters(theta=500.0)),
+        (
+            {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            RopeParameters("linear", 500.0, 2.0, original_max_position_embeddings=4096),
+        ),
+        (
+            {
+                "rope_theta": 500.0,
+                "rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 512, **LLAMA3},
+            },
+            RopeParameters("llama3", 500.0, 8.0, 1.0, 4.0, 512),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}},
+            RopeParameters("llama3", 500.0, 8.0, 1.0, 4.0, 4096),
+        ),
+    ],
+)
+def test_rotary_settings_are_read_in_either_spelling(keys, expected):
+    assert ModelArchitecture.from_dict(LLAMA | keys).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "biases"),
+    [
+        (LLAMA, (False, False, False)),
+        (LLAMA | {"attention_bias": True}, (True, True, False)),
+        (LLAMA | {"mlp_bias": True}, (False, False, True)),
+        (MISTRAL, (False, False, False)),
+        (QWEN2, (True, False, False)),
+        (QWEN3 | {"attention_bias": True}, (True, True, False)),
+    ],
+)
+def test_which_linears_have_a_bias(config, biases):
+    parsed = ModelArchitecture.from_dict(config)
+
+    assert (parsed.qkv_bias, parsed.o_bias, parsed.mlp_bias) == biases
+
+
+def test_what_an_older_config_leaves_out():
+    bare = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "eos_token_id")}
+
+    parsed = ModelArchitecture.from_dict(bare | {"head_dim": None})
+
+    assert (parsed.num_key_value_heads, parsed.head_dim, parsed.eos_token_ids) == (4, 12, ())
+    assert (parsed.tie_word_embeddings, parsed.qk_norm, parsed.dtype) == (False, False, torch.float32)
+    assert ModelArchitecture.from_dict(QWEN3).head_dim == 128
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_checkpoints_dtype_is_read_in_either_spelling(key):
+    assert ModelArchitecture.from_dict(LLAMA | {key: "bfloat16"}).dtype == torch.bfloat16
+
+
+def test_end_of_text_ids_come_from_both_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7, 8]}))
+
+    assert ModelArchitecture.from_folder(tmp_path).eos_token_ids == (7, 9, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (LLAMA, 4096),
+        (MISTRAL | {"sliding_window": None}, 4096),
+        (MISTRAL | {"sliding_window": 1024}, 1024),
+        (QWEN2 | {"sliding_window": 1024, "use_sliding_window": False}, 4096),
+        (QWEN2 | {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 1}, 1024),
+        (QWEN2 | {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 2}, 4096),
+        (
+            QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            4096,
+        ),
+    ],
+)
+def test_the_context_ends_where_a_sliding_window_would_begin_to_slide(config, limit):
+    parsed = ModelArchitecture.from_dict(config)
+
+    assert parsed.resolve_max_model_len() == parsed.resolve_max_model_len(limit) == limit
+    assert parsed.resolve_max_model_len(100) == 100
+    with pytest.raises(ValueError, match=f"max_model_len {limit + 1} is greater than .* {limit}"):
+        parsed.resolve_max_model_len(limit + 1)
+    with pytest.raises(ValueError, match="max_model_len is 0"):
+        parsed.resolve_max_model_len(0)
+
+
+REFUSED = {
+    "model_type 'gpt2'": {"model_type": "gpt2"},
+    "model_type None": {"model_type": None},
+    "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
+    "MistralForCausalLM": {"architectures": ["MistralForCausalLM"]},
+    "'bitsandbytes'": {"quantization_config": {"quant_method": "bitsandbytes"}},
+    "rope type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+    "rope type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "needs factor": {"rope_scaling": {"type": "linear"}},
+    "needs low_freq_factor, high_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
+    "partial_rotary_factor 0.25": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    "hidden_act 'gelu'": {"hidden_act": "gelu"},
+    "dtype 'int8'": {"dtype": "int8"},
+    "no 'vocab_size'": {"vocab_size": None},
+    "num_attention_heads 4 is not a multiple of num_key_value_heads 3": {"num_key_value_heads": 3},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_an_unknown_config_is_refused_by_name(message):
+    with pytest.raises(ValueError, match=message):
+        ModelArchitecture.from_dict(LLAMA | REFUSED[message])
+
+
+def test_a_folder_without_a_readable_config_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        get_model(tmp_path / "nowhere")
+
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        get_model(tmp_path)
+
+
+@pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda config: config["model_type"])
+def test_every_accepted_architecture_has_a_model(config):
+    parsed = ModelArchitecture.from_dict({key: config[key] for key in config if key != "architectures"})
+
+    assert parsed.architecture == config["architectures"][0]
+    assert MODELS[parsed.architecture].supports_lora

@@ -1,0 +1,136 @@
+"""Tiny random models of every supported kind, and a paged cache to run them with in any order of chunks."""
+
+import numpy as np
+import torch
+
+from minivllm.layers.attention import Attention, AttentionMetadata
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Each differs from the next in what a model of this family can differ in.
+VARIANTS = {
+    "llama-llama3-rope": {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "rope_parameters": LLAMA3_ROPE,
+    },
+    "llama-linear-rope-biases-tied": {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5},
+    },
+    "mistral-one-kv-head": {
+        "model_type": "mistral",
+        "num_key_value_heads": 1,
+        "sliding_window": 200,
+        "rms_norm_eps": 0.02,
+    },
+    "qwen2-tied": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-wide-heads": {
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+    },
+}
+
+
+def transformers_model(variant, seed=0, **overrides):
+    """A model of transformers, every parameter random, norms and biases too, so that none can be ignored."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {**SIZES, **VARIANTS[variant], **overrides}
+    config = AutoConfig.for_model(values.pop("model_type"), eos_token_id=2, bos_token_id=1, **values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        scale = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.data = noise * scale + (1.0 if "norm" in name else 0.0)
+    return model
+
+
+def reference_logits(model, token_ids, dtype):
+    """What transformers computes for one text alone, in float32 or all through in float64."""
+    if dtype == torch.float64:
+        _norms_in_float64(model)
+    model.to(dtype)
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0]
+
+
+def _norms_in_float64(model):
+    """The norms of transformers compute in float32 whatever the dtype: PyTorch's own take their places."""
+    for name, module in list(model.named_modules()):
+        if not type(module).__name__.endswith("RMSNorm") or isinstance(module, torch.nn.RMSNorm):
+            continue
+        norm = torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon)
+        norm.weight = module.weight
+        model.set_submodule(name, norm)
+
+
+def token_ids(length, seed):
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], length).tolist()
+
+
+class PagedRequests:
+    """Texts run through one of our models piece by piece, their blocks scattered over a cache full of NaN."""
+
+    def __init__(self, model, texts, block_size=4, num_blocks=64, seed=0):
+        self.model = model
+        self.texts = texts
+        self.done = [0] * len(texts)
+        self.tables = [[] for _ in texts]
+        self.block_size = block_size
+        self.free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+        self.dtype = model.model.norm.weight.dtype
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                shape = layer.kv_cache_shape(num_blocks, block_size)
+                layer.bind_kv_cache(torch.full(shape, float("nan"), dtype=self.dtype))
+
+    def step(self, work):
+        """Run (text number, new tokens) rows as one batch; the logits of each row's tokens, in that order."""
+        ids, positions, query_lens, seq_lens = [], [], [], []
+        for row, n in work:
+            start, end = self.done[row], self.done[row] + n
+            while len(self.tables[row]) * self.block_size < end:
+                self.tables[row].append(self.free.pop())
+            ids += self.texts[row][start:end]
+            positions += range(start, end)
+            query_lens.append(n)
+            seq_lens.append(end)
+            self.done[row] = end
+        tables = [self.tables[row] for row, _ in work]
+        attn = AttentionMetadata.build(query_lens, seq_lens, tables, self.block_size, dtype=self.dtype)
+        with torch.inference_mode():
+            hidden = self.model(torch.tensor(ids), torch.tensor(positions), attn)
+            return self.model.compute_logits(hidden).split(query_lens)
+
+    def run(self, steps):
+        """Run a list of steps; each text's logits, whole."""
+        pieces = [[] for _ in self.texts]
+        for work in steps:
+            for (row, _), logits in zip(work, self.step(work), strict=True):
+                pieces[row].append(logits)
+        return [torch.cat(piece) for piece in pieces]
