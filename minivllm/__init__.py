@@ -1,1 +1,40 @@
 """minivllm: multi-LoRA serving as vLLM's V1 engine does it, small enough to read in a weekend."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minivllm.engine.arg_utils import EngineArgs
+    from minivllm.engine.llm import LLM
+    from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.engine.outputs import CompletionOutput, RequestOutput
+    from minivllm.lora.request import LoRARequest
+    from minivllm.sampling_params import SamplingParams
+
+# Imported when first asked for: `import minivllm` must not cost what `import torch` costs.
+_EXPORTS = {
+    "LLM": "minivllm.engine.llm",
+    "CompletionOutput": "minivllm.engine.outputs",
+    "EngineArgs": "minivllm.engine.arg_utils",
+    "LLMEngine": "minivllm.engine.llm_engine",
+    "LoRARequest": "minivllm.lora.request",
+    "RequestOutput": "minivllm.engine.outputs",
+    "SamplingParams": "minivllm.sampling_params",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "LoRARequest",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'minivllm' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -179,7 +179,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.lora_config is not None and self.lora_config.lora_dtype == "auto":
-            object.__setattr__(self, "lora_config", replace(self.lora_config, lora_dtype=self.model_config.dtype))
+            object.__setattr__(
+                self, "lora_config", replace(self.lora_config, lora_dtype=self.model_config.dtype)
+            )
         if self.device not in ("auto", "cpu"):
             raise ValueError(f"device '{self.device}' is not supported; use auto or cpu")
         object.__setattr__(self, "device", "cpu")

@@ -193,7 +193,9 @@ def _refuse_unexpected(
     }
     wanted = {module for module in modules if not _is_skipped(module, skip_prefixes)}
     if unexpected := sorted(module for module in wanted if not is_supported_lora_module(module, expected)):
-        shown = ", ".join(unexpected[:8]) + (f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else "")
+        shown = ", ".join(unexpected[:8]) + (
+            f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else ""
+        )
         raise ValueError(
             f"While loading '{lora_dir}', expected target modules in {sorted(expected)} but received {shown}. "
             "Please verify that the loaded LoRA module is correct"
@@ -202,14 +204,18 @@ def _refuse_unexpected(
 
 def _check_pair(module: str, pair: dict[bool, torch.Tensor]) -> None:
     if len(pair) < 2:
-        raise ValueError(f"{module} has lora_{'A' if True in pair else 'B'} but not lora_{'B' if True in pair else 'A'}")
+        raise ValueError(
+            f"{module} has lora_{'A' if True in pair else 'B'} but not lora_{'B' if True in pair else 'A'}"
+        )
     for name, tensor in (("lora_A", pair[True]), ("lora_B", pair[False])):
         if tensor.ndim != 2 or not tensor.is_floating_point():
             raise ValueError(
                 f"{module}.{name} must be a matrix of floats, got {tuple(tensor.shape)} {tensor.dtype}"
             )
         if 0 in tensor.shape:
-            raise ValueError(f"{module}.{name} has shape {tuple(tensor.shape)}; a rank of 0 is not an adapter")
+            raise ValueError(
+                f"{module}.{name} has shape {tuple(tensor.shape)}; a rank of 0 is not an adapter"
+            )
         if not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"{module}.{name} holds NaN or Inf")
     if pair[True].shape[0] != pair[False].shape[1]:

@@ -62,7 +62,9 @@ class LoRALayerWeights:
         return self.lora_a.nbytes + self.lora_b.nbytes
 
     @classmethod
-    def from_config(cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None) -> "LoRALayerWeights":
+    def from_config(
+        cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None
+    ) -> "LoRALayerWeights":
         """Without tensors yet; scaling from the adapter's config. `rank`: of the tensors, None = the config's r."""
         rank = peft_helper.r if rank is None else rank
         scaling = peft_helper.scaling(module_name, rank)

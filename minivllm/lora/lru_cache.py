@@ -89,10 +89,10 @@ class LRUCache(Generic[V]):
     def unpin(self, key: int) -> None:
         self._pinned.discard(key)
 
-    def pop(self, key: int) -> V | None:
-        """Remove, pinned or not; None for an unknown key."""
+    def pop(self, key: int, default: V | None = None) -> V | None:
+        """Remove, pinned or not; `default` for an unknown key."""
         if key not in self._entries:
-            return None
+            return default
         value = self._entries.pop(key)
         self._pinned.discard(key)
         if self._on_remove is not None:

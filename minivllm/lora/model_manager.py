@@ -159,6 +159,10 @@ class LoRAModelManager:
         self.stats.adapter(lora_id).activations += 1
         self.stats.record("activate", lora_id, slot)
 
+    def _count_eviction(self, lora_id: int, slot: int) -> None:
+        self.stats.evictions += 1
+        self.stats.record("evict", lora_id, slot)
+
     def _free_slot(self) -> int:
         if None not in self.lora_index_to_id:
             raise ValueError("No free lora slots")
@@ -198,7 +202,9 @@ class LoRAModelManager:
         """Name, rank, bytes, slot and history of a registered adapter; ValueError for another id."""
         lora = self.list_adapters().get(adapter_id)
         if lora is None:
-            raise ValueError(f"adapter {adapter_id} is not registered; registered are {sorted(self.list_adapters())}")
+            raise ValueError(
+                f"adapter {adapter_id} is not registered; registered are {sorted(self.list_adapters())}"
+            )
         return {
             "id": adapter_id,
             "name": lora.name,
@@ -256,7 +262,9 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
 
     def _on_dropped(self, adapter_id: int, _: LoRAModel) -> None:
         """An adapter that left memory must not stay in a slot: its id may come back with other weights."""
-        self.deactivate_adapter(adapter_id)
+        if adapter_id in self._active_adapters:
+            self._count_eviction(adapter_id, self.lora_index_to_id.index(adapter_id))
+            self.deactivate_adapter(adapter_id)
 
     # region lab 5.4: evict only for an adapter that is known to be good
     def add_adapter(self, adapter: LoRAModel) -> bool:
@@ -303,8 +311,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
             victim = self._active_adapters.remove_oldest(spare=self.in_use)
             slot = self.lora_index_to_id.index(victim)
             self._vacate(victim)
-            self.stats.evictions += 1
-            self.stats.record("evict", victim, slot)
+            self._count_eviction(victim, slot)
         return super()._free_slot()
 
     # endregion

@@ -73,7 +73,9 @@ class PEFTHelper:
             raise FileNotFoundError(f"adapter folder '{lora_path}' does not exist")
         path = folder / "adapter_config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"'{lora_path}' has no adapter_config.json, so it is not an adapter folder")
+            raise FileNotFoundError(
+                f"'{lora_path}' has no adapter_config.json, so it is not an adapter folder"
+            )
         try:
             config = json.loads(path.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -53,5 +53,7 @@ def replace_submodule(model: nn.Module, module_name: str, new_module: nn.Module)
 
 def get_supported_lora_modules(model: nn.Module) -> list[str]:
     """Ends of the names of every linear in the model: what adapters may target. vLLM: the same name."""
-    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    linears = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase)
+    }
     return sorted(linears - getattr(model, "embedding_modules", {}).keys())

@@ -28,7 +28,9 @@ class LoRARequest:
         if not self.lora_name:
             raise ValueError("lora_name is empty; give the adapter a name")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int):
-            raise ValueError(f"lora_int_id of adapter '{self.lora_name}' must be an int, got {self.lora_int_id!r}")
+            raise ValueError(
+                f"lora_int_id of adapter '{self.lora_name}' must be an int, got {self.lora_int_id!r}"
+            )
         if self.lora_int_id < 1:
             raise ValueError(
                 f"lora_int_id must be > 0, got {self.lora_int_id} for adapter '{self.lora_name}'; "

@@ -93,7 +93,9 @@ class WorkerLoRAManager:
     def _expected_modules(self) -> list[str]:
         """The ends of module names an adapter may use: the parts of fused modules, not the fused name."""
         packed = self._adapter_manager.packed_modules_mapping
-        return [part for name in self._adapter_manager.supported_lora_modules for part in packed.get(name, [name])]
+        return [
+            part for name in self._adapter_manager.supported_lora_modules for part in packed.get(name, [name])
+        ]
 
     def check_adapter(self, lora_request: LoRARequest) -> None:
         """Raise what loading would raise, from the config and the header of the weights file alone.
@@ -150,7 +152,9 @@ class WorkerLoRAManager:
         """Register an adapter of zeros under the request's id, without reading anything."""
         if lora_request.lora_int_id in self.list_adapters():
             return False
-        dummy = self._adapter_manager.create_dummy_lora(lora_request.lora_int_id, rank, self.embedding_modules)
+        dummy = self._adapter_manager.create_dummy_lora(
+            lora_request.lora_int_id, rank, self.embedding_modules
+        )
         return self._adapter_manager.add_adapter(dummy)
 
     def remove_adapter(self, adapter_id: int) -> bool:

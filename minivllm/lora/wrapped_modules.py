@@ -70,7 +70,9 @@ class WrappedModules:
         for target in self.lora_config.target_modules or []:
             if not any(is_in_target_modules(name, [target], self.packed_mapping) for name in names):
                 known = sorted({name.rpartition(".")[2] for name in names})
-                raise ValueError(f"target_modules names '{target}', but the model has only {', '.join(known)}")
+                raise ValueError(
+                    f"target_modules names '{target}', but the model has only {', '.join(known)}"
+                )
 
     def check(self, lora: LoRAModel) -> None:
         """ValueError unless every module of the adapter exists here, is wrapped, and has fitting shapes.
@@ -78,7 +80,9 @@ class WrappedModules:
         All of it is checked before anything changes: an adapter that names other modules would otherwise be
         dropped in silence and the base model served in its name.
         """
-        if unknown := [name for name in lora.loras if name not in self.targets and name not in self.packed_modules]:
+        if unknown := [
+            name for name in lora.loras if name not in self.targets and name not in self.packed_modules
+        ]:
             raise ValueError(self._unmatched(unknown))
         for name, weights in lora.loras.items():
             if not weights.is_packed:
@@ -96,7 +100,9 @@ class WrappedModules:
 
     def _check_shapes(self, name: str, weights: LoRALayerWeights) -> None:
         if name not in self.targets:
-            raise ValueError(f"{name} is fused here; the adapter must name its parts {self.packed_modules[name]}")
+            raise ValueError(
+                f"{name} is fused here; the adapter must name its parts {self.packed_modules[name]}"
+            )
         module_name, i = self.targets[name]
         module = self.modules[module_name]
         rank = weights.lora_a.shape[0]

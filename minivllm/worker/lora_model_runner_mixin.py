@@ -19,9 +19,7 @@ class LoRAModelRunnerMixin:
 
     lora_manager: LRUCacheWorkerLoRAManager | None = None
 
-    def load_lora_model(
-        self, model: nn.Module, vllm_config: object, device: torch.device | str
-    ) -> nn.Module:
+    def load_lora_model(self, model: nn.Module, vllm_config: object, device: torch.device | str) -> nn.Module:
         """Wrap the model's layers, once, and give the model back."""
         self.lora_manager = LRUCacheWorkerLoRAManager(
             vllm_config, device, getattr(model, "embedding_modules", {})

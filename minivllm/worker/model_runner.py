@@ -8,6 +8,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.sampler import Logprob, Sampler, make_generator
+from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -44,19 +45,16 @@ class ModelRunner(LoRAModelRunnerMixin):
             longest = -(-self.config.model_config.max_model_len // cache.block_size)
             useful = scheduler.max_num_seqs * longest + 1
             num_blocks = max(2, min(useful, cache.memory_bytes // self.kv_block_bytes))
-        arch = self.config.model_config.architecture
-        shape = (num_blocks, cache.block_size, arch.num_key_value_heads, arch.head_dim)
         for module in self.model.modules():
             if isinstance(module, Attention):
-                module.k_cache = torch.zeros(shape, dtype=self.config.model_config.dtype, device=self.device)
-                module.v_cache = torch.zeros(shape, dtype=self.config.model_config.dtype, device=self.device)
+                shape = module.kv_cache_shape(num_blocks, cache.block_size)
+                dtype = self.config.model_config.dtype
+                module.bind_kv_cache(torch.zeros(shape, dtype=dtype, device=self.device))
         return num_blocks
 
     # region lab 7.3: one mixed step
     @torch.inference_mode()
-    def execute_model(
-        self, output: SchedulerOutput
-    ) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+    def execute_model(self, output: SchedulerOutput) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
         """One forward pass for the whole batch, whatever adapters it mixes.
 
         Returns request id -> (token, its logprobs if asked for), for every row that samples.
@@ -136,6 +134,8 @@ class ModelRunner(LoRAModelRunnerMixin):
             scheduled = np.array(query_lens)
             with self.maybe_dummy_run_with_lora(self.config.lora_config, scheduled, np.ones_like(scheduled)):
                 self._dummy_run(query_lens)
+        if self.lora_manager is not None:
+            self.lora_manager.manager.stats = LoRAStats()
 
     def _dummy_run(self, query_lens: list[int]) -> None:
         """A forward pass on token 0 in the null block, whose contents nobody reads."""

@@ -113,4 +113,3 @@ class QKVParallelLinearWithLoRA(BaseLayerWithLoRA):
         model_config: object | None = None,
     ) -> bool:
         return type(source_layer) is QKVParallelLinear and len(packed_modules_list) == 1
-

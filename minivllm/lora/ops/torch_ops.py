@@ -110,7 +110,9 @@ def sgmv_shrink(
     """
     lora_a = _matrices(lora_a_weights)  # (S, R, K)
     rank = lora_a.shape[1]
-    for slot, rows in _runs(b_seq_start_loc[:batches], seq_len_tensor[:batches], lora_indices_tensor[:batches]):
+    for slot, rows in _runs(
+        b_seq_start_loc[:batches], seq_len_tensor[:batches], lora_indices_tensor[:batches]
+    ):
         shrunk = inputs[rows].to(lora_a.dtype) @ lora_a[slot].t()  # (rows, R)
         output_tensor[rows, :rank] = scaling * shrunk
 
@@ -132,7 +134,9 @@ def sgmv_expand_slice(
     """What `bgmv_expand_slice` computes, one matrix product a run."""
     lora_b = _matrices(lora_b_weights)  # (S, size, R)
     columns = slice(slice_offset, slice_offset + slice_size)
-    for slot, rows in _runs(b_seq_start_loc[:batches], seq_len_tensor[:batches], lora_indices_tensor[:batches]):
+    for slot, rows in _runs(
+        b_seq_start_loc[:batches], seq_len_tensor[:batches], lora_indices_tensor[:batches]
+    ):
         expanded = inputs[rows, : lora_b.shape[2]].to(lora_b.dtype) @ lora_b[slot].t()  # (rows, size)
         kept = output_tensor[rows, columns] if add_inputs else 0
         output_tensor[rows, columns] = kept + expanded

@@ -85,7 +85,7 @@ class PunicaWrapperBase(PunicaWrapperABC):
         self.runs = compute_runs(self.token_lora_indices.tolist())
         self.no_lora = not self.runs
 
-    def adopt(self, layer: BaseLayerWithLoRA) -> None:  # noqa: B027 (most backends have nothing to do)
+    def adopt(self, layer: BaseLayerWithLoRA) -> None:
         """Called once a layer: a backend that wants A and B elsewhere re-homes the layer's buffers here."""
 
     # region lab 3.6: the whole product of a wrapped linear

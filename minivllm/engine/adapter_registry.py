@@ -1,0 +1,223 @@
+"""Who owns which adapter id, and what waits for its requests to finish.
+
+Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from minivllm.core.output import RELOAD_PENDING
+from minivllm.core.scheduler import Scheduler
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.request import LoRARequest
+from minivllm.worker.model_runner import ModelRunner
+
+
+@dataclass
+class AdapterEntry:
+    """One adapter that requests may name.
+
+    owner        what brought it: a request id, or "add_lora"
+    names        everything it was called; the first is its name, the others are aliases
+    generation   counts reloads: requests of a later one wait until those of earlier ones have finished
+    leaving      it is being unloaded: requests in flight finish, new ones are refused
+    """
+
+    request: LoRARequest
+    owner: str
+    names: set[str] = field(default_factory=set)
+    generation: int = 0
+    leaving: bool = False
+
+
+class AdapterRegistry:
+    """Adapters by id, and their loads, reloads, unloads and pins while requests run.
+
+    What must not happen under a running request (a reload, an unload, giving its slot to a pin) is noted and
+    done by `settle`, before a step, once no request stands in its way.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.entries: dict[int, AdapterEntry] = {}
+        self._reloads: dict[tuple[int, int], LoRARequest] = {}
+        self._wanted_pins: set[int] = set()
+
+    @property
+    def manager(self) -> LRUCacheLoRAModelManager:
+        return self.runner.lora_manager.manager
+
+    # ---- naming ---------------------------------------------------------------------------------------------
+
+    def resolve(self, lora_request: LoRARequest, owner: str) -> tuple[LoRARequest, int]:
+        """The adapter a new request means, and its generation; the first mention registers it.
+
+        A second name for the same id and folder is an alias. Raises ValueError when id, name or folder
+        contradict what is registered or the adapter does not fit, FileNotFoundError when it is not there.
+        """
+        entry = self._known(lora_request)
+        if entry is None or lora_request.load_inplace:
+            self.runner.lora_manager.check_adapter(lora_request)
+        plain = replace(lora_request, load_inplace=False)
+        if entry is None:
+            entry = self.entries[lora_request.lora_int_id] = AdapterEntry(plain, owner)
+        elif lora_request.load_inplace:
+            self._note_reload(entry, lora_request)
+        entry.names.add(lora_request.lora_name)
+        return entry.request, entry.generation
+
+    def _known(self, lora_request: LoRARequest) -> AdapterEntry | None:
+        """The registered adapter with this id. ValueError if it is another one, or on its way out."""
+        name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
+        for other_id, other in self.entries.items():
+            if name in other.names and other_id != adapter_id:
+                raise ValueError(
+                    f"adapter name '{name}' belongs to lora_int_id {other_id} ({other.owner}), "
+                    f"not {adapter_id}; use that id or another name"
+                )
+        entry = self.entries.get(adapter_id)
+        if entry is None:
+            return None
+        if entry.leaving:
+            raise ValueError(
+                f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone"
+            )
+        if _folder(entry.request) != _folder(lora_request):
+            raise ValueError(
+                f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "
+                f"'{entry.request.lora_path}' ({entry.owner}), not to '{lora_request.lora_path}'; "
+                "give every adapter its own id, or remove that one first"
+            )
+        return entry
+
+    def release_unused(self, adapter_id: int) -> None:
+        """Forget an adapter that could not be loaded, so that its id and name are free again."""
+        loaded = adapter_id in self.manager.list_adapters()
+        if not loaded and not self._in_flight(adapter_id):
+            self.entries.pop(adapter_id, None)
+
+    def name_of(self, adapter_id: int) -> str:
+        entry = self.entries.get(adapter_id)
+        return entry.request.lora_name if entry else str(adapter_id)
+
+    # ---- load, reload, unload, pin --------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load ahead of the first request. True if it was not loaded before; errors as in `resolve`.
+
+        With `load_inplace` it is read again: at once, or when the requests that use it have finished.
+        """
+        known = lora_request.lora_int_id in self.entries
+        request, _ = self.resolve(lora_request, "add_lora")
+        if lora_request.load_inplace and known:
+            for error in self.settle().values():
+                raise error
+            return False
+        self._refresh_in_use()
+        try:
+            return self.runner.add_lora(request)
+        finally:
+            self.release_unused(request.lora_int_id)
+
+    def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest) -> None:
+        entry.generation += 1
+        key = (lora_request.lora_int_id, entry.generation)
+        self._reloads[key] = lora_request
+        self.scheduler.blocked_adapters[key] = RELOAD_PENDING
+
+    def remove_lora(self, adapter_id: int) -> bool:
+        """Unload: at once, or when the requests that use it have finished; new ones are refused from now on.
+
+        False for an unknown id.
+        """
+        entry = self.entries.get(adapter_id)
+        if entry is None:
+            return False
+        entry.leaving = True
+        self.settle()
+        return True
+
+    def pin_lora(self, adapter_id: int) -> bool:
+        """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
+
+        ValueError for an unknown id, RuntimeError when every slot is pinned already.
+        """
+        if adapter_id not in self.entries:
+            raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
+        pins = self.pinned_adapters() | {adapter_id}
+        if len(pins) > self.manager.lora_slots:
+            raise RuntimeError(
+                f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
+                f"(adapters {sorted(pins - {adapter_id})}); unpin one or raise max_loras"
+            )
+        self._refresh_in_use()
+        if adapter_id not in self.manager.list_adapters():
+            self.runner.add_lora(self.entries[adapter_id].request)
+        if self.manager.has_room_for(adapter_id):
+            return self.runner.pin_lora(adapter_id)
+        self._wanted_pins.add(adapter_id)
+        return True
+
+    def unpin_lora(self, adapter_id: int) -> bool:
+        """Let the adapter be evicted again. False if it was not pinned."""
+        wanted = adapter_id in self._wanted_pins
+        self._wanted_pins.discard(adapter_id)
+        return self.manager.unpin_adapter(adapter_id) or wanted
+
+    def pinned_adapters(self) -> set[int]:
+        """Adapters whose slots the scheduler must not count on."""
+        return self.manager.pinned_adapters | self._wanted_pins
+
+    def pin_wanted(self) -> None:
+        """Pin what waited for a slot; call it when a step is scheduled, since the scheduler made room then."""
+        self._refresh_in_use()
+        for adapter_id in sorted(self._wanted_pins):
+            if self.manager.has_room_for(adapter_id):
+                self.runner.pin_lora(adapter_id)
+                self._wanted_pins.discard(adapter_id)
+
+    def settle(self) -> dict[tuple[int, int], Exception]:
+        """Do the reloads and unloads that no request stands in the way of any more.
+
+        Returns (adapter id, generation) -> error of reloads that failed; the old weights are still served.
+        """
+        failures = {}
+        for (adapter_id, generation), lora_request in sorted(self._reloads.items()):
+            if self._in_flight(adapter_id, before=generation):
+                continue
+            del self._reloads[adapter_id, generation]
+            self.scheduler.blocked_adapters.pop((adapter_id, generation))
+            self._refresh_in_use()
+            try:
+                self.runner.add_lora(lora_request)
+            except (OSError, ValueError, RuntimeError) as error:
+                failures[adapter_id, generation] = error
+        for adapter_id in [i for i, e in self.entries.items() if e.leaving and not self._in_flight(i)]:
+            self._wanted_pins.discard(adapter_id)
+            self.runner.remove_lora(adapter_id)
+            self.manager.stats.by_adapter.pop(adapter_id, None)
+            del self.entries[adapter_id]
+        return failures
+
+    def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
+        """Whether unfinished requests use the adapter, of a generation below `before` if that is given."""
+        return any(
+            request.adapter_id == adapter_id and (before is None or request.adapter_generation < before)
+            for request in self.scheduler.requests.values()
+        )
+
+    def _refresh_in_use(self) -> None:
+        """Between steps requests come and go; what runs now must not be evicted."""
+        self.manager.in_use = frozenset(_adapter_ids(self.scheduler))
+
+
+def _adapter_ids(scheduler: Scheduler) -> Iterable[int]:
+    return (request.adapter_id for request in scheduler.running if request.adapter_id)
+
+
+def _folder(lora_request: LoRARequest) -> str:
+    """What makes two paths the same adapter; a hub id stays what it is."""
+    path = os.path.expanduser(lora_request.lora_path)
+    return os.path.realpath(path) if os.path.exists(path) else lora_request.lora_path

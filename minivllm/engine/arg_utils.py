@@ -1,0 +1,64 @@
+"""Engine options as one flat list. Stands for vllm/engine/arg_utils.py (v0.22.1)."""
+
+from dataclasses import dataclass
+
+from minivllm.config import (
+    CacheConfig,
+    EngineConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+
+
+@dataclass
+class EngineArgs:
+    """Every option of `LLM` and of the command line; config.py says what each means. vLLM: `EngineArgs`."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_dtype: str = "auto"
+    target_modules: list[str] | None = None
+    fully_sharded_loras: bool = False
+    punica_backend: str = "auto"
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int = 2**30
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_lora_wait_steps: int = 64
+    tensor_parallel_size: int = 1
+    warm_up: bool = True
+
+    def create_engine_config(self) -> EngineConfig:
+        """The validated configuration. ValueError or FileNotFoundError for what cannot be."""
+        lora_config = LoRAConfig(
+            max_lora_rank=self.max_lora_rank,
+            max_loras=self.max_loras,
+            max_cpu_loras=self.max_cpu_loras,
+            lora_dtype=self.lora_dtype,
+            target_modules=self.target_modules,
+            fully_sharded_loras=self.fully_sharded_loras,
+            punica_backend=self.punica_backend,
+        )
+        return EngineConfig(
+            model_config=ModelConfig(self.model, self.dtype, self.max_model_len, self.seed),
+            cache_config=CacheConfig(
+                self.block_size, self.num_kv_blocks, self.kv_cache_memory_bytes, self.enable_prefix_caching
+            ),
+            scheduler_config=SchedulerConfig(
+                self.max_num_seqs, self.max_num_batched_tokens, self.max_lora_wait_steps
+            ),
+            lora_config=lora_config if self.enable_lora else None,
+            parallel_config=ParallelConfig(self.tensor_parallel_size),
+            device=self.device,
+        )

@@ -1,0 +1,106 @@
+"""Many prompts at once, from Python. Stands for vllm/entrypoints/llm.py (v0.22.1)."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.llm_engine import LLMEngine, Prompt
+from minivllm.engine.outputs import RequestOutput
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+
+
+class LLM:
+    """An engine and a loop around it. vLLM: `LLM`.
+
+    Options are those of `EngineArgs`: `LLM(model, enable_lora=True, max_loras=4, max_lora_rank=32)`.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **options))
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts, each with its own adapter if it names one; answers in the order of prompts.
+
+        prompts           text, {"prompt": ...} or {"prompt_token_ids": [...]}; one or a list
+        sampling_params   one for all, or a list
+        lora_request      one for all, or a list in which None is the base model
+
+        ValueError if any prompt cannot be served; then none is. A request that fails later has
+        finish_reason "error" and says why in `.error`.
+        """
+        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        params = _for_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
+        loras = _for_each(lora_request, len(prompts), "lora_request")
+        ids = self._add_requests(prompts, params, loras)
+        finished = self._run(ids, use_tqdm)
+        return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: list[dict[str, str]] | Sequence[list[dict[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations through the tokenizer's chat template; otherwise as `generate`."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        prompts = [
+            {"prompt": text, "prompt_token_ids": ids} for text, ids in map(self._render, conversations)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def get_tokenizer(self) -> Any:
+        return self.llm_engine.tokenizer
+
+    def _render(self, conversation: list[dict[str, str]]) -> tuple[str, list[int]]:
+        tokenizer = self.llm_engine.tokenizer
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _add_requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        loras: Sequence[LoRARequest | None],
+    ) -> list[str]:
+        ids: list[str] = []
+        try:
+            for prompt, param, lora in zip(prompts, params, loras):
+                request_id = str(next(self._request_numbers))
+                ids.append(self.llm_engine.add_request(request_id, prompt, param, lora_request=lora))
+        except (ValueError, OSError):
+            self.llm_engine.abort_request(ids)
+            raise
+        return ids
+
+    def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+        wanted, finished = set(ids), {}
+        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2) as bar:
+            while len(finished) < len(wanted):
+                for output in self.llm_engine.step():
+                    if output.finished and output.request_id in wanted:
+                        finished[output.request_id] = output
+                        bar.update(1)
+        return finished
+
+
+def _for_each(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all prompts, or a list with one each."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one for all or one each")
+    return list(value)

@@ -1,0 +1,116 @@
+"""From tokens to what a caller sees. Stands for vllm/v1/engine/output_processor.py (v0.22.1)."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.core.request import Request, RequestStatus
+from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.layers.sampler import Logprob
+
+
+@dataclass
+class RequestState:
+    """What the engine keeps of a request beside the scheduler's part. vLLM: `RequestState`."""
+
+    request: Request
+    prompt: str | None
+    detokenizer: IncrementalDetokenizer
+    metrics: RequestMetrics
+    num_emitted: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+
+class OutputProcessor:
+    """Turns new tokens into text, finds stop strings, and builds the outputs. vLLM: `OutputProcessor`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.states: dict[str, RequestState] = {}
+
+    def add_request(self, request: Request, prompt: str | None) -> None:
+        detokenizer = IncrementalDetokenizer(self.tokenizer, request.sampling_params)
+        metrics = RequestMetrics(request.arrival_time)
+        self.states[request.request_id] = RequestState(request, prompt, detokenizer, metrics)
+
+    def mark_scheduled(self, requests: list[Request]) -> None:
+        now = time.monotonic()
+        for request in requests:
+            metrics = self.states[request.request_id].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+
+    def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
+        """What is new of a request since the last call; forgets it once it has finished.
+
+        A stop string ends the request here: its status becomes FINISHED_STOPPED, and the caller must take
+        it out of the scheduler if it was still there.
+        """
+        state = self.states[request.request_id]
+        new_token_ids = request.output_token_ids[state.num_emitted :]
+        state.num_emitted += len(new_token_ids)
+        delta_text, stop_string = state.detokenizer.update(
+            new_token_ids, request.is_finished, stop_terminated=_ended_by_token(request)
+        )
+        if stop_string is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = stop_string
+        if logprobs is not None:
+            self._add_logprobs(state, new_token_ids[-1], logprobs)
+        self._move_clocks(state)
+        if request.is_finished:
+            del self.states[request.request_id]
+        return self._output(state, delta_text, new_token_ids)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that nobody wants to hear of any more."""
+        self.states.pop(request_id, None)
+
+    def _add_logprobs(self, state: RequestState, token_id: int, logprobs: dict[int, Logprob]) -> None:
+        for candidate, entry in logprobs.items():
+            if self.tokenizer is not None:
+                entry.decoded_token = self.tokenizer.decode([candidate])
+        state.logprobs.append(logprobs)
+        state.cumulative_logprob += logprobs[token_id].logprob
+
+    def _move_clocks(self, state: RequestState) -> None:
+        now, metrics, request = time.monotonic(), state.metrics, state.request
+        if metrics.first_token_time is None and request.output_token_ids:
+            metrics.first_token_time = now
+        if request.is_finished:
+            metrics.finished_time = now
+        metrics.num_preemptions = request.num_preemptions
+        metrics.lora_wait_steps = request.lora_wait_steps
+
+    def _output(self, state: RequestState, delta_text: str, delta_token_ids: list[int]) -> RequestOutput:
+        request = state.request
+        wants_logprobs = request.sampling_params.logprobs is not None
+        completion = CompletionOutput(
+            index=0,
+            text=state.detokenizer.text,
+            token_ids=list(request.output_token_ids),
+            cumulative_logprob=state.cumulative_logprob if wants_logprobs else None,
+            logprobs=list(state.logprobs) if wants_logprobs else None,
+            finish_reason=request.status.finish_reason,
+            stop_reason=request.stop_reason,
+            delta_text=delta_text,
+            delta_token_ids=delta_token_ids,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[completion],
+            finished=request.is_finished,
+            lora_request=request.lora_request,
+            num_cached_tokens=request.num_cached_tokens,
+            error=request.error,
+            metrics=state.metrics,
+        )
+
+
+def _ended_by_token(request: Request) -> bool:
+    """Whether the last token is one that ends a request, so that it has no text of its own."""
+    return request.status is RequestStatus.FINISHED_STOPPED

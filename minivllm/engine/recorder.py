@@ -1,0 +1,58 @@
+"""One step as a trace record."""
+
+from minivllm.core.output import ScheduledRequest, SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.trace import SlotEvent, StepRecord, TraceRow, TraceSkip
+
+
+def record_step(
+    step: int,
+    time_s: float,
+    output: SchedulerOutput,
+    scheduler: Scheduler,
+    adapters: AdapterRegistry | None,
+) -> StepRecord:
+    """What the step did; call it after the forward pass and before the scheduler takes in its tokens."""
+    slots, pinned, events = [], [], []
+    if adapters is not None:
+        slots = adapters.manager.lora_index_to_id
+        pinned = sorted(adapters.pinned_adapters())
+        events = adapters.manager.stats.drain_events()
+
+    def name(adapter_id: int | None) -> str | None:
+        return adapters.name_of(adapter_id) if adapter_id else None
+
+    def of_kind(kind: str) -> list[SlotEvent]:
+        return [SlotEvent(name(e.adapter_id), e.slot) for e in events if e.kind == kind]
+
+    def row(entry: ScheduledRequest) -> TraceRow:
+        request = entry.request
+        slot = slots.index(request.adapter_id) if request.adapter_id else None
+        cached = output.cached_tokens.get(request.request_id, 0)
+        adapter = name(request.adapter_id)
+        return TraceRow(request.request_id, adapter, slot, entry.num_new_tokens, _kind(entry), cached)
+
+    return StepRecord(
+        step=step,
+        time_s=time_s,
+        rows=[row(entry) for entry in sorted(output.scheduled, key=lambda e: e.request.adapter_id)],
+        slots=[name(adapter_id) for adapter_id in slots],
+        pinned=[name(adapter_id) for adapter_id in pinned],
+        loads=[name(e.adapter_id) for e in events if e.kind == "load"],
+        activations=of_kind("activate"),
+        evictions=of_kind("evict"),
+        skipped=[TraceSkip(s.request_id, name(s.adapter_id), s.reason) for s in output.skipped],
+        preempted=list(output.preempted),
+        waiting=[request.request_id for request in scheduler.waiting],
+        running=len(output.running),
+    )
+
+
+def _kind(entry: ScheduledRequest) -> str:
+    request: Request = entry.request
+    if entry.samples and request.num_computed_tokens >= request.num_prompt_tokens:
+        return "decode"
+    started = request.num_computed_tokens > request.num_cached_tokens
+    return "chunk" if started or not entry.samples else "prefill"
