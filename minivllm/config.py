@@ -1,4 +1,4 @@
-"""What an engine is built from, validated once. Stands for vllm/config/ (lora.py, model.py, cache.py, scheduler.py, vllm.py; v0.22.1)."""
+"""What an engine is built from, validated once. Stands for vllm/config/ (v0.22.1)."""
 
 from __future__ import annotations
 

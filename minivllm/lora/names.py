@@ -1,4 +1,4 @@
-"""Names of adapter tensors and modules: parsing and matching. Stands for the name functions of vllm/lora/utils.py (v0.22.1)."""
+"""Names of adapter tensors and modules. Stands for the name functions of vllm/lora/utils.py (v0.22.1)."""
 
 import os
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""Wrapping the layers of a model, once, when it is loaded. Stands for the module functions of vllm/lora/utils.py (v0.22.1)."""
+"""Wrapping a model's layers. Stands for the module functions of vllm/lora/utils.py (v0.22.1)."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""The wrapped layers of one model, and how an adapter fits onto them. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
+"""The wrapped layers of one model. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
 
 from torch import nn
 
