@@ -27,8 +27,8 @@ class IncrementalDetokenizer:
         self._params = params
         self._tokenizer = fast_backend(tokenizer) if tokenizer is not None and params.detokenize else None
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
-        self._token_ids: list[int] = []
         self._undecoded: list[int] = []  # the last ids, whose bytes are no whole character yet
+        self._num_tokens = 0
         self._decoded = ""
         self._num_shown = 0
 
@@ -47,60 +47,31 @@ class IncrementalDetokenizer:
         """
         if self._tokenizer is None:
             return "", None
-        num_searched = self._decode(new_token_ids, without_last=stop_terminated)
-        if finished or stop_terminated:
-            self._decoded += self._incomplete_end()
-            self._undecoded = []
-        stop_string = self._cut_at_stop(num_searched)
-        ended = finished or stop_terminated or stop_string is not None
-        num_shown = len(self._decoded) - (0 if ended else self._num_held_back())
-        piece = self._decoded[self._num_shown : num_shown]
-        self._num_shown = num_shown
+        if stop_terminated and not self._params.include_stop_str_in_output:
+            new_token_ids = new_token_ids[:-1]
+        stop_string = self._take_in(new_token_ids)
+        if finished and stop_string is None:
+            # Bytes that would have become a character; the tokenizer shows them as such.
+            stop_string = self._append(self._decode_alone(self._undecoded))
+        num_held_back = 0 if finished or stop_string is not None else self._num_held_back()
+        piece = self._decoded[self._num_shown : len(self._decoded) - num_held_back]
+        self._num_shown += len(piece)
         return piece, stop_string
 
-    def _decode(self, new_token_ids: Sequence[int], without_last: bool) -> int:
-        """Append the tokens' text; return how much of the text is too old for a stop string to end in."""
+    def _take_in(self, token_ids: Sequence[int]) -> str | None:
+        """Decode tokens one by one until a stop string is complete; return that."""
+        for token_id in token_ids:
+            self._num_tokens += 1
+            stop_string = self._append(self._decode_next(token_id))
+            if stop_string is not None:
+                return stop_string
+        return None
+
+    def _append(self, text: str) -> str | None:
+        """Add text; if a stop string ends in it, cut all text there and return the stop string."""
         num_searched = len(self._decoded)
-        with_text = len(new_token_ids)
-        if without_last and not self._params.include_stop_str_in_output:
-            with_text -= 1
-        for token_id in new_token_ids[:with_text]:
-            self._token_ids.append(token_id)
-            self._decoded += self._decode_next(token_id)
-            if len(self._token_ids) <= self._params.min_tokens:
-                num_searched = len(self._decoded)
-        return num_searched
-
-    def _decode_next(self, token_id: int) -> str:
-        self._undecoded.append(token_id)
-        try:
-            piece = self._stream.step(self._tokenizer, token_id)
-        except Exception as error:  # the tokenizers library raises nothing narrower
-            if "Invalid prefix" not in str(error):
-                raise
-            # A byte-fallback tokenizer took back text that has been given out: go on behind that text.
-            piece = self._decode_alone(self._undecoded)
-            self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
-        if piece is None:
-            return ""
-        self._undecoded = []
-        return piece
-
-    def _incomplete_end(self) -> str:
-        """What the stream keeps because it ends amid a character, as the tokenizer shows it."""
-        if not self._undecoded:
-            return ""
-        whole = self._decode_alone(self._token_ids)
-        if whole.startswith(self._decoded):
-            return whole[len(self._decoded) :]
-        return self._decode_alone(self._undecoded)
-
-    def _decode_alone(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)
-
-    def _cut_at_stop(self, num_searched: int) -> str | None:
-        """Find the first stop string that ends past `num_searched` characters, and cut the text there."""
-        if len(self._token_ids) <= self._params.min_tokens:
+        self._decoded += text
+        if self._num_tokens <= self._params.min_tokens:
             return None
         matches = []
         for stop in self._params.stop:
@@ -112,6 +83,25 @@ class IncrementalDetokenizer:
         end, start, stop = min(matches)
         self._decoded = self._decoded[: end if self._params.include_stop_str_in_output else start]
         return stop
+
+    def _decode_next(self, token_id: int) -> str:
+        """The characters that this token makes whole, if any."""
+        self._undecoded.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            if "Invalid prefix" not in str(error):
+                raise
+            # A byte-fallback tokenizer took back text that has been given out: go on behind that text.
+            text = self._decode_alone(self._undecoded)
+            self._stream = DecodeStream(ids=[token_id], skip_special_tokens=self._params.skip_special_tokens)
+        if text is None:
+            return ""
+        self._undecoded = []
+        return text
+
+    def _decode_alone(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)
 
     def _num_held_back(self) -> int:
         """Length of the longest end of the text that a stop string starts with."""

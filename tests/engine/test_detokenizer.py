@@ -125,6 +125,14 @@ def test_tokens_may_come_several_at_a_time(together):
     assert (streamed, stop) == ("naïve 👍🏽 text, then ", "END")
 
 
+def test_stop_strings_among_the_first_min_tokens_are_passed_over():
+    tokenizer = tokenizer_of([b"a.", b"b.", b"c.", b"d"])
+    params = SamplingParams(stop=".", min_tokens=2)
+
+    assert IncrementalDetokenizer(tokenizer, params).update(tokenizer.ids, finished=False) == ("a.b.c", ".")
+    assert IncrementalDetokenizer(tokenizer, params).update([0, 1], finished=True) == ("a.b.", None)
+
+
 def test_a_stop_string_inside_a_token_cuts_the_text_there():
     tokenizer = tokenizer_of([b"one ", b"two;three", b" four"])
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=";"))
@@ -280,12 +288,12 @@ def test_bytes_that_are_no_text_never_break_a_stream(byte_fallback_tokenizer):
 
 def test_text_goes_on_behind_bytes_that_were_no_text(byte_fallback_tokenizer):
     to_id = byte_fallback_tokenizer.convert_tokens_to_ids
-    ids = [to_id(token) for token in ("<0x48>", "<0xE6>", "▁wo", "rld")]
+    ids = [to_id(token) for token in ("<0x48>", "<0xE6>", "▁wo", "▁hello", "rld")]
     detokenizer = IncrementalDetokenizer(byte_fallback_tokenizer, LONG)
 
     streamed = [detokenizer.update([t], finished=False)[0] for t in ids]
 
-    assert streamed == ["H", "", "\ufffd wo", "rld"]
+    assert streamed == ["H", "", "\ufffd wo", " hello", "rld"]
 
 
 def test_logprobs_get_their_tokens_text(byte_level_tokenizer):

@@ -171,9 +171,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
 
 
 def test_top_p_of_a_flat_distribution_keeps_its_share_and_no_more():
-    weights = token_weights(torch.zeros(8), SamplingParams(top_p=0.5))
+    weights = token_weights(torch.zeros(4096), SamplingParams(top_p=0.5))
 
-    assert weights.nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert weights.nonzero().flatten().tolist() == list(range(2048))
 
 
 def test_a_token_exactly_at_min_p_stays():
@@ -191,6 +191,13 @@ def test_the_narrowest_filter_still_leaves_the_likeliest_token(filters):
     tokens = sample(Sampler(), logits, [SamplingParams(**filters)] * 4).token_ids
 
     assert tokens.tolist() == logits.argmax(dim=-1).tolist()
+
+
+def test_a_draw_of_zero_takes_no_excluded_token(monkeypatch):
+    logits = torch.tensor([[-math.inf, 1.0, -math.inf, 0.5]])
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros((), dtype=torch.float64))
+
+    assert sample(Sampler(), logits, [SamplingParams()]).token_ids.tolist() == [1]
 
 
 def test_a_seeded_request_gets_its_tokens_whatever_it_is_batched_with():
