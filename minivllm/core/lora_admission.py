@@ -17,12 +17,12 @@ class LoRAAdmission:
     """Deals `max_loras` slots to adapters. It sees adapter ids only (0 = base) and moves no request itself.
 
     Two clocks, both in steps, decide who makes way for whom:
-    `waited[a]`     how long adapter a has waited for a slot since it was first passed over
-    `held[a]`       for how many steps the requests of a, which holds a slot, have got tokens
+    waited[a]   how long adapter a has waited for a slot, since it was first passed over
+    held[a]     how long adapter a has had one, since it brought its first token
 
     An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
-    one for as long. So nobody waits without end, and nobody loses a slot before it was of use: two adapters
-    that want one slot have it in turns.
+    one for as long. So nobody waits without end, and nobody loses a slot before it was of use: adapters that
+    want the same slot have it in turns.
     """
 
     def __init__(self, max_loras: int, max_wait_steps: int) -> None:
@@ -107,8 +107,8 @@ class LoRAAdmission:
         running = set(running) - {0}
         still_waiting = set(waiting) - running
         self.waited = {a: steps + 1 for a, steps in self.waited.items() if a in still_waiting}
-        # Prompts in the making do not count, or a short turn could end before it brought one token.
-        self.held = {a: self.held.get(a, 0) + (a in sampled) for a in running}
+        # A turn begins with its first token, or it might end before a long prompt is through, every time.
+        self.held = {a: self.held.get(a, 0) + 1 for a in running if a in self.held or a in sampled}
 
     def _longest_wait_first(self, adapter_ids: Iterable[int]) -> list[int]:
         return sorted(adapter_ids, key=lambda adapter_id: -self.waited[adapter_id])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.layers.sampler import Logprob
 
@@ -69,9 +69,8 @@ class OutputProcessor:
         self.states.pop(request_id, None)
 
     def _add_logprobs(self, state: RequestState, token_id: int, logprobs: dict[int, Logprob]) -> None:
-        for candidate, entry in logprobs.items():
-            if self.tokenizer is not None:
-                entry.decoded_token = self.tokenizer.decode([candidate])
+        if self.tokenizer is not None:
+            add_decoded_tokens(self.tokenizer, logprobs)
         state.logprobs.append(logprobs)
         state.cumulative_logprob += logprobs[token_id].logprob
 

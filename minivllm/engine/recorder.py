@@ -51,8 +51,9 @@ def record_step(
 
 
 def _kind(entry: ScheduledRequest) -> str:
+    """ "decode" for the next token of an answer; else a prompt (or what a preemption lost), whole or in part."""
     request: Request = entry.request
-    if entry.samples and request.num_computed_tokens >= request.num_prompt_tokens:
+    if entry.samples and entry.num_new_tokens == 1 and request.num_output_tokens:
         return "decode"
     started = request.num_computed_tokens > request.num_cached_tokens
     return "chunk" if started or not entry.samples else "prefill"

@@ -15,7 +15,7 @@ class AdapterStats:
 
 @dataclass
 class LoRAEvent:
-    """Something that happened to an adapter: "load", "reload", "activate", "evict" (slot), "drop" (memory)."""
+    """Something that happened to an adapter: "load", "activate", "evict" (slot), "drop" (memory)."""
 
     kind: str
     adapter_id: int

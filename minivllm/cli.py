@@ -1,0 +1,126 @@
+"""The `minivllm` command. Stands for vllm/entrypoints/cli (v0.22.1)."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# A quiet terminal: what the libraries below would say of themselves is not the user's business.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+app = typer.Typer(
+    help="Multi-LoRA serving as vLLM does it: one base model, many adapters, one batch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[str | None, typer.Option(help="A Hugging Face model folder; the demo model if not given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Adapters = Annotated[
+    list[str] | None, typer.Option("--adapter", help="NAME=PATH of an adapter folder; may be repeated.")
+]
+Punica = Annotated[str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops or grouped.")]
+
+
+@app.command()
+def demo(
+    max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 48,
+    per_adapter: Annotated[int, typer.Option(help="Prompts for each adapter.")] = 3,
+    punica: Punica = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for demo.json and slots.png.")] = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
+    from minivllm.commands.demo import run_demo
+
+    run_demo(max_loras, max_tokens, per_adapter, punica, out, as_json)
+
+
+@app.command()
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; `name: prompt` picks an adapter. None: read stdin.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help='Lines of `name: prompt`, or JSONL: {"prompt": ..., "adapter": ...}.')
+    ] = None,
+    model: Model = None,
+    adapter: Adapters = None,
+    max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
+    max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from so many likeliest tokens; 0 = all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
+    chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,
+    punica: Punica = "auto",
+    as_json: Json = False,
+) -> None:
+    """Answer prompts, each by the base model or by the adapter it names."""
+    from minivllm.commands.generate import read_prompts, run_generate
+    from minivllm.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
+    )
+    options = {
+        "max_loras": max_loras,
+        "max_lora_rank": max_lora_rank,
+        "max_cpu_loras": max_cpu_loras,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "punica_backend": punica,
+    }
+    run_generate(read_prompts(prompts, file), model, adapter or [], params, options, chat, as_json)
+
+
+@app.command()
+def inspect(
+    adapter: Annotated[str, typer.Argument(help="An adapter folder or Hugging Face id.")],
+    model: Model = None,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank the engine would take.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Say what an adapter is, and whether it fits the model and, if not, why. Exit status 1 if not."""
+    from minivllm.commands.inspect import run_inspect
+
+    raise typer.Exit(0 if run_inspect(adapter, model, max_lora_rank, as_json) else 1)
+
+
+@bench_app.command("cpu")
+def bench_cpu(
+    against: Annotated[str, typer.Option(help="Comma-separated: transformers, peft; empty for none.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Tokens an answer.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Times everything is measured; medians are shown.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Decode on this CPU: base, mixed adapters, one request; beside transformers and PEFT if asked."""
+    from minivllm.commands.bench_cpu import run_bench
+
+    run_bench([name for name in against.split(",") if name], max_tokens, rounds, as_json)
+
+
+def main() -> None:
+    """The entry point: errors of the user's doing are one sentence and exit status 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""`minivllm demo`: the main job, on a real model. Four adapters and the base model in one mixed batch."""
+
+import importlib
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+from rich.table import Table
+
+from minivllm.commands.common import checkout_folder, console, print_json
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.trace_plot import draw_trace
+from minivllm.lora.request import LoRARequest
+from minivllm.models.demo_model import demo_model_path
+from minivllm.sampling_params import SamplingParams
+
+ADAPTERS = ("json", "sql", "bullets", "dates")
+BASE_PROMPTS = (
+    "What is the capital of France?",
+    "Name three primary colors.",
+    "Write one sentence about the sea.",
+)
+# A new request every so many steps, so that the queue, the slots and the batch have something to do.
+STEPS_BETWEEN_ARRIVALS = 2
+
+
+@dataclass(frozen=True)
+class DemoRequest:
+    """One prompt for one adapter; None is the base model."""
+
+    request_id: str
+    text: str
+    adapter: str | None
+    prompt: str
+
+
+def run_demo(
+    max_loras: int, max_tokens: int, per_adapter: int, punica: str, out: Path, as_json: bool
+) -> None:
+    """Serve everything, print every prompt with both answers, and write demo.json and slots.png."""
+    requests = demo_requests(per_adapter)
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(demo_model_path()),
+            enable_lora=True,
+            max_loras=max_loras,
+            max_lora_rank=32,
+            max_cpu_loras=max(3, max_loras),
+            max_model_len=512,
+            max_num_seqs=16,
+            max_num_batched_tokens=96,
+            max_lora_wait_steps=16,
+            punica_backend=punica,
+        )
+    )
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    started = time.perf_counter()
+    outputs = serve(engine, requests, params, quiet=as_json)
+    seconds = time.perf_counter() - started
+    report = make_report(engine, requests, outputs, seconds)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(report, out / "demo.json")
+    draw_trace(engine.trace, out / "slots.png")
+    if as_json:
+        print_json(report)
+    else:
+        show(report, out)
+
+
+def demo_requests(per_adapter: int) -> list[DemoRequest]:
+    """Held-out inputs of every adapter's task, each for the adapter and for the base model, in turns."""
+    sys.path.insert(0, str(checkout_folder()))
+    tasks = importlib.import_module("adapters.recipe.tasks")
+    requests = []
+    for number in range(per_adapter):
+        for task in ADAPTERS:
+            text = tasks.examples(task, per_adapter)[number].text
+            prompt = tasks.prompt(task, text)
+            requests.append(DemoRequest(f"{task}-{number}", text, task, prompt))
+            requests.append(DemoRequest(f"{task}-{number}-base", text, None, prompt))
+    requests += [
+        DemoRequest(f"base-{number}", text, None, tasks.prompt(ADAPTERS[0], text))
+        for number, text in enumerate(BASE_PROMPTS)
+    ]
+    return requests
+
+
+def serve(
+    engine: LLMEngine, requests: list[DemoRequest], params: SamplingParams, quiet: bool = False
+) -> dict[str, RequestOutput]:
+    """Step the engine while requests arrive; the last output of each."""
+    folder = checkout_folder() / "adapters"
+    loras = {name: LoRARequest(name, i, str(folder / name)) for i, name in enumerate(ADAPTERS, 1)}
+    arriving, finished, step = deque(requests), {}, 0
+    with Progress(console=console, transient=True, disable=quiet) as progress:
+        bar = progress.add_task("serving", total=len(requests))
+        while arriving or engine.has_unfinished_requests():
+            if arriving and step % STEPS_BETWEEN_ARRIVALS == 0:
+                request = arriving.popleft()
+                lora = loras[request.adapter] if request.adapter else None
+                engine.add_request(request.request_id, request.prompt, params, lora_request=lora)
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output
+                    progress.advance(bar)
+            step += 1
+    return finished
+
+
+def make_report(
+    engine: LLMEngine, requests: list[DemoRequest], outputs: dict[str, RequestOutput], seconds: float
+) -> dict[str, Any]:
+    """Everything the demo has to tell, as plain values."""
+    metrics, trace = engine.get_metrics(), engine.trace.summary()
+    answers = {request_id: output.outputs[0].text.strip() for request_id, output in outputs.items()}
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs.values())
+    return {
+        "answers": [
+            {
+                "request": request.request_id,
+                "adapter": request.adapter,
+                "prompt": request.text,
+                "base": answers.get(f"{request.request_id}-base", answers[request.request_id]),
+                "answer": answers[request.request_id],
+            }
+            for request in requests
+            if not request.request_id.endswith("-base")
+        ],
+        "requests": len(requests),
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "max_loras": engine.config.lora_config.max_loras,
+        "trace": trace,
+        "metrics": metrics,
+        "steps": [asdict(record) for record in engine.trace.records],
+    }
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    import json
+
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def show(report: dict[str, Any], out: Path) -> None:
+    table = Table("adapter", "prompt", "base model says", "with the adapter", show_lines=True)
+    for answer in report["answers"]:
+        if answer["adapter"]:
+            table.add_row(answer["adapter"], answer["prompt"], answer["base"], answer["answer"])
+        else:
+            table.add_row("(base)", answer["prompt"], answer["answer"], "")
+    console.print(table, highlight=False)
+    trace, lora = report["trace"], report["metrics"]["lora"]
+    console.print(
+        f"[bold]{report['requests']} requests[/] for {trace['adapters']} adapters and the base model "
+        f"on {report['max_loras']} slots: {trace['steps']} steps, {trace['mixed_steps']} of them mixed, "
+        f"{trace['loads']} loads, {trace['evictions']} evictions, {trace['skips']} times passed over for want "
+        f"of a slot, {trace['preemptions']} preemptions, slot hit rate {lora['hit_rate']:.0%}.",
+        highlight=False,
+    )
+    console.print(
+        f"[bold]{report['tokens']} tokens[/] in {report['seconds']:.1f} s: "
+        f"{report['tokens_per_second']:.0f} tokens/s. See {out / 'demo.json'} and {out / 'slots.png'}.",
+        highlight=False,
+    )

@@ -1,0 +1,114 @@
+"""`minivllm generate`: prompts in, answers out, each by the adapter it names."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.commands.common import console, parse_adapters, print_json, resolve_model
+from minivllm.engine.llm import LLM
+from minivllm.engine.outputs import RequestOutput
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class NamedPrompt:
+    """A prompt and the adapter it wants; None is whatever the line itself may say."""
+
+    text: str
+    adapter: str | None = None
+
+
+def read_prompts(arguments: list[str] | None, file: Path | None) -> list[NamedPrompt]:
+    """From the arguments, a file, or stdin; lines that are JSON objects are read as such."""
+    if arguments and file:
+        raise ValueError("prompts were given as arguments and by --file; use one of the two")
+    if arguments:
+        return [NamedPrompt(text) for text in arguments]
+    if file is None and sys.stdin.isatty():
+        raise ValueError("no prompts; give some as arguments, by --file, or on stdin")
+    lines = (sys.stdin.read() if file is None else file.read_text(encoding="utf-8")).splitlines()
+    prompts = [_read_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ValueError("no prompts: the input is empty")
+    return prompts
+
+
+def _read_line(number: int, line: str) -> NamedPrompt:
+    if not line.lstrip().startswith("{"):
+        return NamedPrompt(line)
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return NamedPrompt(line)  # a prompt may start with a brace
+    if not isinstance(record.get("prompt"), str):
+        raise ValueError(f'line {number} has no "prompt" text: {line[:80]}')
+    return NamedPrompt(record["prompt"], record.get("adapter") or "base")
+
+
+def pick_adapter(prompt: NamedPrompt, adapters: dict[str, LoRARequest]) -> tuple[str, LoRARequest | None]:
+    """The prompt's text and adapter. In `name: prompt` a name counts only if it is an adapter's, or "base".
+
+    ValueError for an adapter that was not given.
+    """
+    name, text = prompt.adapter, prompt.text
+    if name is None:
+        head, colon, rest = text.partition(":")
+        if colon and head.strip() in {"base", *adapters}:
+            name, text = head.strip(), rest.strip()
+    if name is None or name == "base":
+        return text, None
+    if name not in adapters:
+        known = ", ".join(adapters) or "none"
+        raise ValueError(f"adapter '{name}' was not given; known: {known}; pass --adapter {name}=PATH")
+    return text, adapters[name]
+
+
+def run_generate(
+    prompts: Iterable[NamedPrompt],
+    model: str | None,
+    adapter_specs: list[str],
+    params: SamplingParams,
+    options: dict[str, Any],
+    chat: bool,
+    as_json: bool,
+) -> None:
+    """Answer everything in one go and print it in the order it came."""
+    adapters = parse_adapters(adapter_specs)
+    picked = [pick_adapter(prompt, adapters) for prompt in prompts]
+    llm = LLM(resolve_model(model), enable_lora=bool(adapters), **options)
+    texts, loras = [text for text, _ in picked], [lora for _, lora in picked]
+    if chat and llm.get_tokenizer().chat_template:
+        conversations = [[{"role": "user", "content": text}] for text in texts]
+        outputs = llm.chat(conversations, params, use_tqdm=not as_json, lora_request=loras)
+    else:
+        outputs = llm.generate(texts, params, use_tqdm=not as_json, lora_request=loras)
+    records = [_record(text, output) for text, output in zip(texts, outputs)]
+    if as_json:
+        print_json(records)
+        return
+    for record in records:
+        _show(record)
+
+
+def _record(text: str, output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "prompt": text,
+        "adapter": output.lora_request.lora_name if output.lora_request else "base",
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "tokens": len(completion.token_ids),
+        "error": output.error,
+    }
+
+
+def _show(record: dict[str, Any]) -> None:
+    console.print(f"[bold cyan]{record['adapter']}[/]: {record['prompt']}", highlight=False)
+    if record["error"]:
+        console.print(f"  [red]error:[/red] {record['error']}", highlight=False)
+    console.print(record["text"].strip(), highlight=False, markup=False)
+    console.print()
