@@ -255,7 +255,7 @@ def test_an_adapter_waiting_for_a_slot_is_due_exactly_at_the_bound():
     assert admission.taken == {2}
 
 
-def test_steps_of_prompt_chunks_are_no_turn():
+def test_a_turn_begins_with_its_first_token():
     admission = LoRAAdmission(max_loras=1, max_wait_steps=2)
     for _ in range(5):
         admission.begin_step(running=[1], pinned=[])
@@ -265,3 +265,15 @@ def test_steps_of_prompt_chunks_are_no_turn():
     admission.begin_step(running=[1], pinned=[])
 
     assert admission.make_room([2]) == []
+
+
+def test_once_begun_a_turn_is_not_stretched_by_long_prompts():
+    admission = LoRAAdmission(max_loras=1, max_wait_steps=4)
+    for step in range(4):
+        admission.begin_step(running=[1], pinned=[])
+        admission.pass_over(2)
+        admission.end_step(waiting=[2], running=[1], sampled={1} if step == 0 else set())
+
+    admission.begin_step(running=[1], pinned=[])
+
+    assert admission.make_room([2]) == [1]
