@@ -24,7 +24,7 @@ _ALL_LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
 )
 
 
-# region lab 2.5: the right wrapper for a layer
+# region lab 2.4: the right wrapper for a layer
 def from_layer(
     layer: nn.Module,
     max_loras: int,

@@ -15,11 +15,12 @@ from minivllm.lora.replace import from_layer, replace_submodule
 class WrappedModules:
     """Every wrapped layer of a model, by name; checks, packs and writes whole adapters.
 
-    modules          module name -> wrapped layer
+    modules          module name -> wrapped layer; a layer with several names is here under its first
     packed_modules   fused module name -> names of the parts that adapters name, in slice order
-    targets          name an adapter may use -> (module name, slice)
+    targets          every name that an adapter may use -> (module name, slice)
 
-    Raises ValueError when nothing can be wrapped or `target_modules` names what the model does not have.
+    Raises ValueError when the model has no linear, a linear that no wrapper takes, or not what `target_modules`
+    names.
     """
 
     def __init__(self, model: nn.Module, lora_config: LoRAConfig, punica_wrapper: PunicaWrapperBase) -> None:
@@ -29,44 +30,49 @@ class WrappedModules:
         self.modules: dict[str, BaseLayerWithLoRA] = {}
         self.packed_modules: dict[str, list[str]] = {}
         self.targets: dict[str, tuple[str, int]] = {}
-        embeddings = getattr(model, "embedding_modules", {})
-        linears = {
-            name: module
-            for name, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, LinearBase) and name.rpartition(".")[2] not in embeddings
-        }
-        self._refuse_unknown_targets(list(linears))
-        self._wrap_all(model, linears)
-        if not self.modules:
+        linears = _linears_by_module(model)
+        if not linears:
             raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")
+        self._refuse_unknown_targets([name for names in linears.values() for name in names])
+        self._wrap_all(model, linears)
 
-    # region lab 2.6: wrap every linear of a model, once
-    def _wrap_all(self, model: nn.Module, linears: dict[str, LinearBase]) -> None:
-        wrapped_by_id: dict[int, BaseLayerWithLoRA] = {}  # a module reachable by two names gets one wrapper
-        for name, module in linears.items():
-            if not is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping):
+    # region lab 2.5: wrap every linear of a model, once
+    def _wrap_all(self, model: nn.Module, linears: dict[LinearBase, list[str]]) -> None:
+        """Put a wrapper in every place where a wanted linear is, and note what adapters may call it.
+
+        linears   every linear of the model -> its names; it has several where modules share it
+        """
+        for linear, names in linears.items():
+            if not any(self._is_wanted(name) for name in names):
                 continue
-            prefix, _, suffix = name.rpartition(".")
-            parts = self.packed_mapping.get(suffix, [])
-            if id(module) not in wrapped_by_id:
-                wrapped_by_id[id(module)] = self._wrap(name, module, parts)
-            wrapped = replace_submodule(model, name, wrapped_by_id[id(module)])
-            self.modules[name] = wrapped
+            first = names[0]
+            self.modules[first] = wrapped = self._wrap(first, linear)
+            for name in names:
+                replace_submodule(model, name, wrapped)
+                targets = self._names_of_parts(name) if wrapped.n_slices > 1 else [name]
+                self.targets.update({target: (first, i) for i, target in enumerate(targets)})
             if wrapped.n_slices > 1:
-                self.packed_modules[name] = [f"{prefix}.{part}" if prefix else part for part in parts]
-            for i, target in enumerate(self.packed_modules.get(name, [name])):
-                self.targets[target] = (name, i)
+                self.packed_modules[first] = self._names_of_parts(first)
 
     # endregion
 
-    def _wrap(self, name: str, module: LinearBase, parts: list[str]) -> BaseLayerWithLoRA:
-        wrapped = from_layer(module, self.lora_config.max_loras, self.lora_config, parts)
+    def _is_wanted(self, name: str) -> bool:
+        return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)
+
+    def _names_of_parts(self, name: str) -> list[str]:
+        """What a checkpoint calls the slices of a fused module."""
+        prefix, dot, suffix = name.rpartition(".")
+        return [prefix + dot + part for part in self.packed_mapping.get(suffix, [])]
+
+    def _wrap(self, name: str, linear: LinearBase) -> BaseLayerWithLoRA:
+        wrapped = from_layer(linear, self.lora_config.max_loras, self.lora_config, self._names_of_parts(name))
         if not isinstance(wrapped, BaseLayerWithLoRA):
-            raise ValueError(f"{name} ({type(module).__name__}) cannot be wrapped for LoRA")
+            raise ValueError(f"{name} ({type(linear).__name__}) cannot be wrapped for LoRA")
         wrapped.set_mapping(self.punica_wrapper)
         return wrapped
 
     def _refuse_unknown_targets(self, names: list[str]) -> None:
+        """ValueError for a target that is no module here: a typing error would otherwise adapt nothing."""
         for target in self.lora_config.target_modules or []:
             if not any(is_in_target_modules(name, [target], self.packed_mapping) for name in names):
                 known = sorted({name.rpartition(".")[2] for name in names})
@@ -74,29 +80,19 @@ class WrappedModules:
                     f"target_modules names '{target}', but the model has only {', '.join(known)}"
                 )
 
+    # region lab 2.6: refuse an adapter that does not fit
     def check(self, lora: LoRAModel) -> None:
         """ValueError unless every module of the adapter exists here, is wrapped, and has fitting shapes.
 
         All of it is checked before anything changes: an adapter that names other modules would otherwise be
         dropped in silence and the base model served in its name.
         """
-        if unknown := [
-            name for name in lora.loras if name not in self.targets and name not in self.packed_modules
-        ]:
+        known = self.targets.keys() | self.packed_modules.keys()
+        if unknown := [name for name in lora.loras if name not in known]:
             raise ValueError(self._unmatched(unknown))
         for name, weights in lora.loras.items():
-            if not weights.is_packed:
+            if not weights.is_packed:  # what is packed has been checked
                 self._check_shapes(name, weights)
-
-    def _unmatched(self, unknown: list[str]) -> str:
-        shown = []
-        for name in unknown[:4]:
-            near = nearest_names(name, list(self.targets))
-            shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
-        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
-        limit = self.lora_config.target_modules
-        why = f"; the engine wraps only target_modules={limit}" if limit else ""
-        return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"
 
     def _check_shapes(self, name: str, weights: LoRALayerWeights) -> None:
         if name not in self.targets:
@@ -118,18 +114,34 @@ class WrappedModules:
                 f"{name} has lora_A {found[0]} and lora_B {found[1]}, expected {expected[0]} and {expected[1]}"
             )
 
+    # endregion
+
+    def _unmatched(self, unknown: list[str]) -> str:
+        shown = []
+        for name in unknown[:4]:
+            near = nearest_names(name, list(self.targets))
+            shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
+        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        limit = self.lora_config.target_modules
+        why = f"; the engine wraps only target_modules={limit}" if limit else ""
+        return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"
+
     def pack(self, lora: LoRAModel) -> None:
-        """Fold scaling into B and put the parts of fused modules together, once, here: no step pays for it."""
-        for name, parts in self.packed_modules.items():
-            replaced = [lora.loras.pop(part, None) for part in parts]
-            if any(replaced):
-                lora.loras[name] = PackedLoRALayerWeights.pack(replaced)
-        for weights in lora.loras.values():
-            weights.optimize()
+        """One entry for each of `modules`: parts of fused ones together, scaling folded into B.
+
+        Done once, when an adapter is registered: no step pays for it.
+        """
+        parts_of: dict[str, list[LoRALayerWeights | None]] = {}
+        for target, (name, i) in self.targets.items():
+            if (weights := lora.loras.pop(target, None)) is not None:
+                parts_of.setdefault(name, [None] * self.modules[name].n_slices)[i] = weights
+        for name, parts in parts_of.items():
+            is_fused = name in self.packed_modules
+            lora.loras[name] = PackedLoRALayerWeights.pack(parts) if is_fused else parts[0].optimize()
 
     # region lab 2.7: a whole adapter into a slot
     def write(self, lora: LoRAModel, slot: int) -> None:
-        """Copy an adapter into one slot of every layer; on any error the slot is left empty.
+        """Copy a packed adapter into one slot of every layer; on any error the slot is left empty.
 
         A module without weights is cleared: it would keep the last adapter's.
         """
@@ -161,6 +173,17 @@ class WrappedModules:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot in all layers, whatever is in it."""
-        layers = {id(module): module for module in self.modules.values()}.values()
-        buffers = [t for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+        buffers = [
+            t for layer in self.modules.values() for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        ]
         return sum(t[0].numel() * t.element_size() for t in buffers)
+
+
+def _linears_by_module(model: nn.Module) -> dict[LinearBase, list[str]]:
+    """Every linear but the embeddings' -> all names it can be reached by."""
+    embeddings = getattr(model, "embedding_modules", {})
+    names_of: dict[LinearBase, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LinearBase) and name.rpartition(".")[2] not in embeddings:
+            names_of.setdefault(module, []).append(name)
+    return names_of

@@ -28,7 +28,8 @@ class BaseLayerWithLoRA(nn.Module):
     live_ranks       [slice][slot] rank in use, 0 where the slot holds nothing for this slice
 
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
-    nor separate. Only `set_lora` and `reset_lora` write them.
+    nor separate. Only `set_lora` and `reset_lora` write them. What a layer adds is decided by the backend alone;
+    scaling is in B already.
     """
 
     def __init__(self, base_layer: LinearBase) -> None:
@@ -57,10 +58,9 @@ class BaseLayerWithLoRA(nn.Module):
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
     ) -> None:
         """Allocate the slots, all empty. Done once: no adapter that comes later allocates or frees anything."""
-        device = next(self.base_layer.parameters()).device
-        dtype, rank = lora_config.lora_dtype, lora_config.max_lora_rank
-        if dtype == "auto":
-            dtype = next(self.base_layer.parameters()).dtype
+        weight, rank = self.base_layer.weight, lora_config.max_lora_rank
+        dtype = weight.dtype if lora_config.lora_dtype == "auto" else lora_config.lora_dtype
+        device = weight.device
         self.lora_a_stacked = tuple(
             torch.zeros(max_loras, 1, rank, self.input_size, dtype=dtype, device=device)
             for _ in self.output_slices
@@ -74,7 +74,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     # region lab 2.2: write and clear a slot
     def reset_lora(self, index: int) -> None:
-        """Empty a slot. A slot's zeros matter: what is not overwritten would be the last adapter's."""
+        """Empty a slot. The zeros matter: an adapter of rank 4 does not overwrite all of one of rank 16."""
         for slice_ranks, lora_a, lora_b in zip(self.live_ranks, self.lora_a_stacked, self.lora_b_stacked):
             lora_a[index] = 0
             lora_b[index] = 0
@@ -84,10 +84,12 @@ class BaseLayerWithLoRA(nn.Module):
         """Put an adapter into a slot.
 
         lora_a: (r, K) or a list of n, None where a slice has no adapter    lora_b: (N_i, r) likewise
+
+        Ranks may differ by slice. Raises ValueError for a list of another length than n.
         """
         self.reset_lora(index)
         parts_a, parts_b = self.slice_lora_a(_as_list(lora_a)), self.slice_lora_b(_as_list(lora_b))
-        for i, (a, b) in enumerate(zip(parts_a, parts_b, strict=True)):
+        for i, a, b in zip(range(self.n_slices), parts_a, parts_b, strict=True):
             if a is None or b is None:
                 continue
             rank = a.shape[0]
@@ -98,38 +100,35 @@ class BaseLayerWithLoRA(nn.Module):
     # endregion
 
     def slice_lora_a(self, lora_a: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """One A a slice, from what the adapter brings. Here that is already so."""
+        """This tensor-parallel rank's part of each A: all of it, since there is one rank."""
         return lora_a
 
     def slice_lora_b(self, lora_b: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """One B a slice, from what the adapter brings. Here that is already so."""
+        """This tensor-parallel rank's part of each B: all of it, since there is one rank."""
         return lora_b
 
     def set_mapping(self, punica_wrapper: PunicaWrapperBase) -> None:
-        """Hand the layer to the backend that will do its arithmetic, and may move its buffers."""
+        """Hand the layer, slots allocated, to the backend that does its arithmetic and may move its buffers."""
         self.punica_wrapper = punica_wrapper
         punica_wrapper.adopt(self)
 
     def re_home(
         self, lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]
     ) -> None:
-        """Move what the slots hold into buffers of the same shapes that live elsewhere."""
-        old = (*self.lora_a_stacked, *self.lora_b_stacked)
-        for theirs, ours in zip((*lora_a_stacked, *lora_b_stacked), old, strict=True):
-            theirs.copy_(ours)
+        """For backends: move what the slots hold into buffers of the same shapes that live elsewhere."""
+        held = (*self.lora_a_stacked, *self.lora_b_stacked)
+        for home, buffer in zip((*lora_a_stacked, *lora_b_stacked), held, strict=True):
+            home.copy_(buffer)
         self.lora_a_stacked, self.lora_b_stacked = lora_a_stacked, lora_b_stacked
 
-    def base_output(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """What the base layer alone gives.   x: (T, K) -> (T, N)"""
+    def base_output(self, x: torch.Tensor) -> torch.Tensor:
+        """What the base layer alone gives, its bias included.   x: (T, K) -> (T, N)"""
         y, _ = self.base_layer(x)
-        return y if bias is None else y + bias
+        return y
 
-    # region lab 2.3: forward
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Base output plus each row's own adapter, in the base layer's form.   x: (T, K) -> (T, N), None"""
         return self.punica_wrapper.apply_linear(self, x), None
-
-    # endregion
 
     @classmethod
     def can_replace_layer(

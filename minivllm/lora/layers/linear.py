@@ -61,16 +61,13 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
         return type(source_layer) is ReplicatedLinear
 
 
-# region lab 2.4: a fused layer has one adapter a slice
+# region lab 2.3: fused linears, with an adapter for each part or one for all
 class _SlicedLinearWithLoRA(BaseLayerWithLoRA):
     """A fused linear whose parts the checkpoint names one by one: each part has its own A and B."""
 
     def __init__(self, base_layer: LinearBase) -> None:
         super().__init__(base_layer)
         self.output_slices = tuple(base_layer.output_sizes)
-
-
-# endregion
 
 
 class MergedColumnParallelLinearWithLoRA(_SlicedLinearWithLoRA):
@@ -113,3 +110,6 @@ class QKVParallelLinearWithLoRA(BaseLayerWithLoRA):
         model_config: object | None = None,
     ) -> bool:
         return type(source_layer) is QKVParallelLinear and len(packed_modules_list) == 1
+
+
+# endregion

@@ -3,19 +3,27 @@
 `bgmv_*` (batched gather matrix-vector) look the adapter up for each token; `sgmv_*` (segmented gather
 matrix-vector) take runs of tokens that share one, a matrix product a run. Punica, arXiv:2310.18547.
 
-Letters: T tokens, K input width, N output width, S slots, R rank of the slots, B runs.
+Letters: T tokens, K input width, N output width, S slots, R rank of the slots, B runs. Weights are (S, out, in)
+or (S, 1, out, in). Products are summed in the widest dtype of input, weights and output, and rounded once, when
+they are written.
+
 In every op a slot of -1 is a base row, and base rows of the output are left as they are. vLLM 0.22.1's CPU ops
 index with the -1 and give such rows the last slot's adapter (fixed in 0.33.0).
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
 
 def _matrices(weights: torch.Tensor) -> torch.Tensor:
-    """Slot buffers come as (S, 1, out, in) or (S, out, in)."""
+    """One matrix a slot, however the slots are stored.   (S, 1, out, in) or (S, out, in) -> (S, out, in)"""
     return weights.squeeze(1) if weights.ndim == 4 else weights  # (S, out, in)
+
+
+def _widest_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 # region lab 3.2: shrink, one token at a time
@@ -32,10 +40,10 @@ def bgmv_shrink(
     lora_indices_tensor: (T,) int, -1 = base row
     """
     lora_a = _matrices(lora_a_weights)  # (S, R, K)
-    rank = lora_a.shape[1]
+    rank, dtype = lora_a.shape[1], _widest_dtype(inputs, lora_a, output_tensor)
     for token, slot in enumerate(lora_indices_tensor.tolist()):
         if slot >= 0:
-            shrunk = lora_a[slot] @ inputs[token].to(lora_a.dtype)  # (R,)
+            shrunk = lora_a[slot].to(dtype) @ inputs[token].to(dtype)  # (R,)
             output_tensor[token, :rank] = scaling * shrunk
 
 
@@ -54,14 +62,15 @@ def bgmv_expand_slice(
 ) -> None:
     """output[t, offset:offset+size] (+)= B[slot of t] · inputs[t]
 
-    inputs: (T, R) float    lora_b_weights: (S, size, R) float    output_tensor: (T, N) float
+    inputs: (T, >=R) float    lora_b_weights: (S, >=size, R) float    output_tensor: (T, N) float
     add_inputs  add to what the output holds, or replace it
     """
-    lora_b = _matrices(lora_b_weights)  # (S, size, R)
+    lora_b = _matrices(lora_b_weights)[:, :slice_size]  # (S, size, R)
+    rank, dtype = lora_b.shape[2], _widest_dtype(inputs, lora_b, output_tensor)
     columns = slice(slice_offset, slice_offset + slice_size)
     for token, slot in enumerate(lora_indices_tensor.tolist()):
         if slot >= 0:
-            expanded = lora_b[slot] @ inputs[token, : lora_b.shape[2]].to(lora_b.dtype)  # (size,)
+            expanded = lora_b[slot].to(dtype) @ inputs[token, :rank].to(dtype)  # (size,)
             kept = output_tensor[token, columns] if add_inputs else 0
             output_tensor[token, columns] = kept + expanded
 
@@ -90,7 +99,7 @@ def _runs(starts: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> I
             yield slot, slice(start, start + length)
 
 
-# region lab 3.4: shrink and expand, a run at a time
+# region lab 3.5: shrink and expand, a run at a time
 def sgmv_shrink(
     inputs: torch.Tensor,
     lora_a_weights: torch.Tensor,
@@ -106,14 +115,16 @@ def sgmv_shrink(
     """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot.
 
     b_seq_start_loc: (B,) int first row of each run    seq_len_tensor: (B,) int its rows
-    lora_indices_tensor: (B,) int its slot
+    lora_indices_tensor: (B,) int its slot, -1 = base rows
+    batches        runs that count, where the three are longer
+    max_seq_length, token_nums   longest run, rows in all: what a kernel's grid is made from, and not needed here
     """
     lora_a = _matrices(lora_a_weights)  # (S, R, K)
-    rank = lora_a.shape[1]
+    rank, dtype = lora_a.shape[1], _widest_dtype(inputs, lora_a, output_tensor)
     for slot, rows in _runs(
         b_seq_start_loc[:batches], seq_len_tensor[:batches], lora_indices_tensor[:batches]
     ):
-        shrunk = inputs[rows].to(lora_a.dtype) @ lora_a[slot].t()  # (rows, R)
+        shrunk = inputs[rows].to(dtype) @ lora_a[slot].to(dtype).t()  # (rows, R)
         output_tensor[rows, :rank] = scaling * shrunk
 
 
@@ -132,12 +143,13 @@ def sgmv_expand_slice(
     add_inputs: bool = False,
 ) -> None:
     """What `bgmv_expand_slice` computes, one matrix product a run."""
-    lora_b = _matrices(lora_b_weights)  # (S, size, R)
+    lora_b = _matrices(lora_b_weights)[:, :slice_size]  # (S, size, R)
+    rank, dtype = lora_b.shape[2], _widest_dtype(inputs, lora_b, output_tensor)
     columns = slice(slice_offset, slice_offset + slice_size)
     for slot, rows in _runs(
         b_seq_start_loc[:batches], seq_len_tensor[:batches], lora_indices_tensor[:batches]
     ):
-        expanded = inputs[rows, : lora_b.shape[2]].to(lora_b.dtype) @ lora_b[slot].t()  # (rows, size)
+        expanded = inputs[rows, :rank].to(dtype) @ lora_b[slot].to(dtype).t()  # (rows, size)
         kept = output_tensor[rows, columns] if add_inputs else 0
         output_tensor[rows, columns] = kept + expanded
 

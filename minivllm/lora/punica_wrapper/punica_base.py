@@ -65,7 +65,15 @@ class PunicaWrapperABC(ABC):
 
 
 class PunicaWrapperBase(PunicaWrapperABC):
-    """Keeps the metadata of a step and the two-step product. vLLM: `PunicaWrapperBase`."""
+    """Keeps the metadata of a step and the two-step product. vLLM: `PunicaWrapperBase`.
+
+    token_lora_indices  (T,) int64 slot of each token, -1 = base
+    sampler_indices     (P,) int64 slot of each sampled row, -1 = base
+    runs                (slot, rows) of every run of tokens that share an adapter
+    no_lora             whether all rows are base rows
+
+    The sizes it is made with are for backends that allocate ahead.
+    """
 
     def __init__(
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: object
@@ -86,17 +94,15 @@ class PunicaWrapperBase(PunicaWrapperABC):
         self.no_lora = not self.runs
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
-        """Called once a layer: a backend that wants A and B elsewhere re-homes the layer's buffers here."""
+        """Called once a layer: a backend that wants A and B elsewhere calls `layer.re_home` here."""
 
     # region lab 3.6: the whole product of a wrapped linear
-    def apply_linear(
-        self, layer: BaseLayerWithLoRA, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         """Base output plus every row's own adapter.   x: (T, K) -> (T, N)
 
         A batch without adapters pays for nothing beyond the base layer.
         """
-        y = layer.base_output(x, bias)  # (T, N)
+        y = layer.base_output(x)  # (T, N)
         if not self.no_lora:
             self.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices)
         return y
@@ -113,7 +119,7 @@ class PunicaWrapperBase(PunicaWrapperABC):
         buffer: torch.Tensor | None = None,
     ) -> None:
         if buffer is None:
-            # Sums over K are kept in at least float32 until B has been applied.
+            # Half-precision sums over K stay in float32 until B has been applied.
             dtype = torch.promote_types(x.dtype, torch.float32)
             rank = lora_a_stacked[0].shape[-2]
             buffer = torch.zeros(len(output_slices), len(x), rank, dtype=dtype, device=x.device)  # (n, T, R)

@@ -11,7 +11,6 @@ from minivllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 if TYPE_CHECKING:
     from minivllm.lora.layers.base import BaseLayerWithLoRA
-    from minivllm.lora.layers.utils import LoRAMapping
 
 
 class PunicaWrapperLoops(PunicaWrapperBase):
@@ -53,15 +52,6 @@ class PunicaWrapperCPU(PunicaWrapperBase):
     so that an adapter of rank 4 in a slot for 64 costs what rank 4 costs.
     """
 
-    def update_metadata(
-        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
-    ) -> None:
-        super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
-        rows = [rows for _, rows in self.runs]
-        self._starts = torch.tensor([r.start for r in rows])  # (B,)
-        self._lengths = torch.tensor([r.stop - r.start for r in rows])  # (B,)
-        self._slots = torch.tensor([slot for slot, _ in self.runs])  # (B,)
-
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         slots, _, rank, width = layer.lora_a_stacked[0].shape
         like = layer.lora_a_stacked[0]
@@ -73,13 +63,13 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         )  # n x (S, 1, N_i, R)
         layer.storage = (a, b)
 
-    def apply_linear(
-        self, layer: BaseLayerWithLoRA, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        y = layer.base_output(x, bias)  # (T, N)
+    def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
+        a, b = layer.storage
+        if x.dtype != a.dtype:
+            return super().apply_linear(layer, x)  # its ops convert
+        y = layer.base_output(x)  # (T, N)
         if self.no_lora:
             return y
-        a, b = layer.storage
         n, width = a.shape[2], a.shape[3]
         for slot, rows in self.runs:
             ranks = [layer.live_ranks[i][slot] for i in range(n)]
@@ -119,5 +109,9 @@ class PunicaWrapperCPU(PunicaWrapperBase):
             offset += size
 
     def _segments(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
-        longest = int(self._lengths.max()) if len(self._lengths) else 0
-        return self._starts, self._lengths, self._slots, len(self._slots), longest, tokens
+        """The runs as the ops take them: (B,) starts, (B,) lengths, (B,) slots, B, longest run, tokens."""
+        lengths = [rows.stop - rows.start for _, rows in self.runs]
+        starts = torch.tensor([rows.start for _, rows in self.runs], dtype=torch.long)
+        slots = torch.tensor([slot for slot, _ in self.runs], dtype=torch.long)
+        longest = max(lengths, default=0)
+        return starts, torch.tensor(lengths, dtype=torch.long), slots, len(slots), longest, tokens

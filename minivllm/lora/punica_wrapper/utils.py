@@ -37,7 +37,11 @@ def convert_mapping(
     extra_vocab_size: int,
     device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-    """Index tensors of a batch. vLLM: `convert_mapping`, whose `max_loras` counts the base as one more.
+    """Index tensors of a batch. vLLM: `convert_mapping`.
+
+    max_loras           slots plus one: base rows count as one more slot where indices may not be negative
+    vocab_size          of the base model
+    extra_vocab_size    tokens that each adapter may add
 
     Returns
         base_indices            (T,) slot of each token, -1 = base
@@ -63,7 +67,7 @@ def convert_mapping(
     return base_indices, sampler_indices, sampler_indices_padded, embeddings_indices, lengths
 
 
-# region lab 3.5: runs of rows with the same slot
+# region lab 3.4: runs of rows with the same slot
 def compute_runs(token_slots: list[int]) -> list[tuple[int, slice]]:
     """(slot, rows) of every longest run of neighbouring rows that share an adapter; base rows are in none.
 
