@@ -3,6 +3,7 @@
 Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only.
 """
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,7 +38,7 @@ class AdapterRegistry:
     """Adapters by id, and their loads, reloads, unloads and pins while requests run.
 
     What must not happen under a running request (a reload, an unload, giving its slot to a pin) is noted and
-    done by `settle`, before a step, once no request stands in its way.
+    done by `settle`, before a step or when a request ends, once no request stands in its way.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
@@ -43,6 +46,7 @@ class AdapterRegistry:
         self.runner = runner
         self.entries: dict[int, AdapterEntry] = {}
         self._reloads: dict[tuple[int, int], LoRARequest] = {}
+        self._failures: dict[tuple[int, int], Exception] = {}
         self._wanted_pins: set[int] = set()
 
     @property
@@ -92,11 +96,25 @@ class AdapterRegistry:
             )
         return entry
 
+    def request_ended(self, adapter_id: int) -> None:
+        """Do what waited for a request's end; forget an adapter that was named but never read."""
+        if adapter_id not in self.manager.stats.by_adapter:
+            self.release_unused(adapter_id)
+        self.settle()
+
     def release_unused(self, adapter_id: int) -> None:
         """Forget an adapter that could not be loaded, so that its id and name are free again."""
         loaded = adapter_id in self.manager.list_adapters()
         if not loaded and not self._in_flight(adapter_id):
-            self.entries.pop(adapter_id, None)
+            self._forget(adapter_id)
+
+    def _forget(self, adapter_id: int) -> None:
+        """What was noted of it goes too: under the same id there may soon be another adapter."""
+        self.entries.pop(adapter_id, None)
+        self._wanted_pins.discard(adapter_id)
+        self.manager.stats.by_adapter.pop(adapter_id, None)
+        for key in [key for key in self._reloads if key[0] == adapter_id]:
+            self._drop_reload(key)
 
     def name_of(self, adapter_id: int) -> str:
         entry = self.entries.get(adapter_id)
@@ -105,27 +123,47 @@ class AdapterRegistry:
     # ---- load, reload, unload, pin --------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load ahead of the first request. True if it was not loaded before; errors as in `resolve`.
+        """Load ahead of the first request. True if it was not in memory before; errors as in `resolve`.
 
         With `load_inplace` it is read again: at once, or when the requests that use it have finished.
+        RuntimeError when all that memory holds is pinned or in use.
         """
-        known = lora_request.lora_int_id in self.entries
-        request, _ = self.resolve(lora_request, "add_lora")
-        if lora_request.load_inplace and known:
-            for error in self.settle().values():
-                raise error
-            return False
-        self._refresh_in_use()
+        request, generation = self.resolve(lora_request, "add_lora")
         try:
+            self.settle()
+            if error := self._failures.pop((request.lora_int_id, generation), None):
+                raise error
+            if (request.lora_int_id, generation) in self._reloads:
+                return False
+            self._refuse_if_memory_is_full(request)
             return self.runner.add_lora(request)
         finally:
-            self.release_unused(request.lora_int_id)
+            if request.lora_int_id not in self.manager.stats.by_adapter:
+                self.release_unused(request.lora_int_id)
+
+    def _refuse_if_memory_is_full(self, lora_request: LoRARequest) -> None:
+        if not self._has_memory_for(lora_request.lora_int_id):
+            raise RuntimeError(
+                f"adapter '{lora_request.lora_name}' cannot be loaded: the {self.manager.capacity} adapters in "
+                "memory are all pinned or in use; unpin one, wait, or raise max_cpu_loras"
+            )
+
+    def _has_memory_for(self, adapter_id: int) -> bool:
+        """Whether it is in memory, or could be with nothing evicted that is pinned or in use."""
+        self._refresh_in_use()
+        held = self.manager.list_adapters().keys()
+        kept = self.manager.in_use | self.manager.pinned_adapters
+        return adapter_id in held or len(held) < self.manager.capacity or not held <= kept
 
     def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest) -> None:
         entry.generation += 1
         key = (lora_request.lora_int_id, entry.generation)
         self._reloads[key] = lora_request
         self.scheduler.blocked_adapters[key] = RELOAD_PENDING
+
+    def _drop_reload(self, key: tuple[int, int]) -> LoRARequest:
+        del self.scheduler.blocked_adapters[key]
+        return self._reloads.pop(key)
 
     def remove_lora(self, adapter_id: int) -> bool:
         """Unload: at once, or when the requests that use it have finished; new ones are refused from now on.
@@ -152,13 +190,21 @@ class AdapterRegistry:
                 f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
                 f"(adapters {sorted(pins - {adapter_id})}); unpin one or raise max_loras"
             )
-        self._refresh_in_use()
+        if self._has_memory_for(adapter_id):
+            self._pin(adapter_id)
+        else:
+            self._wanted_pins.add(adapter_id)
+        return True
+
+    def _pin(self, adapter_id: int) -> None:
+        """Read it if need be, and pin it if there is a slot; if there is none, it is wanted."""
         if adapter_id not in self.manager.list_adapters():
             self.runner.add_lora(self.entries[adapter_id].request)
+        self._wanted_pins.discard(adapter_id)
         if self.manager.has_room_for(adapter_id):
-            return self.runner.pin_lora(adapter_id)
-        self._wanted_pins.add(adapter_id)
-        return True
+            self.runner.pin_lora(adapter_id)
+        else:
+            self._wanted_pins.add(adapter_id)
 
     def unpin_lora(self, adapter_id: int) -> bool:
         """Let the adapter be evicted again. False if it was not pinned."""
@@ -171,34 +217,44 @@ class AdapterRegistry:
         return self.manager.pinned_adapters | self._wanted_pins
 
     def pin_wanted(self) -> None:
-        """Pin what waited for a slot; call it when a step is scheduled, since the scheduler made room then."""
+        """Pin what waited for a slot; call it when a step is scheduled, since the scheduler made room then.
+
+        A pin whose adapter cannot be read any more is dropped, with a warning in the log.
+        """
         self._refresh_in_use()
         for adapter_id in sorted(self._wanted_pins):
-            if self.manager.has_room_for(adapter_id):
-                self.runner.pin_lora(adapter_id)
+            try:
+                self._pin(adapter_id)
+            except (OSError, ValueError, RuntimeError) as error:
                 self._wanted_pins.discard(adapter_id)
+                logger.warning("adapter '%s' could not be pinned: %s", self.name_of(adapter_id), error)
 
-    def settle(self) -> dict[tuple[int, int], Exception]:
+    def settle(self) -> None:
         """Do the reloads and unloads that no request stands in the way of any more.
 
-        Returns (adapter id, generation) -> error of reloads that failed; the old weights are still served.
+        The old weights are still served when a reload fails; `take_failures` says whose requests must end.
         """
-        failures = {}
-        for (adapter_id, generation), lora_request in sorted(self._reloads.items()):
+        for adapter_id, generation in sorted(self._reloads):
             if self._in_flight(adapter_id, before=generation):
                 continue
-            del self._reloads[adapter_id, generation]
-            self.scheduler.blocked_adapters.pop((adapter_id, generation))
+            lora_request = self._drop_reload((adapter_id, generation))
+            # What is not in memory is read by the next step that needs it, when there is room for it.
+            if adapter_id not in self.manager.list_adapters():
+                continue
             self._refresh_in_use()
             try:
                 self.runner.add_lora(lora_request)
             except (OSError, ValueError, RuntimeError) as error:
-                failures[adapter_id, generation] = error
+                self._failures[adapter_id, generation] = error
+                # Whoever comes from now on does not share the fate of those who waited.
+                self.entries[adapter_id].generation = max(generation + 1, self.entries[adapter_id].generation)
         for adapter_id in [i for i, e in self.entries.items() if e.leaving and not self._in_flight(i)]:
-            self._wanted_pins.discard(adapter_id)
             self.runner.remove_lora(adapter_id)
-            self.manager.stats.by_adapter.pop(adapter_id, None)
-            del self.entries[adapter_id]
+            self._forget(adapter_id)
+
+    def take_failures(self) -> dict[tuple[int, int], Exception]:
+        """(adapter id, generation) -> error of the reloads that have failed since the last call."""
+        failures, self._failures = self._failures, {}
         return failures
 
     def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
@@ -209,8 +265,8 @@ class AdapterRegistry:
         )
 
     def _refresh_in_use(self) -> None:
-        """Between steps requests come and go; what runs now must not be evicted."""
-        self.manager.in_use = frozenset(_adapter_ids(self.scheduler))
+        """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
+        self.manager.in_use = frozenset(_adapter_ids(self.scheduler)) | self._wanted_pins
 
 
 def _adapter_ids(scheduler: Scheduler) -> Iterable[int]:

@@ -187,7 +187,8 @@ class LLMEngine:
         if self.adapters is None:
             return []
         outputs = []
-        for (adapter_id, generation), error in self.adapters.settle().items():
+        self.adapters.settle()
+        for (adapter_id, generation), error in self.adapters.take_failures().items():
             waiting = [
                 request.request_id
                 for request in self.scheduler.requests.values()
@@ -225,6 +226,8 @@ class LLMEngine:
     def _forget(self, request: Request) -> None:
         self.runner.forget_request(request.request_id)
         self.metrics.observe_finished(request.status.finish_reason)
+        if request.adapter_id:
+            self.adapters.request_ended(request.adapter_id)
 
     def _record(self, scheduled: SchedulerOutput, now: float) -> None:
         self.trace.append(

@@ -73,13 +73,13 @@ def transformers_model(variant, seed=0, **overrides):
 def reference_logits(model, token_ids, dtype):
     """What transformers computes for one text alone, in float32 or all through in float64."""
     if dtype == torch.float64:
-        _norms_in_float64(model)
+        norms_in_float64(model)
     model.to(dtype)
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0]
 
 
-def _norms_in_float64(model):
+def norms_in_float64(model):
     """The norms of transformers compute in float32 whatever the dtype: PyTorch's own take their places."""
     for name, module in list(model.named_modules()):
         if not type(module).__name__.endswith("RMSNorm") or isinstance(module, torch.nn.RMSNorm):

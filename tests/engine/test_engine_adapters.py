@@ -1,0 +1,445 @@
+"""Loads, reloads, unloads and pins while requests run: each is done once nothing stands in its way, and never
+later; what fails is told to those who asked for it.
+"""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_engine import greedy, run, tiny_world, tokens_of
+
+from minivllm import LoRARequest
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """A copy of adapter 'qv' that a test may change."""
+    return shutil.copytree(world.path("qv"), tmp_path / "mine")
+
+
+def rewrite(folder, change):
+    """Save other weights in place of the folder's."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name: change(weight) for name, weight in load_file(path).items()}, path)
+
+
+def negate(folder):
+    rewrite(folder, lambda weight: -weight if weight.shape[0] > weight.shape[1] else weight)
+
+
+def spoil(folder):
+    """Weights that only a look at the numbers can refuse."""
+    rewrite(folder, lambda weight: torch.full_like(weight, float("nan")))
+
+
+def steps(engine, count):
+    return [output for _ in range(count) for output in engine.step()]
+
+
+class TestUnload:
+    def test_is_done_at_once_when_no_request_uses_the_adapter(self, world):
+        engine = world.engine()
+        engine.add_lora(world.request("qv"))
+
+        assert engine.remove_lora(1)
+
+        assert engine.list_loras() == set()
+        assert engine.adapters.manager.lora_index_to_id == [None, None]
+
+    def test_waits_for_requests_in_flight_and_refuses_new_ones(self, world):
+        engine = world.engine()
+        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
+        engine.step()
+
+        engine.remove_lora(1)
+
+        with pytest.raises(ValueError, match="'qv' .*is being unloaded"):
+            engine.add_request("b", PROMPT, greedy(), lora_request=world.request("qv"))
+        assert engine.list_loras() == {1}
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_needs_no_further_step_once_the_last_request_has_finished(self, world):
+        engine = world.engine()
+        engine.add_request("a", PROMPT, greedy(3), lora_request=world.request("qv"))
+        engine.step()
+        engine.remove_lora(1)
+
+        run(engine)
+
+        assert engine.list_loras() == set()
+        engine.add_request("b", PROMPT, greedy(3), lora_request=world.request("qv"))
+
+    def test_needs_no_further_step_once_the_last_request_is_aborted(self, world):
+        engine = world.engine()
+        engine.add_request("a", PROMPT, greedy(3), lora_request=world.request("qv"))
+        engine.step()
+        engine.remove_lora(1)
+
+        engine.abort_request("a")
+
+        assert engine.list_loras() == set()
+        assert not engine.has_unfinished_requests()
+
+    def test_frees_name_and_id_for_another_adapter(self, world):
+        engine = world.engine()
+        engine.add_lora(world.request("qv"))
+        engine.remove_lora(1)
+
+        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("all", lora_int_id=1))
+
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("all", PROMPT, 6)
+
+    def test_of_an_unknown_id_says_so(self, world):
+        assert not world.engine().remove_lora(3)
+
+    def test_takes_the_pin_along(self, world):
+        engine = world.engine()
+        engine.add_lora(world.request("qv"))
+        engine.pin_lora(1)
+
+        engine.remove_lora(1)
+
+        assert engine.debug_info()["pinned"] == []
+
+
+class TestReload:
+    @pytest.fixture
+    def request_of(self, folder):
+        return lambda **changes: LoRARequest("mine", 1, str(folder), **changes)
+
+    @pytest.fixture
+    def answer_of(self, world, folder):
+        """The oracle's answer with what is in the folder now."""
+
+        def answer(count):
+            oracle = world.oracle()
+            oracle.load("now", folder)
+            tokens = oracle.greedy("now", PROMPT, count)
+            oracle.forget("now")
+            return tokens
+
+        return answer
+
+    def test_old_requests_keep_the_old_weights_and_new_ones_get_the_new(
+        self, world, folder, request_of, answer_of
+    ):
+        engine = world.engine()
+        old_answer = answer_of(8)
+        engine.add_request("old", PROMPT, greedy(8), lora_request=request_of())
+        outputs = steps(engine, 3)
+        negate(folder)
+
+        engine.add_request("new", PROMPT, greedy(8), lora_request=request_of(load_inplace=True))
+        engine.add_request("later", PROMPT, greedy(8), lora_request=request_of())
+
+        outputs = run(engine)
+        new_answer = answer_of(8)
+        assert old_answer != new_answer
+        assert tokens_of(outputs["old"]) == old_answer
+        assert tokens_of(outputs["new"]) == tokens_of(outputs["later"]) == new_answer
+
+    def test_happens_when_the_requests_before_it_are_aborted(self, world, folder, request_of, answer_of):
+        engine = world.engine()
+        engine.add_request("old", PROMPT, greedy(8), lora_request=request_of())
+        engine.step()
+        negate(folder)
+        engine.add_request("new", PROMPT, greedy(8), lora_request=request_of(load_inplace=True))
+        engine.step()
+
+        engine.abort_request("old")
+
+        assert tokens_of(run(engine)["new"]) == answer_of(8)
+
+    def test_that_fails_ends_only_the_requests_that_waited_for_it(self, world, folder, request_of, answer_of):
+        engine = world.engine()
+        old_answer = answer_of(8)
+        engine.add_request("old", PROMPT, greedy(8), lora_request=request_of())
+        engine.add_request("base", PROMPT, greedy(8))
+        engine.step()
+        spoil(folder)
+
+        engine.add_request("new", PROMPT, greedy(8), lora_request=request_of(load_inplace=True))
+
+        outputs = run(engine)
+        assert outputs["new"].outputs[0].finish_reason == "error"
+        assert "NaN" in outputs["new"].error
+        assert tokens_of(outputs["old"]) == old_answer
+        assert tokens_of(outputs["base"]) == world.oracle().greedy(None, PROMPT, 8)
+
+    def test_that_failed_leaves_the_old_weights_serving(self, world, folder, request_of, answer_of):
+        engine = world.engine()
+        old_answer = answer_of(8)
+        engine.add_lora(request_of())
+        spoil(folder)
+        with pytest.raises(ValueError, match="NaN"):
+            engine.add_lora(request_of(load_inplace=True))
+
+        engine.add_request("a", PROMPT, greedy(8), lora_request=request_of())
+
+        assert tokens_of(run(engine)["a"]) == old_answer
+
+    @pytest.mark.parametrize("call", ["add_lora", "reload", "remove_lora", "pin_lora"])
+    def test_that_fails_inside_another_call_is_told_to_its_own_requests(
+        self, world, folder, request_of, call
+    ):
+        engine = world.engine()
+        engine.add_lora(world.request("all"))
+        engine.add_request("old", PROMPT, greedy(3), lora_request=request_of())
+        engine.step()
+        spoil(folder)
+        engine.add_request("new", PROMPT, greedy(3), lora_request=request_of(load_inplace=True))
+        while "old" in engine.scheduler.requests:
+            engine.step()
+
+        {
+            "add_lora": lambda: engine.add_lora(world.request("mlp")),
+            "reload": lambda: engine.add_lora(world.request("all", load_inplace=True)),
+            "remove_lora": lambda: engine.remove_lora(2),
+            "pin_lora": lambda: engine.pin_lora(2),
+        }[call]()
+
+        assert run(engine)["new"].outputs[0].finish_reason == "error"
+
+    def test_that_failed_does_not_concern_whoever_comes_after(self, world, folder, request_of, answer_of):
+        engine = world.engine()
+        old_answer = answer_of(4)
+        engine.add_request("old", PROMPT, greedy(2), lora_request=request_of())
+        engine.step()
+        spoil(folder)
+        engine.add_request("new", PROMPT, greedy(4), lora_request=request_of(load_inplace=True))
+        engine.abort_request("old")
+
+        engine.add_request("later", PROMPT, greedy(4), lora_request=request_of())
+
+        outputs = run(engine)
+        assert outputs["new"].outputs[0].finish_reason == "error"
+        assert tokens_of(outputs["later"]) == old_answer
+
+    def test_of_an_adapter_out_of_memory_waits_like_any_load(self, world, folder, request_of, answer_of):
+        engine = world.engine(max_loras=2, max_cpu_loras=2)
+        engine.add_lora(request_of())
+        for name in ("all", "mlp"):
+            engine.add_request(name, PROMPT, greedy(10), lora_request=world.request(name))
+        engine.step()
+        assert 1 not in engine.list_loras()
+
+        engine.add_request("mine", PROMPT, greedy(4), lora_request=request_of(load_inplace=True))
+
+        output = run(engine)["mine"]
+        assert output.error is None
+        assert tokens_of(output) == answer_of(4)
+
+    def test_asked_for_twice_reads_the_folder_once_each_time(self, world, folder, request_of):
+        engine = world.engine()
+        for request_id in ("a", "b"):
+            engine.add_request(request_id, PROMPT, greedy(4), lora_request=request_of(load_inplace=True))
+
+        run(engine)
+
+        assert engine.get_metrics()["lora"]["loads"] == 2
+
+    def test_pending_for_an_adapter_that_cannot_be_read_is_dropped_with_it(self, world, folder, request_of):
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+        engine.add_lora(request_of())
+        engine.add_request("other", PROMPT, greedy(3), lora_request=world.request("all"))
+        engine.step()
+        engine.add_request("old", PROMPT, greedy(3), lora_request=request_of())
+        engine.add_request("new", PROMPT, greedy(3), lora_request=request_of(load_inplace=True))
+        good = folder.rename(folder.with_name("moved"))
+        engine.abort_request("other")
+
+        outputs = run(engine)
+
+        assert [outputs[i].outputs[0].finish_reason for i in ("old", "new")] == ["error", "error"]
+        good.rename(folder)
+        engine.add_request("x", PROMPT, greedy(6), lora_request=world.request("mlp", lora_int_id=1))
+        assert tokens_of(run(engine)["x"]) == world.oracle().greedy("mlp", PROMPT, 6)
+
+    def test_keeps_the_pin(self, world, folder, request_of):
+        engine = world.engine()
+        engine.add_lora(request_of())
+        engine.pin_lora(1)
+
+        engine.add_lora(request_of(load_inplace=True))
+
+        assert engine.debug_info()["pinned"] == [1]
+        assert 1 in engine.adapters.manager.lora_index_to_id
+
+    def test_of_an_adapter_that_is_unloaded_meanwhile_ends_with_neither(
+        self, world, folder, request_of, answer_of
+    ):
+        engine = world.engine()
+        engine.add_request("old", PROMPT, greedy(5), lora_request=request_of())
+        engine.step()
+        negate(folder)
+        engine.add_request("new", PROMPT, greedy(5), lora_request=request_of(load_inplace=True))
+        engine.pin_lora(1)
+        engine.remove_lora(1)
+
+        outputs = run(engine)
+
+        assert tokens_of(outputs["new"]) == answer_of(5)
+        assert engine.list_loras() == set()
+        assert engine.debug_info()["pinned"] == []
+        assert engine.scheduler.blocked_adapters == {}
+
+
+class TestPin:
+    def test_of_a_third_adapter_while_two_run_takes_the_next_slot_there_is(self, world):
+        engine = world.engine(max_loras=2, max_cpu_loras=4)
+        engine.add_lora(world.request("mlp"))
+        for name in ("qv", "all"):
+            engine.add_request(name, PROMPT, greedy(12), lora_request=world.request(name))
+        engine.step()
+
+        engine.pin_lora(3)
+
+        outputs = run(engine)
+        assert 3 in engine.adapters.manager.lora_index_to_id
+        assert engine.debug_info()["pinned"] == [3]
+        for name in ("qv", "all"):
+            assert tokens_of(outputs[name]) == world.oracle().greedy(name, PROMPT, 12)
+
+    def test_waits_also_for_room_in_memory(self, world):
+        engine = world.engine(max_loras=2, max_cpu_loras=2)
+        engine.add_lora(world.request("mlp"))
+        for name in ("qv", "all"):
+            engine.add_request(name, PROMPT, greedy(12), lora_request=world.request(name))
+        engine.step()
+        assert engine.list_loras() == {1, 2}
+
+        engine.pin_lora(3)
+
+        outputs = run(engine)
+        assert engine.debug_info()["pinned"] == [3]
+        assert 3 in engine.adapters.manager.lora_index_to_id
+        for name in ("qv", "all"):
+            assert tokens_of(outputs[name]) == world.oracle().greedy(name, PROMPT, 12)
+
+    def test_that_waits_for_a_slot_is_not_lost_with_the_adapters_memory(self, world):
+        engine = world.engine(max_loras=2, max_cpu_loras=3)
+        engine.add_lora(world.request("mlp"))
+        for name in ("qv", "all"):
+            engine.add_request(name, PROMPT, greedy(12), lora_request=world.request(name))
+        engine.step()
+        engine.pin_lora(3)
+
+        with pytest.raises(RuntimeError, match="memory"):
+            engine.add_lora(world.request("patterns"))
+
+        run(engine)
+        assert engine.debug_info()["pinned"] == [3]
+
+    def test_of_an_adapter_that_cannot_be_read_in_the_end_is_dropped(self, world, folder, caplog):
+        engine = world.engine(max_loras=2, max_cpu_loras=2)
+        engine.add_lora(LoRARequest("mine", 5, str(folder)))
+        for name in ("all", "mlp"):
+            engine.add_request(name, PROMPT, greedy(6), lora_request=world.request(name))
+        engine.step()
+        engine.pin_lora(5)
+        shutil.rmtree(folder)
+
+        outputs = run(engine)
+
+        assert "'mine' could not be pinned" in caplog.text
+        assert engine.debug_info()["pinned"] == []
+        for name in ("all", "mlp"):
+            assert tokens_of(outputs[name]) == world.oracle().greedy(name, PROMPT, 6)
+
+    def test_of_an_adapter_with_a_broken_folder_changes_nothing(self, world, folder):
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+        engine.add_lora(LoRARequest("mine", 5, str(folder)))
+        engine.add_lora(world.request("all"))
+        shutil.rmtree(folder)
+
+        with pytest.raises(FileNotFoundError, match="mine"):
+            engine.pin_lora(5)
+
+        assert engine.list_loras() == {2}
+        assert engine.debug_info()["pinned"] == []
+
+    def test_of_one_adapter_too_many_is_refused(self, world):
+        engine = world.engine(max_loras=2)
+        for name in ("qv", "all", "mlp"):
+            engine.add_lora(world.request(name))
+        engine.pin_lora(1)
+        engine.pin_lora(2)
+
+        with pytest.raises(RuntimeError, match=r"all 2 slots are pinned \(adapters \[1, 2\]\)"):
+            engine.pin_lora(3)
+
+        assert engine.debug_info()["pinned"] == [1, 2]
+
+    def test_can_be_taken_back_before_it_has_got_its_slot(self, world):
+        engine = world.engine(max_loras=1, max_cpu_loras=2)
+        engine.add_lora(world.request("mlp"))
+        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
+        engine.step()
+        engine.pin_lora(3)
+
+        assert engine.unpin_lora(3)
+
+        output = run(engine)["a"]
+        assert output.metrics.num_preemptions == 0
+        assert not engine.unpin_lora(3)
+
+    def test_of_an_unknown_adapter_is_refused(self, world):
+        with pytest.raises(ValueError, match="not registered"):
+            world.engine().pin_lora(1)
+
+
+class TestOwnership:
+    def test_an_aborted_request_whose_adapter_was_never_read_gives_back_name_and_id(self, world):
+        engine = world.engine()
+        engine.add_request("a", PROMPT, greedy(), lora_request=world.request("qv"))
+
+        engine.abort_request("a")
+
+        engine.add_request("b", PROMPT, greedy(4), lora_request=world.request("all", lora_int_id=1))
+        assert tokens_of(run(engine)["b"]) == world.oracle().greedy("all", PROMPT, 4)
+
+    def test_an_adapter_evicted_from_memory_keeps_its_id(self, world):
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+        engine.add_lora(world.request("qv"))
+        engine.add_lora(world.request("all"))
+
+        with pytest.raises(ValueError, match="lora_int_id 1 belongs to adapter 'qv'"):
+            engine.add_request("a", PROMPT, greedy(), lora_request=world.request("mlp", lora_int_id=1))
+
+    def test_a_folder_deleted_before_the_first_step_fails_that_request_alone(self, world, folder):
+        engine = world.engine()
+        engine.add_request("gone", PROMPT, greedy(), lora_request=LoRARequest("mine", 5, str(folder)))
+        engine.add_request("base", PROMPT, greedy(4))
+        shutil.rmtree(folder)
+
+        outputs = run(engine)
+
+        assert outputs["gone"].outputs[0].finish_reason == "error"
+        assert "mine" in outputs["gone"].error
+        assert tokens_of(outputs["base"]) == world.oracle().greedy(None, PROMPT, 4)
+
+    def test_a_folder_deleted_after_it_was_read_is_not_missed(self, world, folder):
+        engine = world.engine()
+        engine.add_lora(LoRARequest("mine", 5, str(folder)))
+        shutil.rmtree(folder)
+
+        engine.add_request("a", PROMPT, greedy(4), lora_request=LoRARequest("mine", 5, str(folder)))
+
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 4)
+
+    def test_adapters_out_of_memory_are_read_again(self, world):
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+
+        for i, name in enumerate(("qv", "all", "qv", "all")):
+            engine.add_request(str(i), PROMPT, greedy(4), lora_request=world.request(name))
+            assert tokens_of(run(engine)[str(i)]) == world.oracle().greedy(name, PROMPT, 4)
+
+        assert engine.get_metrics()["lora"]["loads"] == 4

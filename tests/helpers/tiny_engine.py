@@ -1,0 +1,110 @@
+"""Engines on tiny models, the adapters they serve, and loops around them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_adapters import ADAPTERS, save_adapter, save_base
+from tiny_oracle import Oracle
+
+from minivllm import EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+
+VOCAB_SIZE = 97
+
+
+class TinyWorld:
+    """A base model's folder and the folders of four adapters for it, `tiny_adapters.ADAPTERS`.
+
+    names: of the adapters; the id of names[i] is i + 1
+    """
+
+    def __init__(self, folder: Path, variant: str, dtype: torch.dtype = torch.float64) -> None:
+        self.folder = folder
+        self.variant = variant
+        self.base = folder / "base"
+        self.names = list(ADAPTERS)
+        self.dtype = dtype
+        self._oracles: dict[torch.dtype, Oracle] = {}
+        if not folder.exists():
+            save_base(self.base, variant, dtype)
+            for seed, (name, config) in enumerate(ADAPTERS.items()):
+                save_adapter(self.path(name), self.base, seed, **config)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def request(self, name: str | None, **changes: object) -> LoRARequest | None:
+        """The LoRARequest that names one of the adapters; None for the base model."""
+        if name is None:
+            return None
+        values = {
+            "lora_name": name,
+            "lora_int_id": self.names.index(name) + 1,
+            "lora_path": str(self.path(name)),
+        }
+        return LoRARequest(**{**values, **changes})
+
+    def oracle(self, dtype: torch.dtype = torch.float64) -> Oracle:
+        """transformers + PEFT with all four adapters."""
+        if dtype not in self._oracles:
+            oracle = self._oracles[dtype] = Oracle(self.base, dtype)
+            for name in self.names:
+                oracle.load(name, self.path(name))
+        return self._oracles[dtype]
+
+    def engine(self, **options: object) -> LLMEngine:
+        """Two slots for four adapters and small blocks, unless told otherwise."""
+        defaults = {
+            "dtype": "float64",
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_cpu_loras": 4,
+            "max_lora_rank": 16,
+            "block_size": 4,
+            "num_kv_blocks": 200,
+            "warm_up": False,
+        }
+        args = EngineArgs(model=str(self.base), **{**defaults, **options})
+        return LLMEngine(args.create_engine_config(), warm_up=args.warm_up)
+
+
+_worlds: dict[Path, TinyWorld] = {}
+
+
+def tiny_world(tmp_path_factory: pytest.TempPathFactory, variant: str = "llama-llama3-rope") -> TinyWorld:
+    """The world of one kind of model; made once a test run, however many modules ask for it."""
+    folder = tmp_path_factory.getbasetemp() / f"world-{variant}"
+    if folder not in _worlds:
+        _worlds[folder] = TinyWorld(folder, variant)
+    return _worlds[folder]
+
+
+def greedy(max_tokens: int = 8, **params: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **{"ignore_eos": True, **params})
+
+
+def run(engine: LLMEngine, max_steps: int = 3000) -> dict[str, RequestOutput]:
+    """Step until nothing is left; the last output of every request."""
+    finished: dict[str, RequestOutput] = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished_requests():
+            return finished
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in finished, f"{output.request_id} ended twice"
+                finished[output.request_id] = output
+    raise AssertionError(f"{engine.get_num_unfinished_requests()} requests are left after {max_steps} steps")
+
+
+def tokens_of(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def snapshot(engine: LLMEngine) -> dict[str, object]:
+    """What must be as before when something was refused: the engine's own account, the registry, the blocks."""
+    info = engine.debug_info()
+    info["blocks"] = list(engine.scheduler.kv_cache.block_pool.ref_cnt)
+    info["states"] = sorted(engine.output_processor.states)
+    if engine.adapters is not None:
+        info["registry"] = {i: (e.request, sorted(e.names)) for i, e in engine.adapters.entries.items()}
+    return info
