@@ -180,7 +180,7 @@ def test_a_turn_lasts_until_it_brought_tokens():
     world = World(max_loras=1, max_lora_wait_steps=2, max_num_batched_tokens=4, enable_prefix_caching=False)
     requests = [world.add(a, prompt=range(a, a + 40), max_tokens=6) for a in (1, 2, 3)]
 
-    world.run(max_steps=500)
+    world.run()
 
     assert all(r.output_token_ids == world.expected_tokens(r) for r in requests)
 
@@ -215,17 +215,19 @@ def test_nobody_starves_under_constant_arrivals_of_more_adapters_than_slots(seed
     world.run()
 
 
-def test_base_requests_are_not_starved_by_adapters_that_take_turns():
-    world = World(max_loras=1, max_lora_wait_steps=3, max_num_seqs=2)
-    for _ in range(3):
-        keep_busy(world, 1, 2, max_tokens=5)
-        world.add_all(1, 2, max_tokens=5)
-        world.step()
-    base = world.add(0)
+def test_an_adapter_whose_turn_it_is_lets_one_request_go_first_not_all():
+    """Or base requests would starve between adapters that take turns and always fill the batch."""
+    world = World(max_loras=1, max_lora_wait_steps=3, max_num_seqs=3)
+    _, _, due, _ = world.add_all(1, 1, 2, 1, max_tokens=50)
+    world.step()
+    base, next_of_two, _ = world.add_all(0, 2, 2, max_tokens=50)
+    world.step()
+    world.step()
 
-    waited = steps_until_running(world, base, 1, 2)
+    output = world.step()
 
-    assert waited < 40
+    assert output.preempted_adapters == [1]
+    assert output.running == [due, base, next_of_two]
 
 
 def test_a_pin_under_running_requests_makes_the_smallest_adapter_give_way():
