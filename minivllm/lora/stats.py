@@ -1,21 +1,39 @@
-"""What the adapter manager counted: hits, loads, evictions and the time they took."""
+"""What can be asked of an adapter manager: counters, bytes, an adapter's history. vLLM 0.22.1 has none of it."""
+
+from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from time import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minivllm.lora.model_manager import LoRAModelManager
 
 
 @dataclass
 class AdapterStats:
-    """One adapter's history; kept while it is out of memory, gone when it is removed by name."""
+    """One adapter's history. It outlives the adapter's stay in memory: an idle adapter is not forgotten.
+
+    loads         times it was read from disk
+    activations   times it was copied into a slot
+    steps         steps that used it
+    last_used     when the last of them began, in seconds since the epoch
+    """
 
     loads: int = 0
     activations: int = 0
     steps: int = 0
-    last_used: float | None = None  # seconds since the epoch
+    last_used: float | None = None
 
 
 @dataclass
 class LoRAEvent:
-    """Something that happened to an adapter: "load", "activate", "evict" (slot), "drop" (memory)."""
+    """Something that happened to an adapter.
+
+    kind   "load" (read from disk), "activate" (into a slot), "evict" (out of a slot, for another one),
+           "drop" (out of memory, for another one)
+    slot   of "activate" and "evict"
+    """
 
     kind: str
     adapter_id: int
@@ -24,24 +42,57 @@ class LoRAEvent:
 
 @dataclass
 class LoRAStats:
-    """Counters since the start. A hit: a step found its adapter in a slot; a miss: it had to be copied there."""
+    """Counters since the start, in one place. What somebody removes by name is not an eviction.
+
+    hits, misses      a step found an adapter in a slot, or had to copy it there
+    evictions         adapters that lost their slot to another one
+    cpu_evictions     adapters that lost their place in memory, and with it their slot
+    loads, load_seconds            adapter folders read, and checked
+    activations, activate_seconds  copies into slots
+    events            what happened since the last `drain_events`
+    """
 
     hits: int = 0
     misses: int = 0
     evictions: int = 0
-    loads: int = 0
     cpu_evictions: int = 0
-    activations: int = 0
+    loads: int = 0
     load_seconds: float = 0.0
+    activations: int = 0
     activate_seconds: float = 0.0
     by_adapter: dict[int, AdapterStats] = field(default_factory=dict)
     events: list[LoRAEvent] = field(default_factory=list)
 
     def adapter(self, adapter_id: int) -> AdapterStats:
+        """The history of one adapter; begins one for an id not seen before."""
         return self.by_adapter.setdefault(adapter_id, AdapterStats())
 
-    def record(self, kind: str, adapter_id: int, slot: int | None = None) -> None:
-        self.events.append(LoRAEvent(kind, adapter_id, slot))
+    def count_use(self, adapter_id: int, hit: bool) -> None:
+        """A step uses the adapter."""
+        self.hits += hit
+        self.misses += not hit
+        self.adapter(adapter_id).steps += 1
+        self.adapter(adapter_id).last_used = time()
+
+    def count_load(self, adapter_id: int, seconds: float) -> None:
+        self.loads += 1
+        self.load_seconds += seconds
+        self.adapter(adapter_id).loads += 1
+        self.events.append(LoRAEvent("load", adapter_id))
+
+    def count_activation(self, adapter_id: int, slot: int, seconds: float) -> None:
+        self.activations += 1
+        self.activate_seconds += seconds
+        self.adapter(adapter_id).activations += 1
+        self.events.append(LoRAEvent("activate", adapter_id, slot))
+
+    def count_eviction(self, adapter_id: int, slot: int) -> None:
+        self.evictions += 1
+        self.events.append(LoRAEvent("evict", adapter_id, slot))
+
+    def count_drop(self, adapter_id: int) -> None:
+        self.cpu_evictions += 1
+        self.events.append(LoRAEvent("drop", adapter_id))
 
     def drain_events(self) -> list[LoRAEvent]:
         """The events since the last call."""
@@ -50,9 +101,51 @@ class LoRAStats:
 
     @property
     def hit_rate(self) -> float:
+        """Hits among all uses; 0 before the first."""
         return self.hits / max(1, self.hits + self.misses)
 
     def as_dict(self) -> dict[str, object]:
-        """Counters and hit rate, without the events."""
+        """Counters and hit rate as plain values, without the events."""
         counters = {name: value for name, value in asdict(self).items() if name != "events"}
         return {**counters, "hit_rate": self.hit_rate}
+
+
+class AdapterReports:
+    """Questions to a `LoRAModelManager`, which inherits them. They read and change nothing."""
+
+    def get_free_slots(self: LoRAModelManager) -> list[int]:
+        """Slots that hold nothing."""
+        return [slot for slot, adapter_id in enumerate(self.lora_index_to_id) if adapter_id is None]
+
+    def get_memory_stats(self: LoRAModelManager) -> dict[str, object]:
+        """Bytes.
+
+        slot_buffers            of all slots, allocated once, whatever is in them
+        slot_bytes_by_adapter   of the weights of each adapter in a slot
+        cpu_total               of all adapters in memory
+        cpu_bytes_by_adapter    of each
+        """
+        cpu = {adapter_id: lora.nbytes for adapter_id, lora in self.list_adapters().items()}
+        return {
+            "slot_buffers": self.lora_slots * self.wrapped.slot_bytes,
+            "slot_bytes_by_adapter": {active: cpu[active] for active in self.list_active_adapters()},
+            "cpu_total": sum(cpu.values()),
+            "cpu_bytes_by_adapter": cpu,
+        }
+
+    def get_lora_info(self: LoRAModelManager, adapter_id: int) -> dict[str, object]:
+        """Name, rank, bytes, slot, pin and history of an adapter in memory; ValueError for another id."""
+        lora = self.get_adapter(adapter_id)
+        if lora is None:
+            raise ValueError(
+                f"adapter {adapter_id} is not registered; registered are {sorted(self.list_adapters())}"
+            )
+        return {
+            "id": adapter_id,
+            "name": lora.name,
+            "rank": lora.rank,
+            "bytes": lora.nbytes,
+            "slot": self.list_active_adapters().get(adapter_id),
+            "pinned": adapter_id in self.pinned_adapters,
+            **vars(self.stats.by_adapter.get(adapter_id, AdapterStats())),
+        }

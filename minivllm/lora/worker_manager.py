@@ -17,11 +17,13 @@ from minivllm.lora.request import LoRARequest
 class WorkerLoRAManager:
     """Loads what a step needs and forgets everything else. vLLM: `WorkerLoRAManager`.
 
-    vllm_config   read of it: `.lora_config`, `.model_config.get_vocab_size()`,
-                  `.scheduler_config.max_num_seqs` and `.max_num_batched_tokens`
+    vllm_config         read of it: `.lora_config`, `.model_config.get_vocab_size()`,
+                        `.scheduler_config.max_num_seqs` and `.max_num_batched_tokens`
+    embedding_modules   the model's, for dummy adapters
     """
 
     _manager_cls: type[LoRAModelManager] = LoRAModelManager
+    _adapter_manager: LoRAModelManager  # made by create_lora_manager
 
     def __init__(
         self,
@@ -35,16 +37,6 @@ class WorkerLoRAManager:
         self.max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.device = device
         self.embedding_modules = embedding_modules or {}
-        self._adapter_manager: LoRAModelManager  # made by create_lora_manager
-
-    @property
-    def is_enabled(self) -> bool:
-        return True
-
-    @property
-    def manager(self) -> LoRAModelManager:
-        """The manager of slots and memory under this one."""
-        return self._adapter_manager
 
     def create_lora_manager(self, model: nn.Module, vllm_config: object | None = None) -> nn.Module:
         """Wrap the model's layers and return the model."""
@@ -54,37 +46,44 @@ class WorkerLoRAManager:
             self.max_num_batched_tokens,
             self.vocab_size,
             self.lora_config,
-            self.device,
             vllm_config,
+            self.device,
             self._manager_cls,
         )
         return self._adapter_manager.model
 
-    # region lab 5.6: read an adapter
+    @property
+    def manager(self) -> LoRAModelManager:
+        """The manager of memory and slots under this one."""
+        return self._adapter_manager
+
+    # region lab 5.7: read an adapter
     def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
         """Read an adapter folder and check all of it; nothing in the engine has changed when this raises.
 
-        FileNotFoundError: no folder, no config, no weights. ValueError: everything else, naming the adapter.
+        FileNotFoundError: no folder, no config, no weights. ValueError: everything else. Both name the adapter.
         """
+        manager = self._adapter_manager
         try:
             folder = get_adapter_absolute_path(lora_request.lora_path)
             peft_helper = PEFTHelper.from_local_dir(folder)
             peft_helper.validate_legal(self.lora_config)
-            model = self._adapter_manager.model
             lora = LoRAModel.from_local_checkpoint(
                 folder,
                 self._expected_modules(),
                 peft_helper,
                 lora_model_id=lora_request.lora_int_id,
-                dtype=self.lora_config.lora_dtype,
+                dtype=manager.lora_dtype,
                 model_vocab_size=self.vocab_size,
-                weights_mapper=getattr(model, "hf_to_vllm_mapper", None),
-                skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+                weights_mapper=getattr(manager.model, "hf_to_vllm_mapper", None),
+                skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
                 shapes_only=shapes_only,
             )
-            self._adapter_manager.check_adapter(lora)
-        except (FileNotFoundError, ValueError) as error:
-            raise type(error)(f"adapter '{lora_request.lora_name}': {error}") from error
+            manager.check_adapter(lora)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"adapter '{lora_request.lora_name}': {error}") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"adapter '{lora_request.lora_name}': {error}") from error
         lora.name = lora_request.lora_name
         return lora
 
@@ -107,36 +106,42 @@ class WorkerLoRAManager:
     def _timed_load(self, lora_request: LoRARequest) -> LoRAModel:
         started = time.perf_counter()
         lora = self._load_adapter(lora_request)
-        stats = self._adapter_manager.stats
-        stats.loads += 1
-        stats.load_seconds += time.perf_counter() - started
-        stats.adapter(lora.id).loads += 1
-        stats.record("load", lora.id)
+        self._adapter_manager.stats.count_load(lora.id, time.perf_counter() - started)
         return lora
 
     def set_active_adapters(self, requests: Iterable[LoRARequest], mapping: LoRAMapping | None) -> None:
         """Bring every requested adapter into a slot, *then* translate the batch's ids to slots.
 
-        RuntimeError for more distinct adapters than slots. Errors of loading pass through.
+        RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
+        loading pass through.
         """
         self._apply_adapters(requests)
         if mapping is not None:
             self._adapter_manager.set_adapter_mapping(mapping)
 
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
+        """Load first, forget second: a bad adapter costs no good one its place."""
         wanted = self._distinct(requests)
+        missing = wanted.keys() - self.list_adapters()
+        loaded = [self._timed_load(wanted[adapter_id]) for adapter_id in missing]
         for adapter_id in self.list_adapters() - wanted.keys():
             self.remove_adapter(adapter_id)
-        for adapter_id in wanted.keys() - self.list_adapters():
-            self.add_adapter(wanted[adapter_id])
+        for lora in loaded:
+            self._adapter_manager.add_adapter(lora)
+        # vLLM goes through a set, too, and its tests know the order: adapters 6, 7, 8 get slots 1, 2, 0.
+        for adapter_id in set(wanted):
+            self._adapter_manager.activate_adapter(adapter_id)
 
     def _distinct(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
-        """One request an adapter, by id, in the order of ids: sets have none of their own."""
+        """One request for each adapter by id, in the order of ids: sets have none of their own."""
         wanted = {request.lora_int_id: request for request in requests if request is not None}
-        if len(wanted) > self._adapter_manager.lora_slots:
+        pinned = self._adapter_manager.pinned_adapters - wanted.keys()
+        slots = self._adapter_manager.lora_slots
+        if len(wanted) + len(pinned) > slots:
+            also = f" plus {len(pinned)} pinned" if pinned else ""
             raise RuntimeError(
-                f"Number of requested LoRAs ({len(wanted)}) is greater than the number of GPU LoRA slots "
-                f"({self._adapter_manager.lora_slots})."
+                f"Number of requested LoRAs ({len(wanted)}{also}) is greater than the number of GPU LoRA slots "
+                f"({slots})."
             )
         return dict(sorted(wanted.items()))
 
@@ -144,17 +149,17 @@ class WorkerLoRAManager:
         """Load and activate. False if it was there already."""
         if lora_request.lora_int_id in self.list_adapters():
             return False
-        loaded = self._adapter_manager.add_adapter(self._timed_load(lora_request))
-        self._adapter_manager.activate_adapter(lora_request.lora_int_id)
-        return loaded
+        self._adapter_manager.add_adapter(self._timed_load(lora_request))
+        return self._adapter_manager.activate_adapter(lora_request.lora_int_id)
 
     def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
-        """Register an adapter of zeros under the request's id, without reading anything."""
+        """Register an adapter of zeros under the request's id, without reading anything. False if it is known."""
         if lora_request.lora_int_id in self.list_adapters():
             return False
         dummy = self._adapter_manager.create_dummy_lora(
             lora_request.lora_int_id, rank, self.embedding_modules
         )
+        dummy.name = lora_request.lora_name
         return self._adapter_manager.add_adapter(dummy)
 
     def remove_adapter(self, adapter_id: int) -> bool:
@@ -167,6 +172,7 @@ class WorkerLoRAManager:
         return self._adapter_manager.pin_adapter(adapter_id)
 
     def list_adapters(self) -> set[int]:
+        """Ids of the adapters in memory."""
         return set(self._adapter_manager.list_adapters())
 
 
@@ -174,63 +180,63 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
     """Loads what a step needs and keeps the rest until there is no room. vLLM: the same name."""
 
     _manager_cls = LRUCacheLoRAModelManager
+    _adapter_manager: LRUCacheLoRAModelManager
 
-    # region lab 5.7: load on demand, needed ones first
+    # region lab 5.8: load on demand, and spare what the step needs
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
-        wanted = self._distinct(requests)
-        failures = self.prepare_adapters(wanted.values())
-        for error in failures.values():
-            raise error
-        stats = self._adapter_manager.stats
-        for adapter_id in wanted:
-            activated = self._adapter_manager.activate_adapter(adapter_id)
-            stats.misses += activated
-            stats.hits += not activated
-            stats.adapter(adapter_id).steps += 1
-            stats.adapter(adapter_id).last_used = time.time()
+        manager = self._adapter_manager
+        for adapter_id, request in self._claim(requests).items():
+            self._load_if_missing(request)
+            activated = manager.activate_adapter(adapter_id)
+            manager.stats.count_use(adapter_id, hit=not activated)
 
-    def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, Exception]:
-        """Read into memory what is not there; what could not be read comes back as id -> error.
+    def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
+        """The step's adapters by id, none of which may be evicted from here on.
 
-        All that the step needs is marked as used before anything is evicted: with slots [1, 2, 3] and a step
-        that wants 4, 1 and 5, loading 4 first would evict 1, only for 1 to be copied in again.
+        With slots [1, 2, 3] and a step that wants 4, 1 and 5, loading 4 would else evict 1, only for 1 to be
+        copied in again. `load_inplace` is not looked at: the same request comes here at every step.
         """
         wanted = self._distinct(requests)
-        manager = self._adapter_manager
-        manager.in_use = frozenset(wanted)
-        for adapter_id in wanted:
-            manager.touch_adapter(adapter_id)
+        self._adapter_manager.in_use = frozenset(wanted)
+        return wanted
+
+    def _load_if_missing(self, request: LoRARequest) -> None:
+        if self._adapter_manager.get_adapter(request.lora_int_id) is None:
+            self._adapter_manager.add_adapter(self._timed_load(request))
+
+    def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, Exception]:
+        """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
         failures: dict[int, Exception] = {}
-        for adapter_id in sorted(wanted.keys() - self.list_adapters()):
+        for adapter_id, request in self._claim(requests).items():
             try:
-                manager.add_adapter(self._timed_load(wanted[adapter_id]))
+                self._load_if_missing(request)
             except (OSError, ValueError, RuntimeError) as error:
                 failures[adapter_id] = error
         return failures
 
-    def add_adapter(self, lora_request: LoRARequest) -> bool:
-        """Load, and activate if a slot can be had; with `load_inplace` read again what is there.
+    # endregion
 
-        A request's `load_inplace` counts here, where somebody asks for a load, and not in
-        `set_active_adapters`, which sees the same request at every step.
-        Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old one serving.
+    # region lab 5.9: load when somebody asks for it
+    def add_adapter(self, lora_request: LoRARequest) -> bool:
+        """Load, or with `load_inplace` load again, and activate if a slot can be had. True if it was read.
+
+        Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old weights serving.
+        RuntimeError when memory is full of adapters that are pinned or in use.
         """
         manager = self._adapter_manager
         adapter_id = lora_request.lora_int_id
-        known = adapter_id in self.list_adapters()
-        if known and not lora_request.load_inplace:
-            manager.touch_adapter(adapter_id)
+        known = manager.get_adapter(adapter_id) is not None
+        if known and lora_request.load_inplace:
+            manager.replace_adapter(self._timed_load(lora_request))
         else:
-            lora = self._timed_load(lora_request)
-            if known:
-                manager.replace_adapter(lora)
-            else:
-                manager.add_adapter(lora)
+            self._load_if_missing(lora_request)
+        manager.touch_adapter(adapter_id)
         if manager.has_room_for(adapter_id):
             manager.activate_adapter(adapter_id)
-        return not known
+        return lora_request.load_inplace or not known
 
     # endregion
 
     def unpin_adapter(self, adapter_id: int) -> bool:
+        """Let an adapter be evicted again. False if it was not pinned."""
         return self._adapter_manager.unpin_adapter(adapter_id)
