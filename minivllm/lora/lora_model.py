@@ -1,12 +1,15 @@
 """An adapter folder, read and checked. Stands for vllm/lora/lora_model.py (v0.22.1)."""
 
 import itertools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
+from minivllm.config import DTYPES
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import (
     WeightsMapper,
@@ -25,7 +28,7 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model
 class LoRAModel:
     """All of one adapter: its weights by module name. vLLM: `LoRAModel`.
 
-    id        the adapter's `lora_int_id`
+    id        the adapter's `lora_int_id`, >= 1
     rank      the largest rank of its modules
     loras     module name -> LoRALayerWeights
     name      what the request that loaded it called it; for people, nothing depends on it
@@ -43,17 +46,19 @@ class LoRAModel:
         self.load_id = next(_load_ids)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
+        """The weights of one module, None where the adapter leaves it alone."""
         return self.loras.get(module_name)
 
     def check_lora_name(self, lora_name: str) -> bool:
         return lora_name in self.loras
 
     def clone(self, lora_model_id: int) -> "LoRAModel":
-        """The same tensors under another id."""
+        """The same tensors under another id, and a load_id of its own."""
         return type(self)(lora_model_id, self.rank, self.loras.copy())
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all A and B."""
         return sum(lora.nbytes for lora in self.loras.values())
 
     # region lab 1.6: from tensors to modules
@@ -71,27 +76,36 @@ class LoRAModel:
     ) -> "LoRAModel":
         """Pair up the A and B of every module. Ranks are the tensors' own, scaling is the config's.
 
-        tensors       PEFT name -> tensor; A (r, K), B (N, r)
-        dtype         to convert to, None = leave
-        skip_prefixes tensors of modules under one of these are left out
+        tensors           PEFT name -> tensor; A (r, K), B (N, r). PEFT's copies of base embeddings are left out
+        dtype             to convert to, None = leave
+        model_vocab_size  the width that the A of an embedding must have, None = any
+        skip_prefixes     tensors of modules under one of these are left out
 
-        Raises ValueError naming the module: A or B missing, shapes that do not fit together, rank 0, NaN or Inf.
+        Raises ValueError naming the module: a name that is not LoRA's, A or B missing, shapes that do not
+        fit together, a rank that the config does not give, NaN or Inf.
         """
-        sides: dict[str, dict[bool, torch.Tensor]] = {}
+        pairs: dict[tuple[str, str], dict[bool, torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            if is_base_embedding_weights(name):
+            if is_base_embedding_weights(name) or _is_skipped(name, skip_prefixes or []):
                 continue
             module, is_lora_a = parse_fine_tuned_lora_name(name, weights_mapper)
-            if not _is_skipped(module, skip_prefixes or []):
-                sides.setdefault(module, {})[is_lora_a] = tensor.to(device=device, dtype=dtype)
-        if not sides:
+            trained_as, _ = parse_fine_tuned_lora_name(name)  # the config's patterns know only this name
+            _check_tensor(name, tensor, model_vocab_size)
+            pair = pairs.setdefault((module, trained_as), {})
+            if is_lora_a in pair:
+                raise ValueError(f"{name} is there twice, with and without the prefix that PEFT writes")
+            pair[is_lora_a] = tensor
+        if not pairs:
             raise ValueError("the adapter holds no LoRA weights")
 
         loras = {}
-        for module, pair in sides.items():
-            _check_pair(module, pair)
-            lora = LoRALayerWeights.from_config(module, peft_helper, rank=pair[True].shape[0])
-            lora.lora_a, lora.lora_b = pair[True], pair[False]
+        for (module, trained_as), pair in pairs.items():
+            _check_pair(module, pair, peft_helper.ranks)
+            lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=len(pair[True]))
+            lora.module_name = module
+            lora.lora_a = pair[True].to(device=device, dtype=dtype)  # (r, K)
+            lora.lora_b = pair[False].to(device=device, dtype=dtype)  # (N, r)
+            _check_numbers(lora)
             loras[module] = lora
         return cls(lora_model_id, max(lora.rank for lora in loras.values()), loras)
 
@@ -120,10 +134,8 @@ class LoRAModel:
         """
         path = find_weights_file(lora_dir)
         tensors = read_weights(path, shapes_only)
-        expected = list(expected_lora_modules)
-        _refuse_unexpected(lora_dir, tensors, expected, weights_mapper, skip_prefixes or [])
         try:
-            return cls.from_lora_tensors(
+            lora = cls.from_lora_tensors(
                 lora_model_id,
                 tensors,
                 peft_helper,
@@ -133,92 +145,117 @@ class LoRAModel:
                 weights_mapper=weights_mapper,
                 skip_prefixes=skip_prefixes,
             )
+            _refuse_unexpected(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
+        return lora
 
 
 def find_weights_file(lora_dir: str) -> Path:
     """The adapter's weights in a folder, safetensors first. FileNotFoundError says what was looked for."""
     for name in WEIGHT_FILES:
-        if (path := Path(lora_dir) / name).is_file():
-            return path
+        if os.path.isfile(path := os.path.join(lora_dir, name)):
+            return Path(path)
     raise FileNotFoundError(f"'{lora_dir}' has no weights file ({', '.join(WEIGHT_FILES)})")
 
 
 def read_weights(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
     """All tensors of a weights file. Pickles are read with `weights_only`, so they cannot run code.
 
-    shapes_only   read a safetensors file's header alone; the tensors are then on the "meta" device
+    shapes_only   tensors on the "meta" device: of a safetensors file, only the header is read
 
-    ValueError names the file when it is damaged, cut short, or would need to run code.
+    ValueError names the file when it cannot be read, is damaged, cut short, or would need to run code.
     """
-    if path.suffix == ".safetensors":
-        try:
+    try:
+        if path.suffix != ".safetensors":
+            tensors = _read_pickle(path)
+        elif shapes_only:
             with safe_open(path, framework="pt") as file:
-                read = _shape_of if shapes_only else safe_open.get_tensor
-                return {name: read(file, name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, AttributeError) as error:  # AttributeError: a dtype torch does not have
-            raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
+                return {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 (no dict)
+        else:
+            # Not safe_open: its tensors are views of the file, so writing over it would change the adapter
+            # that is being served, and cutting it short would kill the process.
+            tensors = safetensors.torch.load(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error}") from error
+    # KeyError, RuntimeError: a dtype that torch does not have.
+    except (SafetensorError, KeyError, RuntimeError) as error:
+        raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
+    return {name: tensor.to("meta") for name, tensor in tensors.items()} if shapes_only else tensors
+
+
+def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes can raise anything; nothing of it may run
         raise ValueError(f"'{path}' is damaged or holds more than plain tensors: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise ValueError(f"'{path}' does not hold a dict of tensors")
-    return tensors
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+        raise ValueError(f"'{path}' does not hold a dict of tensors by name")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
+            raise ValueError(f"'{path}': {name} is not a plain tensor on the CPU")
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _shape_of(file: safe_open, name: str) -> torch.Tensor:
-    entry = file.get_slice(name)
-    dtype = torch.float32 if "F" in entry.get_dtype() else torch.int64
-    return torch.empty(entry.get_shape(), dtype=dtype, device="meta")
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Dense numbers, all of them in the file: a pickle can also hold views larger than what they show."""
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type == "cpu"
+        and tensor.untyped_storage().nbytes() >= tensor.nbytes
+    )
 
 
-def _is_skipped(module: str, skip_prefixes: list[str]) -> bool:
-    return any(module.startswith(prefix) or f".{prefix}" in module for prefix in skip_prefixes)
+def _is_skipped(name: str, skip_prefixes: list[str]) -> bool:
+    """Whether a tensor's module is under one of the prefixes, with PEFT's own prefix or without."""
+    return any(name.startswith(prefix) or f".{prefix}" in name for prefix in skip_prefixes)
 
 
-def _refuse_unexpected(
-    lora_dir: str,
-    tensors: dict[str, torch.Tensor],
-    expected: list[str],
-    weights_mapper: WeightsMapper | None,
-    skip_prefixes: list[str],
-) -> None:
+def _refuse_unexpected(modules: Iterable[str], expected: list[str]) -> None:
     """An adapter trained for another model must not load in silence and serve the base model."""
-    modules = {
-        parse_fine_tuned_lora_name(name, weights_mapper)[0]
-        for name in tensors
-        if not is_base_embedding_weights(name)
-    }
-    wanted = {module for module in modules if not _is_skipped(module, skip_prefixes)}
-    if unexpected := sorted(module for module in wanted if not is_supported_lora_module(module, expected)):
-        shown = ", ".join(unexpected[:8]) + (
-            f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else ""
-        )
+    unexpected = sorted(name for name in modules if not is_supported_lora_module(name, expected))
+    if unexpected:
+        more = f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else ""
         raise ValueError(
-            f"While loading '{lora_dir}', expected target modules in {sorted(expected)} but received {shown}. "
+            f"expected target modules in {expected} but received {', '.join(unexpected[:8])}{more}. "
             "Please verify that the loaded LoRA module is correct"
         )
 
 
-def _check_pair(module: str, pair: dict[bool, torch.Tensor]) -> None:
+def _check_tensor(name: str, tensor: torch.Tensor, vocab_size: int | None) -> None:
+    shape = tuple(tensor.shape)
+    if tensor.ndim != 2 or 0 in shape:
+        raise ValueError(f"{name} must be a matrix of at least rank 1, got shape {shape}")
+    if tensor.dtype not in DTYPES.values():
+        names = sorted({str(dtype).removeprefix("torch.") for dtype in DTYPES.values()})
+        raise ValueError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(names)}")
+    if name.endswith(".lora_embedding_A") and vocab_size not in (None, shape[1]):
+        raise ValueError(f"{name} has shape {shape}, but the model's vocabulary has {vocab_size} tokens")
+
+
+def _check_pair(module: str, pair: dict[bool, torch.Tensor], ranks: list[int]) -> None:
     if len(pair) < 2:
-        raise ValueError(
-            f"{module} has lora_{'A' if True in pair else 'B'} but not lora_{'B' if True in pair else 'A'}"
-        )
-    for name, tensor in (("lora_A", pair[True]), ("lora_B", pair[False])):
-        if tensor.ndim != 2 or not tensor.is_floating_point():
-            raise ValueError(
-                f"{module}.{name} must be a matrix of floats, got {tuple(tensor.shape)} {tensor.dtype}"
-            )
-        if 0 in tensor.shape:
-            raise ValueError(
-                f"{module}.{name} has shape {tuple(tensor.shape)}; a rank of 0 is not an adapter"
-            )
-        if not tensor.is_meta and not torch.isfinite(tensor).all():
-            raise ValueError(f"{module}.{name} holds NaN or Inf")
-    if pair[True].shape[0] != pair[False].shape[1]:
+        there, missing = ("lora_A", "lora_B") if True in pair else ("lora_B", "lora_A")
+        raise ValueError(f"{module} has {there} but not {missing}")
+    (rank, _), (_, rank_of_b) = pair[True].shape, pair[False].shape
+    if rank != rank_of_b:
         raise ValueError(
             f"{module}: lora_A {tuple(pair[True].shape)} and lora_B {tuple(pair[False].shape)} differ in rank"
         )
+    if rank not in ranks:
+        raise ValueError(
+            f"{module} has rank {rank}, but adapter_config.json gives only {ranks} (r and rank_pattern), "
+            "so its scaling is unknown"
+        )
+
+
+def _check_numbers(lora: LoRALayerWeights) -> None:
+    """ValueError for NaN or Inf, also for what becomes Inf in this dtype or when B is scaled."""
+    for side, tensor, factor in (("A", lora.lora_a, 1), ("B", lora.lora_b, lora.scaling)):
+        if tensor.is_meta:
+            continue
+        # One pass; NaN comes through both ends, and is not <= anything.
+        smallest, largest = (end.item() for end in torch.aminmax(tensor))
+        if not max(-smallest, largest) * abs(factor) <= torch.finfo(tensor.dtype).max:
+            raise ValueError(f"{lora.module_name}.lora_{side} holds NaN or Inf as {tensor.dtype}")

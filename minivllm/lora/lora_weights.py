@@ -10,9 +10,12 @@ from minivllm.lora.peft_helper import PEFTHelper
 class LoRALayerWeights:
     """One module's adapter weights. vLLM: `LoRALayerWeights`.
 
-    lora_a    (r, K)  as PEFT stores it, no transpose
-    lora_b    (N, r)
-    scaling   factor on B·A that is not yet in B; 1 once `optimize` has folded it
+    module_name   as the model calls it
+    rank          r, the rows of A and the columns of B
+    lora_alpha    what the module was trained with; counts only while no `scaling` is given
+    lora_a        (r, K) as PEFT stores it, no transpose; None until it is read
+    lora_b        (N, r) likewise
+    scaling       factor on B·A that is not yet in B; 1 once `optimize` has folded it. None = lora_alpha / rank
     """
 
     def __init__(
@@ -65,10 +68,14 @@ class LoRALayerWeights:
     def from_config(
         cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None
     ) -> "LoRALayerWeights":
-        """Without tensors yet; scaling from the adapter's config. `rank`: of the tensors, None = the config's r."""
+        """Without tensors yet; alpha and scaling are the config's for this module.
+
+        module_name   as Hugging Face names it, since the config's patterns do
+        rank          of the module's tensors, None = the config's r
+        """
         rank = peft_helper.r if rank is None else rank
         scaling = peft_helper.scaling(module_name, rank)
-        return cls(module_name, rank, peft_helper.lora_alpha, None, None, scaling)
+        return cls(module_name, rank, peft_helper.alpha(module_name), None, None, scaling)
 
     @classmethod
     def create_dummy_lora_weights(
@@ -89,8 +96,8 @@ class LoRALayerWeights:
 class PackedLoRALayerWeights(LoRALayerWeights):
     """The adapters of the parts of a fused module, e.g. q, k and v of qkv_proj. vLLM: the same name.
 
-    Every attribute but `rank` (the largest) is a list with one entry a part; None where the adapter
-    leaves that part alone.
+    lora_a, lora_b, scaling and lora_alphas are lists with one entry a part, None where the adapter leaves that
+    part alone. `rank` is the largest of the parts'; each A and B keeps its own.
     """
 
     def __init__(
@@ -102,31 +109,37 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         lora_b: list[torch.Tensor | None],
         scaling: list[float | None] | None = None,
     ) -> None:
-        super().__init__(module_name, rank, 0, lora_a, lora_b, scaling=1)
+        if scaling is None:
+            # Each part's own rank: the largest would make the scaling of the others too small.
+            scaling = [
+                None if a is None or alpha is None else alpha / len(a)
+                for alpha, a in zip(lora_alphas, lora_a)
+            ]
+        super().__init__(module_name, rank, 0, lora_a, lora_b, scaling)
         self.lora_alphas = lora_alphas
-        self.scaling = [a if a is None else a / rank for a in lora_alphas] if scaling is None else scaling
 
     # region lab 1.5: pack the parts of a fused module
     @classmethod
     def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> "PackedLoRALayerWeights":
         """Put the parts of a fused module side by side, each with its own A, B and rank.
 
-        loras   one entry a part, None for a part without an adapter; at least one is there.
-                Each is optimized, so what is packed needs no scaling any more.
+        loras   one entry a part, in the order of the fused module's slices; None for a part without an
+                adapter, but not for all. Each is optimized, so what is packed needs no scaling any more.
         """
         present = [lora.optimize() for lora in loras if lora is not None]
         return cls(
             module_name=present[0].module_name,
             rank=max(lora.rank for lora in present),
-            lora_alphas=[lora and lora.lora_alpha for lora in loras],
-            lora_a=[lora and lora.lora_a for lora in loras],
-            lora_b=[lora and lora.lora_b for lora in loras],
-            scaling=[lora and 1 for lora in loras],
+            lora_alphas=[None if lora is None else lora.lora_alpha for lora in loras],
+            lora_a=[None if lora is None else lora.lora_a for lora in loras],
+            lora_b=[None if lora is None else lora.lora_b for lora in loras],
+            scaling=[None if lora is None else 1 for lora in loras],
         )
 
     # endregion
 
     def optimize(self) -> "PackedLoRALayerWeights":
+        """As for one module, part by part."""
         for part, scaling in enumerate(self.scaling):
             if scaling is not None and scaling != 1:
                 self.lora_b[part] = self.lora_b[part] * scaling  # (N_i, r_i)

@@ -1,10 +1,23 @@
 """Names of adapter tensors and modules. Stands for the name functions of vllm/lora/utils.py (v0.22.1)."""
 
+import logging
 import os
 from difflib import get_close_matches
 from typing import Protocol
 
+logger = logging.getLogger(__name__)
+
 PEFT_PREFIX = "base_model.model."
+
+# What else may be in an adapter's weights file, by the end of the name, and how it came there.
+UNSUPPORTED_WEIGHTS = {
+    ".lora_magnitude_vector": "it belongs to DoRA; train without use_dora",
+    ".lora_B.bias": "a bias on B; train with lora_bias=False",
+    ".trainable_tokens_delta": "trained tokens; train without trainable_token_indices",
+    ".embed_tokens.weight": "a whole embedding; save the adapter with save_embedding_layers=False",
+    ".lm_head.weight": "a whole output embedding; save the adapter with save_embedding_layers=False",
+    ".bias": "a bias of the base model, which all adapters share; train with bias='none'",
+}
 
 
 class WeightsMapper(Protocol):
@@ -18,6 +31,10 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
     """Which module a tensor of an adapter belongs to, and whether it is A.
 
     `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` -> `("model.layers.0.mlp.up_proj", True)`
+    `base_model.model.model.embed_tokens.lora_embedding_B` -> `("model.embed_tokens", False)`
+
+    name             with or without PEFT's prefix
+    weights_mapper   renames what is left without the prefix, where the model's names are not Hugging Face's
 
     Raises ValueError for a name that is neither A nor B. vLLM: `parse_fine_tuned_lora_name`.
     """
@@ -31,16 +48,22 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
     else:
         sides = {"lora_embedding_A": True, "lora_embedding_B": False}
     if last not in sides or not module:
-        raise ValueError(f"{name} is unsupported LoRA weight")
+        raise ValueError(_unsupported(name))
     return module, sides[last]
 
 
 # endregion
 
 
+def _unsupported(name: str) -> str:
+    known = (why for end, why in UNSUPPORTED_WEIGHTS.items() if f".{name}".endswith(end))
+    why = next(known, "only lora_A, lora_B, lora_embedding_A and lora_embedding_B are read")
+    return f"{name} is unsupported LoRA weight: {why}"
+
+
 def is_base_embedding_weights(name: str) -> bool:
     """PEFT saves the whole base embedding beside an adapted one; those tensors are not the adapter's."""
-    return name.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))
+    return f".{name}".endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))
 
 
 def is_supported_lora_module(name: str, supported: list[str]) -> bool:
@@ -73,8 +96,8 @@ def get_adapter_absolute_path(lora_path: str) -> str:
     """The local folder that an adapter's path or Hugging Face id stands for. vLLM: the same name.
 
     An absolute path comes back as it is, whether it exists or not; `~` and relative paths are expanded; what is
-    no local path is asked of the hub, and if that fails the path comes back unchanged, so that the error that
-    follows names what the user wrote.
+    no local path is asked of the hub. If that fails the reason is logged and the path comes back unchanged, so
+    that the error that follows names what the user wrote.
     """
     if os.path.isabs(lora_path):
         return lora_path
@@ -86,14 +109,20 @@ def get_adapter_absolute_path(lora_path: str) -> str:
         return lora_path
 
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HTTPError
 
     try:
-        return huggingface_hub.snapshot_download(repo_id=lora_path)
-    # OSError: no network, or offline mode without a cached copy.
-    except (HfHubHTTPError, HFValidationError, OSError):
+        return huggingface_hub.snapshot_download(repo_id=lora_path, allow_patterns="adapter_*")
+    # HTTPError: the transport's own, which the hub lets through (a proxy that refuses, a connection cut).
+    # OSError: no network, offline without a copy. ValueError: not a hub id, or the answer was not the hub's.
+    except (HTTPError, OSError, ValueError) as error:
+        logger.warning(
+            "'%s' is no local folder, and the Hugging Face hub did not give it: %s", lora_path, error
+        )
         return lora_path
 
 
 def _looks_like_hub_id(path: str) -> bool:
-    return path.count("/") <= 1 and not path.startswith(".")
+    """`owner/name`. Where `owner` is a folder here it is a path misspelt: no reason to wait for a network."""
+    owner, _, name = path.partition("/")
+    return bool(name) and "/" not in name and not owner.startswith(".") and not os.path.isdir(owner)

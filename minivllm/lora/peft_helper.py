@@ -2,24 +2,33 @@
 
 import json
 import math
+import os
 import re
+import sys
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from minivllm.config import LoRAConfig
 
 # Initialisations that move part of the base weight into the adapter: on an unmoved base they are wrong.
-BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq")
+BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+# Wider than any model. A rank from a file goes into float arithmetic, which a JSON int can overflow.
+LARGEST_RANK = 2**20
 
 
 @dataclass
 class PEFTHelper:
-    """An adapter's `adapter_config.json`. vLLM: `PEFTHelper`.
+    """An adapter's `adapter_config.json`: the fields that change what is computed. vLLM: `PEFTHelper`.
 
     Unlike vLLM 0.22.1, `rank_pattern` and `alpha_pattern` are honoured: scaling is a matter of the module, so it
     is asked for by `scaling(module_name, rank)`, the one place that computes it. `vllm_lora_scaling_factor` is
     the scaling of a module that no pattern names.
+
+    `target_modules` is kept for people to read; which modules an adapter has is told by its tensors.
+
+    Raises ValueError naming the field when a rank, alpha or pattern is not what its type says. What we know but
+    do not serve is refused later, by `validate_legal`.
     """
 
     r: int
@@ -42,19 +51,40 @@ class PEFTHelper:
     use_qalora: bool = False
     use_bdlora: Any = None
     arrow_config: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
     vllm_lora_scaling_factor: float = 1.0
     vllm_max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise ValueError(f"LoRA rank r must be an int of at least 1, got {self.r!r}")
-        alphas = {"lora_alpha": self.lora_alpha, **(self.alpha_pattern or {})}
-        for name, alpha in alphas.items():
-            if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-                raise ValueError(f"{name} must be a finite number, got {alpha!r}")
-        self.rank_pattern = self.rank_pattern or {}
-        self.alpha_pattern = self.alpha_pattern or {}
+        self.rank_pattern = self._checked_pattern("rank_pattern")
+        self.alpha_pattern = self._checked_pattern("alpha_pattern")
+        for name, rank in [("r", self.r), *self.rank_pattern.items()]:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
+                raise ValueError(f"LoRA rank {name} must be an int from 1 to {LARGEST_RANK}, got {rank!r}")
+        for name, alpha in [("lora_alpha", self.lora_alpha), *self.alpha_pattern.items()]:
+            is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+            if not is_number or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
+                raise ValueError(f"LoRA alpha {name} must be a finite number, got {alpha!r}")
+        if not isinstance(self.use_rslora, bool | None):
+            raise ValueError(f"use_rslora must be true or false, got {self.use_rslora!r}")
         self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
+
+    def _checked_pattern(self, name: str) -> dict[str, Any]:
+        """The pattern, {} for None. ValueError unless it is a dict whose keys are regular expressions."""
+        pattern = getattr(self, name)
+        if pattern is None:
+            return {}
+        if not isinstance(pattern, dict):
+            raise ValueError(f"{name} must map module names to numbers, got {pattern!r}")
+        for key in pattern:
+            try:
+                self._matches(key, "")
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(
+                    f"{name} has key '{key}', which is no regular expression: {error}"
+                ) from error
+        return pattern
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "PEFTHelper":
@@ -68,25 +98,24 @@ class PEFTHelper:
     @classmethod
     def from_local_dir(cls, lora_path: str, max_position_embeddings: int | None = None) -> "PEFTHelper":
         """From a folder. FileNotFoundError: no folder or no config. ValueError: not JSON, or not LoRA."""
-        folder = Path(lora_path)
-        if not folder.is_dir():
+        if not os.path.isdir(lora_path):
             raise FileNotFoundError(f"adapter folder '{lora_path}' does not exist")
-        path = folder / "adapter_config.json"
-        if not path.is_file():
+        path = os.path.join(lora_path, "adapter_config.json")
+        if not os.path.isfile(path):
             raise FileNotFoundError(
                 f"'{lora_path}' has no adapter_config.json, so it is not an adapter folder"
             )
-        try:
-            config = json.loads(path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"'{path}' is not valid JSON: {error}") from error
+        config = _read_json(path)
         if not isinstance(config, dict):
-            raise ValueError(f"'{path}' holds {type(config).__name__}, expected a JSON object")
+            raise ValueError(f"'{path}' holds a {type(config).__name__}, expected a JSON object")
         # Another kind of adapter (IA3, prompt tuning) lacks LoRA's fields: name the kind, not the fields.
         if config.get("peft_type", "LORA") != "LORA":
-            raise ValueError(f"'{path}' has peft_type '{config['peft_type']}'; only LORA is supported")
+            raise ValueError(f"'{path}' has peft_type {config['peft_type']!r}; only LORA is supported")
         config["vllm_max_position_embeddings"] = max_position_embeddings
-        return cls.from_dict(config)
+        try:
+            return cls.from_dict(config)
+        except ValueError as error:
+            raise ValueError(f"'{path}': {error}") from error
 
     # region lab 1.3: scaling of one module
     def scaling(self, module_name: str, rank: int) -> float:
@@ -95,14 +124,14 @@ class PEFTHelper:
         module_name   as Hugging Face names it, e.g. `model.layers.0.self_attn.q_proj`
         rank          of the module's own tensors, which a `rank_pattern` may have set
 
-        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732), where alpha is the
-        first `alpha_pattern` that matches, else `lora_alpha`.
+        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732).
         """
-        alpha = next(
-            (alpha for key, alpha in self.alpha_pattern.items() if self._matches(key, module_name)),
-            self.lora_alpha,
-        )
-        return self._scale(alpha, rank)
+        return self._scale(self.alpha(module_name), rank)
+
+    def alpha(self, module_name: str) -> float:
+        """The alpha of one module: the first in `alpha_pattern` whose key matches, else `lora_alpha`."""
+        matching = (alpha for key, alpha in self.alpha_pattern.items() if self._matches(key, module_name))
+        return next(matching, self.lora_alpha)
 
     def _scale(self, alpha: float, rank: int) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -114,43 +143,63 @@ class PEFTHelper:
 
     # endregion
 
+    @property
+    def ranks(self) -> list[int]:
+        """Every rank that a module of this adapter may have, in order."""
+        return sorted({self.r, *self.rank_pattern.values()})
+
     def validate_legal(self, lora_config: LoRAConfig) -> None:
         """ValueError that lists everything in this adapter that the engine will not serve. vLLM: the same name."""
         problems = [text for refused, text in self._refusals() if refused]
-        largest = max([self.r, *self.rank_pattern.values()])
-        if largest > lora_config.max_lora_rank:
+        if self.ranks[-1] > lora_config.max_lora_rank:
             problems.append(
-                f"LoRA rank {largest} is greater than max_lora_rank {lora_config.max_lora_rank}; "
-                f"pass --max-lora-rank {largest}."
+                f"LoRA rank {self.ranks[-1]} is greater than max_lora_rank {lora_config.max_lora_rank}; "
+                f"pass --max-lora-rank {self.ranks[-1]}."
             )
         if problems:
             raise ValueError(" ".join(problems))
 
     def _refusals(self) -> list[tuple[Any, str]]:
+        """(whether it applies, what we say) for each thing that PEFT can do and this engine cannot."""
         init = str(self.init_lora_weights).lower()
         return [
-            (self.peft_type != "LORA", f"peft_type '{self.peft_type}' is not supported, only LORA."),
+            (self.peft_type != "LORA", f"peft_type {self.peft_type!r} is not supported, only LORA."),
             (
                 self.modules_to_save,
-                f"The engine only supports modules_to_save being None, got {self.modules_to_save}.",
+                f"The engine only supports modules_to_save being None, got {self.modules_to_save!r}.",
             ),
             (self.use_dora, "The engine does not yet support DoRA; train without use_dora."),
             (
                 self.bias != "none",
-                f"Adapter bias is not supported: bias '{self.bias}' changes the base model that all adapters "
+                f"Adapter bias is not supported: bias {self.bias!r} changes the base model that all adapters "
                 "share; train with bias='none'.",
             ),
             (self.lora_bias, "lora_bias (a bias on B) is not supported; train with lora_bias=False."),
             (
                 init.startswith(BASE_CHANGING_INITIALISATIONS),
-                f"init_lora_weights '{self.init_lora_weights}' changes the base weights; convert the adapter to "
-                "plain LoRA with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...).",
+                f"init_lora_weights {self.init_lora_weights!r} changes the base model that all adapters share; "
+                "train with another initialisation, or convert the adapter with PEFT's "
+                "save_pretrained(path_initial_model_for_weight_conversion=...).",
             ),
             (self.layer_replication, "layer_replication changes the base model and is not supported."),
             (self.trainable_token_indices, "trainable_token_indices is not supported."),
-            (self.alora_invocation_tokens, "aLoRA (alora_invocation_tokens) is not supported."),
-            (self.target_parameters, f"target_parameters {self.target_parameters} is not supported."),
+            (self.alora_invocation_tokens is not None, "aLoRA (alora_invocation_tokens) is not supported."),
+            (self.target_parameters, f"target_parameters {self.target_parameters!r} is not supported."),
             (self.use_qalora, "QALoRA (use_qalora) is not supported."),
             (self.use_bdlora, "BD-LoRA (use_bdlora) is not supported."),
             (self.arrow_config, "Arrow (arrow_config) is not supported."),
+            (self.kasa_config, "KaSA (kasa_config) changes the base model and is not supported."),
+            (self.monteclora_config, "MonteCLoRA (monteclora_config) is not supported."),
         ]
+
+
+def _read_json(path: str) -> Any:
+    """What a JSON file holds; ValueError names the file if that cannot be told."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from error
+    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not valid JSON: {error}") from error

@@ -1,5 +1,6 @@
 """The adapter that a request names. Stands for vllm/lora/request.py (v0.22.1)."""
 
+import os
 from dataclasses import dataclass, field
 
 
@@ -8,14 +9,15 @@ class LoRARequest:
     """Names one adapter: what it is called, its number, and where its folder is. vLLM: `LoRARequest`.
 
     lora_name       what people call it; not empty
-    lora_int_id     its number in this engine, >= 1 (0 means "base" in a batch mapping)
+    lora_int_id     its number in this engine, from 1 (0 means "base" in a batch mapping) and within 64 bits
     lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
     load_inplace    read it again although the id is loaded, once, when this request arrives
 
-    Two requests are equal when name, id and path are: vLLM compares names alone, so that there an
-    adapter with the same name and other weights counts as the same.
+    Two requests are equal, and hash alike, when name, id and path are: vLLM compares names alone, so that
+    there an adapter with the same name and other weights counts as the same. The same id and path under
+    another name is an alias: not equal, but one adapter, since everything below a request goes by the id.
 
-    Raises ValueError for an empty name or path, or an id below 1.
+    Raises ValueError for an empty name or path, or an id out of range.
     """
 
     lora_name: str
@@ -24,20 +26,25 @@ class LoRARequest:
     base_model_name: str | None = field(default=None, compare=False)
     load_inplace: bool = field(default=False, compare=False)
 
+    # region lab 1.1: refuse what names no adapter
     def __post_init__(self) -> None:
-        if not self.lora_name:
-            raise ValueError("lora_name is empty; give the adapter a name")
-        if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int):
+        """Check name, id and path; a `pathlib.Path` becomes a string."""
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ValueError(f"lora_name must be text that is not empty, got {self.lora_name!r}")
+        is_int = isinstance(self.lora_int_id, int) and not isinstance(self.lora_int_id, bool)
+        if not is_int or not 1 <= self.lora_int_id < 2**63:
             raise ValueError(
-                f"lora_int_id of adapter '{self.lora_name}' must be an int, got {self.lora_int_id!r}"
+                f"lora_int_id of adapter '{self.lora_name}' must be an int > 0 and < 2**63, "
+                f"got {self.lora_int_id!r}; 0 stands for the base model"
             )
-        if self.lora_int_id < 1:
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
+        if not isinstance(self.lora_path, str) or not self.lora_path:
             raise ValueError(
-                f"lora_int_id must be > 0, got {self.lora_int_id} for adapter '{self.lora_name}'; "
-                "0 stands for the base model"
+                f"lora_path of adapter '{self.lora_name}' must name its folder, got {self.lora_path!r}"
             )
-        if not self.lora_path:
-            raise ValueError(f"lora_path of adapter '{self.lora_name}' is empty; name its folder")
+
+    # endregion
 
     @property
     def name(self) -> str:
