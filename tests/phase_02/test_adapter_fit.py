@@ -1,0 +1,145 @@
+"""An adapter that does not fit the model is refused before anything changes (lab 2.6)."""
+
+import pytest
+from naive_punica import NaivePunica
+from toy_model import ToyModel, random_pair, toy_adapter, wrap
+
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import LoRALayerWeights
+
+pytestmark = pytest.mark.lab("2.6")
+
+
+def adapter_of(shapes):
+    """An adapter with the given modules: name -> (shape of A, shape of B)."""
+    loras = {}
+    for seed, (name, ((rank, width), (output, b_rank))) in enumerate(shapes.items()):
+        lora_a, lora_b = (
+            random_pair(width, rank, output, seed)[0],
+            random_pair(width, b_rank, output, seed)[1],
+        )
+        loras[name] = LoRALayerWeights(name, rank, 1, lora_a, lora_b)
+    return LoRAModel(1, 8, loras)
+
+
+@pytest.fixture
+def wrapped():
+    return wrap(ToyModel(), NaivePunica())
+
+
+def assert_refused(wrapped, lora, *said):
+    names = list(lora.loras)
+
+    with pytest.raises(ValueError) as refusal:
+        wrapped.check(lora)
+
+    assert all(text in str(refusal.value) for text in said), str(refusal.value)
+    assert list(lora.loras) == names
+    assert all(not any(slots) for module in wrapped.modules.values() for slots in module.live_ranks)
+
+
+@pytest.mark.parametrize("modules", [None, ["attn.q_proj"], ["mlp.up_proj", "router"], ["attn.o_proj"]])
+def test_an_adapter_for_any_part_of_the_model_fits(wrapped, modules):
+    wrapped.check(toy_adapter(seed=1, modules=modules))
+
+
+def test_ranks_may_differ_by_module_up_to_the_largest(wrapped):
+    shapes = {
+        "layers.0.attn.q_proj": ((8, 12), (16, 8)),
+        "layers.0.attn.k_proj": ((1, 12), (8, 1)),
+        "layers.1.router": ((5, 12), (3, 5)),
+    }
+
+    wrapped.check(adapter_of(shapes))
+
+
+def test_a_packed_adapter_fits_again(wrapped):
+    lora = toy_adapter(seed=1)
+    wrapped.pack(lora)
+
+    wrapped.check(lora.clone(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("layers.0.attn.out_proj", "layers.0.attn.o_proj"),
+        ("layers.2.attn.q_proj", "layers.1.attn.q_proj"),
+        ("model.layers.1.mlp.down_proj", "layers.1.mlp.down_proj"),
+        ("layers.0.mlp.w1_up_proj", "layers.0.mlp.up_proj"),
+    ],
+)
+def test_a_module_that_is_not_there_is_named_with_the_nearest_ones(wrapped, name, nearest):
+    lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), name: ((2, 12), (16, 2))})
+
+    assert_refused(wrapped, lora, f"'{name}' (nearest: ", nearest)
+
+
+def test_a_name_like_no_other_is_named_without_any(wrapped):
+    assert_refused(wrapped, adapter_of({"zzz": ((2, 12), (16, 2))}), "does not offer: 'zzz'")
+
+
+def test_all_modules_unknown_is_refused_however_many(wrapped):
+    lora = adapter_of({f"transformer.h.{i}.c_attn": ((2, 12), (16, 2)) for i in range(9)})
+
+    assert_refused(wrapped, lora, "'transformer.h.0.c_attn'", "'transformer.h.3.c_attn'", "and 5 more")
+
+
+def test_the_head_cannot_be_adapted(wrapped):
+    assert_refused(wrapped, adapter_of({"lm_head": ((2, 12), (11, 2))}), "'lm_head'")
+
+
+def test_a_module_that_the_server_does_not_wrap_is_refused_with_the_reason():
+    wrapped = wrap(ToyModel(), NaivePunica(), target_modules=["o_proj", "q_proj"])
+
+    wrapped.check(toy_adapter(seed=1, modules=["attn.q_proj", "attn.o_proj"]))
+    assert_refused(
+        wrapped,
+        toy_adapter(seed=1, modules=["attn.q_proj", "mlp.up_proj"]),
+        "'layers.0.mlp.up_proj'",
+        "the engine wraps only target_modules=['o_proj', 'q_proj']",
+    )
+
+
+def test_an_adapter_for_a_fused_module_is_told_the_parts_to_name(wrapped):
+    lora = adapter_of({"layers.0.attn.qkv_proj": ((2, 12), (32, 2))})
+
+    assert_refused(
+        wrapped,
+        lora,
+        "layers.0.attn.qkv_proj is fused here",
+        "'layers.0.attn.q_proj'",
+        "'layers.0.attn.v_proj'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "shape_a", "shape_b", "expected"),
+    [
+        ("attn.o_proj", (3, 12), (12, 3), "expected (3, 16) and (12, 3)"),
+        ("attn.o_proj", (3, 16), (16, 3), "expected (3, 16) and (12, 3)"),
+        ("attn.k_proj", (3, 12), (16, 3), "expected (3, 12) and (8, 3)"),
+        ("attn.q_proj", (3, 12), (8, 3), "expected (3, 12) and (16, 3)"),
+        ("mlp.up_proj", (3, 12), (20, 3), "expected (3, 12) and (10, 3)"),
+        ("router", (3, 12), (3, 2), "expected (3, 12) and (3, 3)"),
+        ("router", (3, 1), (3, 3), "expected (3, 12) and (3, 3)"),
+        ("router", (3, 12), (1, 3), "expected (3, 12) and (3, 3)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named_with_the_right_ones(wrapped, module, shape_a, shape_b, expected):
+    name = f"layers.1.{module}"
+
+    lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), name: (shape_a, shape_b)})
+
+    assert_refused(wrapped, lora, f"{name} has lora_A {shape_a} and lora_B {shape_b}", expected)
+
+
+def test_a_rank_above_the_largest_is_refused_with_the_fix(wrapped):
+    lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), "layers.1.router": ((9, 12), (3, 9))})
+
+    assert_refused(
+        wrapped,
+        lora,
+        "layers.1.router has rank 9, which is greater than max_lora_rank 8",
+        "pass --max-lora-rank 9",
+    )

@@ -1,0 +1,316 @@
+"""Which wrapper takes which linear (labs 2.3 and 2.4), and wrapping a whole model (lab 2.5)."""
+
+import pytest
+import torch
+from naive_punica import NaivePunica
+from torch import nn
+from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, wrap
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from minivllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from minivllm.lora.layers import (
+    BaseLayerWithLoRA,
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from minivllm.lora.utils import from_layer, get_supported_lora_modules, replace_submodule
+
+CONFIG = LoRAConfig(max_lora_rank=4, max_loras=2)
+PLAIN_WRAPPERS = [ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA, ReplicatedLinearWithLoRA]
+FUSED_WRAPPERS = [
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+]
+
+
+class SpecialLinear(ColumnParallelLinear):
+    """Some model's own linear, whose forward may do anything."""
+
+
+# Base linear, what the checkpoint calls its parts -> the one wrapper that takes it.
+TAKEN_BY = [
+    (ColumnParallelLinear(4, 6), [], ColumnParallelLinearWithLoRA),
+    (RowParallelLinear(4, 6), [], RowParallelLinearWithLoRA),
+    (ReplicatedLinear(4, 6), [], ReplicatedLinearWithLoRA),
+    (MergedColumnParallelLinear(4, [3, 3]), [], None),
+    (MergedColumnParallelLinear(4, [3, 3]), ["gate_up"], ColumnParallelLinearWithLoRA),
+    (MergedColumnParallelLinear(4, [3, 3]), ["gate", "up"], MergedColumnParallelLinearWithLoRA),
+    (QKVParallelLinear(4, 2, 2, 1), [], None),
+    (QKVParallelLinear(4, 2, 2, 1), ["qkv"], QKVParallelLinearWithLoRA),
+    (QKVParallelLinear(4, 2, 2, 1), ["q", "kv"], None),
+    (QKVParallelLinear(4, 2, 2, 1), ["q", "k", "v"], MergedQKVParallelLinearWithLoRA),
+    (SpecialLinear(4, 6), [], None),
+    (VocabParallelEmbedding(4, 6), [], None),
+    (ParallelLMHead(6, 4), [], None),
+    (nn.Linear(4, 6), [], None),
+]
+IDS = [f"{type(layer).__name__}-{len(parts)}" for layer, parts, _ in TAKEN_BY]
+
+
+@pytest.mark.parametrize("wrapper", PLAIN_WRAPPERS)
+@pytest.mark.parametrize(("layer", "parts", "taken_by"), TAKEN_BY, ids=IDS)
+def test_a_plain_wrapper_takes_its_own_linear_only(layer, parts, taken_by, wrapper):
+    assert wrapper.can_replace_layer(layer, CONFIG, parts) == (wrapper is taken_by)
+
+
+@pytest.mark.lab("2.3")
+@pytest.mark.parametrize("wrapper", FUSED_WRAPPERS)
+@pytest.mark.parametrize(("layer", "parts", "taken_by"), TAKEN_BY, ids=IDS)
+def test_a_fused_wrapper_takes_its_own_linear_with_its_number_of_parts(layer, parts, taken_by, wrapper):
+    answer = wrapper.can_replace_layer(
+        source_layer=layer, lora_config=CONFIG, packed_modules_list=parts, model_config=None
+    )
+
+    assert answer == (wrapper is taken_by)
+
+
+@pytest.mark.lab("2.3")
+@pytest.mark.parametrize(
+    ("wrapper", "base", "slices"),
+    [
+        (MergedColumnParallelLinearWithLoRA, MergedColumnParallelLinear(4, [5, 2]), (5, 2)),
+        (MergedQKVParallelLinearWithLoRA, QKVParallelLinear(4, 3, 4, 2), (12, 6, 6)),
+        (QKVParallelLinearWithLoRA, QKVParallelLinear(4, 3, 4, 2), (24,)),
+        (ColumnParallelLinearWithLoRA, MergedColumnParallelLinear(4, [5, 2]), (7,)),
+    ],
+)
+def test_a_fused_linear_has_one_slice_for_each_adapter(wrapper, base, slices):
+    layer = wrapper(base)
+
+    assert layer.output_slices == slices
+    assert layer.n_slices == len(slices)
+
+
+@pytest.mark.lab("2.4")
+@pytest.mark.parametrize(("layer", "parts", "taken_by"), TAKEN_BY, ids=IDS)
+def test_a_layer_gets_its_wrapper_with_slots_or_stays_what_it_is(layer, parts, taken_by):
+    wrapped = from_layer(layer, 2, CONFIG, parts)
+
+    if taken_by is None:
+        assert wrapped is layer
+    else:
+        assert type(wrapped) is taken_by
+        assert wrapped.base_layer is layer
+        assert {buffer.shape[0] for buffer in wrapped.lora_a_stacked} == {2}
+
+
+@pytest.mark.lab("2.4")
+def test_the_number_of_slots_is_the_callers():
+    wrapped = from_layer(RowParallelLinear(4, 6), 5, CONFIG, [])
+
+    assert wrapped.lora_a_stacked[0].shape == (5, 1, CONFIG.max_lora_rank, 4)
+
+
+@pytest.mark.parametrize("name", ["layers.1.attn.o_proj", "layers.0", "lm_head"])
+def test_a_submodule_is_replaced_where_it_is(name):
+    model, new = ToyModel(), nn.Identity()
+    others = {n: m for n, m in model.named_modules() if not (n + ".").startswith(name + ".") and n}
+
+    answer = replace_submodule(model, name, new)
+
+    assert answer is new
+    assert model.get_submodule(name) is new
+    assert {n: model.get_submodule(n) for n in others} == others
+
+
+def test_replacing_what_is_not_there_is_an_error():
+    with pytest.raises(AttributeError, match="nowhere"):
+        replace_submodule(ToyModel(), "layers.0.nowhere.o_proj", nn.Identity())
+
+
+def test_adapters_may_target_every_linear_but_the_head():
+    assert get_supported_lora_modules(ToyModel()) == sorted(name.rpartition(".")[2] for name in FUSED)
+
+
+def wrappers(model):
+    """Names of the wrapped layers that a forward pass would meet, aliases included."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, BaseLayerWithLoRA)}
+
+
+@pytest.mark.lab("2.5")
+def test_every_linear_of_a_model_is_wrapped_but_the_head():
+    model = ToyModel(num_layers=3)
+
+    wrapped = wrap(model, NaivePunica())
+
+    expected = {f"layers.{i}.{name}" for i in range(3) for name in FUSED}
+    assert wrapped.modules.keys() == expected
+    assert wrappers(model) == wrapped.modules
+    assert type(model.lm_head) is ParallelLMHead
+
+
+@pytest.mark.lab("2.5")
+def test_adapters_may_name_the_parts_of_fused_linears_and_the_others():
+    wrapped = wrap(ToyModel(num_layers=1), NaivePunica())
+
+    assert wrapped.targets == {
+        "layers.0.attn.q_proj": ("layers.0.attn.qkv_proj", 0),
+        "layers.0.attn.k_proj": ("layers.0.attn.qkv_proj", 1),
+        "layers.0.attn.v_proj": ("layers.0.attn.qkv_proj", 2),
+        "layers.0.attn.o_proj": ("layers.0.attn.o_proj", 0),
+        "layers.0.mlp.gate_proj": ("layers.0.mlp.gate_up_proj", 0),
+        "layers.0.mlp.up_proj": ("layers.0.mlp.gate_up_proj", 1),
+        "layers.0.mlp.down_proj": ("layers.0.mlp.down_proj", 0),
+        "layers.0.router": ("layers.0.router", 0),
+        "layers.0.adaptor": ("layers.0.adaptor", 0),
+    }
+    assert wrapped.packed_modules == {
+        "layers.0.attn.qkv_proj": [f"layers.0.attn.{part}_proj" for part in "qkv"],
+        "layers.0.mlp.gate_up_proj": ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"],
+    }
+
+
+@pytest.mark.lab("2.5")
+def test_a_linear_at_the_top_of_a_model_is_wrapped():
+    model = ToyModel(num_layers=1)
+    model.qkv_proj = QKVParallelLinear(HIDDEN, 4, 1)
+
+    wrapped = wrap(model, NaivePunica())
+
+    assert model.qkv_proj is wrapped.modules["qkv_proj"]
+    assert wrapped.targets["k_proj"] == ("qkv_proj", 1)
+    assert wrapped.packed_modules["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+
+
+@pytest.mark.lab("2.5")
+def test_every_wrapped_layer_is_handed_to_the_backend_once():
+    adopted = []
+    punica = NaivePunica()
+    punica.adopt = adopted.append
+
+    wrapped = wrap(ToyModel(), punica)
+
+    assert all(module.punica_wrapper is punica for module in wrapped.modules.values())
+    assert sorted(map(id, adopted)) == sorted(map(id, wrapped.modules.values()))
+
+
+@pytest.mark.lab("2.5")
+def test_a_module_with_two_names_gets_one_wrapper_in_both_places():
+    model = SharingModel()
+
+    wrapped = wrap(model, NaivePunica())
+
+    assert model.layers[0].mlp.down_proj is model.layers[1].mlp.down_proj
+    assert model.layers[1].router is model.layers[1].runner.gate
+    found = wrappers(model)
+    assert {id(module) for module in found.values()} == {id(module) for module in wrapped.modules.values()}
+    assert len(wrapped.modules) == len({id(module) for module in found.values()})
+    assert not any(isinstance(m.base_layer, BaseLayerWithLoRA) for m in wrapped.modules.values())
+
+
+@pytest.mark.lab("2.5")
+@pytest.mark.parametrize(
+    ("name", "module", "slice_"),
+    [
+        ("layers.0.mlp.up_proj", "layers.0.mlp.gate_up_proj", 1),
+        ("layers.1.mlp.up_proj", "layers.0.mlp.gate_up_proj", 1),
+        ("layers.1.mlp.down_proj", "layers.0.mlp.down_proj", 0),
+        ("layers.1.router", "layers.1.router", 0),
+        ("layers.1.runner.gate", "layers.1.router", 0),
+    ],
+)
+def test_adapters_may_use_either_name_of_a_shared_module(name, module, slice_):
+    wrapped = wrap(SharingModel(), NaivePunica())
+
+    assert wrapped.targets[name] == (module, slice_)
+
+
+@pytest.mark.lab("2.5")
+@pytest.mark.parametrize(
+    ("target_modules", "expected"),
+    [
+        (["o_proj"], ["attn.o_proj"]),
+        (["q_proj"], ["attn.qkv_proj"]),
+        (["qkv_proj", "router"], ["attn.qkv_proj", "router"]),
+        (["up_proj", "gate_up_proj", "down_proj"], ["mlp.gate_up_proj", "mlp.down_proj"]),
+    ],
+)
+def test_only_the_servers_target_modules_are_wrapped(target_modules, expected):
+    model = ToyModel(num_layers=2)
+
+    wrapped = wrap(model, NaivePunica(), target_modules=target_modules)
+
+    assert wrapped.modules.keys() == {f"layers.{i}.{name}" for i in range(2) for name in expected}
+    assert wrappers(model) == wrapped.modules
+
+
+@pytest.mark.lab("2.5")
+def test_a_full_name_wraps_one_layers_module():
+    wrapped = wrap(ToyModel(num_layers=2), NaivePunica(), target_modules=["layers.1.attn.o_proj"])
+
+    assert wrapped.modules.keys() == {"layers.1.attn.o_proj"}
+
+
+@pytest.mark.lab("2.5")
+def test_a_shared_module_is_wrapped_in_all_places_if_one_of_its_names_is_wanted():
+    model = SharingModel()
+
+    wrapped = wrap(model, NaivePunica(), target_modules=["gate"])
+
+    assert set(wrapped.targets) == {"layers.1.router", "layers.1.runner.gate"}
+    assert wrappers(model).keys() == {"layers.1.router", "layers.1.runner.gate"}
+
+
+@pytest.mark.parametrize("unknown", ["qproj", "lm_head", "embed_tokens", "layers.7.attn.o_proj", "Q_PROJ"])
+def test_a_target_that_the_model_does_not_have_is_refused(unknown):
+    model = ToyModel()
+
+    with pytest.raises(ValueError, match=f"'{unknown}'.*only adaptor, down_proj, gate_up_proj, o_proj"):
+        wrap(model, NaivePunica(), target_modules=["o_proj", unknown])
+
+    assert not wrappers(model)
+
+
+@pytest.mark.parametrize("target_modules", [None, ["o_proj"]])
+def test_a_model_without_linears_is_refused(target_modules):
+    model = ToyModel(num_layers=0)
+
+    with pytest.raises(ValueError, match="ToyModel has no linear layer that LoRA could be applied to"):
+        wrap(model, NaivePunica(), target_modules=target_modules)
+
+
+def test_a_linear_that_no_wrapper_takes_is_refused_by_name():
+    model = ToyModel()
+    model.layers[1].attn.o_proj = SpecialLinear(16, HIDDEN)
+
+    with pytest.raises(ValueError, match=r"layers\.1\.attn\.o_proj \(SpecialLinear\) cannot be wrapped"):
+        wrap(model, NaivePunica())
+
+
+def test_a_linear_that_no_wrapper_takes_is_fine_where_it_is_not_wanted():
+    model = ToyModel()
+    model.layers[1].attn.o_proj = SpecialLinear(16, HIDDEN)
+
+    wrapped = wrap(model, NaivePunica(), target_modules=["q_proj"])
+
+    assert len(wrapped.modules) == 2
+
+
+@pytest.mark.lab("2.5")
+def test_a_forward_pass_through_the_model_meets_the_adapter():
+    """Calling a layer by its place in the model runs the wrapper, under either name."""
+    model = SharingModel()
+    punica = NaivePunica([0, -1])
+    wrapped = wrap(model, punica)
+    lora_a, lora_b = random_pair(HIDDEN, 2, 3, seed=1)
+    x = random_pair(HIDDEN, 2, 1, seed=2)[0]
+
+    wrapped.modules["layers.1.router"].set_lora(0, lora_a, lora_b)
+
+    base, _ = wrapped.modules["layers.1.router"].base_layer(x)
+    expected = base + torch.stack([lora_b @ lora_a @ x[0], torch.zeros(3, dtype=x.dtype)])
+    for layer in (model.layers[1].router, model.layers[1].runner.gate):
+        torch.testing.assert_close(layer(x)[0], expected, rtol=1e-13, atol=1e-13)

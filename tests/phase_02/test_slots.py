@@ -1,0 +1,230 @@
+"""Slot buffers (lab 2.1), and writing and clearing one (lab 2.2)."""
+
+import pytest
+import torch
+from naive_punica import NaivePunica
+from toy_model import random_pair
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.lora.replace import from_layer
+
+SLOTS, RANK = 3, 6
+WIDTH = 10
+BASE_LAYERS = {
+    "row": (lambda dtype: RowParallelLinear(WIDTH, 7, params_dtype=dtype), [], [7]),
+    "gate_up": (
+        lambda dtype: MergedColumnParallelLinear(WIDTH, [9, 5], params_dtype=dtype),
+        ["gate_proj", "up_proj"],
+        [9, 5],
+    ),
+    "qkv": (
+        lambda dtype: QKVParallelLinear(WIDTH, 3, 4, 2, params_dtype=dtype),
+        ["q_proj", "k_proj", "v_proj"],
+        [12, 6, 6],
+    ),
+}
+
+
+def wrapped(kind, dtype=torch.float32, slots=SLOTS, **lora_config):
+    make, parts, _ = BASE_LAYERS[kind]
+    config = LoRAConfig(max_lora_rank=RANK, max_loras=slots, **lora_config)
+    layer = from_layer(make(dtype), slots, config, parts)
+    layer.set_mapping(NaivePunica())
+    return layer
+
+
+def random_adapter(kind, ranks, seed, dtype=torch.float32):
+    """One pair a slice; a rank of 0 leaves the slice out. In the form that set_lora takes."""
+    outputs = BASE_LAYERS[kind][2]
+    pairs = [
+        random_pair(WIDTH, rank, output, seed=10 * seed + i, dtype=dtype) if rank else (None, None)
+        for i, (rank, output) in enumerate(zip(ranks, outputs, strict=True))
+    ]
+    lora_a, lora_b = ([pair[side] for pair in pairs] for side in (0, 1))
+    return (lora_a, lora_b) if len(outputs) > 1 else (lora_a[0], lora_b[0])
+
+
+def expected_buffers(kind, held):
+    """The definition: zeros, with each slot's A in its first rows and B in its first columns.
+
+    held: slot -> adapter
+    """
+    outputs = BASE_LAYERS[kind][2]
+    stacked_a = [torch.zeros(SLOTS, 1, RANK, WIDTH) for _ in outputs]
+    stacked_b = [torch.zeros(SLOTS, 1, output, RANK) for output in outputs]
+    for slot, (lora_a, lora_b) in held.items():
+        for i, (a, b) in enumerate(zip(as_list(lora_a), as_list(lora_b), strict=True)):
+            for rank in range(0 if a is None else len(a)):
+                stacked_a[i][slot, 0, rank] = a[rank]
+                stacked_b[i][slot, 0, :, rank] = b[:, rank]
+    return stacked_a, stacked_b
+
+
+def as_list(weights):
+    return weights if isinstance(weights, list) else [weights]
+
+
+def assert_holds(layer, kind, held):
+    stacked_a, stacked_b = expected_buffers(kind, held)
+    for buffers, expected in ((layer.lora_a_stacked, stacked_a), (layer.lora_b_stacked, stacked_b)):
+        for buffer, wanted in zip(buffers, expected, strict=True):
+            torch.testing.assert_close(buffer, wanted, rtol=0, atol=0)
+    for i, slots in enumerate(layer.live_ranks):
+        ranks = [as_list(held[slot][0])[i] if slot in held else None for slot in range(SLOTS)]
+        assert slots == [0 if a is None else len(a) for a in ranks]
+
+
+@pytest.mark.lab("2.1")
+@pytest.mark.parametrize("kind", BASE_LAYERS)
+@pytest.mark.parametrize("slots", [1, 4])
+def test_every_slice_has_a_buffer_of_slots_for_a_and_for_b(kind, slots):
+    layer = wrapped(kind, slots=slots)
+
+    outputs = BASE_LAYERS[kind][2]
+    assert layer.n_slices == len(outputs)
+    assert layer.output_slices == tuple(outputs)
+    assert [a.shape for a in layer.lora_a_stacked] == [(slots, 1, RANK, WIDTH)] * len(outputs)
+    assert [b.shape for b in layer.lora_b_stacked] == [(slots, 1, output, RANK) for output in outputs]
+
+
+@pytest.mark.lab("2.1")
+@pytest.mark.parametrize("kind", BASE_LAYERS)
+def test_new_slots_are_empty(kind):
+    layer = wrapped(kind)
+
+    assert_holds(layer, kind, {})
+
+
+@pytest.mark.lab("2.1")
+def test_slices_do_not_share_a_buffer():
+    layer = wrapped("qkv")
+
+    layer.lora_a_stacked[0].fill_(3)
+    layer.lora_b_stacked[1].fill_(4)
+
+    touched = {id(layer.lora_a_stacked[0]), id(layer.lora_b_stacked[1])}
+    for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+        assert bool(buffer.any()) == (id(buffer) in touched)
+
+
+@pytest.mark.lab("2.1")
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lora_dtype", ["auto", "bfloat16", "float64"])
+def test_slots_have_the_configs_dtype_or_the_models(model_dtype, lora_dtype):
+    layer = wrapped("gate_up", model_dtype, lora_dtype=lora_dtype)
+
+    expected = model_dtype if lora_dtype == "auto" else getattr(torch, lora_dtype)
+    assert {b.dtype for b in (*layer.lora_a_stacked, *layer.lora_b_stacked)} == {expected}
+
+
+@pytest.mark.lab("2.1")
+def test_a_layer_whose_weight_was_packed_away_still_gets_slots():
+    make, parts, _ = BASE_LAYERS["gate_up"]
+    base = make(torch.float32)
+    base.weight.data.fill_(0.5)
+    base.pack()
+
+    layer = from_layer(base, SLOTS, LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS), parts)
+
+    layer.set_mapping(NaivePunica())
+    assert_holds(layer, "gate_up", {})
+
+
+@pytest.mark.lab("2.2")
+@pytest.mark.parametrize(("kind", "ranks"), [("row", [4]), ("gate_up", [6, 1]), ("qkv", [2, 5, 3])])
+def test_an_adapter_fills_its_slot_and_nothing_else(kind, ranks):
+    layer = wrapped(kind)
+    adapter = random_adapter(kind, ranks, seed=1)
+
+    layer.set_lora(1, *adapter)
+
+    assert_holds(layer, kind, {1: adapter})
+
+
+@pytest.mark.lab("2.2")
+def test_a_shorter_adapter_leaves_nothing_of_a_longer_one():
+    layer = wrapped("qkv")
+    short = random_adapter("qkv", [2, 1, 3], seed=2)
+    layer.set_lora(0, *random_adapter("qkv", [6, 6, 6], seed=1))
+
+    layer.set_lora(0, *short)
+
+    assert_holds(layer, "qkv", {0: short})
+
+
+@pytest.mark.lab("2.2")
+def test_a_slice_without_weights_is_cleared_of_the_last_adapters():
+    layer = wrapped("qkv")
+    q_and_v = random_adapter("qkv", [4, 0, 2], seed=2)
+    layer.set_lora(2, *random_adapter("qkv", [3, 5, 6], seed=1))
+
+    layer.set_lora(2, *q_and_v)
+
+    assert_holds(layer, "qkv", {2: q_and_v})
+
+
+@pytest.mark.lab("2.2")
+@pytest.mark.parametrize("kind", BASE_LAYERS)
+def test_a_reset_slot_is_empty_and_the_others_keep_theirs(kind):
+    layer = wrapped(kind)
+    kept = random_adapter(kind, [3] * layer.n_slices, seed=1)
+    layer.set_lora(0, *kept)
+    layer.set_lora(1, *random_adapter(kind, [6] * layer.n_slices, seed=2))
+
+    layer.reset_lora(1)
+
+    assert_holds(layer, kind, {0: kept})
+
+
+@pytest.mark.lab("2.2")
+def test_what_a_slot_holds_is_a_copy():
+    layer = wrapped("row")
+    lora_a, lora_b = random_adapter("row", [4], seed=1)
+    before = lora_a.clone(), lora_b.clone()
+
+    layer.set_lora(0, lora_a, lora_b)
+    lora_a.zero_()
+    lora_b.zero_()
+
+    assert_holds(layer, "row", {0: before})
+
+
+@pytest.mark.lab("2.2")
+def test_weights_are_converted_to_the_slots_dtype():
+    layer = wrapped("gate_up")
+    halves = random_adapter("gate_up", [4, 2], seed=1, dtype=torch.bfloat16)
+
+    layer.set_lora(0, *halves)
+
+    assert_holds(layer, "gate_up", {0: tuple([w.float() for w in side] for side in halves)})
+
+
+@pytest.mark.lab("2.2")
+@pytest.mark.parametrize("pairs", [1, 2, 4])
+def test_as_many_pairs_as_slices_or_none(pairs):
+    layer = wrapped("qkv")
+    fitting = [random_pair(WIDTH, 2, output, seed=1) for output in (12, 6, 6, 6)]
+    lora_a, lora_b = ([pair[side] for pair in fitting[:pairs]] for side in (0, 1))
+
+    with pytest.raises(ValueError, match="argument"):
+        layer.set_lora(0, lora_a, lora_b)
+
+
+@pytest.mark.lab("2.2")
+@pytest.mark.parametrize("kind", BASE_LAYERS)
+def test_any_history_of_writes_and_resets_leaves_what_was_written_last(kind):
+    generator = torch.Generator().manual_seed(0)
+    layer, held = wrapped(kind), {}
+
+    for seed in range(60):
+        slot = int(torch.randint(SLOTS, (), generator=generator))
+        ranks = torch.randint(RANK + 1, (layer.n_slices,), generator=generator).tolist()
+        if any(ranks):
+            held[slot] = random_adapter(kind, ranks, seed)
+            layer.set_lora(slot, *held[slot])
+        else:
+            held.pop(slot, None)
+            layer.reset_lora(slot)
+
+        assert_holds(layer, kind, held)

@@ -1,0 +1,273 @@
+"""Each kind of wrapped linear against PEFT's own layers, on batches that mix adapters (labs 2.1 to 2.4).
+
+PEFT runs a module of plain linears, one for each name in a checkpoint; ours is the fused one of the same weights.
+"""
+
+import math
+
+import pytest
+import torch
+from naive_punica import NaivePunica
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from minivllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from minivllm.lora.replace import from_layer
+
+WIDTH, NARROW = 24, 10
+SHAPES = {
+    "column": (WIDTH, 20),
+    "row": (NARROW, 18),
+    "router": (WIDTH, 5),
+    "gate_proj": (WIDTH, 15),
+    "up_proj": (WIDTH, 9),
+    "whole_gate_up": (WIDTH, 24),
+    "q_proj": (WIDTH, 24),
+    "k_proj": (WIDTH, 12),
+    "v_proj": (WIDTH, 12),
+    "whole_qkv": (WIDTH, 48),
+}
+# The base linear, the linears of the checkpoint it stands for, and what wraps it.
+KINDS = {
+    "column": (lambda t: ColumnParallelLinear(WIDTH, 20, params_dtype=t), ["column"]),
+    "row": (lambda t: RowParallelLinear(NARROW, 18, params_dtype=t), ["row"]),
+    "replicated": (lambda t: ReplicatedLinear(WIDTH, 5, params_dtype=t), ["router"]),
+    "merged": (
+        lambda t: MergedColumnParallelLinear(WIDTH, [15, 9], params_dtype=t),
+        ["gate_proj", "up_proj"],
+    ),
+    "merged, one adapter": (
+        lambda t: MergedColumnParallelLinear(WIDTH, [15, 9], params_dtype=t),
+        ["whole_gate_up"],
+    ),
+    "qkv": (lambda t: QKVParallelLinear(WIDTH, 6, 4, 2, params_dtype=t), ["q_proj", "k_proj", "v_proj"]),
+    "qkv, one adapter": (lambda t: QKVParallelLinear(WIDTH, 6, 4, 2, params_dtype=t), ["whole_qkv"]),
+}
+WRAPPERS = {
+    "column": ColumnParallelLinearWithLoRA,
+    "row": RowParallelLinearWithLoRA,
+    "replicated": ReplicatedLinearWithLoRA,
+    "merged": MergedColumnParallelLinearWithLoRA,
+    "merged, one adapter": ColumnParallelLinearWithLoRA,
+    "qkv": MergedQKVParallelLinearWithLoRA,
+    "qkv, one adapter": QKVParallelLinearWithLoRA,
+}
+FUSED = ["merged", "merged, one adapter", "qkv", "qkv, one adapter"]
+# As saved by PEFT: what they target differs, and so do ranks and scaling.
+ADAPTERS = {
+    "everything": {"r": 4, "lora_alpha": 10, "target_modules": list(SHAPES)},
+    "rank-stabilised": {"r": 7, "lora_alpha": 5, "use_rslora": True, "target_modules": list(SHAPES)},
+    "parts": {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj", "up_proj", "row"]},
+    "patterns": {
+        "r": 3,
+        "lora_alpha": 4,
+        "target_modules": list(SHAPES),
+        "rank_pattern": {"k_proj": 8, "gate_proj": 2},
+        "alpha_pattern": {"k_proj": 20, "row": 9},
+    },
+}
+# Not in the order of their names, nor of a batch.
+SLOT_OF = {"patterns": 0, "everything": 1, "parts": 3, "rank-stabilised": 4, "__base__": -1}
+CONFIG = LoRAConfig(max_lora_rank=8, max_loras=5)
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6}
+
+
+class CheckpointLinears(nn.Module):
+    """The linears of a checkpoint side by side; each reads as many columns of x as it has inputs."""
+
+    def __init__(self):
+        super().__init__()
+        for name, (width, output) in SHAPES.items():
+            self.add_module(name, nn.Linear(width, output))
+
+    def forward(self, x):
+        return {name: linear(x[:, : linear.in_features]) for name, linear in self.named_children()}
+
+
+@pytest.fixture(scope="module", params=TOLERANCES, ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def peft_model(dtype):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = None
+    for name, config in ADAPTERS.items():
+        config = LoraConfig(**config)
+        if model is None:
+            model = get_peft_model(CheckpointLinears(), config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def wrapped_linear(peft_model, kind, dtype):
+    """The linear of the same weights, wrapped, with every adapter in its slot."""
+    make, names = KINDS[kind]
+    linears = peft_model.base_model.model
+    base = make(dtype)
+    base.weight.data = torch.cat([linears.get_submodule(n).base_layer.weight.detach() for n in names])
+    base.bias.data = torch.cat([linears.get_submodule(n).base_layer.bias.detach() for n in names])
+    layer = from_layer(base, CONFIG.max_loras, CONFIG, names)
+    layer.set_mapping(NaivePunica())
+    for adapter in ADAPTERS:
+        lora_a, lora_b = zip(*(pair_of(linears, name, adapter) for name in names), strict=True)
+        layer.set_lora(SLOT_OF[adapter], list(lora_a), list(lora_b))
+    return layer
+
+
+def pair_of(linears, name, adapter):
+    """A, and B with the scaling in it: alpha / r, for rank-stabilised adapters alpha / sqrt(r)."""
+    linear, config = linears.get_submodule(name), ADAPTERS[adapter]
+    if name not in config["target_modules"]:
+        return None, None
+    lora_a, lora_b = linear.lora_A[adapter].weight.detach(), linear.lora_B[adapter].weight.detach()
+    alpha = config.get("alpha_pattern", {}).get(name, config["lora_alpha"])
+    rank = config.get("rank_pattern", {}).get(name, config["r"])
+    return lora_a, lora_b * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def input_rows(kind, rows, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, WIDTH, dtype=dtype, generator=generator)
+    return x, x[:, : SHAPES[KINDS[kind][1][0]][0]]
+
+
+@torch.no_grad()
+def peft_outputs(peft_model, kind, x, adapter_names):
+    outputs = peft_model(x, adapter_names=adapter_names)
+    return torch.cat([outputs[name] for name in KINDS[kind][1]], dim=1)
+
+
+def assert_same(actual, expected):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= TOLERANCES[expected.dtype] * expected.abs().max()
+
+
+def grading(kind):
+    return pytest.param(kind, marks=pytest.mark.lab("2.3")) if kind in FUSED else kind
+
+
+@pytest.mark.parametrize("kind", [grading(kind) for kind in KINDS])
+def test_a_mixed_batch_gives_each_row_what_peft_gives_it(peft_model, kind, dtype):
+    layer = wrapped_linear(peft_model, kind, dtype)
+    generator = torch.Generator().manual_seed(1)
+    names = list(SLOT_OF)
+    rows = [names[i] for i in torch.randint(len(names), (40,), generator=generator)]
+    x, inputs = input_rows(kind, len(rows), dtype)
+
+    layer.punica_wrapper.token_slots = [SLOT_OF[name] for name in rows]
+    y, _ = layer(inputs)
+
+    assert set(rows) == set(names)
+    expected = peft_outputs(peft_model, kind, x, rows)
+    base = peft_outputs(peft_model, kind, x, ["__base__"] * len(rows))
+    assert (expected - base).abs().max() > 0.1 * base.abs().max()
+    assert_same(y, expected)
+
+
+@pytest.mark.parametrize("kind", [grading(kind) for kind in KINDS])
+@pytest.mark.parametrize("adapter", SLOT_OF)
+def test_one_adapter_alone_gives_what_peft_gives(peft_model, kind, dtype, adapter):
+    layer = wrapped_linear(peft_model, kind, dtype)
+    x, inputs = input_rows(kind, 5, dtype, seed=2)
+
+    layer.punica_wrapper.token_slots = [SLOT_OF[adapter]] * 5
+    y, _ = layer(inputs)
+
+    assert_same(y, peft_outputs(peft_model, kind, x, [adapter] * 5))
+
+
+@pytest.mark.lab("2.2")
+def test_a_reset_slot_serves_the_base_model(peft_model, kind, dtype):
+    layer = wrapped_linear(peft_model, kind, dtype)
+    x, inputs = input_rows(kind, 6, dtype, seed=3)
+    rows = ["patterns", "everything", "__base__", "everything", "rank-stabilised", "patterns"]
+
+    layer.reset_lora(SLOT_OF["everything"])
+    layer.punica_wrapper.token_slots = [SLOT_OF[name] for name in rows]
+    y, _ = layer(inputs)
+
+    emptied = ["__base__" if name == "everything" else name for name in rows]
+    assert_same(y, peft_outputs(peft_model, kind, x, emptied))
+
+
+@pytest.mark.lab("2.2")
+def test_an_adapter_may_move_to_another_slot(peft_model, kind, dtype):
+    layer = wrapped_linear(peft_model, kind, dtype)
+    x, inputs = input_rows(kind, 3, dtype, seed=4)
+    linears, names = peft_model.base_model.model, KINDS[kind][1]
+    lora_a, lora_b = zip(*(pair_of(linears, name, "patterns") for name in names), strict=True)
+
+    layer.set_lora(SLOT_OF["rank-stabilised"], list(lora_a), list(lora_b))
+    layer.punica_wrapper.token_slots = [SLOT_OF["rank-stabilised"]] * 3
+    y, _ = layer(inputs)
+
+    assert_same(y, peft_outputs(peft_model, kind, x, ["patterns"] * 3))
+
+
+@pytest.mark.lab("2.4")
+def test_every_kind_of_linear_has_its_wrapper(kind):
+    make, names = KINDS[kind]
+
+    layer = from_layer(make(torch.float32), CONFIG.max_loras, CONFIG, names)
+
+    assert type(layer) is WRAPPERS[kind]
+
+
+def test_a_wrapped_linear_looks_like_its_base(kind):
+    make, names = KINDS[kind]
+    base = make(torch.float32)
+
+    layer = from_layer(base, CONFIG.max_loras, CONFIG, names)
+
+    assert layer.base_layer is base
+    assert layer.weight is base.weight
+    assert layer.bias is base.bias
+    assert (layer.input_size, layer.output_size) == (base.input_size, base.output_size)
+    assert (layer.tp_size, layer.tp_rank) == (1, 0)
+    assert sum(layer.output_slices) == base.output_size
+
+
+def test_a_wrapped_linear_answers_in_the_base_linears_form(peft_model, kind, dtype):
+    layer = wrapped_linear(peft_model, kind, dtype)
+    _, x = input_rows(kind, 4, dtype)
+
+    answer = layer(x)
+
+    base_output, base_bias = layer.base_layer(x)
+    assert isinstance(answer, tuple)
+    assert answer[1] is base_bias is None
+    assert torch.equal(answer[0], base_output)
+
+
+def test_a_linear_without_bias_stays_without():
+    base = RowParallelLinear(NARROW, 3, bias=False)
+
+    layer = from_layer(base, CONFIG.max_loras, CONFIG, [])
+
+    assert layer.bias is None

@@ -1,0 +1,216 @@
+"""Whole adapters: packed once when they come, written into one slot of every layer (lab 2.7)."""
+
+import pytest
+import torch
+from naive_punica import NaivePunica
+from toy_model import CHECKPOINT_SHAPES, FUSED, SharingModel, ToyModel, random_pair, toy_adapter, wrap
+
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import LoRALayerWeights
+
+
+@pytest.fixture
+def wrapped():
+    return wrap(ToyModel(), NaivePunica())
+
+
+def packed(wrapped, lora):
+    wrapped.pack(lora)
+    return lora
+
+
+def products(wrapped, slot):
+    """What every slice of every layer has in a slot: name a checkpoint gives it -> B · A."""
+    found = {}
+    for target, (name, i) in wrapped.targets.items():
+        module = wrapped.modules[name]
+        found[target] = module.lora_b_stacked[i][slot, 0] @ module.lora_a_stacked[i][slot, 0]
+    return found
+
+
+def expected_products(wrapped, lora, scaling):
+    """The same from the definition, before packing; zeros where the adapter has nothing."""
+    expected = {}
+    for target, (name, i) in wrapped.targets.items():
+        module = wrapped.modules[name]
+        expected[target] = torch.zeros(module.output_slices[i], module.input_size, dtype=torch.float64)
+        if (weights := lora.get_lora(target)) is not None:
+            expected[target] = scaling * weights.lora_b @ weights.lora_a
+    return expected
+
+
+def assert_same_products(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, product in expected.items():
+        torch.testing.assert_close(actual[name], product, rtol=1e-12, atol=1e-12)
+
+
+def is_empty(wrapped, slot):
+    buffers = [buffer for m in wrapped.modules.values() for buffer in (*m.lora_a_stacked, *m.lora_b_stacked)]
+    ranks = [ranks[slot] for m in wrapped.modules.values() for ranks in m.live_ranks]
+    return not any(buffer[slot].any() for buffer in buffers) and not any(ranks)
+
+
+def test_packing_leaves_one_entry_for_each_wrapped_module(wrapped):
+    lora = toy_adapter(seed=1)
+
+    wrapped.pack(lora)
+
+    assert lora.loras.keys() == {f"layers.0.{name}" for name in FUSED}
+    assert {name for name, weights in lora.loras.items() if weights.is_packed} == {
+        "layers.0.attn.qkv_proj",
+        "layers.0.mlp.gate_up_proj",
+    }
+
+
+def test_packing_folds_the_scaling_once_however_often_it_is_done(wrapped):
+    lora = toy_adapter(seed=1, rank=3, alpha=6.0)
+    expected = expected_products(wrapped, lora, scaling=2.0)
+
+    wrapped.pack(lora)
+    wrapped.pack(lora)
+    wrapped.pack(lora.clone(2))
+    wrapped.write(lora, 0)
+
+    assert_same_products(products(wrapped, 0), expected)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [["attn.k_proj"], ["attn.q_proj", "attn.v_proj"], ["mlp.up_proj"], ["mlp.gate_proj", "attn.v_proj"]],
+)
+def test_parts_that_an_adapter_leaves_out_stay_empty(wrapped, modules):
+    lora = toy_adapter(seed=2, modules=modules)
+    expected = expected_products(wrapped, lora, scaling=2.0)
+
+    wrapped.write(packed(wrapped, lora), 2)
+
+    assert_same_products(products(wrapped, 2), expected)
+
+
+@pytest.mark.lab("2.7")
+@pytest.mark.parametrize("slot", range(3))
+def test_an_adapter_is_written_to_its_slot_of_every_layer_and_no_other(wrapped, slot):
+    lora = toy_adapter(seed=3)
+    expected = expected_products(wrapped, lora, scaling=2.0)
+
+    wrapped.write(packed(wrapped, lora), slot)
+
+    assert_same_products(products(wrapped, slot), expected)
+    assert [other for other in range(3) if is_empty(wrapped, other)] == [s for s in range(3) if s != slot]
+
+
+@pytest.mark.lab("2.7")
+def test_a_module_without_weights_is_cleared_of_the_last_adapters(wrapped):
+    wrapped.write(packed(wrapped, toy_adapter(seed=1, rank=7)), 1)
+    attention_only = toy_adapter(seed=2, modules=["attn.q_proj", "attn.o_proj"])
+    expected = expected_products(wrapped, attention_only, scaling=2.0)
+
+    wrapped.write(packed(wrapped, attention_only), 1)
+
+    assert_same_products(products(wrapped, 1), expected)
+
+
+@pytest.mark.lab("2.7")
+@pytest.mark.parametrize("failing", sorted(f"layers.0.{name}" for name in FUSED))
+def test_a_copy_that_fails_on_the_way_leaves_the_slot_empty_and_the_others_alone(
+    wrapped, failing, monkeypatch
+):
+    """INCIDENTS 4, at the level of layers."""
+    neighbour = toy_adapter(seed=1)
+    expected = expected_products(wrapped, neighbour, scaling=2.0)
+    wrapped.write(packed(wrapped, neighbour), 0)
+    wrapped.write(packed(wrapped, toy_adapter(seed=2, rank=8)), 1)
+
+    def out_of_memory(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(wrapped.modules[failing], "set_lora", out_of_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        wrapped.write(packed(wrapped, toy_adapter(seed=3)), 1)
+
+    assert is_empty(wrapped, 1)
+    assert_same_products(products(wrapped, 0), expected)
+
+
+@pytest.mark.lab("2.7")
+def test_a_copy_that_fails_within_a_layer_leaves_the_slot_empty(wrapped):
+    """The first slices of the layer have been written when the last one does not fit."""
+    lora = packed(wrapped, toy_adapter(seed=3))
+    lora.loras["layers.0.attn.qkv_proj"].lora_b[2] = random_pair(1, 3, 99, seed=4)[1]
+
+    with pytest.raises(RuntimeError):
+        wrapped.write(lora, 1)
+
+    assert is_empty(wrapped, 1)
+
+
+@pytest.mark.lab("2.7")
+def test_an_interrupted_copy_leaves_the_slot_empty(wrapped, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wrapped.modules["layers.0.mlp.down_proj"], "set_lora", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        wrapped.write(packed(wrapped, toy_adapter(seed=3)), 1)
+
+    assert is_empty(wrapped, 1)
+
+
+@pytest.mark.lab("2.7")
+def test_any_history_of_adapters_leaves_in_each_slot_what_came_last(wrapped):
+    generator = torch.Generator().manual_seed(5)
+    names = list(CHECKPOINT_SHAPES)
+    expected = {}
+
+    for seed in range(40):
+        slot = int(torch.randint(3, (), generator=generator))
+        rank = int(torch.randint(1, 9, (), generator=generator))
+        chosen = [name for name in names if torch.rand((), generator=generator) < 0.4] or names
+        lora = toy_adapter(seed, chosen, rank=rank, alpha=3.0)
+        expected[slot] = expected_products(wrapped, lora, scaling=3.0 / rank)
+        wrapped.write(packed(wrapped, lora), slot)
+
+        for held, wanted in expected.items():
+            assert_same_products(products(wrapped, held), wanted)
+
+
+def sharing_adapter(names):
+    weights = random_pair(12, 2, 3, seed=1)
+    return LoRAModel(1, 2, {name: LoRALayerWeights(name, 2, 2.0, *weights) for name in names})
+
+
+@pytest.mark.lab("2.7")
+@pytest.mark.parametrize(
+    "names", [["layers.1.router"], ["layers.1.runner.gate"], ["layers.1.router", "layers.1.runner.gate"]]
+)
+def test_a_shared_module_keeps_its_weights_whichever_of_its_names_the_adapter_uses(names):
+    wrapped = wrap(SharingModel(), NaivePunica())
+    lora_a, lora_b = random_pair(12, 2, 3, seed=1)
+
+    wrapped.write(packed(wrapped, sharing_adapter(names)), 1)
+
+    router = wrapped.modules["layers.1.router"]
+    assert router.live_ranks == [[0, 2, 0]]
+    assert torch.equal(router.lora_b_stacked[0][1, 0] @ router.lora_a_stacked[0][1, 0], lora_b @ lora_a)
+
+
+def test_a_dummy_adapter_targets_everything_and_changes_nothing(wrapped):
+    dummy = wrapped.dummy(5, rank=4)
+
+    wrapped.check(dummy)
+    assert (dummy.id, dummy.rank) == (5, 4)
+    assert dummy.loras.keys() == wrapped.targets.keys()
+    wrapped.write(packed(wrapped, dummy), 0)
+    assert not any(product.any() for product in products(wrapped, 0).values())
+    assert {ranks[0] for module in wrapped.modules.values() for ranks in module.live_ranks} == {4}
+
+
+def test_slot_bytes_are_those_of_one_slot_in_every_layer():
+    wrapped = wrap(SharingModel(), NaivePunica(), max_lora_rank=5)
+
+    shapes = {
+        **{f"0.{name}": shape for name, shape in CHECKPOINT_SHAPES.items()},
+        **{f"1.{name}": shape for name, shape in CHECKPOINT_SHAPES.items() if "mlp" not in name},
+    }
+    assert wrapped.slot_bytes == sum(8 * 5 * (width + output) for width, output in shapes.values())
