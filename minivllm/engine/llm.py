@@ -38,13 +38,22 @@ class LLM:
         lora_request      one for all, or a list in which None is the base model
 
         ValueError if any prompt cannot be served; then none is. A request that fails later has
-        finish_reason "error" and says why in `.error`.
+        finish_reason "error" and says why in `.error`. Nothing is left behind by an error or Ctrl-C.
         """
         prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        params = _for_each(sampling_params or SamplingParams(), len(prompts), "sampling_params")
+        params = _for_each(
+            SamplingParams() if sampling_params is None else sampling_params, len(prompts), "sampling_params"
+        )
         loras = _for_each(lora_request, len(prompts), "lora_request")
-        ids = self._add_requests(prompts, params, loras)
-        finished = self._run(ids, use_tqdm)
+        ids: list[str] = []
+        try:
+            for prompt, param, lora in zip(prompts, params, loras):
+                request_id = str(next(self._request_numbers))
+                ids.append(self.llm_engine.add_request(request_id, prompt, param, lora_request=lora))
+            finished = self._run(ids, use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_request(ids)
+            raise
         return [finished[request_id] for request_id in ids]
 
     def chat(
@@ -69,22 +78,6 @@ class LLM:
         tokenizer = self.llm_engine.tokenizer
         text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _add_requests(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        loras: Sequence[LoRARequest | None],
-    ) -> list[str]:
-        ids: list[str] = []
-        try:
-            for prompt, param, lora in zip(prompts, params, loras):
-                request_id = str(next(self._request_numbers))
-                ids.append(self.llm_engine.add_request(request_id, prompt, param, lora_request=lora))
-        except (ValueError, OSError):
-            self.llm_engine.abort_request(ids)
-            raise
-        return ids
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted, finished = set(ids), {}

@@ -80,9 +80,10 @@ class LLMEngine:
 
         prompt   text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 
-        Raises ValueError (FileNotFoundError for an adapter that is not there) for what can never be served;
-        the engine is then as it was.
+        Raises ValueError (FileNotFoundError for an adapter that is not there, TypeError for an argument of another
+        kind) for what can never be served; the engine is then as it was.
         """
+        _check_types(request_id, params, lora_request)
         text, token_ids = self._read_prompt(request_id, prompt)
         params.verify_with_vocab(self.config.model_config.get_vocab_size())
         request = Request(
@@ -109,27 +110,32 @@ class LLMEngine:
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif isinstance(prompt, str):
             text, token_ids = prompt, None
-        if token_ids is None:
-            if self.tokenizer is None or text is None:
-                raise ValueError(f"request '{request_id}' has no prompt_token_ids, and there is no tokenizer")
+        if token_ids is None and isinstance(text, str):
+            if self.tokenizer is None:
+                raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
             token_ids = self.tokenizer(text)["input_ids"]
         self._check_prompt(request_id, token_ids)
         return text, list(token_ids)
 
     def _check_prompt(self, request_id: str, token_ids: list[int]) -> None:
+        if not isinstance(token_ids, list | tuple):
+            raise ValueError(
+                f"request '{request_id}' has {type(token_ids).__name__} for a prompt; give text, a list of token "
+                'ids, or a dict with "prompt" or "prompt_token_ids"'
+            )
         if not token_ids:
             raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
-        longest, vocab_size = (
-            self.config.model_config.max_model_len,
-            self.config.model_config.get_vocab_size(),
-        )
+        model_config = self.config.model_config
+        longest, vocab_size = model_config.max_model_len, model_config.get_vocab_size()
         if len(token_ids) >= longest:
             raise ValueError(
                 f"request '{request_id}' has a prompt of {len(token_ids)} tokens, which leaves no room for an "
                 f"answer in max_model_len {longest}; shorten it or raise --max-model-len"
             )
-        if wrong := [t for t in token_ids if not (isinstance(t, int) and 0 <= t < vocab_size)]:
-            raise ValueError(f"request '{request_id}' has token ids {wrong[:5]} outside 0..{vocab_size - 1}")
+        if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
+            raise ValueError(
+                f"request '{request_id}' has prompt token ids {wrong[:5]}; use ints from 0 to {vocab_size - 1}"
+            )
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
         pinned = self._pinned_adapters()
@@ -286,3 +292,13 @@ class LLMEngine:
                 "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],
             }
         return info
+
+
+def _check_types(request_id: str, params: SamplingParams, lora_request: LoRARequest | None) -> None:
+    for name, value, kind in (
+        ("request_id", request_id, str),
+        ("params", params, SamplingParams),
+        ("lora_request", lora_request, LoRARequest | None),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {value!r}")

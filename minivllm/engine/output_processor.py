@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens
+from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.layers.sampler import Logprob
 
@@ -24,9 +24,14 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Turns new tokens into text, finds stop strings, and builds the outputs. vLLM: `OutputProcessor`."""
+    """Turns new tokens into text, finds stop strings, and builds the outputs. vLLM: `OutputProcessor`.
+
+    ValueError for a tokenizer that is no fast one.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
+        if tokenizer is not None:
+            fast_backend(tokenizer)  # better now than at the first request
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
 
@@ -54,7 +59,7 @@ class OutputProcessor:
         delta_text, stop_string = state.detokenizer.update(
             new_token_ids, request.is_finished, stop_terminated=_ended_by_token(request)
         )
-        if stop_string is not None:
+        if stop_string is not None and request.status is not RequestStatus.FINISHED_ERROR:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = stop_string
         if logprobs is not None:

@@ -30,9 +30,10 @@ def record_step(
     def row(entry: ScheduledRequest) -> TraceRow:
         request = entry.request
         slot = slots.index(request.adapter_id) if request.adapter_id else None
-        cached = output.cached_tokens.get(request.request_id, 0)
+        cached = output.cached_tokens.get(request.request_id)
+        kind = _kind(entry, admitted=cached is not None)
         adapter = name(request.adapter_id)
-        return TraceRow(request.request_id, adapter, slot, entry.num_new_tokens, _kind(entry), cached)
+        return TraceRow(request.request_id, adapter, slot, entry.num_new_tokens, kind, cached or 0)
 
     return StepRecord(
         step=step,
@@ -50,10 +51,10 @@ def record_step(
     )
 
 
-def _kind(entry: ScheduledRequest) -> str:
-    """ "decode" for the next token of an answer; else a prompt (or what a preemption lost), whole or in part."""
+def _kind(entry: ScheduledRequest, admitted: bool) -> str:
+    """admitted: the request joined the batch in this step, for the first time or after a preemption"""
     request: Request = entry.request
-    if entry.samples and entry.num_new_tokens == 1 and request.num_output_tokens:
-        return "decode"
-    started = request.num_computed_tokens > request.num_cached_tokens
-    return "chunk" if started or not entry.samples else "prefill"
+    if admitted:
+        return "prefill" if entry.samples else "chunk"
+    answering = entry.num_new_tokens == 1 and request.num_computed_tokens >= request.num_prompt_tokens
+    return "decode" if entry.samples and answering else "chunk"

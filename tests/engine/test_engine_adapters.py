@@ -61,7 +61,7 @@ class TestUnload:
 
         engine.remove_lora(1)
 
-        with pytest.raises(ValueError, match="'qv' .*is being unloaded"):
+        with pytest.raises(ValueError, match=r"'qv' .*is being unloaded"):
             engine.add_request("b", PROMPT, greedy(), lora_request=world.request("qv"))
         assert engine.list_loras() == {1}
         assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 6)

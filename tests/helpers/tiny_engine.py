@@ -7,9 +7,18 @@ import torch
 from tiny_adapters import ADAPTERS, save_adapter, save_base
 from tiny_oracle import Oracle
 
-from minivllm import EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 
-VOCAB_SIZE = 97
+OPTIONS = {
+    "dtype": "float64",
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_cpu_loras": 4,
+    "max_lora_rank": 16,
+    "block_size": 4,
+    "num_kv_blocks": 200,
+    "warm_up": False,
+}
 
 
 class TinyWorld:
@@ -27,6 +36,7 @@ class TinyWorld:
         self._oracles: dict[torch.dtype, Oracle] = {}
         if not folder.exists():
             save_base(self.base, variant, dtype)
+            character_tokenizer().save_pretrained(self.base)
             for seed, (name, config) in enumerate(ADAPTERS.items()):
                 save_adapter(self.path(name), self.base, seed, **config)
 
@@ -52,20 +62,29 @@ class TinyWorld:
                 oracle.load(name, self.path(name))
         return self._oracles[dtype]
 
-    def engine(self, **options: object) -> LLMEngine:
-        """Two slots for four adapters and small blocks, unless told otherwise."""
-        defaults = {
-            "dtype": "float64",
-            "enable_lora": True,
-            "max_loras": 2,
-            "max_cpu_loras": 4,
-            "max_lora_rank": 16,
-            "block_size": 4,
-            "num_kv_blocks": 200,
-            "warm_up": False,
-        }
-        args = EngineArgs(model=str(self.base), **{**defaults, **options})
-        return LLMEngine(args.create_engine_config(), warm_up=args.warm_up)
+    def engine(self, tokenizer: object = None, **options: object) -> LLMEngine:
+        """Two slots for four adapters and small blocks, unless told otherwise; no text without a tokenizer."""
+        args = EngineArgs(model=str(self.base), **{**OPTIONS, **options})
+        return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
+
+    def llm(self, **options: object) -> LLM:
+        return LLM(str(self.base), **{**OPTIONS, **options})
+
+
+def character_tokenizer() -> object:
+    """A fast tokenizer for a vocabulary of 97: three special tokens, then the characters from space to `}`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>"]
+    characters = ["Ġ", *map(chr, range(ord("!"), ord("}") + 1))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *characters])}, []))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 _worlds: dict[Path, TinyWorld] = {}

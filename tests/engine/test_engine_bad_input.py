@@ -1,0 +1,480 @@
+"""What a user can get wrong through the engine: it is refused before anything changes, or fails alone."""
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_engine import greedy, run, snapshot, tiny_world, tokens_of
+
+from minivllm import LoRARequest, SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def engine(world):
+    """An engine at work: one request runs, one waits, two adapters are in memory, one of them pinned."""
+    engine = world.engine(max_model_len=64, max_num_seqs=2)
+    engine.add_lora(world.request("all"))
+    engine.pin_lora(2)
+    engine.add_request("running", PROMPT, greedy(20), lora_request=world.request("qv"))
+    engine.add_request("base", PROMPT, greedy(20))
+    engine.add_request("waiting", PROMPT, greedy(4), lora_request=world.request("all"))
+    engine.step()
+    return engine
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """A copy of adapter 'qv' to spoil."""
+    return shutil.copytree(world.path("qv"), tmp_path / "bad")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return tiny_world(tmp_path_factory).llm()
+
+
+def edit_config(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(folder, change):
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def rename_modules(weights):
+    return {name.replace("q_proj", "query"): weight for name, weight in weights.items()}
+
+
+def widen_first_a(weights):
+    name = next(name for name in weights if "lora_A" in name)
+    return {**weights, name: torch.ones(weights[name].shape[0], 7, dtype=torch.float64)}
+
+
+def empty_ranks(weights):
+    return {
+        name: weight[:0] if "lora_A" in name else weight[:, :0].contiguous()
+        for name, weight in weights.items()
+    }
+
+
+def without_b(weights):
+    return {name: weight for name, weight in weights.items() if "lora_A" in name}
+
+
+def as_integers(weights):
+    return {name: (weight * 10).to(torch.int8) for name, weight in weights.items()}
+
+
+def cut_short(folder):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("code from a pickle runs",))
+
+
+def pickled(folder, content):
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.bin").write_bytes(content)
+
+
+# What is wrong with the folder -> (how to make it so, error, what the message names).
+BAD_ADAPTERS = {
+    "no folder": (shutil.rmtree, FileNotFoundError, "bad"),
+    "no config": (lambda f: (f / "adapter_config.json").unlink(), FileNotFoundError, "adapter_config.json"),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        FileNotFoundError,
+        "adapter_model.safetensors",
+    ),
+    "config is no JSON": (
+        lambda f: (f / "adapter_config.json").write_text("{"),
+        ValueError,
+        "not valid JSON",
+    ),
+    "config is a list": (lambda f: (f / "adapter_config.json").write_text("[]"), ValueError, "list"),
+    "empty weights": (
+        lambda f: (f / "adapter_model.safetensors").write_bytes(b""),
+        ValueError,
+        "safetensors",
+    ),
+    "weights cut short": (cut_short, ValueError, "safetensors"),
+    "weights are text": (
+        lambda f: (f / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+        ValueError,
+        "safetensors",
+    ),
+    "pickle that runs code": (lambda f: pickled(f, pickle.dumps(Evil())), ValueError, "adapter_model.bin"),
+    "other module names": (lambda f: edit_weights(f, rename_modules), ValueError, "query"),
+    "wrong shape": (lambda f: edit_weights(f, widen_first_a), ValueError, r"\(4, 7\)"),
+    "rank 0": (lambda f: edit_weights(f, empty_ranks), ValueError, "rank"),
+    "no B": (lambda f: edit_weights(f, without_b), ValueError, "lora_B"),
+    "integers": (lambda f: edit_weights(f, as_integers), ValueError, "float"),
+    "rank 64": (lambda f: edit_config(f, r=64), ValueError, "max_lora_rank"),
+    "r is text": (lambda f: edit_config(f, r="8"), ValueError, "'8'"),
+    "no r": (lambda f: edit_config(f, r=None), ValueError, "None"),
+    "alpha is text": (lambda f: edit_config(f, lora_alpha="16"), ValueError, "alpha"),
+    "patterns are a list": (lambda f: edit_config(f, rank_pattern=["q_proj"]), ValueError, "rank_pattern"),
+    "pattern no regex": (lambda f: edit_config(f, alpha_pattern={"(": 4}), ValueError, "alpha_pattern"),
+    "DoRA": (lambda f: edit_config(f, use_dora=True), ValueError, "DoRA"),
+    "modules_to_save": (lambda f: edit_config(f, modules_to_save=["lm_head"]), ValueError, "modules_to_save"),
+    "bias": (lambda f: edit_config(f, bias="all"), ValueError, "bias"),
+    "pissa": (lambda f: edit_config(f, init_lora_weights="pissa_niter_4"), ValueError, "pissa"),
+    "IA3": (lambda f: edit_config(f, peft_type="IA3"), ValueError, "IA3"),
+    "aLoRA": (lambda f: edit_config(f, alora_invocation_tokens=[1]), ValueError, "aLoRA"),
+    "token indices": (
+        lambda f: edit_config(f, trainable_token_indices=[1]),
+        ValueError,
+        "trainable_token_indices",
+    ),
+    "layer_replication": (
+        lambda f: edit_config(f, layer_replication=[[0, 2]]),
+        ValueError,
+        "layer_replication",
+    ),
+}
+
+
+class TestBadAdapter:
+    @pytest.mark.parametrize("what", BAD_ADAPTERS)
+    @pytest.mark.parametrize("through", ["add_request", "add_lora", "reload"])
+    def test_is_refused_before_anything_changes(self, engine, folder, capsys, what, through):
+        spoil, error, message = BAD_ADAPTERS[what]
+        if through == "reload":
+            engine.add_lora(LoRARequest("bad", 7, str(folder)))
+        spoil(folder)
+        bad = LoRARequest("bad", 7, str(folder), load_inplace=through == "reload")
+        before = snapshot(engine)
+
+        with pytest.raises(error, match=message) as raised:
+            if through == "add_request":
+                engine.add_request("bad", PROMPT, greedy(), lora_request=bad)
+            else:
+                engine.add_lora(bad)
+
+        assert "adapter 'bad'" in str(raised.value)
+        assert snapshot(engine) == before
+        assert "code from a pickle" not in capsys.readouterr().out
+
+    def test_leaves_the_others_what_they_are(self, world, engine, folder):
+        edit_config(folder, use_dora=True)
+
+        with pytest.raises(ValueError, match="DoRA"):
+            engine.add_request("bad", PROMPT, greedy(), lora_request=LoRARequest("bad", 7, str(folder)))
+
+        outputs = run(engine)
+        assert tokens_of(outputs["running"]) == world.oracle().greedy("qv", PROMPT, 20)
+        assert tokens_of(outputs["base"]) == world.oracle().greedy(None, PROMPT, 20)
+        assert tokens_of(outputs["waiting"]) == world.oracle().greedy("all", PROMPT, 4)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_that_only_its_numbers_give_away_fails_alone_when_it_is_read(self, world, engine, folder, value):
+        edit_weights(folder, lambda weights: {n: torch.full_like(w, value) for n, w in weights.items()})
+
+        engine.add_request("bad", PROMPT, greedy(), lora_request=LoRARequest("bad", 7, str(folder)))
+
+        outputs = run(engine)
+        assert outputs["bad"].outputs[0].finish_reason == "error"
+        assert "NaN or Inf" in outputs["bad"].error
+        assert tokens_of(outputs["bad"]) == []
+        assert tokens_of(outputs["running"]) == world.oracle().greedy("qv", PROMPT, 20)
+        assert tokens_of(outputs["waiting"]) == world.oracle().greedy("all", PROMPT, 4)
+
+    def test_that_failed_when_it_was_read_may_be_mended_and_come_again(self, world, engine, folder):
+        good = (folder / "adapter_model.safetensors").read_bytes()
+        edit_weights(folder, lambda weights: {n: w * float("nan") for n, w in weights.items()})
+        engine.add_request("bad", PROMPT, greedy(), lora_request=LoRARequest("bad", 7, str(folder)))
+        run(engine)
+
+        (folder / "adapter_model.safetensors").write_bytes(good)
+
+        engine.add_request("good", PROMPT, greedy(4), lora_request=LoRARequest("other name", 7, str(folder)))
+        assert tokens_of(run(engine)["good"]) == world.oracle().greedy("qv", PROMPT, 4)
+
+    def test_with_nan_is_refused_by_add_lora_and_evicts_nothing(self, world, folder):
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+        engine.add_lora(world.request("all"))
+        edit_weights(folder, lambda weights: {n: w * float("nan") for n, w in weights.items()})
+        before = snapshot(engine)
+
+        with pytest.raises(ValueError, match="NaN"):
+            engine.add_lora(LoRARequest("bad", 7, str(folder)))
+
+        assert snapshot(engine) == before
+
+    def test_pickled_tensors_alone_are_read(self, world, folder):
+        engine = world.engine()
+        weights = load_file(folder / "adapter_model.safetensors")
+        (folder / "adapter_model.safetensors").unlink()
+        torch.save(weights, folder / "adapter_model.bin")
+
+        engine.add_request("a", PROMPT, greedy(4), lora_request=LoRARequest("bin", 7, str(folder)))
+
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 4)
+
+
+class TestNamesAndIds:
+    def test_another_name_for_the_same_id_and_folder_is_an_alias(self, world, engine):
+        alias = world.request("qv", lora_name="nickname")
+
+        engine.add_request("a", PROMPT, greedy(6), lora_request=alias)
+
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert engine.get_metrics()["lora"]["by_adapter"][1]["loads"] == 1
+
+    def test_another_spelling_of_the_same_folder_is_the_same(self, world, engine):
+        spelled = world.request("qv", lora_path=f"{world.folder}/./qv/../qv")
+
+        engine.add_request("a", PROMPT, greedy(6), lora_request=spelled)
+
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 6)
+
+    @pytest.mark.parametrize("through", ["add_request", "add_lora"])
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"lora_name": "other", "lora_int_id": 1},
+                r"lora_int_id 1 belongs to adapter 'qv' .*request 'running'",
+            ),
+            ({"lora_name": "qv", "lora_int_id": 9}, r"'qv' belongs to lora_int_id 1 .*request 'running'"),
+            ({"lora_name": "all", "lora_int_id": 9}, r"'all' belongs to lora_int_id 2 \(add_lora\)"),
+        ],
+    )
+    def test_an_id_or_a_name_that_is_taken_is_refused(self, world, engine, through, changes, message):
+        taken = world.request("mlp", **changes)
+        before = snapshot(engine)
+
+        with pytest.raises(ValueError, match=message):
+            if through == "add_lora":
+                engine.add_lora(taken)
+            else:
+                engine.add_request("a", PROMPT, greedy(), lora_request=taken)
+
+        assert snapshot(engine) == before
+
+    @pytest.mark.parametrize("adapter_id", [0, -1, True, 1.0, "1", None])
+    def test_an_id_must_be_a_number_from_1(self, world, adapter_id):
+        with pytest.raises(ValueError, match="lora_int_id"):
+            world.request("qv", lora_int_id=adapter_id)
+
+    def test_an_adapter_needs_a_name_and_a_path(self, world):
+        with pytest.raises(ValueError, match="lora_name"):
+            world.request("qv", lora_name="")
+        with pytest.raises(ValueError, match="lora_path"):
+            world.request("qv", lora_path="")
+
+
+class TestSlots:
+    def test_more_adapters_than_slots_are_served_in_turn(self, world):
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+        for name in world.names * 2:
+            engine.add_request(
+                f"{name}{len(engine.scheduler.requests)}", PROMPT, greedy(4), lora_request=world.request(name)
+            )
+
+        outputs = run(engine)
+
+        assert len(outputs) == 8
+        for request_id, output in outputs.items():
+            assert tokens_of(output) == world.oracle().greedy(request_id[:-1], PROMPT, 4)
+
+    def test_a_third_adapter_is_refused_while_all_slots_are_pinned(self, world, engine):
+        engine.pin_lora(1)
+        before = snapshot(engine)
+
+        with pytest.raises(ValueError, match=r"'mlp' needs a slot but all 2 are pinned \('qv', 'all'\)"):
+            engine.add_request("a", PROMPT, greedy(), lora_request=world.request("mlp"))
+
+        assert snapshot(engine) == before
+
+    def test_a_waiting_request_is_refused_when_all_slots_come_to_be_pinned(self, world, engine):
+        engine.add_request("third", PROMPT, greedy(), lora_request=world.request("mlp"))
+
+        engine.pin_lora(1)
+
+        outputs = run(engine)
+        assert outputs["third"].outputs[0].finish_reason == "error"
+        assert "all 2 are pinned" in outputs["third"].error
+        assert tokens_of(outputs["running"]) == world.oracle().greedy("qv", PROMPT, 20)
+
+    def test_an_adapter_is_not_loaded_when_memory_is_all_in_use(self, world):
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+        engine.add_request("a", PROMPT, greedy(8), lora_request=world.request("qv"))
+        engine.step()
+        before = snapshot(engine)
+
+        with pytest.raises(RuntimeError, match="'all' cannot be loaded: the 1 adapters in memory"):
+            engine.add_lora(world.request("all"))
+
+        assert snapshot(engine) == before
+
+
+BAD_REQUESTS = {
+    "empty prompt": ({"prompt": []}, ValueError, "empty prompt"),
+    "no prompt": ({"prompt": None}, ValueError, "NoneType for a prompt"),
+    "prompt is a number": ({"prompt": 5}, ValueError, "int for a prompt"),
+    "prompt is an array": ({"prompt": np.array([5, 6])}, ValueError, "ndarray for a prompt"),
+    "empty dict": ({"prompt": {}}, ValueError, "NoneType for a prompt"),
+    "text without tokenizer": ({"prompt": "hello"}, ValueError, "no tokenizer"),
+    "text in a dict without tokenizer": ({"prompt": {"prompt": "hello"}}, ValueError, "no tokenizer"),
+    "ids are text": ({"prompt": {"prompt_token_ids": "567"}}, ValueError, "str for a prompt"),
+    "id of another vocabulary": ({"prompt": [5, 97]}, ValueError, r"\[97\]; use ints from 0 to 96"),
+    "negative id": ({"prompt": [5, -1]}, ValueError, r"\[-1\]"),
+    "ids are floats": ({"prompt": [5.0]}, ValueError, r"\[5.0\]"),
+    "ids are bools": ({"prompt": [True]}, ValueError, r"\[True\]"),
+    "nested ids": ({"prompt": [[5, 6]]}, ValueError, r"\[\[5, 6\]\]"),
+    "prompt as long as the context": ({"prompt": [5] * 64}, ValueError, "64 tokens.*max_model_len 64"),
+    "request id in use": ({"request_id": "running"}, ValueError, "'running' is in use"),
+    "request id of one that waits": ({"request_id": "waiting"}, ValueError, "'waiting' is in use"),
+    "request id is a number": ({"request_id": 7}, TypeError, "request_id must be str, got 7"),
+    "params are a dict": ({"params": {"max_tokens": 5}}, TypeError, "params must be SamplingParams"),
+    "no params": ({"params": None}, TypeError, "params must be SamplingParams"),
+    "adapter is a name": ({"lora_request": "qv"}, TypeError, "lora_request must be .*got 'qv'"),
+    "unknown stop ids": ({"params": greedy(stop_token_ids=[5, 97])}, ValueError, r"stop_token_ids \[97\]"),
+    "too many logprobs": ({"params": greedy(logprobs=98)}, ValueError, "logprobs is 98"),
+}
+
+
+class TestBadRequest:
+    @pytest.mark.parametrize("what", BAD_REQUESTS)
+    @pytest.mark.parametrize("adapter", [None, "mlp"])
+    def test_is_refused_before_anything_changes(self, world, engine, what, adapter):
+        changes, error, message = BAD_REQUESTS[what]
+        arguments = {
+            "request_id": "bad",
+            "prompt": PROMPT,
+            "params": greedy(),
+            "lora_request": world.request(adapter),
+        }
+        before = snapshot(engine)
+
+        with pytest.raises(error, match=message):
+            engine.add_request(**{**arguments, **changes})
+
+        assert snapshot(engine) == before
+
+    @pytest.mark.parametrize("max_tokens", [0, -1, 1.5, True, None])
+    def test_max_tokens_is_a_number_from_1(self, max_tokens):
+        with pytest.raises(ValueError, match="max_tokens"):
+            SamplingParams(max_tokens=max_tokens)
+
+    def test_that_the_kv_cache_could_never_hold_is_refused(self, world):
+        engine = world.engine(num_kv_blocks=5, block_size=4)
+        before = snapshot(engine)
+
+        with pytest.raises(ValueError, match=r"may need 5 KV blocks .* but the cache has 4"):
+            engine.add_request("a", PROMPT, greedy(13))
+
+        assert snapshot(engine) == before
+        engine.add_request("b", PROMPT, greedy(12))
+        assert tokens_of(run(engine)["b"]) == world.oracle().greedy(None, PROMPT, 12)
+
+    def test_with_an_adapter_is_refused_by_an_engine_without_lora(self, world):
+        engine = world.engine(enable_lora=False)
+        before = snapshot(engine)
+
+        with pytest.raises(ValueError, match="LoRA is off"):
+            engine.add_request("a", PROMPT, greedy(), lora_request=world.request("qv"))
+
+        assert snapshot(engine) == before
+        for call in (
+            lambda: engine.add_lora(world.request("qv")),
+            lambda: engine.pin_lora(1),
+            lambda: engine.unpin_lora(1),
+            lambda: engine.remove_lora(1),
+            engine.list_loras,
+        ):
+            with pytest.raises(RuntimeError, match="LoRA is not enabled"):
+                call()
+
+    def test_takes_the_id_of_one_that_has_ended(self, world, engine):
+        run(engine)
+
+        engine.add_request("running", PROMPT, greedy(4))
+
+        assert tokens_of(run(engine)["running"]) == world.oracle().greedy(None, PROMPT, 4)
+
+    def test_aborting_what_is_not_there_changes_nothing(self, engine):
+        before = snapshot(engine)
+
+        engine.abort_request(["never", "was"])
+        engine.abort_request("neither")
+        engine.abort_request([])
+
+        assert snapshot(engine) == before
+
+
+class TestGenerate:
+    @pytest.mark.parametrize(
+        "bad", ["", [], 5, None, {"prompt": 5}, {"prompt_token_ids": [5, 999]}, {"prompt_token_ids": 5}]
+    )
+    def test_one_bad_prompt_and_none_is_run(self, world, llm, bad):
+        before = snapshot(llm.llm_engine)
+        before["metrics"].pop("finished")
+
+        with pytest.raises(ValueError, match="request '"):
+            llm.generate(["good", bad], greedy(), use_tqdm=False, lora_request=world.request("qv"))
+
+        after = snapshot(llm.llm_engine)
+        after["metrics"].pop("finished")
+        assert after == before
+        assert not llm.llm_engine.has_unfinished_requests()
+
+    @pytest.mark.parametrize("bad", [{"sampling_params": [greedy(), None]}, {"lora_request": [None, "qv"]}])
+    def test_one_argument_of_another_kind_and_none_is_run(self, llm, bad):
+        with pytest.raises(TypeError):
+            llm.generate(["good", "also good"], **{"sampling_params": greedy(), "use_tqdm": False, **bad})
+
+        assert not llm.llm_engine.has_unfinished_requests()
+
+    @pytest.mark.parametrize("name", ["sampling_params", "lora_request"])
+    def test_a_list_of_another_length_is_refused(self, llm, name):
+        for values in ([], [None] * 3):
+            with pytest.raises(ValueError, match=f"{name} has {len(values)} entries for 2 prompts"):
+                llm.generate(["a", "b"], use_tqdm=False, **{name: values})
+
+    def test_no_prompts_give_no_answers(self, llm):
+        assert llm.generate([], use_tqdm=False) == []
+
+    def test_a_step_that_is_interrupted_leaves_no_request_behind(self, world, llm, monkeypatch):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.llm_engine, "step", interrupt)
+            llm.generate(["a", "b"], greedy(), use_tqdm=False)
+
+        assert not llm.llm_engine.has_unfinished_requests()
+        [answer] = llm.generate([PROMPT_DICT], greedy(4), use_tqdm=False)
+        assert tokens_of(answer) == world.oracle().greedy(None, PROMPT, 4)
+
+    def test_an_adapter_that_cannot_be_read_fails_its_prompts_alone(self, world, llm, folder):
+        edit_weights(folder, lambda weights: {n: w * float("nan") for n, w in weights.items()})
+        bad = LoRARequest("bad", 7, str(folder))
+
+        answers = llm.generate(
+            [PROMPT_DICT] * 3, greedy(4), use_tqdm=False, lora_request=[None, bad, world.request("all")]
+        )
+
+        assert [answer.outputs[0].finish_reason for answer in answers] == ["length", "error", "length"]
+        assert "adapter 'bad'" in answers[1].error
+        assert tokens_of(answers[2]) == world.oracle().greedy("all", PROMPT, 4)
+
+
+PROMPT_DICT = {"prompt_token_ids": PROMPT}
