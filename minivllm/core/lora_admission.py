@@ -99,16 +99,17 @@ class LoRAAdmission:
         ahead = [oldest[adapter_id] for adapter_id in self._longest_wait_first(oldest)]
         return ahead + [request for request in waiting if oldest.get(request.adapter_id) is not request]
 
-    def end_step(self, waiting: Iterable[int], running: Iterable[int], sampled: set[int]) -> None:
+    def end_step(self, waiting: Iterable[int], ran: Iterable[int], sampled: set[int]) -> None:
         """A step was computed: move the clocks. All arguments are adapter ids.
 
-        sampled     got a token in this step
+        ran         of the requests that ran in this step, also of those that ended with it
+        sampled     of those that got a token
         """
-        running = set(running) - {0}
-        still_waiting = set(waiting) - running
+        ran = set(ran) - {0}
+        still_waiting = set(waiting) - ran
         self.waited = {a: steps + 1 for a, steps in self.waited.items() if a in still_waiting}
         # A turn begins with its first token, or it might end before a long prompt is through, every time.
-        self.held = {a: self.held.get(a, 0) + 1 for a in running if a in self.held or a in sampled}
+        self.held = {a: self.held.get(a, 0) + 1 for a in ran if a in self.held or a in sampled}
 
     def _longest_wait_first(self, adapter_ids: Iterable[int]) -> list[int]:
         return sorted(adapter_ids, key=lambda adapter_id: -self.waited[adapter_id])

@@ -296,7 +296,7 @@ class Scheduler:
     def _move_lora_clocks(self, output: SchedulerOutput) -> None:
         self.lora.end_step(
             waiting={request.adapter_id for request in self.waiting},
-            running={request.adapter_id for request in self.running},
+            ran={request.adapter_id for request in output.running},
             sampled={s.request.adapter_id for s in output.scheduled if s.samples},
         )
         for request in self.waiting:

@@ -215,6 +215,22 @@ def test_nobody_starves_under_constant_arrivals_of_more_adapters_than_slots(seed
     world.run()
 
 
+def test_adapters_with_one_token_answers_do_not_stay_ahead_in_line():
+    """Served and finished within a step, an adapter has had its slot: its wait begins anew."""
+    world = World(max_loras=1, max_lora_wait_steps=3, max_num_seqs=2)
+    for _ in range(6):
+        world.add_all(1, 2, 1, 2, max_tokens=1)
+        world.step()
+    waiter = world.add(3)
+
+    for _ in range(8):
+        world.add_all(1, 2, 1, 2, max_tokens=1)
+        world.step()
+
+    # Two requests a step, 24 of them before it.
+    assert waiter.num_output_tokens > 0
+
+
 def test_an_adapter_whose_turn_it_is_lets_one_request_go_first_not_all():
     """Or base requests would starve between adapters that take turns and always fill the batch."""
     world = World(max_loras=1, max_lora_wait_steps=3, max_num_seqs=3)
@@ -249,7 +265,7 @@ def test_an_adapter_waiting_for_a_slot_is_due_exactly_at_the_bound():
         admission.begin_step(running=[1], pinned=[])
         assert admission.make_room([2]) == []
         admission.pass_over(2)
-        admission.end_step(waiting=[2], running=[1], sampled={1})
+        admission.end_step(waiting=[2], ran=[1], sampled={1})
 
     admission.begin_step(running=[1], pinned=[])
 
@@ -262,7 +278,7 @@ def test_a_turn_begins_with_its_first_token():
     for _ in range(5):
         admission.begin_step(running=[1], pinned=[])
         admission.pass_over(2)
-        admission.end_step(waiting=[2], running=[1], sampled=set())
+        admission.end_step(waiting=[2], ran=[1], sampled=set())
 
     admission.begin_step(running=[1], pinned=[])
 
@@ -274,7 +290,7 @@ def test_once_begun_a_turn_is_not_stretched_by_long_prompts():
     for step in range(4):
         admission.begin_step(running=[1], pinned=[])
         admission.pass_over(2)
-        admission.end_step(waiting=[2], running=[1], sampled={1} if step == 0 else set())
+        admission.end_step(waiting=[2], ran=[1], sampled={1} if step == 0 else set())
 
     admission.begin_step(running=[1], pinned=[])
 
