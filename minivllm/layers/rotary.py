@@ -20,29 +20,31 @@ class RopeParameters:
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns positions into the angles' cosines and sines, once a step for all layers (vLLM: RotaryEmbedding).
+    """Looks up the angles' cosines and sines, once a step for all layers (vLLM: RotaryEmbedding).
 
-    Angles are computed in float32 whatever the model's dtype, as the models were trained.
+    The table, for all `max_position` positions, is computed once, in float32 whatever the model's dtype, as the
+    models were trained.
     """
 
     def __init__(
         self,
         head_size: int,
+        max_position: int,
         rope: RopeParameters,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.dtype = dtype or torch.get_default_dtype()
-        self.register_buffer("inv_freq", inverse_frequencies(head_size, rope).to(device), persistent=False)
+        positions = torch.arange(max_position, dtype=torch.float32)
+        angles = positions[:, None, None] * inverse_frequencies(head_size, rope)  # (P, 1, D/2)
+        cos, sin = angles.cos(), angles.sin()
+        # The minus of rotate-half goes into the table, where it costs nothing per layer.
+        for name, table in (("cos", torch.cat((cos, cos), -1)), ("sin", torch.cat((-sin, sin), -1))):
+            self.register_buffer(name, table.to(device, dtype or torch.get_default_dtype()), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: (T,) int64 -> cos, sin: (T, 1, D), as `apply_rotary` wants them"""
-        angles = positions[:, None, None].float() * self.inv_freq  # (T, 1, D/2)
-        cos, sin = angles.cos(), angles.sin()
-        # The minus of rotate-half goes into the table, where it costs nothing per layer.
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # (T, 1, D)
-        return cos.to(self.dtype), sin.to(self.dtype)
+        return self.cos[positions], self.sin[positions]
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,9 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, dtype, device)
+        self.rotary_emb = RotaryEmbedding(
+            config.head_dim, config.max_position_embeddings, config.rope, dtype, device
+        )
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, dtype, device) for _ in range(config.num_hidden_layers)
         )

@@ -116,7 +116,7 @@ def test_rotated_heads_equal_those_of_transformers_at_near_and_far_positions(rop
     positions = torch.tensor([0, 1, 37, 500, 8191])
     q, k = torch.randn(2, 5, 3, 24, generator=torch.Generator().manual_seed(0))
 
-    q_ours, k_ours = (apply_rotary(x, *RotaryEmbedding(24, ours, torch.float32)(positions)) for x in (q, k))
+    q_ours, k_ours = (apply_rotary(x, *RotaryEmbedding(24, 9000, ours, torch.float32)(positions)) for x in (q, k))
 
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     q_theirs, k_theirs = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
@@ -127,7 +127,7 @@ def test_rotated_heads_equal_those_of_transformers_at_near_and_far_positions(rop
 def test_angles_are_computed_in_float32_for_a_half_precision_model():
     positions = torch.tensor([1001])
 
-    cos, sin = RotaryEmbedding(8, RopeParameters(), torch.bfloat16)(positions)
+    cos, sin = RotaryEmbedding(8, 2048, RopeParameters(), torch.bfloat16)(positions)
 
     angle = 1001 * 10000.0 ** -(np.arange(0, 8, 2) / 8)
     assert cos.dtype == sin.dtype == torch.bfloat16

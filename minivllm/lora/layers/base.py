@@ -27,6 +27,8 @@ class BaseLayerWithLoRA(nn.Module):
     lora_b_stacked   n buffers (S, 1, N_i, R)
     live_ranks       [slice][slot] rank in use, 0 where the slot holds nothing for this slice
 
+    slot_memo        what the backend worked out for a slot; forgotten when the slot is written
+
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
     nor separate. Only `set_lora` and `reset_lora` write them. What a layer adds is decided by the backend alone;
     scaling is in B already.
@@ -69,6 +71,7 @@ class BaseLayerWithLoRA(nn.Module):
             torch.zeros(max_loras, 1, width, rank, dtype=dtype, device=device) for width in self.output_slices
         )
         self.live_ranks = [[0] * max_loras for _ in self.output_slices]
+        self.slot_memo: dict[int, object] = {}
 
     # endregion
 
@@ -79,6 +82,7 @@ class BaseLayerWithLoRA(nn.Module):
             lora_a[index] = 0
             lora_b[index] = 0
             slice_ranks[index] = 0
+        self.slot_memo.pop(index, None)
 
     def set_lora(self, index: int, lora_a: Weights, lora_b: Weights) -> None:
         """Put an adapter into a slot.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,26 @@ class PunicaWrapperLoops(PunicaWrapperBase):
             offset += size
 
 
+@dataclass(frozen=True)
+class _SlotMatrices:
+    """One slot of one layer, as far as its adapter fills it: r is the largest of its slices' ranks.
+
+    a   (K, r * n)   all slices' A, a rank's slices side by side
+    b   n x (r, N_i) None for a slice without an adapter
+    """
+
+    rank: int
+    a: torch.Tensor
+    b: list[torch.Tensor | None]
+
+    def by_slice(self, shrunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(t, r * n) -> n x (t, r)"""
+        n = len(self.b)
+        if n == 1:
+            return (shrunk,)
+        return shrunk.view(-1, self.rank, n).permute(2, 0, 1).contiguous().unbind()
+
+
 class PunicaWrapperCPU(PunicaWrapperBase):
     """One product for every run of rows with the same adapter. vLLM: `PunicaWrapperCPU`.
 
@@ -64,25 +85,32 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         layer.storage = (a, b)
 
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
-        a, b = layer.storage
-        if x.dtype != a.dtype:
+        if self.no_lora or x.dtype != layer.storage[0].dtype:
             return super().apply_linear(layer, x)  # its ops convert
         y = layer.base_output(x)  # (T, N)
-        if self.no_lora:
-            return y
-        n, width = a.shape[2], a.shape[3]
         for slot, rows in self.runs:
-            ranks = [layer.live_ranks[i][slot] for i in range(n)]
-            if not (rank := max(ranks)):
+            matrices = layer.slot_memo.get(slot) or self._slot_matrices(layer, slot)
+            if not matrices.rank:
                 continue
-            shrunk = torch.mm(x[rows], a[slot, :rank].view(rank * n, width).t()).view(-1, rank, n)
-            y_rows, start = y[rows], 0
-            for i, size in enumerate(layer.output_slices):
-                if live := ranks[i]:
-                    columns = slice(start, start + size)
-                    y_rows[:, columns].addmm_(shrunk[:, :live, i], b[slot, :live, columns])
-                start += size
+            shrunk = torch.mm(x[rows], matrices.a)  # (t, r * n)
+            slices = y[rows].split(layer.output_slices, 1)
+            for out, part, b in zip(slices, matrices.by_slice(shrunk), matrices.b):
+                if b is not None:
+                    out.addmm_(part, b)  # (t, N_i)
         return y
+
+    def _slot_matrices(self, layer: BaseLayerWithLoRA, slot: int) -> _SlotMatrices:
+        """The live part of a slot as views; kept with the layer until the slot is written again."""
+        a, b = layer.storage
+        ranks = [slice_ranks[slot] for slice_ranks in layer.live_ranks]
+        rank = max(ranks)
+        parts = b[slot, :rank].split(layer.output_slices, 1)  # n x (r, N_i)
+        layer.slot_memo[slot] = matrices = _SlotMatrices(
+            rank,
+            a[slot, :rank].flatten(0, 1).t(),  # (K, r * n)
+            [part if live else None for part, live in zip(parts, ranks)],
+        )
+        return matrices
 
     def add_shrink(
         self,
