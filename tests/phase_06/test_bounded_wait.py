@@ -259,6 +259,19 @@ def test_a_pin_under_running_requests_makes_the_smallest_adapter_give_way():
     assert {r.adapter_id for r in output.running} == {1}
 
 
+def test_nobody_makes_way_for_requests_that_may_not_run_yet():
+    world = World(max_loras=1, max_lora_wait_steps=3)
+    world.add_all(1, 2, max_tokens=50)
+    world.step()
+    world.scheduler.blocked_adapters[2, 0] = "being read"
+
+    evictions = [world.step().preempted_adapters for _ in range(9)]
+    del world.scheduler.blocked_adapters[2, 0]
+
+    assert not any(evictions)
+    assert world.step().preempted_adapters == [1]
+
+
 def test_an_adapter_waiting_for_a_slot_is_due_exactly_at_the_bound():
     admission = LoRAAdmission(max_loras=1, max_wait_steps=3)
     for _ in range(3):
