@@ -26,9 +26,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     places = parameter_slices(model)
     tied = getattr(model, "config", None) is not None and model.config.tie_word_embeddings
     waiting, unexpected = set(places), []
-    for name, tensor in tqdm(
-        iterate_tensors(Path(folder)), "Loading weights", unit=" tensors", delay=SHOW_PROGRESS_AFTER_SECONDS
-    ):
+    tensors = iterate_tensors(Path(folder))
+    for name, tensor in tqdm(tensors, "Loading weights", len(places), delay=SHOW_PROGRESS_AFTER_SECONDS):
         if name.endswith(IGNORED_SUFFIXES) or (tied and name == "lm_head.weight"):
             continue
         if name not in places:
