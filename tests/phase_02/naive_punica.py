@@ -5,6 +5,7 @@ All of them compute token by token in float64. They differ in where they keep A 
 
 import torch
 import torch.nn.functional as F
+from scattered_slots import ScatteredSlots
 
 
 class NaivePunica:
@@ -32,24 +33,11 @@ class NaivePunica:
 
 
 class ScatteredPunica(NaivePunica):
-    """A and B of all layers in one tensor, slots innermost, every second element NaN: no row of them is together."""
+    """A and B of all layers in one tensor, no two elements of a slot together."""
 
-    def __init__(self, dtype, cells=400_000):
+    def __init__(self, dtype):
         super().__init__()
-        self.pool = torch.full((cells, 2), float("nan"), dtype=dtype)
-        self.used = 0
-
-    def adopt(self, layer):
-        homes = [
-            tuple(self._place(buffer.shape) for buffer in buffers)
-            for buffers in (layer.lora_a_stacked, layer.lora_b_stacked)
-        ]
-        layer.re_home(*homes)
-
-    def _place(self, shape):
-        cells = self.pool[self.used : self.used + shape.numel(), 0]
-        self.used += shape.numel()
-        return cells.view(*reversed(shape)).permute(3, 2, 1, 0)
+        self.adopt = ScatteredSlots(dtype).adopt
 
 
 class TailRowsPunica(NaivePunica):

@@ -1,0 +1,445 @@
+"""The backends on whole linears, against float64 sums row by row (lab 3.6 for what all of them share)."""
+
+import pytest
+import torch
+from mixed_layer import VOCAB, MixedLayer, make_backend
+from per_token import Guarded, assert_close, choose, expanded, random_slots, random_tensor, shrunk
+from torch.overrides import TorchFunctionMode
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.punica_wrapper import PunicaWrapperCPU, PunicaWrapperLoops, get_punica_wrapper
+
+# Those that run the shared product, and those with one of their own.
+SHARED = ["loops", "op by op", "scattered loops", "scattered op by op"]
+ALL = [*(pytest.param(name, marks=pytest.mark.lab("3.6")) for name in SHARED), "grouped", "auto"]
+
+
+@pytest.fixture(params=ALL)
+def backend(request):
+    return make_backend(request.param)
+
+
+def small_layer(backend, dtype=torch.float64, **kwargs):
+    """Two slices; adapters 11 in slot 2, 12 in slot 0, slot 1 free."""
+    base = MergedColumnParallelLinear(12, [9, 4], params_dtype=dtype)
+    mixed = MixedLayer(backend, base, ["gate", "up"], **kwargs)
+    mixed.put(2, 11, ranks=[8, 3])
+    mixed.put(0, 12, ranks=[2, 5])
+    return mixed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_batches_while_adapters_come_and_go(backend, seed):
+    """Five steps on one layer: slots filled, emptied and swapped in between, every mix of rows."""
+    mixed = MixedLayer.random(backend, seed)
+    next_id = 1
+
+    for _ in range(5):
+        for slot in range(mixed.slots):
+            if choose(mixed.generator, [True, False]):
+                mixed.put(slot, next_id)
+                next_id += 1
+            elif choose(mixed.generator, [True, False, False]):
+                mixed.clear(slot)
+        taken = [slot for slot in range(mixed.slots) if mixed.table[slot] is not None]
+        rows = random_slots(mixed.generator, choose(mixed.generator, [1, 2, 6, 19]), len(taken))
+        ids = [0 if row < 0 else mixed.table[taken[row]] for row in rows]
+        x = mixed.inputs(len(ids))
+
+        mixed.step(ids)
+        y = mixed.run(x)
+
+        assert_close(y, mixed.expected(x, ids), 1e-12)
+        base_rows = [row for row, adapter_id in enumerate(ids) if not adapter_id]
+        assert torch.equal(y[base_rows], mixed.base_output(x)[base_rows])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[0], [11], [0, 0, 11], [11, 0], [12, 0, 12, 0], [11, 12, 11, 0, 12, 12, 0, 11], [0, 12, 11, 11, 0]],
+)
+def test_base_rows_are_untouched(backend, ids):
+    """INCIDENTS 1: bit for bit what the base layer gives them, whatever shares the batch."""
+    mixed = small_layer(backend)
+    x = mixed.inputs(len(ids))
+
+    mixed.step(ids)
+    y = mixed.run(x)
+
+    base = mixed.base_output(x)
+    assert [torch.equal(row, plain) for row, plain in zip(y, base)] == [not adapter_id for adapter_id in ids]
+
+
+@pytest.mark.parametrize("order_seed", range(6))
+def test_the_order_of_rows_does_not_change_a_row(backend, order_seed):
+    """INCIDENTS 17: unsorted, repeated and non-contiguous adapters, in float64 and float32."""
+    mixed = small_layer(backend, torch.float64)
+    ids = [11, 11, 11, 12, 12, 0, 0, 0, 11, 12]
+    x = mixed.inputs(len(ids))
+    mixed.step(ids)
+    in_order = mixed.run(x)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(order_seed)).tolist()
+
+    mixed.step([ids[row] for row in order])
+    shuffled = mixed.run(x[order])
+
+    assert_close(shuffled, in_order[order], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["loops", "grouped"])
+@pytest.mark.parametrize("order_seed", range(6))
+def test_the_order_of_rows_does_not_change_a_row_in_float32(name, order_seed):
+    mixed = small_layer(make_backend(name), torch.float32)
+    ids = [11, 11, 11, 12, 12, 0, 0, 0, 11, 12]
+    x = mixed.inputs(len(ids))
+    alone = []
+    for row, adapter_id in enumerate(ids):
+        mixed.step([adapter_id])
+        alone.append(mixed.run(x[row : row + 1]))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(order_seed)).tolist()
+
+    mixed.step([ids[row] for row in order])
+    shuffled = mixed.run(x[order])
+
+    assert_close(shuffled, torch.cat(alone)[order].double(), 1e-6)
+
+
+def test_adapters_may_swap_slots_between_steps(backend):
+    """The same ids in the same rows: only the slot table has changed."""
+    mixed = small_layer(backend)
+    ids, x = [11, 12, 0, 12], mixed.inputs(4)
+    mixed.step(ids)
+    before = mixed.run(x)
+
+    pairs = mixed.held[2], mixed.held[0]
+    for slot, pair in zip((0, 2), pairs):
+        mixed.layer.set_lora(slot, *([part[side] for part in pair] for side in (0, 1)))
+    mixed.table = [11, None, 12]
+    mixed.step(ids)
+
+    assert_close(mixed.run(x), before, 1e-12)
+
+
+def test_a_slot_filled_anew_serves_the_new_adapter(backend):
+    mixed = small_layer(backend)
+    ids, x = [11, 13, 0], mixed.inputs(3)
+    mixed.step([11, 12, 0])
+    mixed.run(x)
+
+    mixed.put(0, 13, ranks=[1, 8])
+    mixed.step(ids)
+
+    assert_close(mixed.run(x), mixed.expected(x, ids), 1e-12)
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [0, 4], [6, 0]])
+def test_slices_that_an_adapter_leaves_out_stay_base(backend, ranks):
+    mixed = small_layer(backend)
+    mixed.put(1, 13, ranks=ranks)
+    ids, x = [13, 11, 13, 12], mixed.inputs(4)
+
+    mixed.step(ids)
+    y = mixed.run(x)
+
+    assert_close(y, mixed.expected(x, ids), 1e-12)
+    untouched = torch.arange(13) < 9 if not ranks[0] else torch.zeros(13, dtype=torch.bool)
+    untouched |= torch.arange(13) >= 9 if not ranks[1] else False
+    assert torch.equal(y[::2, untouched], mixed.base_output(x)[::2, untouched])
+
+
+def test_an_adapter_without_weights_for_this_layer_is_served_the_base(backend):
+    mixed = small_layer(backend)
+    mixed.layer.reset_lora(2)
+    x = mixed.inputs(3)
+
+    mixed.step([11, 11, 11])
+
+    assert torch.equal(mixed.run(x), mixed.base_output(x))
+
+
+def test_many_layers_share_one_backend_and_one_step(backend):
+    layers = [MixedLayer.random(backend, seed) for seed in range(5)]
+    slots = min(mixed.slots for mixed in layers)
+    for mixed in layers:
+        for slot in range(slots):
+            mixed.put(slot, slot + 1)
+    ids = [slots, 0, 1, 1, slots]
+
+    layers[0].step(ids)
+
+    for mixed in layers:
+        x = mixed.inputs(len(ids))
+        assert_close(mixed.run(x), mixed.expected(x, ids), 1e-12)
+
+
+# Model and adapters: how far off the largest value a result may be.
+PRECISIONS = {
+    ("float32", "float32"): 1e-5,
+    ("float32", "bfloat16"): 1e-5,
+    ("float32", "float16"): 1e-5,
+    ("float64", "float32"): 1e-12,
+    ("bfloat16", "bfloat16"): 2**-6,
+    ("bfloat16", "float32"): 2**-6,
+    ("float16", "float16"): 2**-9,
+}
+
+
+@pytest.mark.parametrize("name", ["loops", "op by op", "grouped"])
+@pytest.mark.parametrize(("model_dtype", "lora_dtype"), PRECISIONS, ids="-".join)
+def test_adapters_may_be_of_another_precision_than_the_model(name, model_dtype, lora_dtype):
+    base = QKVParallelLinear(30, 4, 4, 2, params_dtype=getattr(torch, model_dtype))
+    mixed = MixedLayer(make_backend(name), base, ["q", "k", "v"], lora_dtype=lora_dtype)
+    for slot, adapter_id in enumerate((5, 4, 6)):
+        mixed.put(slot, adapter_id, ranks=[8, 2, 0] if slot else [3, 1, 8], dtype=getattr(torch, lora_dtype))
+    ids = [5, 5, 0, 4, 6, 5]
+    x = mixed.inputs(len(ids))
+
+    mixed.step(ids)
+    y = mixed.run(x)
+
+    assert y.dtype == base.weight.dtype
+    assert_close(y, mixed.expected(x, ids), PRECISIONS[model_dtype, lora_dtype])
+
+
+# Of PyTorch's functions, those that compute nothing.
+VIEWS = {
+    "__get__",
+    "__getitem__",
+    "__len__",
+    "view",
+    "t",
+    "transpose",
+    "split",
+    "unbind",
+    "unsqueeze",
+    "squeeze",
+}
+
+
+class SlotReads(TorchFunctionMode):
+    """Counts the operations of a pass, and the elements of slot buffers that they are given to read."""
+
+    def __init__(self, layer):
+        super().__init__()
+        buffers = (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        self.storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        self.operations, self.elements = [], 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ not in VIEWS:
+            self.operations.append(func.__name__)
+            for tensor in (a for a in args if isinstance(a, torch.Tensor)):
+                if tensor.untyped_storage().data_ptr() in self.storages:
+                    self.elements += tensor.numel()
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def reads_of(mixed, x):
+    with SlotReads(mixed.layer) as reads:
+        mixed.layer(x)
+    return reads
+
+
+def test_a_batch_without_adapters_pays_for_the_base_layer_only(backend):
+    mixed = small_layer(backend)
+    x = mixed.inputs(3)
+    mixed.step([11, 0, 12])
+    assert reads_of(mixed, x).elements
+
+    mixed.step([0, 0, 0])
+    with torch.no_grad(), SlotReads(mixed.layer) as base:
+        mixed.base(x)
+
+    assert reads_of(mixed, x).operations == base.operations
+
+
+@pytest.mark.parametrize("ranks", [[4, 4, 4], [4, 1, 0]])
+def test_a_short_adapter_does_not_pay_for_the_longest_rank(ranks):
+    """Grouped: rank 4 in a slot for 64 reads at most what rank 4 needs."""
+    base = QKVParallelLinear(20, 4, 4, 2, params_dtype=torch.float64)
+    mixed = MixedLayer(make_backend("grouped"), base, ["q", "k", "v"], rank=64)
+    mixed.put(0, 1, ranks=ranks)
+    mixed.put(1, 2, ranks=[64, 64, 64])
+    x = mixed.inputs(2)
+
+    mixed.step([1, 1])
+    short = reads_of(mixed, x).elements
+    mixed.step([2, 2])
+    longest = reads_of(mixed, x).elements
+
+    assert 0 < short * 16 <= longest
+
+
+def test_a_backend_before_its_first_step_serves_the_base(backend):
+    mixed = small_layer(backend)
+    x = mixed.inputs(2)
+
+    assert torch.equal(mixed.run(x), mixed.base_output(x))
+
+
+def test_metadata_says_which_slot_each_token_and_each_sampled_row_has(backend):
+    mapping = LoRAMapping((8, 8, 0, 5), (8, 0))
+
+    backend.update_metadata(mapping, [5, None, 8], 4, VOCAB)
+
+    assert backend.token_lora_indices.tolist() == [2, 2, -1, 0]
+    assert backend.sampler_indices.tolist() == [2, -1]
+    assert backend.runs == [(2, slice(0, 2)), (0, slice(3, 4))]
+    assert not backend.no_lora
+
+
+@pytest.mark.parametrize("ids", [(), (0,), (0, 0, 0)])
+def test_a_batch_without_adapters_is_known_as_one(backend, ids):
+    backend.update_metadata(LoRAMapping((8,), (8,)), [5, None, 8], 4, VOCAB)
+
+    backend.update_metadata(LoRAMapping(ids, ids), [5, None, 8], 4, VOCAB)
+
+    assert backend.no_lora
+    assert backend.runs == []
+
+
+@pytest.mark.parametrize("mapping", [LoRAMapping((7, 8), (8,)), LoRAMapping((8, 8), (7,))])
+def test_a_step_with_an_adapter_in_no_slot_is_refused_and_changes_nothing(backend, mapping):
+    backend.update_metadata(LoRAMapping((8, 0), (0,)), [5, None, 8], 4, VOCAB)
+
+    with pytest.raises(ValueError, match=r"\[7\] are in the batch but in no slot"):
+        backend.update_metadata(mapping, [5, None, 8], 4, VOCAB)
+
+    assert backend.token_lora_indices.tolist() == [2, -1]
+    assert backend.sampler_indices.tolist() == [-1]
+    assert backend.runs == [(2, slice(0, 1))]
+
+
+def stacked(generator, slots=3, rank=5, width=7, sizes=(4, 6, 1)):
+    """n A's (S, 1, R, K) and n B's (S, 1, N_i, R)."""
+    a = tuple(random_tensor(generator, slots, 1, rank, width) for _ in sizes)
+    b = tuple(random_tensor(generator, slots, 1, size, rank) for size in sizes)
+    return a, b
+
+
+def mapped(name, token_slots):
+    punica = make_backend(name)
+    ids = tuple(slot + 1 for slot in token_slots)
+    punica.update_metadata(LoRAMapping(ids, ids), [1, 2, 3], 4, VOCAB)
+    return punica
+
+
+def added(x, a, b, token_slots, scale):
+    parts = [
+        expanded(shrunk(x, lora_a[:, 0], token_slots, scale), lora_b[:, 0], token_slots)
+        for lora_a, lora_b in zip(a, b, strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+SHRINK_EXPAND = ["loops", "grouped"]
+TOKEN_SLOTS = [[2], [-1, -1], [2, 0, -1, 0, 0, 1], [-1, 1, 1, -1]]
+
+
+@pytest.mark.lab("3.6")
+@pytest.mark.parametrize("name", SHRINK_EXPAND)
+@pytest.mark.parametrize("token_slots", TOKEN_SLOTS, ids=str)
+@pytest.mark.parametrize("given_buffer", [False, True])
+def test_add_lora_linear_adds_to_what_is_there(name, token_slots, given_buffer):
+    generator = torch.Generator().manual_seed(0)
+    a, b = stacked(generator)
+    x = random_tensor(generator, len(token_slots), 7)
+    y = Guarded(random_tensor(generator, len(token_slots), 11))
+    before = y.tensor.double().clone()
+    # A buffer may hold anything from the step before.
+    buffer = torch.full((3, len(token_slots), 5), 99.0) if given_buffer else None
+
+    mapped(name, token_slots).add_lora_linear(y.tensor, x, a, b, 0.5, (4, 6, 1), buffer=buffer)
+
+    assert_close(y.tensor, before + added(x, a, b, token_slots, 0.5), 1e-5)
+    rows = torch.tensor([slot >= 0 for slot in token_slots])
+    y.assert_untouched_but(rows[:, None].expand(-1, 11))
+
+
+@pytest.mark.parametrize("name", SHRINK_EXPAND)
+@pytest.mark.parametrize("token_slots", TOKEN_SLOTS, ids=str)
+def test_add_shrink_fills_one_buffer_a_slice(name, token_slots):
+    generator = torch.Generator().manual_seed(1)
+    a, _ = stacked(generator)
+    x = random_tensor(generator, len(token_slots), 7)
+    buffers = tuple(Guarded(random_tensor(generator, len(token_slots), 5)) for _ in a)
+
+    mapped(name, token_slots).add_shrink(tuple(g.tensor for g in buffers), x, a, 1.5)
+
+    rows = torch.tensor([slot >= 0 for slot in token_slots])
+    for guarded, lora_a in zip(buffers, a, strict=True):
+        assert_close(guarded.tensor[rows], shrunk(x, lora_a[:, 0], token_slots, 1.5)[rows], 1e-5)
+        guarded.assert_untouched_but(rows[:, None].expand(-1, 5))
+
+
+@pytest.mark.parametrize("name", SHRINK_EXPAND)
+@pytest.mark.parametrize("token_slots", TOKEN_SLOTS, ids=str)
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("add_inputs", [True, False])
+def test_add_expand_writes_the_slices_side_by_side_from_its_offset(name, token_slots, offset, add_inputs):
+    generator = torch.Generator().manual_seed(2)
+    _, b = stacked(generator)
+    x = random_tensor(generator, 3, len(token_slots), 5)
+    y = Guarded(random_tensor(generator, len(token_slots), offset + 11 + 2))
+    before = y.tensor.double()[:, offset : offset + 11].clone() if add_inputs else 0
+
+    mapped(name, token_slots).add_expand(y.tensor, x, b, (4, 6, 1), offset, add_inputs)
+
+    rows = torch.tensor([slot >= 0 for slot in token_slots])
+    parts = [expanded(x[i], lora_b[:, 0], token_slots) for i, lora_b in enumerate(b)]
+    expected = torch.cat(parts, dim=1) + before
+    assert_close(y.tensor[rows, offset : offset + 11], expected[rows], 1e-5)
+    columns = torch.arange(offset + 13)
+    y.assert_untouched_but(rows[:, None] & (columns >= offset) & (columns < offset + 11))
+
+
+@pytest.mark.lab("3.6")
+@pytest.mark.parametrize("name", SHRINK_EXPAND)
+def test_half_precision_sums_stay_in_float32_until_b_has_been_applied(name):
+    """Rounded only once, when y is written: half a unit in the last place of bfloat16 at most."""
+    generator = torch.Generator().manual_seed(3)
+    token_slots = [0, 2, 2, -1]
+    a, b = (
+        tuple(t.bfloat16() for t in side) for side in stacked(generator, rank=16, width=300, sizes=(40, 8, 2))
+    )
+    x = random_tensor(generator, 4, 300, dtype=torch.bfloat16)
+    y = torch.zeros(4, 50, dtype=torch.bfloat16)
+
+    mapped(name, token_slots).add_lora_linear(y, x, a, b, 1.0, (40, 8, 2))
+
+    expected = added(x, a, b, token_slots, 1.0)
+    error = (y.double() - expected).abs()
+    assert (error <= 2**-8 * expected.abs() + 1e-6 * expected.abs().max()).all()
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("loops", PunicaWrapperLoops), ("grouped", PunicaWrapperCPU), ("auto", PunicaWrapperCPU)],
+)
+def test_the_config_picks_the_backend(backend, expected):
+    config = LoRAConfig(punica_backend=backend)
+
+    assert type(get_punica_wrapper(8, 2, "cpu", lora_config=config)) is expected
+
+
+def test_without_a_config_the_quickest_backend_is_taken():
+    assert type(get_punica_wrapper(8, 2, "cpu")) is PunicaWrapperCPU
+
+
+@pytest.mark.parametrize("first", ["loops", "grouped"])
+@pytest.mark.parametrize("second", ["loops", "grouped", "scattered loops"])
+def test_a_layer_may_be_handed_to_another_backend_with_all_it_holds(first, second):
+    base = RowParallelLinear(6, 5, params_dtype=torch.float64)
+    mixed = MixedLayer(make_backend(first), base, [])
+    mixed.put(0, 1, ranks=[3])
+    ids, x = [1, 0, 2], mixed.inputs(3)
+
+    mixed.punica = make_backend(second)
+    mixed.layer.set_mapping(mixed.punica)
+    mixed.put(2, 2, ranks=[8])
+    mixed.step(ids)
+
+    assert_close(mixed.run(x), mixed.expected(x, ids), 1e-12)

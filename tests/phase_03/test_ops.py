@@ -1,0 +1,199 @@
+"""The six ops against float64 sums, one token at a time (labs 3.2, 3.3 and 3.5).
+
+Unused slots hold NaN, and so does everything around a buffer.
+"""
+
+import pytest
+import torch
+from per_token import Guarded, assert_close, choose, expanded, random_slots, random_tensor, shrunk
+
+from minivllm.lora.ops.torch_ops import (
+    bgmv_expand,
+    bgmv_expand_slice,
+    bgmv_shrink,
+    sgmv_expand,
+    sgmv_expand_slice,
+    sgmv_shrink,
+)
+
+SIZES = [1, 2, 3, 7, 16, 33]
+CASES = range(25)
+# Of input, weights, output: how far off the largest value a result may be.
+DTYPES = {
+    (torch.float32, torch.float32, torch.float32): 1e-5,
+    (torch.float64, torch.float64, torch.float64): 1e-13,
+    (torch.bfloat16, torch.bfloat16, torch.float32): 1e-5,
+    (torch.float16, torch.float16, torch.float32): 1e-5,
+    (torch.float32, torch.bfloat16, torch.float32): 1e-5,
+    (torch.float32, torch.bfloat16, torch.bfloat16): 2**-8,
+    (torch.float32, torch.float16, torch.float16): 2**-10,
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16): 2**-7,
+    (torch.bfloat16, torch.float32, torch.bfloat16): 2**-8,
+}
+DTYPE_IDS = ["-".join(str(t).removeprefix("torch.") for t in dtypes) for dtypes in DTYPES]
+
+
+def segments(slots, generator):
+    """What sgmv ops take: pieces of neighbouring rows with one slot, base rows among them, as requests would be.
+
+    Neighbours with the same slot may be two pieces; what follows the last piece is rubbish.
+    """
+    starts, lengths, piece_slots = [], [], []
+    for row, slot in enumerate(slots):
+        if row and slot == slots[row - 1] and choose(generator, [True, True, False]):
+            lengths[-1] += 1
+        else:
+            starts.append(row)
+            lengths.append(1)
+            piece_slots.append(slot)
+    rubbish = ([7, 0], [3, 900], [0, 5])
+    tensors = (torch.tensor(a + b) for a, b in zip((starts, lengths, piece_slots), rubbish, strict=True))
+    return *tensors, len(starts), max(lengths, default=0), len(slots)
+
+
+def bgmv_meta(slots, generator):
+    return (torch.tensor(slots, dtype=torch.long),)
+
+
+SHRINKS = [
+    pytest.param(bgmv_shrink, bgmv_meta, marks=pytest.mark.lab("3.2"), id="bgmv"),
+    pytest.param(sgmv_shrink, segments, marks=pytest.mark.lab("3.5"), id="sgmv"),
+]
+SLICE_EXPANDS = [
+    pytest.param(bgmv_expand_slice, bgmv_meta, marks=pytest.mark.lab("3.3"), id="bgmv"),
+    pytest.param(sgmv_expand_slice, segments, marks=pytest.mark.lab("3.5"), id="sgmv"),
+]
+WHOLE_EXPANDS = [
+    pytest.param(bgmv_expand, bgmv_meta, marks=pytest.mark.lab("3.3"), id="bgmv"),
+    pytest.param(sgmv_expand, segments, marks=pytest.mark.lab("3.5"), id="sgmv"),
+]
+
+
+def slot_weights(generator, slots, rows, columns, used, dtype):
+    """(S, out, in), or (S, 1, out, in) as the layers have them; slots that nobody uses are NaN."""
+    weights = random_tensor(generator, slots, rows, columns, dtype=dtype)
+    for slot in set(range(slots)) - set(used):
+        weights[slot] = float("nan")
+    return weights, choose(generator, [weights, weights.unsqueeze(1)])
+
+
+def has_adapter(slots):
+    return torch.tensor([slot >= 0 for slot in slots], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize(("op", "meta"), SHRINKS)
+def test_shrink_writes_the_sums_of_adapter_rows_and_nothing_else(op, meta, dtypes):
+    for seed in CASES:
+        generator = torch.Generator().manual_seed(seed)
+        tokens, width, rank, slots = (choose(generator, SIZES) for _ in range(4))
+        token_slots = random_slots(generator, tokens, slots)
+        scaling = choose(generator, [1.0, 0.25, 3.5])
+        a, a_given = slot_weights(generator, slots, rank, width, token_slots, dtypes[1])
+        x = Guarded(random_tensor(generator, tokens, width, dtype=dtypes[0]))
+        extra = choose(generator, [0, 4])
+        y = Guarded(random_tensor(generator, tokens, rank + extra, dtype=dtypes[2]))
+
+        op(x.tensor, a_given, y.tensor, *meta(token_slots, generator), scaling)
+
+        rows = has_adapter(token_slots)
+        expected = shrunk(x.tensor, a, token_slots, scaling)
+        assert_close(y.tensor[rows, :rank], expected[rows], DTYPES[dtypes])
+        y.assert_untouched_but(rows[:, None] & (torch.arange(rank + extra) < rank))
+        x.assert_untouched_but(torch.zeros(1, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize(("op", "meta"), SLICE_EXPANDS)
+def test_expand_writes_one_slice_of_adapter_rows_and_nothing_else(op, meta, dtypes):
+    for seed in CASES:
+        generator = torch.Generator().manual_seed(seed)
+        tokens, rank, size, slots = (choose(generator, SIZES) for _ in range(4))
+        token_slots = random_slots(generator, tokens, slots)
+        b, b_given = slot_weights(generator, slots, size, rank, token_slots, dtypes[1])
+        x = Guarded(random_tensor(generator, tokens, rank + choose(generator, [0, 3]), dtype=dtypes[0]))
+        offset, after = choose(generator, [0, 1, 6]), choose(generator, [0, 5])
+        y = Guarded(random_tensor(generator, tokens, offset + size + after, dtype=dtypes[2]))
+        before = y.tensor.double()[:, offset : offset + size].clone()
+        add_inputs = choose(generator, [True, False])
+
+        op(x.tensor, b_given, y.tensor, *meta(token_slots, generator), offset, size, add_inputs)
+
+        rows = has_adapter(token_slots)
+        expected = expanded(x.tensor, b, token_slots) + (before if add_inputs else 0)
+        assert_close(y.tensor[rows, offset : offset + size], expected[rows], DTYPES[dtypes])
+        columns = torch.arange(offset + size + after)
+        y.assert_untouched_but(rows[:, None] & (columns >= offset) & (columns < offset + size))
+
+
+@pytest.mark.parametrize(("op", "meta"), WHOLE_EXPANDS)
+def test_expand_without_a_slice_fills_the_first_columns(op, meta):
+    for seed in CASES:
+        generator = torch.Generator().manual_seed(seed)
+        tokens, rank, size, slots = (choose(generator, SIZES) for _ in range(4))
+        token_slots = random_slots(generator, tokens, slots)
+        b, b_given = slot_weights(generator, slots, size, rank, token_slots, torch.float32)
+        x = Guarded(random_tensor(generator, tokens, rank))
+        # An output narrower than B: model and adapter may pad to different widths.
+        width = choose(generator, [size, size + 3, max(1, size - 2)])
+        y = Guarded(random_tensor(generator, tokens, width))
+        before = y.tensor.double().clone()
+        add_inputs = choose(generator, [True, False])
+
+        op(x.tensor, b_given, y.tensor, *meta(token_slots, generator), add_inputs)
+
+        rows, filled = has_adapter(token_slots), min(width, size)
+        expected = expanded(x.tensor, b, token_slots)[:, :filled] + (before[:, :filled] if add_inputs else 0)
+        assert_close(y.tensor[rows, :filled], expected[rows], 1e-5)
+        y.assert_untouched_but(rows[:, None] & (torch.arange(width) < filled))
+
+
+@pytest.mark.parametrize(("op", "meta"), [*SHRINKS, *SLICE_EXPANDS, *WHOLE_EXPANDS])
+@pytest.mark.parametrize("token_slots", [[-1], [-1, -1, -1], [0, -1], [-1, 2], [2, -1, -1, 1, -1]])
+def test_base_rows_are_untouched(op, meta, token_slots):
+    """INCIDENTS 1: -1 as an index would give them the last slot's adapter."""
+    generator = torch.Generator().manual_seed(0)
+    is_shrink, is_slice = "shrink" in op.__name__, "slice" in op.__name__
+    x = random_tensor(generator, len(token_slots), 6)
+    weights = random_tensor(generator, 3, 6, 6)
+    y = random_tensor(generator, len(token_slots), 6)
+    before = y.clone()
+
+    rest = (1.0,) if is_shrink else (0, 6) if is_slice else ()
+    op(x, weights, y, *meta(token_slots, generator), *rest)
+
+    base = ~has_adapter(token_slots)
+    assert torch.equal(y[base], before[base])
+    assert not any(torch.equal(row, old) for row, old in zip(y[~base], before[~base], strict=True))
+
+
+@pytest.mark.parametrize(("op", "meta"), [*SHRINKS, *SLICE_EXPANDS])
+def test_the_order_of_rows_does_not_change_a_row(op, meta):
+    """INCIDENTS 17: unsorted, repeated and non-contiguous adapters, against every row on its own."""
+    generator = torch.Generator().manual_seed(3)
+    token_slots = [2, 0, 2, -1, 1, 1, 0, -1, 2, 0, 0, 1]
+    x = random_tensor(generator, len(token_slots), 40)
+    weights = random_tensor(generator, 3, 40, 40)
+    rest = (1.0,) if "shrink" in op.__name__ else (0, 40, False)
+
+    def run(rows):
+        y = torch.zeros(len(rows), 40)
+        op(x[rows], weights, y, *meta([token_slots[row] for row in rows], generator), *rest)
+        return y
+
+    alone = torch.cat([run([row]) for row in range(len(x))])
+    for _ in range(10):
+        order = torch.randperm(len(x), generator=generator).tolist()
+        assert_close(run(order), alone[order].double(), 1e-6)
+
+
+@pytest.mark.lab("3.5")
+def test_a_segment_may_be_empty():
+    generator = torch.Generator().manual_seed(4)
+    x, a = random_tensor(generator, 3, 5), random_tensor(generator, 2, 4, 5)
+    y = torch.zeros(3, 4)
+
+    starts, lengths, slots = torch.tensor([0, 2, 2]), torch.tensor([2, 0, 1]), torch.tensor([1, 0, 0])
+    sgmv_shrink(x, a, y, starts, lengths, slots, 3, 2, 3, 1.0)
+
+    assert_close(y, shrunk(x, a, [1, 1, 0], 1.0), 1e-5)

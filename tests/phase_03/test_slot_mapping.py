@@ -1,0 +1,148 @@
+"""From adapter ids to slots (lab 3.1), and from slots to runs of rows (lab 3.4)."""
+
+import itertools
+
+import pytest
+import torch
+from per_token import choose, random_slots
+
+from minivllm.lora.layers import LoRAMapping, LoRAMappingType
+from minivllm.lora.punica_wrapper import convert_mapping
+from minivllm.lora.punica_wrapper.utils import compute_runs, slots_of
+
+
+@pytest.mark.lab("3.1")
+@pytest.mark.parametrize(
+    ("ids", "table", "slots"),
+    [
+        ((7, 7, 3), [3, 7], [1, 1, 0]),
+        ((0, 0), [3, 7], [-1, -1]),
+        ((0, 3, 0, 7), [7, None, 3], [-1, 2, -1, 0]),
+        ((1, 2, 3), [3, 1, 2], [1, 2, 0]),
+        ((), [3], []),
+        ((0,), [None, None], [-1]),
+    ],
+)
+def test_every_row_gets_its_adapters_slot_and_base_rows_minus_one(ids, table, slots):
+    assert slots_of(ids, table) == slots
+
+
+@pytest.mark.lab("3.1")
+def test_a_row_is_translated_by_where_its_adapter_sits_now():
+    """Ids 1 to 4 in random slots, again and again: brute force over the table."""
+    generator = torch.Generator().manual_seed(0)
+
+    for _ in range(200):
+        table = [choose(generator, [None, 10 * slot + 1, 10 * slot + 2]) for slot in range(4)]
+        held = [adapter for adapter in table if adapter is not None]
+        ids = tuple(choose(generator, [0, *held]) for _ in range(6))
+
+        for adapter, slot in zip(ids, slots_of(ids, table), strict=True):
+            assert slot == -1 if adapter == 0 else table[slot] == adapter
+
+
+@pytest.mark.lab("3.1")
+@pytest.mark.parametrize(
+    ("ids", "missing"), [((1, 9, 0), "9"), ((8, 9, 8), "8, 9"), ((-1,), "-1"), ((2,), "2")]
+)
+def test_an_adapter_in_no_slot_is_refused(ids, missing):
+    """It would be served by whatever adapter, or none, is there instead."""
+    with pytest.raises(ValueError, match=rf"\[{missing}\] are in the batch but in no slot"):
+        slots_of(ids, [1, None])
+
+
+@pytest.mark.lab("3.1")
+@pytest.mark.parametrize("slot", range(3))
+def test_a_free_slot_is_not_the_base(slot):
+    table = [5, 6, 7]
+    table[slot] = None
+
+    assert slots_of((0,), table) == [-1]
+
+
+def converted(index_mapping, prompt_mapping, table, extra_vocab_size=0):
+    mapping = LoRAMapping(index_mapping, prompt_mapping)
+    return convert_mapping(mapping, table, len(table) + 1, 100, extra_vocab_size, "cpu")
+
+
+def test_tokens_and_sampled_rows_are_mapped_each_by_its_own():
+    """Three requests of 3, 1 and 2 tokens, the last of which is not done with its prompt."""
+    tokens, sampler, _, _, lengths = converted((8, 8, 8, 0, 5, 5), (8, 0), [5, None, 8])
+
+    assert tokens.tolist() == [2, 2, 2, -1, 0, 0]
+    assert sampler.tolist() == [2, -1]
+    assert tokens.dtype == sampler.dtype == torch.int64
+    assert lengths == [6, 2, 2, 6]
+
+
+def test_padded_sampler_indices_count_base_rows_as_one_slot_more():
+    """As vLLM has it: row + rows * slot, where the base is slot max_loras - 1 of a max_loras that counts it."""
+    _, _, padded, _, _ = converted((8, 0, 5), (8, 0, 5), [5, None, 8])
+
+    assert padded.tolist() == [0 + 3 * 2, 1 + 3 * 3, 2 + 3 * 0]
+
+
+def test_embedding_indices_are_where_each_tokens_rows_start():
+    """As vLLM has it: base tokens read where slot 0 does; nobody uses what they read."""
+    _, _, _, embeddings, _ = converted((8, 0, 5), (8, 0, 5), [5, None, 8], extra_vocab_size=10)
+
+    assert embeddings.tolist() == [[20, 0, 0], [220, 0, 0]]
+
+
+@pytest.mark.parametrize(("index", "prompt"), [((1, 4), (1,)), ((1, 1), (4,))])
+def test_an_unknown_adapter_is_refused_among_tokens_and_among_sampled_rows(index, prompt):
+    with pytest.raises(ValueError, match="4"):
+        converted(index, prompt, [1, 2])
+
+
+def test_a_batch_of_no_rows_has_empty_indices():
+    tokens, sampler, padded, embeddings, lengths = converted((), (), [1])
+
+    assert [len(t) for t in (tokens, sampler, padded)] == [0, 0, 0]
+    assert embeddings.shape == (2, 0)
+    assert lengths == [0, 0, 0, 0]
+
+
+def test_a_mapping_is_compared_by_its_rows():
+    mapping = LoRAMapping([1, 0], [1, 0])
+
+    assert mapping == LoRAMapping((1, 0), (1, 0))
+    assert mapping != LoRAMapping((0, 1), (1, 0))
+    assert mapping != LoRAMapping((1, 0), (0, 1))
+    assert (mapping.index_mapping, mapping.type) == ((1, 0), LoRAMappingType.LANGUAGE)
+
+
+@pytest.mark.lab("3.4")
+@pytest.mark.parametrize(
+    ("slots", "runs"),
+    [
+        ([], []),
+        ([-1], []),
+        ([0], [(0, slice(0, 1))]),
+        ([-1, -1, -1], []),
+        ([1, 1, 1], [(1, slice(0, 3))]),
+        ([1, 1, 0, 1], [(1, slice(0, 2)), (0, slice(2, 3)), (1, slice(3, 4))]),
+        ([-1, 2, 2, -1, 0, -1], [(2, slice(1, 3)), (0, slice(4, 5))]),
+        ([2, 2, -1, 2], [(2, slice(0, 2)), (2, slice(3, 4))]),
+    ],
+)
+def test_runs_are_neighbours_with_one_slot(slots, runs):
+    assert compute_runs(slots) == runs
+
+
+@pytest.mark.lab("3.4")
+def test_runs_hold_every_adapter_row_once_and_cannot_be_longer():
+    generator = torch.Generator().manual_seed(1)
+
+    for _ in range(200):
+        slots = random_slots(generator, tokens=choose(generator, range(12)), slots=3)
+
+        runs = compute_runs(slots)
+
+        rebuilt = [-1] * len(slots)
+        for slot, rows in runs:
+            assert rows.stop > rows.start
+            rebuilt[rows] = [slot] * (rows.stop - rows.start)
+        assert rebuilt == slots
+        assert len(runs) == sum(slot >= 0 for slot, _ in itertools.groupby(slots))
+        assert [rows.start for _, rows in runs] == sorted(rows.start for _, rows in runs)
