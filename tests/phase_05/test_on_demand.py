@@ -1,0 +1,296 @@
+"""A step's adapters, loaded on demand (lab 5.8), against two plain lists and the files on disk."""
+
+import random
+import shutil
+
+import pytest
+from small_model import Folders, count_copies, count_reads, fail_copies, make_worker, slot_holds
+from tiers_model import TwoTiers
+
+from minivllm.lora.layers import LoRAMapping
+
+pytestmark = pytest.mark.lab("5.8")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return Folders(tmp_path)
+
+
+def test_a_step_reads_what_is_missing_into_a_slot(folders, monkeypatch):
+    reads = count_reads(monkeypatch)
+    worker = make_worker(slots=2, memory=3)
+
+    worker.set_active_adapters(folders.requests(3, 1), LoRAMapping((3, 1, 0), (3, 1, 0)))
+
+    assert sorted(reads) == [1, 3]
+    assert worker.manager.lora_index_to_id == [1, 3]
+    assert slot_holds(worker.manager, 0, folders.weights[1])
+    assert slot_holds(worker.manager, 1, folders.weights[3])
+    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [1, 0, -1]
+
+
+def test_a_folder_is_read_once_for_all_the_steps_that_use_it(folders, monkeypatch):
+    reads = count_reads(monkeypatch)
+    worker = make_worker(slots=1)
+    request = folders.request(1)
+    worker.set_active_adapters([request], None)
+    shutil.rmtree(folders.root / "1")
+
+    for _ in range(3):
+        worker.set_active_adapters([request], None)
+
+    assert reads == [1]
+
+
+def test_requests_come_as_a_list_or_a_set_repeated_or_none(folders):
+    for requests in (folders.requests(1, 2, 1), set(folders.requests(1, 2)), [*folders.requests(1, 2), None]):
+        worker = make_worker(slots=2)
+
+        worker.set_active_adapters(requests, LoRAMapping([], []))
+
+        assert worker.manager.lora_index_to_id == [1, 2]
+
+
+def test_a_step_of_base_requests_needs_nothing(folders):
+    worker = make_worker(slots=1)
+    worker.set_active_adapters(folders.requests(1), None)
+
+    worker.set_active_adapters(set(), LoRAMapping((0, 0), (0,)))
+
+    assert worker.manager.lora_index_to_id == [1]
+    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [-1, -1]
+
+
+def test_slots_are_settled_before_ids_are_translated(folders):
+    worker = make_worker(slots=1, memory=2)
+    worker.set_active_adapters(folders.requests(1), LoRAMapping((1,), (1,)))
+
+    worker.set_active_adapters(folders.requests(2), LoRAMapping((2,), (2,)))
+
+    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [0]
+    assert slot_holds(worker.manager, 0, folders.weights[2])
+
+
+def test_what_the_step_needs_is_not_evicted_for_what_else_it_needs(folders, monkeypatch):
+    """Incident 6: slots [1, 2, 3] and a step that wants 4, 1 and 5 cost two copies, not three."""
+    worker = make_worker(slots=3, memory=5)
+    worker.set_active_adapters(folders.requests(1, 2, 3), None)
+    copies, reads = count_copies(monkeypatch, worker.manager), count_reads(monkeypatch)
+
+    worker.set_active_adapters(folders.requests(4, 1, 5), None)
+
+    assert worker.manager.lora_index_to_id == [1, 4, 5]
+    assert (copies, sorted(reads)) == ([1, 2], [4, 5])
+
+
+def test_a_late_id_is_not_evicted_by_an_early_one_either(folders, monkeypatch):
+    """The same the other way round: what comes first in the step must spare what comes last."""
+    worker = make_worker(slots=3, memory=3)
+    worker.set_active_adapters(folders.requests(9), None)
+    worker.set_active_adapters(folders.requests(2, 3), None)
+    reads = count_reads(monkeypatch)
+
+    worker.set_active_adapters(folders.requests(4, 9), None)
+
+    assert reads == [4]
+    assert worker.manager.lora_index_to_id == [9, 4, 3]
+
+
+def test_more_adapters_than_slots_are_refused_before_anything_changes(folders, monkeypatch):
+    worker = make_worker(slots=2, memory=4)
+    worker.set_active_adapters(folders.requests(1, 2), None)
+    reads = count_reads(monkeypatch)
+
+    for attempt in (worker.prepare_adapters, lambda requests: worker.set_active_adapters(requests, None)):
+        with pytest.raises(RuntimeError, match=r"requested LoRAs \(3\) is greater than .* slots \(2\)"):
+            attempt(folders.requests(3, 4, 5))
+
+    assert reads == []
+    assert worker.manager.lora_index_to_id == [1, 2]
+    assert worker.manager.in_use == {1, 2}
+
+
+def test_slots_that_are_pinned_by_others_are_not_there(folders, monkeypatch):
+    """Incident 3, where it hit: with one of two slots pinned, the batch {2, 3} cannot be placed."""
+    worker = make_worker(slots=2, memory=4)
+    worker.add_adapter(folders.request(1))
+    worker.pin_adapter(1)
+    reads = count_reads(monkeypatch)
+
+    with pytest.raises(RuntimeError, match=r"\(2 plus 1 pinned\)"):
+        worker.set_active_adapters(folders.requests(2, 3), None)
+
+    assert reads == []
+    assert worker.manager.lora_index_to_id == [1, None]
+
+
+def test_a_pinned_adapter_of_the_step_itself_takes_one_slot(folders):
+    worker = make_worker(slots=2, memory=3)
+    worker.add_adapter(folders.request(1))
+    worker.pin_adapter(1)
+
+    worker.set_active_adapters(folders.requests(1, 2), None)
+    worker.set_active_adapters(folders.requests(3), None)
+
+    assert worker.manager.lora_index_to_id == [1, 3]
+
+
+def test_a_bad_adapter_evicts_nobody(folders):
+    """Incident 14."""
+    worker = make_worker(slots=2, memory=2)
+    worker.set_active_adapters(folders.requests(1, 2), None)
+    folders.damage(3)
+
+    with pytest.raises(ValueError, match="adapter 'adapter-3'"):
+        worker.set_active_adapters(folders.requests(3), None)
+
+    assert worker.list_adapters() == {1, 2}
+    assert worker.manager.lora_index_to_id == [1, 2]
+
+
+def test_preparing_tells_who_failed_and_loads_the_others(folders):
+    worker = make_worker(slots=3, memory=3)
+    folders.damage(2)
+
+    failures = worker.prepare_adapters(folders.requests(1, 2, 3))
+
+    assert list(failures) == [2]
+    assert "adapter-2" in str(failures[2])
+    assert worker.list_adapters() == {1, 3}
+
+
+def test_preparing_evicts_from_memory_nothing_that_the_step_needs(folders, monkeypatch):
+    worker = make_worker(slots=2, memory=2)
+    worker.set_active_adapters(folders.requests(5, 6), None)
+    reads = count_reads(monkeypatch)
+
+    assert worker.prepare_adapters(folders.requests(5, 1)) == {}
+    worker.set_active_adapters(folders.requests(5, 1), None)
+
+    assert reads == [1]
+    assert worker.list_adapters() == {1, 5}
+
+
+def test_an_adapter_out_of_memory_is_read_again_as_its_files_are_now(folders):
+    worker = make_worker(slots=1, memory=1)
+    worker.set_active_adapters(folders.requests(1), None)
+    first = worker.manager.get_adapter(1).load_id
+    worker.set_active_adapters(folders.requests(2), None)
+    folders.write(1, seed=100)
+
+    worker.set_active_adapters(folders.requests(1), None)
+
+    assert slot_holds(worker.manager, 0, folders.weights[1])
+    assert worker.manager.get_adapter(1).load_id != first
+    assert worker.manager.stats.adapter(1).loads == 2
+
+
+def test_an_adapter_out_of_its_slot_alone_is_not_read_again(folders, monkeypatch):
+    worker = make_worker(slots=1, memory=2)
+    worker.set_active_adapters(folders.requests(1), None)
+    worker.set_active_adapters(folders.requests(2), None)
+    old_weights, reads = folders.weights[1], count_reads(monkeypatch)
+    folders.write(1, seed=100)
+
+    worker.set_active_adapters(folders.requests(1), None)
+
+    assert reads == []
+    assert slot_holds(worker.manager, 0, old_weights)
+
+
+def test_a_request_to_load_in_place_does_not_read_at_every_step(folders, monkeypatch):
+    """Incident 15: the flag belongs to the moment of asking; the steps see the same request again and again."""
+    worker = make_worker(slots=1)
+    request, reads = folders.request(1, load_inplace=True), count_reads(monkeypatch)
+
+    for _ in range(4):
+        worker.prepare_adapters({request})
+        worker.set_active_adapters({request}, LoRAMapping((1,), (1,)))
+
+    assert reads == [1]
+    assert worker.manager.stats.activations == 1
+
+
+def test_a_copy_that_fails_in_a_step_is_made_up_for_in_the_next(folders, monkeypatch):
+    worker = make_worker(slots=1, memory=2)
+    worker.set_active_adapters(folders.requests(1), None)
+    folders.request(3)
+    with monkeypatch.context() as broken:
+        fail_copies(broken, worker.manager, next(iter(modules_of(folders.weights[3]))))
+        with pytest.raises(OSError, match="device lost"):
+            worker.set_active_adapters(folders.requests(3), LoRAMapping((3,), (3,)))
+        assert worker.manager.lora_index_to_id == [None]
+
+    worker.set_active_adapters(folders.requests(3), LoRAMapping((3,), (3,)))
+
+    assert slot_holds(worker.manager, 0, folders.weights[3])
+
+
+def modules_of(weights):
+    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+    fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    for name in weights.pairs:
+        prefix, _, suffix = name.rpartition(".")
+        yield f"{prefix}.{fused.get(suffix, suffix)}"
+
+
+def test_hits_and_misses_are_counted_by_step_and_adapter(folders):
+    worker = make_worker(slots=2, memory=3)
+
+    for wanted in ([1, 2], [1, 2], [1, 3], [2], []):
+        worker.set_active_adapters(folders.requests(*wanted), None)
+
+    stats = worker.manager.stats
+    assert (stats.hits, stats.misses) == (3, 4)  # [1 2] missed, hit; 1 hit, 3 missed; 2 missed
+    assert {adapter_id: history.steps for adapter_id, history in stats.by_adapter.items()} == {
+        1: 3,
+        2: 3,
+        3: 1,
+    }
+
+
+@pytest.mark.parametrize(("slots", "memory"), [(1, 1), (2, 2), (2, 4), (3, 5)])
+def test_any_history_of_steps_pins_and_changing_files_does_what_two_lists_do(
+    folders, monkeypatch, slots, memory
+):
+    for seed in range(5):
+        rng = random.Random(seed)
+        worker, model = make_worker(slots, memory), TwoTiers(slots, memory)
+        manager, reads, loads = worker.manager, count_reads(monkeypatch), []
+
+        def read(adapter_id, loads=loads):
+            loads.append(adapter_id)
+            return folders.weights[adapter_id]
+
+        for _ in range(40):
+            change_pins(rng, worker, model)
+            if rng.random() < 0.2:
+                folders.write(rng.randrange(1, 8), seed=rng.randrange(10**6))
+            wanted = rng.sample(range(1, 8), rng.randint(0, slots + (rng.random() < 0.1)))
+            requests = folders.requests(*wanted)
+
+            ours = outcome(worker.set_active_adapters, requests, None)
+
+            assert ours == outcome(model.serve, wanted, read)
+            assert manager.lora_index_to_id == model.slots
+            assert list(manager.list_adapters()) == model.by_use(model.memory)
+            assert reads == loads
+            for slot, adapter_id in enumerate(model.slots):
+                assert adapter_id is None or slot_holds(manager, slot, model.memory[adapter_id])
+
+
+def change_pins(rng, worker, model):
+    if model.pins and rng.random() < 0.4:
+        adapter_id = rng.choice(sorted(model.pins))
+        assert worker.unpin_adapter(adapter_id) == model.unpin(adapter_id)
+    if model.memory and rng.random() < 0.3:
+        adapter_id = rng.choice(sorted(model.memory))
+        assert outcome(worker.pin_adapter, adapter_id) == outcome(model.pin, adapter_id)
+
+
+def outcome(call, *args):
+    try:
+        return call(*args)
+    except RuntimeError:
+        return RuntimeError
