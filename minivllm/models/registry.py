@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from minivllm.layers.linear import LinearBase
+from minivllm.layers.norm import RMSNorm
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import load_weights
@@ -26,7 +27,7 @@ def get_model(
 ) -> nn.Module:
     """Build the model a Hugging Face folder describes, and load its weights (vLLM: get_model).
 
-    dtype: None keeps the checkpoint's. pack: prepare the linears for oneDNN where that is faster.
+    dtype: None keeps the checkpoint's. pack: prepare linears and norms for float32 on a CPU.
     Raises FileNotFoundError and ValueError as ModelArchitecture.from_folder and load_weights do.
     """
     config = ModelArchitecture.from_folder(folder)
@@ -34,6 +35,6 @@ def get_model(
     load_weights(model, folder)
     if pack:
         for module in model.modules():
-            if isinstance(module, LinearBase):
+            if isinstance(module, LinearBase | RMSNorm):
                 module.pack()
     return model.eval()

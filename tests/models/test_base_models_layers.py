@@ -84,14 +84,20 @@ def test_silu_and_mul():
     np.testing.assert_allclose(actual, gate / (1 + np.exp(-gate)) * up, rtol=1e-12)
 
 
-def test_rms_norm():
-    x, weight = np.random.default_rng(0).normal(size=(5, 12)), np.linspace(0.5, 2.0, 12)
-    norm = RMSNorm(12, eps=0.05, dtype=torch.float64)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=str)
+def test_rms_norm_packed_or_not(dtype, tolerance):
+    x, weight = np.random.default_rng(0).normal(size=(5, 3, 12)), np.linspace(0.5, 2.0, 12)
+    x[2] *= 1e-3
+    norm = RMSNorm(12, eps=0.05, dtype=dtype)
     norm.weight.data.copy_(torch.from_numpy(weight))
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.05) * weight
 
-    actual = norm(torch.from_numpy(x))
+    plain = norm(torch.from_numpy(x).to(dtype))
+    norm.pack()
+    packed = norm(torch.from_numpy(x).to(dtype))
 
-    np.testing.assert_allclose(actual, x / np.sqrt((x**2).mean(1, keepdims=True) + 0.05) * weight, rtol=1e-12)
+    np.testing.assert_allclose(plain, expected, rtol=tolerance)
+    np.testing.assert_allclose(packed, expected, rtol=tolerance)
 
 
 @pytest.fixture(
@@ -116,7 +122,9 @@ def test_rotated_heads_equal_those_of_transformers_at_near_and_far_positions(rop
     positions = torch.tensor([0, 1, 37, 500, 8191])
     q, k = torch.randn(2, 5, 3, 24, generator=torch.Generator().manual_seed(0))
 
-    q_ours, k_ours = (apply_rotary(x, *RotaryEmbedding(24, 9000, ours, torch.float32)(positions)) for x in (q, k))
+    q_ours, k_ours = (
+        apply_rotary(x, *RotaryEmbedding(24, 9000, ours, torch.float32)(positions)) for x in (q, k)
+    )
 
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     q_theirs, k_theirs = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
