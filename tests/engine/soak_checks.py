@@ -1,0 +1,109 @@
+"""What must hold of an engine between any two calls, whatever happened before."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from minivllm import LLMEngine
+
+
+def check_engine(engine: LLMEngine, live: Iterable[str]) -> None:
+    """Nothing lost, nothing leaked. live: ids of the requests that were sent and have not ended"""
+    _check_requests(engine, set(live))
+    _check_blocks(engine)
+    _check_slots(engine)
+    _check_registry(engine)
+
+
+def _check_requests(engine: LLMEngine, live: set[str]) -> None:
+    scheduler = engine.scheduler
+    queued = [request.request_id for request in [*scheduler.waiting, *scheduler.running]]
+    assert len(queued) == len(set(queued)), f"in two queues: {queued}"
+    assert set(queued) == set(scheduler.requests) == live, (
+        set(queued) ^ live,
+        set(scheduler.requests) ^ live,
+    )
+    assert set(engine.output_processor.states) == live
+    assert set(engine.runner._generators) <= live
+    assert len(scheduler.running) <= scheduler.scheduler_config.max_num_seqs
+
+
+def _check_blocks(engine: LLMEngine) -> None:
+    pool = engine.scheduler.kv_cache.block_pool
+    used = Counter(block for request in engine.scheduler.running for block in request.block_ids)
+    assert all(not request.block_ids for request in engine.scheduler.waiting), (
+        "a waiting request holds blocks"
+    )
+    assert pool.ref_cnt == [used[block] for block in range(pool.num_blocks)], "reference counts"
+    assert set(pool.free) == set(range(1, pool.num_blocks)) - used.keys(), "free blocks"
+    assert {block: pool.hash_of[block] for block in pool.block_of.values()} == pool.hash_of
+    assert {pool.block_of[block_hash] for block_hash in pool.hash_of.values()} == pool.hash_of.keys()
+
+
+def _check_slots(engine: LLMEngine) -> None:
+    manager = engine.adapters.manager
+    slots = [adapter_id for adapter_id in manager.lora_index_to_id if adapter_id is not None]
+    memory = manager.list_adapters()
+    assert len(slots) == len(set(slots)), f"one adapter in two slots: {slots}"
+    assert set(slots) <= memory.keys(), "in a slot but not in memory"
+    assert len(memory) <= manager.capacity
+    assert manager.pinned_adapters <= set(slots), "pinned but in no slot"
+    assert len(engine.adapters.pinned_adapters()) <= manager.lora_slots
+
+
+def _check_registry(engine: LLMEngine) -> None:
+    adapters = engine.adapters
+    in_flight = {request.adapter_id for request in engine.scheduler.requests.values()} - {0}
+    assert in_flight <= adapters.entries.keys(), "a request's adapter is unknown"
+    assert adapters.manager.list_adapters().keys() <= adapters.entries.keys(), "in memory but unknown"
+    assert adapters.pinned_adapters() <= adapters.entries.keys(), "pinned but unknown"
+    leaving = {adapter_id for adapter_id, entry in adapters.entries.items() if entry.leaving}
+    assert leaving <= in_flight, "an unload was forgotten"
+    assert adapters._reloads.keys() == engine.scheduler.blocked_adapters.keys()
+    for adapter_id, generation in adapters._reloads:
+        assert adapters._in_flight(adapter_id, before=generation + 1), "a reload that nobody waits for"
+
+
+def check_running_fit_the_slots(engine: LLMEngine) -> None:
+    """Holds while a step is computed: every running or pinned adapter has a slot."""
+    manager = engine.adapters.manager
+    needed = {request.adapter_id for request in engine.scheduler.running} - {
+        0
+    } | engine.adapters.pinned_adapters()
+    assert needed <= set(manager.lora_index_to_id), (needed, manager.lora_index_to_id)
+
+
+def check_slot_contents(engine: LLMEngine) -> None:
+    """Every slot holds, to the bit, what memory holds of the adapter that the table names."""
+    manager = engine.adapters.manager
+    for adapter_id, slot in manager.list_active_adapters().items():
+        lora = manager.list_adapters()[adapter_id]
+        for name, module in manager.modules.items():
+            weights = lora.get_lora(name)
+            for i in range(module.n_slices):
+                a = b = None
+                if weights is not None:
+                    a, b = weights.lora_a, weights.lora_b
+                    a, b = (a[i], b[i]) if isinstance(a, list) else (a, b)
+                rank = 0 if a is None else len(a)
+                slot_a, slot_b = module.lora_a_stacked[i][slot, 0], module.lora_b_stacked[i][slot, 0]
+                assert module.live_ranks[i][slot] == rank
+                assert not slot_a[rank:].any() and not slot_b[:, rank:].any(), "something past the rank"
+                if rank:
+                    assert torch.equal(slot_a[:rank], a) and torch.equal(slot_b[:, :rank], b), (
+                        adapter_id,
+                        name,
+                    )
+
+
+def check_empty(engine: LLMEngine) -> None:
+    """Once every request has ended and every adapter was removed, nothing is left of them."""
+    check_engine(engine, [])
+    pool = engine.scheduler.kv_cache.block_pool
+    assert len(pool.free) == pool.num_usable_blocks
+    assert not engine.runner._generators
+    manager = engine.adapters.manager
+    assert not engine.adapters.entries and not manager.list_adapters() and not manager.pinned_adapters
+    assert not manager.stats.by_adapter
+    assert set(manager.lora_index_to_id) == {None}
