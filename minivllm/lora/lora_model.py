@@ -160,7 +160,8 @@ def find_weights_file(lora_dir: str) -> Path:
 
 
 def read_weights(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-    """All tensors of a weights file. Pickles are read with `weights_only`, so they cannot run code.
+    """All tensors of a weights file, in the order of names. Pickles are read with `weights_only`, so they
+    cannot run code.
 
     shapes_only   tensors on the "meta" device: of a safetensors file, only the header is read
 
@@ -171,7 +172,7 @@ def read_weights(path: Path, shapes_only: bool = False) -> dict[str, torch.Tenso
             tensors = _read_pickle(path)
         elif shapes_only:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 (no dict)
+                tensors = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 (no dict)
         else:
             # Not safe_open: its tensors are views of the file, so writing over it would change the adapter
             # that is being served, and cutting it short would kill the process.
@@ -181,7 +182,7 @@ def read_weights(path: Path, shapes_only: bool = False) -> dict[str, torch.Tenso
     # KeyError, RuntimeError: a dtype that torch does not have.
     except (SafetensorError, KeyError, RuntimeError) as error:
         raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
-    return {name: tensor.to("meta") for name, tensor in tensors.items()} if shapes_only else tensors
+    return {name: tensors[name].to("meta" if shapes_only else "cpu") for name in sorted(tensors)}
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:

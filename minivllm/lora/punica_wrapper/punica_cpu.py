@@ -85,9 +85,12 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         layer.storage = (a, b)
 
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
-        if self.no_lora or x.dtype != layer.storage[0].dtype:
-            return super().apply_linear(layer, x)  # its ops convert
         y = layer.base_output(x)  # (T, N)
+        if self.no_lora:
+            return y
+        if x.dtype != layer.storage[0].dtype:  # the ops convert
+            self.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices)
+            return y
         for slot, rows in self.runs:
             matrices = layer.slot_memo.get(slot) or self._slot_matrices(layer, slot)
             if not matrices.rank:
