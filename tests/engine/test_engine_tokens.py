@@ -1,0 +1,218 @@
+"""Whatever is batched with whatever, in whichever order and pieces: what comes out is what transformers + PEFT
+give for each request alone.
+"""
+
+import random
+
+import pytest
+import torch
+from tiny_engine import greedy, run, tiny_world, tokens_of
+from tiny_models import token_ids
+
+VARIANTS = ["llama-llama3-rope", "mistral-one-kv-head", "qwen2-tied", "qwen3-wide-heads"]
+NUM_TOKENS = 10
+
+# What may not change a single token. Each leaves some part of the engine little room.
+SETTINGS = {
+    "plenty of everything": {"max_loras": 4},
+    "one slot": {"max_loras": 1, "max_cpu_loras": 1},
+    "two slots, loops": {"punica_backend": "loops"},
+    "chunks of 5 tokens": {"max_num_batched_tokens": 5, "max_num_seqs": 4},
+    "few blocks": {"num_kv_blocks": 14, "max_loras": 3, "max_num_batched_tokens": 24},
+    "few large blocks, no prefix cache": {
+        "block_size": 16,
+        "num_kv_blocks": 6,
+        "max_loras": 3,
+        "enable_prefix_caching": False,
+    },
+    "blocks of 1, loops": {"block_size": 1, "num_kv_blocks": 60, "punica_backend": "loops"},
+    "short turns": {"max_lora_wait_steps": 1, "max_num_seqs": 3, "max_num_batched_tokens": 16},
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def world(request, tmp_path_factory):
+    return tiny_world(tmp_path_factory, request.param)
+
+
+@pytest.fixture
+def llama(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def workload(world, seed):
+    """24 (adapter, prompt) pairs: every adapter and base, prompts of one prefix, one prompt under all adapters."""
+    rng = random.Random(seed)
+    adapters = [None, *world.names]
+    shared = token_ids(14, seed)
+    same_for_all = token_ids(18, seed + 1)
+    pairs = [(adapter, same_for_all) for adapter in adapters for _ in range(2)]
+    for i in range(14):
+        prefix = shared if i % 2 else []
+        pairs.append((adapters[i % 5], prefix + token_ids(rng.randint(1, 20), 100 * seed + i)))
+    rng.shuffle(pairs)
+    return pairs
+
+
+_answers = {}
+
+
+def answer(world, adapter, prompt):
+    """The oracle's, asked once a test run."""
+    key = world.variant, adapter, tuple(prompt)
+    if key not in _answers:
+        _answers[key] = world.oracle().greedy(adapter, prompt, NUM_TOKENS)
+    return _answers[key]
+
+
+def serve(world, engine, pairs, seed=None):
+    """All at once, or with a seed at random moments; the outputs by number."""
+    rng = random.Random(seed)
+    outputs = {}
+    for number, (adapter, prompt) in enumerate(pairs):
+        engine.add_request(str(number), prompt, greedy(NUM_TOKENS), lora_request=world.request(adapter))
+        while seed is not None and rng.random() < 0.5:
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    return outputs | run(engine)
+
+
+def check_hits_stay_within_an_adapter(engine, pairs):
+    """A hit needs an earlier request of the same adapter that begins with the same tokens."""
+    seen = set()
+    for record in engine.trace.records:
+        for row in record.rows:
+            adapter, prompt = pairs[int(row.request)]
+            assert row.adapter == adapter
+            if row.cached:
+                sources = [pairs[number] for number in seen]
+                assert any(a == adapter and p[: row.cached] == prompt[: row.cached] for a, p in sources)
+        seen |= {int(row.request) for row in record.rows}
+
+
+class TestTokens:
+    @pytest.mark.parametrize("setting", SETTINGS)
+    def test_are_those_of_each_request_alone(self, world, setting):
+        pairs = workload(world, seed=0)
+        engine = world.engine(**SETTINGS[setting])
+
+        outputs = serve(world, engine, pairs)
+
+        for number, (adapter, prompt) in enumerate(pairs):
+            assert tokens_of(outputs[str(number)]) == answer(world, adapter, prompt), f"{number}: {adapter}"
+        check_hits_stay_within_an_adapter(engine, pairs)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_do_not_depend_on_the_order_or_the_time_of_arrival(self, llama, seed):
+        rng = random.Random(seed)
+        pairs = workload(llama, seed=0)
+        rng.shuffle(pairs)
+        engine = llama.engine(
+            max_loras=rng.choice([1, 2, 3]),
+            max_num_seqs=rng.choice([2, 5, 30]),
+            block_size=rng.choice([2, 4, 8]),
+            num_kv_blocks=rng.choice([22, 60]),
+            max_num_batched_tokens=rng.choice([7, 20, 200]),
+        )
+
+        outputs = serve(llama, engine, pairs, seed)
+
+        for number, (adapter, prompt) in enumerate(pairs):
+            assert tokens_of(outputs[str(number)]) == answer(llama, adapter, prompt), f"{number}: {adapter}"
+
+    def test_are_the_same_after_everything_that_can_happen_to_a_request(self, llama):
+        """The runs above are worth something only if all this happened in them."""
+        pairs = workload(llama, seed=0)
+        happened = {}
+        for options in SETTINGS.values():
+            engine = llama.engine(**options)
+            serve(llama, engine, pairs)
+            summary = engine.trace.summary()
+            happened = {name: happened.get(name, 0) + count for name, count in summary.items()}
+
+        for name in ("evictions", "chunks", "preemptions", "prefix_hits", "skips", "mixed_steps", "loads"):
+            assert happened[name] > 0, name
+
+
+class TestLogits:
+    @pytest.mark.parametrize("backend", ["grouped", "loops"])
+    def test_agree_with_peft_to_a_ten_thousandth_of_the_largest_in_float32(self, world, backend):
+        engine = world.engine(dtype="float32", max_num_batched_tokens=24, punica_backend=backend)
+        oracle = world.oracle(torch.float32)
+        pairs = workload(world, seed=0)
+        # A request is known again in the sampler by its SamplingParams object.
+        params = [greedy(NUM_TOKENS) for _ in pairs]
+        number_of = {id(param): number for number, param in enumerate(params)}
+        seen = {number: [] for number in range(len(pairs))}
+
+        def note(sampler, args):
+            for row, param in zip(args[0], args[1], strict=True):
+                seen[number_of[id(param)]].append(row.clone())
+
+        engine.runner.sampler.register_forward_pre_hook(note)
+        for number, (adapter, prompt) in enumerate(pairs):
+            engine.add_request(str(number), prompt, params[number], lora_request=world.request(adapter))
+        outputs = run(engine)
+
+        for number, (adapter, prompt) in enumerate(pairs):
+            text = prompt + tokens_of(outputs[str(number)])
+            expected = oracle.logits(adapter, [text])[0, len(prompt) - 1 : -1]
+            ours = torch.stack(seen[number])
+            assert ours.dtype == torch.float32
+            assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max(), f"{number}: {adapter}"
+
+    def test_are_moved_by_every_adapter_by_a_tenth_at_least(self, world):
+        """Agreement proves nothing of adapters that change nothing."""
+        oracle = world.oracle()
+        prompt = token_ids(20, 5)
+        base = oracle.logits(None, [prompt])
+
+        for name in world.names:
+            moved = (oracle.logits(name, [prompt]) - base).abs().max()
+            assert moved >= 0.1 * base.abs().max(), name
+
+
+class TestPrefixCache:
+    PROMPT = token_ids(21, 9)
+
+    def ask(self, engine, world, adapter):
+        engine.add_request("a", self.PROMPT, greedy(NUM_TOKENS), lora_request=world.request(adapter))
+        output = run(engine)["a"]
+        assert tokens_of(output) == answer(world, adapter, self.PROMPT)
+        return output.num_cached_tokens
+
+    def test_the_same_prompt_under_another_adapter_finds_nothing(self, llama):
+        engine = llama.engine(max_loras=4)
+
+        cached = [self.ask(engine, llama, adapter) for adapter in [None, *llama.names]]
+
+        assert cached == [0] * 5
+
+    def test_the_same_prompt_under_the_same_adapter_finds_its_full_blocks(self, llama):
+        engine = llama.engine(max_loras=4)
+        for adapter in [None, *llama.names]:
+            self.ask(engine, llama, adapter)
+
+        cached = [self.ask(engine, llama, adapter) for adapter in [None, *llama.names]]
+
+        assert cached == [20] * 5  # five blocks of 4; the last token is always computed
+
+    def test_an_adapter_that_was_only_out_of_its_slot_finds_them_too(self, llama):
+        engine = llama.engine(max_loras=1, max_cpu_loras=2)
+        self.ask(engine, llama, "qv")
+        self.ask(engine, llama, "all")
+        assert engine.adapters.manager.lora_index_to_id == [2]
+
+        assert self.ask(engine, llama, "qv") == 20
+
+    def test_an_adapter_that_was_read_again_finds_nothing(self, llama):
+        engine = llama.engine(max_loras=1, max_cpu_loras=1)
+        self.ask(engine, llama, "qv")
+        self.ask(engine, llama, "all")
+        assert engine.list_loras() == {2}
+
+        assert self.ask(engine, llama, "qv") == 0
+
+    def test_off_finds_nothing(self, llama):
+        engine = llama.engine(enable_prefix_caching=False)
+
+        assert [self.ask(engine, llama, "qv") for _ in range(2)] == [0, 0]
