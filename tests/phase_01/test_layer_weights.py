@@ -1,0 +1,177 @@
+"""One module's A and B: scaling folded once (lab 1.4), parts of a fused module packed (lab 1.5)."""
+
+import pytest
+import torch
+from adapter_folders import good_config
+
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.lora.peft_helper import PEFTHelper
+
+
+def random_weights(name="q_proj", rank=3, scaling=2.5, width_in=7, width_out=5, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    lora_a, lora_b = (
+        torch.randn(shape, generator=generator, dtype=dtype)
+        for shape in ((rank, width_in), (width_out, rank))
+    )
+    return LoRALayerWeights(name, rank, 99, lora_a, lora_b, scaling=scaling)
+
+
+def delta(lora_a, lora_b, scaling):
+    """The definition, one number at a time."""
+    product = torch.zeros(len(lora_b), lora_a.shape[1], dtype=torch.float64)
+    for row in range(product.shape[0]):
+        for column in range(product.shape[1]):
+            for k in range(len(lora_a)):
+                product[row, column] += scaling * lora_b[row, k].item() * lora_a[k, column].item()
+    return product
+
+
+class TestOptimize:
+    pytestmark = pytest.mark.lab("1.4")
+
+    @pytest.mark.parametrize("scaling", [2.5, 0.125, -3, 1, 0])
+    def test_moves_the_scaling_into_b(self, scaling):
+        weights = random_weights(scaling=scaling)
+        expected = delta(weights.lora_a, weights.lora_b, scaling)
+
+        assert weights.optimize() is weights
+
+        assert weights.scaling == 1
+        torch.testing.assert_close(weights.lora_b @ weights.lora_a, expected, rtol=1e-12, atol=1e-12)
+
+    def test_a_second_time_changes_nothing(self):
+        weights = random_weights().optimize()
+        once = weights.lora_b.clone()
+
+        weights.optimize()
+
+        assert torch.equal(weights.lora_b, once)
+
+    def test_does_not_write_to_tensors_that_others_hold(self):
+        shared = random_weights()
+        before = shared.lora_a.clone(), shared.lora_b.clone()
+        mine = LoRALayerWeights("q_proj", 3, 99, shared.lora_a, shared.lora_b, scaling=4)
+
+        mine.optimize()
+
+        assert torch.equal(shared.lora_a, before[0])
+        assert torch.equal(shared.lora_b, before[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_keeps_the_dtype(self, dtype):
+        assert random_weights(dtype=dtype).optimize().lora_b.dtype == dtype
+
+    def test_of_a_packed_module_scales_each_part_by_its_own_factor_once(self):
+        q, v = random_weights(seed=1, rank=2), random_weights(seed=2, rank=4)
+        packed = PackedLoRALayerWeights(
+            "qkv_proj",
+            4,
+            [3, None, 5],
+            [q.lora_a, None, v.lora_a],
+            [q.lora_b, None, v.lora_b],
+            [1.5, None, 0.25],
+        )
+
+        packed.optimize().optimize()
+
+        assert torch.equal(packed.lora_b[0], q.lora_b * 1.5)
+        assert packed.lora_b[1] is None
+        assert torch.equal(packed.lora_b[2], v.lora_b * 0.25)
+
+
+class TestPack:
+    pytestmark = pytest.mark.lab("1.5")
+
+    def test_keeps_every_part_in_its_place_with_its_own_rank_and_scaling(self):
+        parts = [
+            random_weights("q_proj", rank=2, scaling=0.5, width_out=6, seed=1),
+            random_weights("k_proj", rank=5, scaling=-4, width_out=3, seed=2),
+            random_weights("v_proj", rank=3, scaling=7, width_out=3, seed=3),
+        ]
+        expected = [delta(part.lora_a, part.lora_b, part.scaling) for part in parts]
+
+        packed = PackedLoRALayerWeights.pack(parts)
+
+        for i, whole in enumerate(expected):
+            product = packed.lora_b[i] @ packed.lora_a[i] * packed.scaling[i]
+            torch.testing.assert_close(product, whole, rtol=1e-12, atol=1e-12)
+        assert [len(a) for a in packed.lora_a] == [2, 5, 3]
+        assert packed.rank == 5
+        assert packed.is_packed
+
+    def test_folds_the_scaling_of_all_parts_so_that_optimize_has_nothing_left_to_do(self):
+        packed = PackedLoRALayerWeights.pack(
+            [random_weights(scaling=3, seed=1), random_weights(scaling=5, seed=2)]
+        )
+        before = [b.clone() for b in packed.lora_b]
+
+        packed.optimize()
+
+        assert packed.scaling == [1, 1]
+        assert all(torch.equal(now, then) for now, then in zip(packed.lora_b, before, strict=True))
+
+    @pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+    def test_leaves_a_hole_where_the_adapter_has_no_part(self, missing):
+        parts = [
+            random_weights(name, rank=i + 2, seed=i) for i, name in enumerate(("q_proj", "k_proj", "v_proj"))
+        ]
+        present = [None if i in missing else part for i, part in enumerate(parts)]
+
+        packed = PackedLoRALayerWeights.pack(present)
+
+        for of_parts in (packed.lora_a, packed.lora_b, packed.scaling, packed.lora_alphas):
+            assert [i for i, value in enumerate(of_parts) if value is None] == list(missing)
+        kept = [i for i in range(3) if i not in missing]
+        assert packed.rank == max(kept) + 2
+        assert all(torch.equal(packed.lora_a[i], parts[i].lora_a) for i in kept)
+
+    def test_a_part_that_was_optimized_before_is_not_scaled_again(self):
+        part = random_weights(scaling=3).optimize()
+        once = part.lora_b.clone()
+
+        packed = PackedLoRALayerWeights.pack([part, None])
+
+        assert torch.equal(packed.lora_b[0], once)
+
+
+def test_scaling_is_alpha_over_rank_unless_given():
+    pair = torch.ones(4, 6), torch.ones(5, 4)
+
+    assert LoRALayerWeights("q_proj", 4, 6, *pair).scaling == 1.5
+    assert LoRALayerWeights("q_proj", 4, 6, *pair, scaling=9).scaling == 9
+
+
+def test_scaling_of_packed_parts_is_each_ones_alpha_over_its_own_rank_unless_given():
+    lora_a = [torch.ones(2, 6), None, torch.ones(4, 6)]
+    lora_b = [torch.ones(5, 2), None, torch.ones(3, 4)]
+
+    assert PackedLoRALayerWeights("qkv_proj", 4, [6, None, 6], lora_a, lora_b).scaling == [3, None, 1.5]
+
+
+def test_sizes_are_those_of_the_tensors():
+    weights = random_weights(rank=3, width_in=7, width_out=5, dtype=torch.bfloat16)
+    packed = PackedLoRALayerWeights.pack([weights, None])
+
+    assert (weights.input_dim, weights.output_dim, weights.is_packed) == (7, 5, False)
+    assert weights.nbytes == packed.nbytes == 2 * (3 * 7 + 5 * 3)
+
+
+def test_from_config_takes_alpha_and_scaling_of_the_module():
+    helper = PEFTHelper.from_dict(good_config(r=4, lora_alpha=8, alpha_pattern={"layers.1.q_proj": 12}))
+
+    plain = LoRALayerWeights.from_config("layers.0.q_proj", helper)
+    patterned = LoRALayerWeights.from_config("layers.1.q_proj", helper, rank=3)
+
+    assert (plain.module_name, plain.rank, plain.lora_alpha, plain.scaling) == ("layers.0.q_proj", 4, 8, 2)
+    assert (patterned.rank, patterned.lora_alpha, patterned.scaling) == (3, 12, 4)
+    assert plain.lora_a is None and plain.lora_b is None
+
+
+def test_dummy_weights_have_the_shapes_of_real_ones_and_change_nothing():
+    dummy = LoRALayerWeights.create_dummy_lora_weights("q_proj", 7, 5, 3, torch.bfloat16, "cpu")
+
+    assert (dummy.lora_a.shape, dummy.lora_b.shape) == ((3, 7), (5, 3))
+    assert dummy.lora_a.dtype == dummy.lora_b.dtype == torch.bfloat16
+    assert not (dummy.lora_b @ dummy.lora_a).any()
+    assert dummy.rank == 3 and dummy.scaling == 1

@@ -1,0 +1,240 @@
+"""Names: of adapter tensors (lab 1.2), of modules, and of adapters on the hub."""
+
+import json
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from minivllm.lora.names import (
+    get_adapter_absolute_path,
+    is_base_embedding_weights,
+    is_in_target_modules,
+    is_supported_lora_module,
+    nearest_names,
+    parse_fine_tuned_lora_name,
+)
+
+UP = "model.layers.0.mlp.up_proj"
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+class TestTensorNames:
+    pytestmark = pytest.mark.lab("1.2")
+
+    @pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            (f"{UP}.lora_A.weight", (UP, True)),
+            (f"{UP}.lora_B.weight", (UP, False)),
+            ("lm_head.lora_A.weight", ("lm_head", True)),
+            ("model.embed_tokens.lora_embedding_A", ("model.embed_tokens", True)),
+            ("model.embed_tokens.lora_embedding_B", ("model.embed_tokens", False)),
+            # Names that hold what the rule looks for, elsewhere.
+            ("lora_A.weight.lora_B.weight", ("lora_A.weight", False)),
+            ("model.lora_A.q_proj.lora_B.weight", ("model.lora_A.q_proj", False)),
+            ("model.base_model.model.q_proj.lora_A.weight", ("model.base_model.model.q_proj", True)),
+        ],
+    )
+    def test_give_the_module_and_the_side(self, prefix, name, expected):
+        assert parse_fine_tuned_lora_name(prefix + name) == expected
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            f"base_model.model.{UP}.weight",
+            f"base_model.model.{UP}.lora_A.bias",
+            f"base_model.model.{UP}.lora_A",
+            f"base_model.model.{UP}.lora_A.default.weight",
+            f"base_model.model.{UP}.lora_C.weight",
+            f"base_model.model.{UP}.lora_embedding_A.weight",
+            f"base_model.model.{UP}.base_layer.weight",
+            "base_model.model.lora_A.weight",
+            "lora_A.weight",
+            "lora_embedding_B",
+            "weight",
+            "",
+            ".",
+        ],
+    )
+    def test_that_are_neither_a_nor_b_are_refused(self, name):
+        with pytest.raises(ValueError, match="unsupported LoRA weight") as error:
+            parse_fine_tuned_lora_name(name)
+
+        assert name in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("end", "why"),
+        [
+            (".lora_magnitude_vector", "DoRA"),
+            (".lora_B.bias", "lora_bias=False"),
+            (".base_layer.bias", "bias='none'"),
+            (".trainable_tokens_delta", "trainable_token_indices"),
+            (".embed_tokens.weight", "save_embedding_layers=False"),
+            (".lm_head.weight", "save_embedding_layers=False"),
+            (".score.weight", "only lora_A, lora_B"),
+        ],
+    )
+    def test_that_peft_writes_for_something_else_say_what_it_is(self, end, why):
+        with pytest.raises(ValueError, match=f"unsupported LoRA weight.*{why}"):
+            parse_fine_tuned_lora_name(f"base_model.model.model.x{end}")
+
+    @pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+    def test_are_mapped_to_the_models_without_pefts_prefix(self, prefix):
+        mapper = SimpleNamespace(_map_name=lambda name: name.replace("model.", "language_model.model.", 1))
+
+        parsed = parse_fine_tuned_lora_name(f"{prefix}{UP}.lora_B.weight", mapper)
+
+        assert parsed == (f"language_model.{UP}", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("base_model.model.model.embed_tokens.base_layer.weight", True),
+        ("base_model.model.lm_head.base_layer.weight", True),
+        ("lm_head.base_layer.weight", True),
+        # A change to the base that other adapters share is not to be passed over.
+        (f"base_model.model.{UP}.base_layer.weight", False),
+        (f"base_model.model.{UP}.base_layer.bias", False),
+        ("base_model.model.model.embed_tokens.weight", False),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", False),
+        ("base_model.model.my_lm_head.base_layer.weight", False),
+    ],
+)
+def test_only_pefts_copies_of_base_embeddings_are_passed_over(name, expected):
+    assert is_base_embedding_weights(name) is expected
+
+
+def test_a_module_is_supported_by_its_name_or_the_end_of_it():
+    supported = ["q_proj", "mlp.up_proj"]
+
+    assert is_supported_lora_module("q_proj", supported)
+    assert is_supported_lora_module("model.layers.0.self_attn.q_proj", supported)
+    assert is_supported_lora_module(UP, supported)
+    assert not is_supported_lora_module("model.my_q_proj", supported)
+    assert not is_supported_lora_module("model.q_proj.inner", supported)
+    assert not is_supported_lora_module("up_proj", supported)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "expected"),
+    [
+        (UP, None, True),
+        (UP, ["up_proj"], True),
+        (UP, [UP], True),
+        (UP, ["model.layers.1.mlp.up_proj"], False),
+        (UP, ["gate_up_proj"], True),
+        (UP, ["gate_proj"], False),
+        ("model.layers.0.self_attn.qkv_proj", ["v_proj"], True),
+        ("model.layers.0.self_attn.qkv_proj", ["up_proj", "o_proj"], False),
+        (UP, [], False),
+    ],
+)
+def test_the_servers_targets_match_fused_modules_and_their_parts(name, targets, expected):
+    assert is_in_target_modules(name, targets, PACKED) is expected
+
+
+def test_the_nearest_names_come_first_and_strangers_not_at_all():
+    known = ["model.layers.0.self_attn.q_proj", UP, "lm_head"]
+
+    assert nearest_names("model.layers.0.mlp.up", known)[0] == UP
+    assert nearest_names("zzz", known) == []
+
+
+class Hub:
+    """Stands in for the Hugging Face hub: answers with a folder, or raises."""
+
+    def __init__(self, monkeypatch, answer):
+        self.answer = answer
+        self.asked = []
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self.snapshot_download)
+
+    def snapshot_download(self, repo_id, **options):
+        self.asked.append(repo_id)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+# What huggingface_hub was seen to raise. Made from its module when a test runs: its import takes a while.
+HUB_ERRORS = {
+    "no such repository": lambda e: e.HfHubHTTPError(
+        "404", response=SimpleNamespace(headers={}, request=None)
+    ),
+    "no network, no copy": lambda e: e.LocalEntryNotFoundError("no copy"),
+    "offline": lambda e: e.OfflineModeIsEnabled("offline"),
+    "not a hub id": lambda e: e.HFValidationError("not an id"),
+    "a proxy that refuses, a connection cut": lambda e: e.HTTPError("403 Forbidden"),
+    "the page of a captive portal": lambda e: json.JSONDecodeError("Expecting value", "<html>", 0),
+    "disk full": lambda e: OSError(28, "No space left on device"),
+}
+
+
+class TestAdapterPath:
+    @pytest.fixture(autouse=True)
+    def somewhere(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    @pytest.mark.parametrize(
+        ("path", "expected"),
+        [
+            ("/not/there", "/not/there"),
+            ("~/adapters/sql", "{cwd}/home/adapters/sql"),
+            ("adapters/sql", "{cwd}/adapters/sql"),
+            ("./adapters/sql", "{cwd}/adapters/sql"),
+        ],
+    )
+    def test_of_a_folder_is_made_absolute(self, path, expected, tmp_path, monkeypatch):
+        hub = Hub(monkeypatch, "/snapshot")
+        (tmp_path / "adapters" / "sql").mkdir(parents=True)
+
+        found = get_adapter_absolute_path(path)
+
+        assert found == expected.format(cwd=tmp_path)
+        assert hub.asked == []
+
+    def test_of_a_hub_id_is_its_snapshot(self, monkeypatch):
+        hub = Hub(monkeypatch, "/snapshot")
+
+        assert get_adapter_absolute_path("somebody/sql-adapter") == "/snapshot"
+        assert hub.asked == ["somebody/sql-adapter"]
+
+    @pytest.mark.parametrize(
+        "path", ["sql", "./sql", "../sql", "a/b/c", "adapters/typo", "somebody/", "", "a\0b"]
+    )
+    def test_that_is_no_hub_id_is_not_asked_of_the_network(self, path, monkeypatch):
+        """A path misspelt must fail at once, also where a firewall swallows what is sent."""
+        hub = Hub(monkeypatch, "/snapshot")
+        os.mkdir("adapters")
+
+        assert get_adapter_absolute_path(path) == path
+        assert hub.asked == []
+
+    @pytest.mark.parametrize("kind", HUB_ERRORS)
+    def test_that_the_hub_does_not_give_comes_back_with_the_reason_logged(self, kind, monkeypatch, caplog):
+        from huggingface_hub import errors
+
+        error = HUB_ERRORS[kind](errors)
+        Hub(monkeypatch, error)
+
+        with caplog.at_level(logging.WARNING):
+            found = get_adapter_absolute_path("somebody/sql-adapter")
+
+        assert found == "somebody/sql-adapter"
+        assert "somebody/sql-adapter" in caplog.text
+        assert str(error) in caplog.text
+
+    def test_of_an_unknown_id_fails_at_once_without_a_network(self, monkeypatch):
+        """The hub's own client, every connection refused."""
+        import socket
+
+        def refuse(*args, **kwargs):
+            raise socket.gaierror(-2, "Name or service not known")
+
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+        assert get_adapter_absolute_path("nobody/no-such-adapter") == "nobody/no-such-adapter"

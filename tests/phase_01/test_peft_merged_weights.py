@@ -1,0 +1,334 @@
+"""Adapters as PEFT saves them, against the weights that PEFT itself merges (lab 1.6), in float64."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from adapter_folders import MODEL_MODULES
+from tiny_models import transformers_model
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import PackedLoRALayerWeights
+from minivllm.lora.peft_helper import PEFTHelper
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("peft", "transformers")]
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+CONFIGS = {
+    "q and v": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "one module": {"r": 2, "lora_alpha": 3, "target_modules": ["model.layers.1.mlp.down_proj"]},
+    "all linear, float alpha": {"r": 5, "lora_alpha": 3.5, "target_modules": "all-linear"},
+    "negative alpha": {"r": 4, "lora_alpha": -6, "target_modules": ["up_proj"]},
+    "targets by a regex": {"r": 3, "lora_alpha": 4, "target_modules": r".*\.0\..*(q|up)_proj"},
+    "rslora": {"r": 6, "lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear"},
+    "patterns": {
+        "r": 6,
+        "lora_alpha": 7,
+        "target_modules": [*ATTENTION, "down_proj"],
+        "rank_pattern": {"o_proj": 2, "layers.1.self_attn.q_proj": 12},
+        "alpha_pattern": {"down_proj": 13.5, "layers.0.self_attn.k_proj": 3},
+    },
+    "rslora with patterns that meet in one module": {
+        "r": 4,
+        "lora_alpha": 7,
+        "use_rslora": True,
+        "target_modules": ATTENTION,
+        "rank_pattern": {"k_proj": 9, "layers.1.self_attn.v_proj": 1},
+        "alpha_pattern": {"k_proj": 2.25, "o_proj": 30},
+    },
+    "patterns that are regexes": {
+        "r": 3,
+        "lora_alpha": 4,
+        "target_modules": ATTENTION,
+        "rank_pattern": {r"layers\.[1-9]\.self_attn\.(q|k)_proj": 7, "^model.layers.0.self_attn.v_proj": 2},
+        "alpha_pattern": {"(q|v)_proj": 6, r".*\.1\..*_proj": 11},
+    },
+}
+# In the file the keys are sorted, and of keys that overlap the first one counts.
+OVERLAPPING_ALPHAS = {
+    "r": 4,
+    "lora_alpha": 2,
+    "target_modules": ["q_proj", "v_proj"],
+    "alpha_pattern": {"q_proj": 3, "layers.1.self_attn.q_proj": 17, r"self_attn\..*": 29},
+}
+OVERLAPPING_RANKS = {
+    "r": 4,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "v_proj"],
+    "rank_pattern": {"v_proj": 5, "layers.0.self_attn.v_proj": 3},
+}
+
+
+class PeftAdapters:
+    """PEFT's adapters on one tiny model, and what PEFT makes of them."""
+
+    def __init__(self, tmp_path_factory):
+        self.folders = tmp_path_factory
+        self.base = transformers_model("llama-llama3-rope").double()
+        self.weights = {name: p.detach().clone() for name, p in self.base.named_parameters()}
+
+    def make(self, config, reload=False, save_dtype=None):
+        """A folder with a random adapter, and module name -> merged minus base weight, where they differ.
+
+        reload       merge what PEFT reads from the folder instead of what it saved there
+        save_dtype   of the tensors in the folder
+        """
+        import peft
+
+        folder = self.folders.mktemp("adapter")
+        adapted = peft.get_peft_model(self.base, peft.LoraConfig(**config))
+        generator = torch.Generator().manual_seed(len(str(config)))
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.data = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+                if save_dtype is not None:
+                    weight.data = weight.data.to(save_dtype).double()
+        adapted.save_pretrained(folder)
+        if save_dtype is not None:
+            self._convert(folder / "adapter_model.safetensors", save_dtype)
+        if reload:
+            self._take_off(adapted)
+            adapted = peft.PeftModel.from_pretrained(self.base, folder)
+        return folder, self._deltas(adapted)
+
+    def ranks_and_scalings(self, config):
+        """Module name -> what PEFT gave it."""
+        import peft
+
+        adapted = peft.get_peft_model(self.base, peft.LoraConfig(**config))
+        found = {
+            name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
+            for name, module in adapted.named_modules()
+            if isinstance(module, peft.tuners.lora.LoraLayer)
+        }
+        self._take_off(adapted)
+        return found
+
+    def _deltas(self, adapted):
+        merged = dict(adapted.merge_and_unload().named_parameters())
+        deltas = {name.removesuffix(".weight"): merged[name] - old for name, old in self.weights.items()}
+        self._restore()
+        return {name: delta.detach() for name, delta in deltas.items() if delta.any()}
+
+    def _take_off(self, adapted):
+        adapted.unload()
+        self._restore()
+
+    def _restore(self):
+        for name, parameter in self.base.named_parameters():
+            parameter.data = self.weights[name].clone()
+
+    @staticmethod
+    def _convert(path, dtype):
+        from safetensors.torch import load_file, save_file
+
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.fixture(scope="module")
+def peft_adapters(tmp_path_factory):
+    return PeftAdapters(tmp_path_factory)
+
+
+def read(folder, expected=MODEL_MODULES, dtype=torch.float64, **options):
+    helper = PEFTHelper.from_local_dir(str(folder))
+    helper.validate_legal(LoRAConfig(max_lora_rank=16))
+    return LoRAModel.from_local_checkpoint(
+        str(folder), expected, helper, lora_model_id=1, dtype=dtype, **options
+    )
+
+
+def product(lora):
+    """scaling * B @ A in float64; an embedding's weight is the transpose of its B @ A."""
+    return lora.scaling * (lora.lora_b.double() @ lora.lora_a.double())
+
+
+def assert_close(ours, merged, tolerance=1e-12):
+    torch.testing.assert_close(ours, merged, rtol=0, atol=tolerance * merged.abs().max().item())
+
+
+@pytest.mark.lab("1.6")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_module_adds_what_peft_merges_and_there_are_no_others(config, peft_adapters):
+    folder, deltas = peft_adapters.make(config)
+
+    lora = read(folder)
+
+    assert lora.loras.keys() == deltas.keys()
+    for name, delta in deltas.items():
+        assert_close(product(lora.loras[name]), delta)
+        assert lora.loras[name].rank == len(lora.loras[name].lora_a) == torch.linalg.matrix_rank(delta)
+    assert lora.rank == max(weights.rank for weights in lora.loras.values())
+
+
+@pytest.mark.lab("1.6")
+@pytest.mark.parametrize(
+    "config", [*CONFIGS.values(), OVERLAPPING_ALPHAS], ids=[*CONFIGS, "overlapping alphas"]
+)
+def test_every_module_adds_what_peft_merges_from_the_same_folder(config, peft_adapters):
+    """What PEFT makes of the file, where keys are sorted; above, what it made of its own config."""
+    folder, deltas = peft_adapters.make(config, reload=True)
+
+    lora = read(folder)
+
+    assert lora.loras.keys() == deltas.keys()
+    for name, delta in deltas.items():
+        assert_close(product(lora.loras[name]), delta)
+
+
+def test_alphas_whose_keys_overlap_are_those_of_the_file(peft_adapters):
+    """The case above is one: what sorting changed, changed the scaling."""
+    folder, _ = peft_adapters.make(OVERLAPPING_ALPHAS)
+    in_file = json.loads((folder / "adapter_config.json").read_text())["alpha_pattern"]
+
+    lora = read(folder)
+
+    assert list(in_file) != list(OVERLAPPING_ALPHAS["alpha_pattern"])
+    scalings = {name: weights.scaling for name, weights in lora.loras.items()}
+    assert scalings["model.layers.1.self_attn.q_proj"] == 17 / 4
+    assert scalings["model.layers.0.self_attn.q_proj"] == 3 / 4
+    assert scalings["model.layers.0.self_attn.v_proj"] == 29 / 4
+
+
+@pytest.mark.lab("1.6")
+def test_ranks_whose_keys_overlap_are_those_of_the_tensors(peft_adapters):
+    """Sorted, the keys say rank 3 where training had 5: PEFT cannot read such a folder back, and the file is right."""
+    folder, deltas = peft_adapters.make(OVERLAPPING_RANKS)
+    in_file = json.loads((folder / "adapter_config.json").read_text())["rank_pattern"]
+
+    lora = read(folder)
+
+    assert list(in_file) != list(OVERLAPPING_RANKS["rank_pattern"])
+    assert lora.loras["model.layers.0.self_attn.v_proj"].rank == 5
+    for name, delta in deltas.items():
+        assert_close(product(lora.loras[name]), delta)
+
+
+@pytest.mark.lab("1.3")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_scaling_is_what_peft_computes_for_the_module(config, peft_adapters):
+    theirs = peft_adapters.ranks_and_scalings(config)
+
+    helper = PEFTHelper.from_dict(config)
+
+    assert theirs
+    for name, (rank, scaling) in theirs.items():
+        assert helper.scaling(name, rank) == pytest.approx(scaling, rel=1e-12)
+
+
+@pytest.mark.lab("1.4")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_optimized_once_or_twice_b_a_is_what_peft_merges(config, peft_adapters):
+    folder, deltas = peft_adapters.make(config)
+    lora = read(folder)
+
+    for weights in lora.loras.values():
+        weights.optimize().optimize()
+
+    for name, delta in deltas.items():
+        assert_close(lora.loras[name].lora_b @ lora.loras[name].lora_a, delta)
+
+
+FUSED = {"self_attn": ["q_proj", "k_proj", "v_proj"], "mlp": ["gate_proj", "up_proj"]}
+
+
+@pytest.mark.lab("1.5")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_packed_parts_add_what_peft_merges_into_each_of_them(config, peft_adapters):
+    """q, k, v and gate, up, with parts missing, of different ranks and scalings."""
+    folder, deltas = peft_adapters.make(config)
+    lora = read(folder)
+
+    packed_parts = 0
+    for layer, (block, parts) in itertools.product((0, 1), FUSED.items()):
+        names = [f"model.layers.{layer}.{block}.{part}" for part in parts]
+        if not any(name in deltas for name in names):
+            continue
+        packed = PackedLoRALayerWeights.pack([lora.get_lora(name) for name in names])
+        for i, name in enumerate(names):
+            if name in deltas:
+                assert_close(packed.lora_b[i] @ packed.lora_a[i], deltas[name])
+                packed_parts += 1
+            else:
+                assert packed.lora_a[i] is packed.lora_b[i] is None
+
+    fused = [name for name in deltas if not name.endswith(("o_proj", "down_proj"))]
+    assert packed_parts == len(fused)
+
+
+@pytest.mark.lab("1.6")
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_checkpoint_of_less_precision_is_read_without_losing_any(saved, peft_adapters):
+    folder, deltas = peft_adapters.make(CONFIGS["patterns"], save_dtype=saved)
+
+    as_saved, in_float64 = read(folder, dtype=None), read(folder)
+
+    for name, delta in deltas.items():
+        assert as_saved.loras[name].lora_a.dtype == as_saved.loras[name].lora_b.dtype == saved
+        assert_close(product(as_saved.loras[name]), delta)
+        assert_close(product(in_float64.loras[name]), delta)
+
+
+@pytest.mark.lab("1.6")
+def test_embeddings_add_what_peft_merges_and_the_base_tables_beside_them_are_left_out(peft_adapters):
+    targets = ["embed_tokens", "lm_head", "q_proj"]
+    folder, deltas = peft_adapters.make({"r": 4, "lora_alpha": 6, "target_modules": targets})
+
+    lora = read(folder, expected=targets, model_vocab_size=97)
+
+    assert lora.loras.keys() == deltas.keys()
+    assert_close(product(lora.loras["model.embed_tokens"]).T, deltas["model.embed_tokens"])
+    assert_close(product(lora.loras["lm_head"]), deltas["lm_head"])
+
+
+def test_an_embedding_for_another_vocabulary_is_refused(peft_adapters):
+    folder, _ = peft_adapters.make({"r": 4, "target_modules": ["embed_tokens"]})
+
+    with pytest.raises(ValueError, match=r"lora_embedding_A has shape \(4, 97\).*vocabulary has 96 tokens"):
+        read(folder, expected=["embed_tokens"], model_vocab_size=96)
+
+
+@pytest.mark.lab("1.6")
+def test_patterns_match_hugging_faces_names_also_where_the_model_has_others(peft_adapters):
+    """A pattern that names the whole path: after renaming it would match nothing, and scale wrongly."""
+    folder, deltas = peft_adapters.make(CONFIGS["patterns that are regexes"])
+    mapper = SimpleNamespace(_map_name=lambda name: f"language_{name.replace('layers', 'blocks')}")
+
+    lora = read(folder, weights_mapper=mapper)
+
+    assert lora.loras.keys() == {mapper._map_name(name) for name in deltas}
+    for name, delta in deltas.items():
+        weights = lora.loras[mapper._map_name(name)]
+        assert weights.module_name == mapper._map_name(name)
+        assert_close(product(weights), delta)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_peft_converted_to_plain_lora_adds_what_training_added(init, peft_adapters):
+    """The way out that the refusal of these initialisations names."""
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=init)
+    folder = peft_adapters.folders.mktemp("converted")
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(peft_adapters.base.float(), config)
+    adapted.peft_config["default"].init_lora_weights = True
+    adapted.save_pretrained(folder / "initial")
+    adapted.peft_config["default"].init_lora_weights = init
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data += 0.1 * torch.randn(weight.shape)
+    adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=folder / "initial")
+    merged = {name: p.double() for name, p in adapted.merge_and_unload().named_parameters()}
+    peft_adapters.base.double()
+    peft_adapters._restore()
+
+    lora = read(folder)
+
+    assert len(lora.loras) == 2
+    for name, weights in lora.loras.items():
+        weight = f"{name}.weight"
+        assert_close(product(weights), merged[weight] - peft_adapters.weights[weight], tolerance=1e-5)
