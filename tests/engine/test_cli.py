@@ -1,0 +1,155 @@
+"""The command line: what it reads, what it prints, how it fails."""
+
+import json
+
+import pytest
+from tiny_adapters import save_adapter
+from tiny_models import transformers_model
+from typer.testing import CliRunner
+
+from minivllm.cli import app
+from minivllm.commands.common import parse_adapters
+from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
+
+run = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny model with the demo model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    from minivllm.models.demo_model import demo_model_path
+
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    transformers_model("llama-llama3-rope", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, base):
+    folder = tmp_path_factory.mktemp("adapters") / "loud"
+    return save_adapter(
+        folder, base, 3, r=4, lora_alpha=16, use_rslora=True, target_modules=["q_proj", "down_proj"]
+    )
+
+
+def generate(base, *arguments, **kwargs):
+    options = ["--model", str(base), "--max-tokens", "6", "--json"]
+    return run(app, ["generate", *options, *map(str, arguments)], **kwargs)
+
+
+def test_prompts_go_to_the_adapters_they_name(base, adapter):
+    result = generate(base, "--adapter", f"loud={adapter}", "loud: Say hi", "base: Say hi", "Say hi")
+
+    records = json.loads(result.stdout)
+    assert [r["adapter"] for r in records] == ["loud", "base", "base"]
+    assert records[1]["text"] == records[2]["text"] != records[0]["text"]
+    assert {r["prompt"] for r in records} == {"Say hi"}
+
+
+def test_jsonl_on_stdin_picks_adapters_too(base, adapter):
+    lines = [{"prompt": "Say hi", "adapter": "loud"}, {"prompt": "loud: is no adapter here"}]
+
+    result = generate(base, "--adapter", f"loud={adapter}", input="\n".join(map(json.dumps, lines)))
+
+    assert [r["adapter"] for r in json.loads(result.stdout)] == ["loud", "base"]
+
+
+def test_a_human_sees_adapter_prompt_and_answer(base, adapter):
+    arguments = [
+        "generate",
+        "--model",
+        str(base),
+        "--max-tokens",
+        "3",
+        "--adapter",
+        f"loud={adapter}",
+        "loud: Say hi",
+    ]
+
+    result = run(app, arguments)
+
+    assert result.exit_code == 0
+    assert "loud: Say hi" in result.stdout
+
+
+def test_inspect_tells_ranks_scaling_and_that_it_fits(base, adapter):
+    result = run(app, ["inspect", str(adapter), "--model", str(base), "--json"])
+
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert report["fits"] and report["reason"] is None
+    assert report["rslora"] and report["rank"] == 4
+    assert report["targets"]["q_proj"] == {
+        "modules": 2,
+        "ranks": [4],
+        "scalings": [8.0],  # 16 / sqrt(4)
+        "parameters": 2 * 4 * (48 + 48),
+    }
+
+
+def test_inspect_says_why_an_adapter_does_not_fit(base, adapter):
+    result = run(app, ["inspect", str(adapter), "--model", str(base), "--max-lora-rank", "2"])
+
+    assert result.exit_code == 1
+    assert "greater than max_lora_rank 2" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("specs", "complaint"),
+    [(["loud"], "NAME=PATH"), (["=x"], "NAME=PATH"), (["a=x", "a=y"], "taken"), (["base=x"], "taken")],
+)
+def test_malformed_adapters_are_refused(specs, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse_adapters(specs)
+
+
+def test_an_adapter_that_was_not_given_is_named():
+    with pytest.raises(ValueError, match="adapter 'sql' was not given; known: loud"):
+        pick_adapter(NamedPrompt("Hi", "sql"), parse_adapters(["loud=somewhere"]))
+
+
+def test_only_names_that_were_given_count_before_a_colon():
+    adapters = parse_adapters(["loud=somewhere"])
+
+    assert pick_adapter(NamedPrompt("Note: loud: x"), adapters) == ("Note: loud: x", None)
+    assert pick_adapter(NamedPrompt(" loud : x: y"), adapters) == ("x: y", adapters["loud"])
+
+
+def test_prompts_come_from_a_file_line_by_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text('one\n\n{"prompt": "two", "adapter": "a"}\n{not json\n')
+
+    prompts = read_prompts(None, file)
+
+    assert prompts == [NamedPrompt("one"), NamedPrompt("two", "a"), NamedPrompt("{not json")]
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", '{"adapter": "a"}'])
+def test_no_prompt_is_an_error(tmp_path, text):
+    file = tmp_path / "prompts.txt"
+    file.write_text(text)
+
+    with pytest.raises(ValueError, match="prompt"):
+        read_prompts(None, file)
+
+
+def test_errors_are_one_sentence_and_exit_status_2(base, monkeypatch, capsys):
+    import sys
+
+    from minivllm.cli import main
+
+    monkeypatch.setattr(
+        sys, "argv", ["minivllm", "generate", "--model", str(base), "--adapter", "x=/nowhere", "x: hi"]
+    )
+
+    with pytest.raises(SystemExit) as exit_status:
+        main()
+
+    captured = capsys.readouterr()
+    assert exit_status.value.code == 2
+    assert "error: adapter 'x': adapter folder '/nowhere' does not exist" in " ".join(captured.err.split())
+    assert "Traceback" not in captured.err
