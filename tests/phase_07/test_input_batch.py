@@ -1,0 +1,139 @@
+"""Which adapter every token and every sampled row has (lab 7.1)."""
+
+import random
+
+import numpy as np
+import pytest
+from hand_made_steps import lora, make_output, make_request
+
+from minivllm.worker.input_batch import InputBatch
+
+lab = pytest.mark.lab("7.1")
+
+
+def batch_of(*adapter_ids):
+    """One request for each id, 0 = base, in this order."""
+    requests = [make_request(f"r{i}", [1, 2, 3], lora(a) if a else None) for i, a in enumerate(adapter_ids)]
+    zeros = np.zeros(len(requests), dtype=np.int64)
+    return InputBatch(requests, zeros, zeros)
+
+
+@lab
+def test_every_token_has_its_requests_adapter():
+    batch = batch_of(0, 5, 2)
+
+    _, tokens, _ = batch.make_lora_inputs(np.array([2, 1, 3]), np.array([1, 1, 1]))
+
+    assert tokens == (0, 0, 5, 2, 2, 2)
+
+
+@lab
+def test_every_sampled_row_has_its_requests_adapter():
+    batch = batch_of(3, 0, 7)
+
+    prompts, _, _ = batch.make_lora_inputs(np.array([4, 4, 4]), np.array([1, 1, 1]))
+
+    assert prompts == (3, 0, 7)
+
+
+@lab
+def test_a_row_that_does_not_sample_is_in_no_prompt_mapping():
+    batch = batch_of(3, 4, 5)
+
+    prompts, tokens, _ = batch.make_lora_inputs(np.array([2, 6, 1]), np.array([1, 0, 1]))
+
+    assert prompts == (3, 5)
+    assert len(tokens) == 9
+
+
+@lab
+def test_a_row_that_samples_more_than_once_counts_as_often():
+    batch = batch_of(3, 4)
+
+    prompts, _, _ = batch.make_lora_inputs(np.array([3, 3]), np.array([3, 1]))
+
+    assert prompts == (3, 3, 3, 4)
+
+
+@lab
+def test_base_rows_are_0_and_bring_no_adapter():
+    batch = batch_of(0, 0)
+
+    prompts, tokens, loras = batch.make_lora_inputs(np.array([2, 1]), np.array([1, 1]))
+
+    assert (prompts, tokens, loras) == ((0, 0), (0, 0, 0), set())
+
+
+@lab
+def test_the_adapter_of_a_row_without_tokens_must_stay_too():
+    batch = batch_of(2, 9, 0)
+
+    prompts, tokens, loras = batch.make_lora_inputs(np.array([1, 0, 1]), np.array([1, 0, 1]))
+
+    assert loras == {lora(2), lora(9)}
+    assert (prompts, tokens) == ((2, 0), (2, 0))
+
+
+@lab
+def test_an_adapter_of_many_rows_is_asked_for_once():
+    batch = batch_of(4, 4, 4)
+
+    _, _, loras = batch.make_lora_inputs(np.array([1, 1, 1]), np.array([1, 1, 1]))
+
+    assert loras == {lora(4)}
+
+
+@lab
+def test_the_mappings_can_be_the_key_of_a_memo():
+    batch = batch_of(2, 0)
+
+    first = batch.make_lora_inputs(np.array([1, 2]), np.array([1, 1]))[:2]
+    again = batch.make_lora_inputs(np.array([1, 2]), np.array([1, 1]))[:2]
+
+    assert hash(first) == hash(again)
+    assert all(type(adapter_id) is int for mapping in first for adapter_id in mapping)
+
+
+@lab
+@pytest.mark.parametrize("seed", range(5))
+def test_any_batch_is_mapped_as_one_would_by_hand(seed):
+    rng = random.Random(seed)
+    adapter_ids = [rng.choice([0, 1, 2, 90]) for _ in range(rng.randint(1, 12))]
+    scheduled = [rng.randint(0, 5) for _ in adapter_ids]
+    sampled = [rng.randint(0, 1) if n else 0 for n in scheduled]
+    batch = batch_of(*adapter_ids)
+
+    prompts, tokens, loras = batch.make_lora_inputs(np.array(scheduled), np.array(sampled))
+
+    assert list(tokens) == [a for a, n in zip(adapter_ids, scheduled) for _ in range(n)]
+    assert list(prompts) == [a for a, n in zip(adapter_ids, sampled) for _ in range(n)]
+    assert {request.lora_int_id for request in loras} == set(adapter_ids) - {0}
+
+
+def test_rows_are_ordered_by_adapter_with_base_first_so_that_a_run_is_an_adapter():
+    requests = [
+        make_request(str(i), [1, 2], lora(a) if a else None) for i, a in enumerate([7, 0, 3, 7, 0, 3])
+    ]
+
+    batch = InputBatch.from_scheduler_output(make_output(*((request, 2) for request in requests)))
+
+    assert batch.req_ids == ["1", "4", "2", "5", "0", "3"]
+    assert batch.num_reqs == 6
+
+
+def test_running_requests_without_tokens_are_rows_with_none():
+    busy, idle = make_request("busy", [1, 2, 3], lora(2)), make_request("idle", [1, 2, 3], lora(1))
+
+    batch = InputBatch.from_scheduler_output(make_output((busy, 3), idle=[idle]))
+
+    assert batch.req_ids == ["idle", "busy"]
+    assert batch.num_scheduled_tokens.tolist() == [0, 3]
+    assert batch.num_sampled_tokens.tolist() == [0, 1]
+
+
+def test_a_row_samples_only_if_its_tokens_reach_the_end():
+    part, whole = make_request("part", [1, 2, 3, 4]), make_request("whole", [1, 2, 3, 4])
+
+    batch = InputBatch.from_scheduler_output(make_output((part, 3), (whole, 4)))
+
+    assert batch.num_sampled_tokens.tolist() == [0, 1]
