@@ -172,11 +172,12 @@ class WrappedModules:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot in all layers, whatever is in it."""
+        """Bytes that one more slot takes in all layers, whatever is in it, wherever the backend put it."""
         buffers = [
             t for layer in self.modules.values() for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)
         ]
-        return sum(t[0].numel() * t.element_size() for t in buffers)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
+        return sum(storages.values()) // self.lora_config.max_loras
 
 
 def _linears_by_module(model: nn.Module) -> dict[LinearBase, list[str]]:

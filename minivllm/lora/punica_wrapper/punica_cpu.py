@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,78 +41,50 @@ class PunicaWrapperLoops(PunicaWrapperBase):
             offset += size
 
 
-@dataclass(frozen=True)
-class _SlotMatrices:
-    """One slot of one layer, as far as its adapter fills it: r is the largest of its slices' ranks.
-
-    a   (K, r * n)   all slices' A, a rank's slices side by side
-    b   n x (r, N_i) None for a slice without an adapter
-    """
-
-    rank: int
-    a: torch.Tensor
-    b: list[torch.Tensor | None]
-
-    def by_slice(self, shrunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(t, r * n) -> n x (t, r)"""
-        n = len(self.b)
-        if n == 1:
-            return (shrunk,)
-        return shrunk.view(-1, self.rank, n).permute(2, 0, 1).contiguous().unbind()
-
-
 class PunicaWrapperCPU(PunicaWrapperBase):
-    """One product for every run of rows with the same adapter. vLLM: `PunicaWrapperCPU`.
+    """Two products for every run of rows with the same adapter. vLLM: `PunicaWrapperCPU`.
 
-    The runner orders a batch by adapter, so that a run is an adapter. The slots live in two tensors a layer:
+    The runner orders a batch by adapter, so that a run is an adapter. The slots live in two tensors a layer, whose
+    rows are in the same order, by rank and then by slice:
 
-        A  (S, R, n, K)   rank first: the first r ranks of all slices are one matrix, read in one product
-        B  (S, R, N)      transposed: a row of ranks times it is a plain product, written into y's columns
+        A  (S, R * n, K)
+        B  (S, R * n, N)   a row reaches only its own slice's columns and is zero elsewhere
 
-    so that an adapter of rank 4 in a slot for 64 costs what rank 4 costs.
+    so that all slices of an adapter of rank r are the first r * n rows of both: one shrink, one expand, nothing to
+    take apart between them, and rank 4 in a slot for 64 costs what rank 4 costs. The zeros are the price: B is n
+    times as large as it must be. On a CPU, where a step of a few rows is bound by the number of calls, that pays.
     """
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         slots, _, rank, width = layer.lora_a_stacked[0].shape
-        like = layer.lora_a_stacked[0]
-        a = like.new_zeros(slots, rank, layer.n_slices, width)
-        b = like.new_zeros(slots, rank, sum(layer.output_slices))
+        like, n = layer.lora_a_stacked[0], layer.n_slices
+        a = like.new_zeros(slots, rank, n, width)
+        b = like.new_zeros(slots, rank, n, sum(layer.output_slices))
+        columns = b.split(layer.output_slices, 3)  # n x (S, R, n, N_i)
         layer.re_home(
-            tuple(part.unsqueeze(1) for part in a.unbind(2)),  # n x (S, 1, R, K)
-            tuple(part.transpose(1, 2).unsqueeze(1) for part in b.split(layer.output_slices, 2)),
-        )  # n x (S, 1, N_i, R)
-        layer.storage = (a, b)
+            tuple(a[:, None, :, i] for i in range(n)),  # n x (S, 1, R, K)
+            tuple(columns[i][:, None, :, i].transpose(2, 3) for i in range(n)),  # n x (S, 1, N_i, R)
+        )
+        layer.storage = (a.flatten(1, 2), b.flatten(1, 2))
 
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         y = layer.base_output(x)  # (T, N)
         if self.no_lora:
             return y
-        if x.dtype != layer.storage[0].dtype:  # the ops convert
+        if x.dtype != layer.storage[0].dtype:
             self.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices)
             return y
         for slot, rows in self.runs:
-            matrices = layer.slot_memo.get(slot) or self._slot_matrices(layer, slot)
-            if not matrices.rank:
-                continue
-            shrunk = torch.mm(x[rows], matrices.a)  # (t, r * n)
-            slices = y[rows].split(layer.output_slices, 1)
-            for out, part, b in zip(slices, matrices.by_slice(shrunk), matrices.b):
-                if b is not None:
-                    out.addmm_(part, b)  # (t, N_i)
+            a, b = layer.slot_memo.get(slot) or self._live_rows(layer, slot)
+            if len(a):
+                y[rows].addmm_(torch.mm(x[rows], a.t()), b)
         return y
 
-    def _slot_matrices(self, layer: BaseLayerWithLoRA, slot: int) -> _SlotMatrices:
-        """The live part of a slot as views; kept with the layer until the slot is written again."""
-        a, b = layer.storage
-        ranks = [slice_ranks[slot] for slice_ranks in layer.live_ranks]
-        rank = max(ranks)
-        parts = b[slot, :rank].split(layer.output_slices, 1)  # n x (r, N_i)
-        layer.slot_memo[slot] = matrices = _SlotMatrices(
-            rank,
-            a[slot, :rank].flatten(0, 1).t(),  # (K, r * n)
-            [part if live else None for part, live in zip(parts, ranks)],
-        )
-        return matrices
+    def _live_rows(self, layer: BaseLayerWithLoRA, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of a slot as far as its adapter fills it; kept with the layer until the slot is written again."""
+        live = layer.n_slices * max(slice_ranks[slot] for slice_ranks in layer.live_ranks)
+        layer.slot_memo[slot] = rows = tuple(matrix[slot, :live] for matrix in layer.storage)
+        return rows
 
     def add_shrink(
         self,
