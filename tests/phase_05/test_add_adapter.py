@@ -33,6 +33,18 @@ def test_adding_what_is_there_reads_nothing_but_counts_as_use(folders, monkeypat
     assert worker.list_adapters() == {1, 3}
 
 
+def test_adding_what_is_in_memory_counts_as_use_though_no_slot_can_be_had(folders):
+    worker = make_worker(slots=1, memory=3)
+    worker.set_active_adapters(folders.requests(9), None)
+    for adapter_id in (1, 2):
+        worker.add_adapter(folders.request(adapter_id))
+
+    worker.add_adapter(folders.request(1))
+
+    worker.add_adapter(folders.request(3))
+    assert worker.list_adapters() == {9, 1, 3}
+
+
 def test_load_inplace_reads_again_and_makes_a_new_identity(folders, monkeypatch):
     worker = make_worker(slots=2)
     worker.add_adapter(folders.request(1))
