@@ -463,7 +463,6 @@ class TestPickles:
             "sparse",
             "meta",
             "terabytes",
-            "quantized",
             "empty",
             "nameless",
         ],
