@@ -1,0 +1,236 @@
+"""What went wrong in released servers, played through the whole engine. The numbers are those of the incidents.
+
+The phases test the part that each mistake sat in; here it is asked what a user would have seen.
+"""
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_engine import greedy, run, tiny_world, tokens_of
+from tiny_models import token_ids
+
+from minivllm import LoRARequest
+
+PROMPT = token_ids(13, 3)
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """A copy of adapter 'qv' to change."""
+    return shutil.copytree(world.path("qv"), tmp_path / "mine")
+
+
+def rewrite(folder, change):
+    path = folder / "adapter_model.safetensors"
+    save_file({name: change(weight) for name, weight in load_file(path).items()}, path)
+
+
+def ask(engine, world, adapter, prompt=PROMPT, max_tokens=6, request_id="a"):
+    """One request alone; its output, which must be right."""
+    engine.add_request(request_id, prompt, greedy(max_tokens), lora_request=world.request(adapter))
+    output = run(engine)[request_id]
+    assert tokens_of(output) == world.oracle().greedy(adapter, prompt, max_tokens)
+    return output
+
+
+def test_02_the_same_batch_after_the_slots_changed_hands_gets_its_own_adapter(world):
+    engine = world.engine(max_loras=2, max_cpu_loras=4, enable_prefix_caching=False)
+    ask(engine, world, "qv", prompt=[5], max_tokens=1)
+    engine.add_lora(world.request("mlp"))
+    engine.remove_lora(1)
+    engine.add_lora(world.request("all"))
+    assert engine.debug_info()["slots"] == [2, 3]
+
+    # The very batch of the first step again: only the slot table tells that row 0 is now slot 1.
+    engine.adapters.manager.touch_adapter(2)
+    output = ask(engine, world, "qv", prompt=[5], max_tokens=1)
+
+    assert engine.debug_info()["slots"] == [2, 1]
+    assert output.error is None
+
+
+def test_03_a_batch_is_never_admitted_that_pins_leave_no_slot_for(world):
+    engine = world.engine(max_loras=2)
+    engine.add_lora(world.request("qv"))
+    engine.pin_lora(1)
+
+    for name in ("all", "mlp"):
+        engine.add_request(name, PROMPT, greedy(5), lora_request=world.request(name))
+    outputs = run(engine)
+
+    for name in ("all", "mlp"):
+        assert tokens_of(outputs[name]) == world.oracle().greedy(name, PROMPT, 5)
+    assert all(record.slots[0] == "qv" for record in engine.trace.records)
+
+
+@pytest.mark.parametrize("how", ["reloaded", "unloaded and added again", "evicted and read again"])
+def test_07_other_weights_under_the_same_name_find_no_keys_and_values_of_the_old(world, folder, how):
+    engine = world.engine(max_loras=1, max_cpu_loras=1)
+    oracle = world.oracle()
+    mine = LoRARequest("mine", 7, str(folder))
+    engine.add_request("old", PROMPT, greedy(6), lora_request=mine)
+    old = tokens_of(run(engine)["old"])
+
+    rewrite(folder, lambda weight: weight.flip(0).contiguous())
+    if how == "reloaded":
+        mine = LoRARequest("mine", 7, str(folder), load_inplace=True)
+    elif how == "unloaded and added again":
+        engine.remove_lora(7)
+    else:
+        engine.add_lora(world.request("all"))
+    engine.add_request("new", PROMPT, greedy(6), lora_request=mine)
+    output = run(engine)["new"]
+
+    oracle.load("new", folder)
+    expected = oracle.greedy("new", PROMPT, 6)
+    oracle.forget("new")
+    assert tokens_of(output) == expected != old
+    assert output.num_cached_tokens == 0
+
+
+def test_08_an_adapter_for_another_model_is_refused_with_the_names_that_do_not_match(world, folder):
+    engine = world.engine()
+    path = folder / "adapter_model.safetensors"
+    others = {
+        name.replace("q_proj", "query").replace("v_proj", "value"): w for name, w in load_file(path).items()
+    }
+    save_file(others, path)
+
+    with pytest.raises(ValueError, match=r"query") as error:
+        engine.add_request("a", PROMPT, greedy(), lora_request=LoRARequest("mine", 7, str(folder)))
+
+    assert "q_proj" in str(error.value)
+    assert not engine.has_unfinished_requests()
+
+
+def test_10_a_third_adapter_is_served_while_the_others_keep_coming(world):
+    engine = world.engine(max_loras=2, max_lora_wait_steps=10, max_num_seqs=6)
+    sent = 0
+
+    def keep_them_coming():
+        nonlocal sent
+        for name in ("qv", "all"):
+            running = [r for r in engine.scheduler.requests.values() if r.lora_request.lora_name == name]
+            while len(running) < 2:
+                request_id = f"{name} {sent}"
+                engine.add_request(request_id, PROMPT, greedy(5), lora_request=world.request(name))
+                running.append(request_id)
+                sent += 1
+
+    keep_them_coming()
+    engine.step()
+    engine.add_request("third", PROMPT, greedy(5), lora_request=world.request("mlp"))
+    finished = {}
+    # Its wait, at most a turn of the one that makes way, and its own five tokens.
+    for _ in range(10 + 10 + 5):
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        if "third" in finished:
+            break
+        keep_them_coming()
+
+    assert "third" in finished, "it waited longer than the bound"
+    assert tokens_of(finished["third"]) == world.oracle().greedy("mlp", PROMPT, 5)
+    outputs = run(engine)
+    for request_id, output in outputs.items():
+        assert tokens_of(output) == world.oracle().greedy(request_id.split()[0], PROMPT, 5)
+
+
+def test_14_a_bad_adapter_costs_no_good_one_its_place(world, folder):
+    engine = world.engine(max_loras=1, max_cpu_loras=1)
+    ask(engine, world, "all")
+    rewrite(folder, lambda weight: weight * float("nan"))
+
+    engine.add_request("bad", PROMPT, greedy(), lora_request=LoRARequest("mine", 7, str(folder)))
+    output = run(engine)["bad"]
+
+    assert output.outputs[0].finish_reason == "error"
+    assert engine.debug_info()["slots"] == [2]
+    ask(engine, world, "all")
+    assert engine.get_metrics()["lora"]["loads"] == 1
+
+
+def test_15_a_reload_happens_once_however_many_steps_the_request_takes(world):
+    engine = world.engine()
+    engine.add_lora(world.request("qv"))
+
+    engine.add_request("a", PROMPT, greedy(9), lora_request=world.request("qv", load_inplace=True))
+    run(engine)
+
+    assert engine.get_metrics()["lora"]["loads"] == 2
+
+
+def test_16_base_needs_no_slot_beside_as_many_adapters_as_slots(world):
+    engine = world.engine(max_loras=2)
+    for name in ("qv", None, "all"):
+        engine.add_request(str(name), PROMPT, greedy(4), lora_request=world.request(name))
+
+    first_step = engine.step()
+
+    assert {output.request_id for output in first_step} == {"qv", "None", "all"}
+    assert tokens_of(run(engine)["None"]) == world.oracle().greedy(None, PROMPT, 4)
+
+
+def test_19_no_step_ever_has_more_adapters_running_than_slots(world):
+    """Also where a long prompt leaves other running requests hardly any tokens, and with a pin."""
+    engine = world.engine(max_loras=2, max_num_batched_tokens=4, max_num_seqs=6, num_kv_blocks=40)
+    engine.add_lora(world.request("patterns"))
+    engine.pin_lora(4)
+    for i, name in enumerate([None, *world.names] * 3):
+        engine.add_request(str(i), token_ids(3 + 2 * i, i), greedy(6), lora_request=world.request(name))
+
+    while engine.has_unfinished_requests():
+        engine.step()
+        running = {request.adapter_id for request in engine.scheduler.running} - {0}
+        assert len(running | {4}) <= 2
+        assert running <= set(engine.adapters.manager.lora_index_to_id)
+
+
+def test_20_a_pin_that_failed_pins_nothing_anywhere(world):
+    engine = world.engine(max_loras=1, max_cpu_loras=2)
+    engine.add_lora(world.request("qv"))
+    engine.add_lora(world.request("all"))
+    engine.pin_lora(1)
+
+    with pytest.raises(RuntimeError, match="all 1 slots are pinned"):
+        engine.pin_lora(2)
+
+    engine.add_lora(world.request("mlp"))
+    assert engine.list_loras() == {1, 3}
+    assert engine.debug_info()["pinned"] == [1]
+
+
+def test_21_an_unknown_id_evicts_nobody(world):
+    engine = world.engine(max_loras=1)
+    ask(engine, world, "qv")
+
+    with pytest.raises(ValueError, match="9"):
+        engine.pin_lora(9)
+
+    assert engine.debug_info()["slots"] == [1]
+    ask(engine, world, "qv")
+    assert engine.get_metrics()["lora"]["activations"] == 1
+
+
+@pytest.mark.parametrize("targets", [["o_proj"], ["q_proj", "k_proj", "down_proj"]])
+def test_22_an_adapter_beyond_the_servers_target_modules_is_refused(world, targets):
+    """Whether they share nothing or only a part: what is left out would be missed in silence."""
+    engine = world.engine(target_modules=targets)
+
+    with pytest.raises(ValueError, match="target_modules"):
+        engine.add_request("a", PROMPT, greedy(), lora_request=world.request("patterns"))
+
+    assert engine.debug_info()["adapters"] == []
+
+
+def test_22_an_adapter_within_the_servers_target_modules_is_served(world):
+    engine = world.engine(target_modules=["q_proj", "v_proj"])
+
+    ask(engine, world, "qv")
+
+    assert {name.split(".")[-1] for name in engine.adapters.manager.modules} == {"qkv_proj"}
