@@ -294,7 +294,7 @@ def test_an_embedding_for_another_vocabulary_is_refused(peft_adapters):
 @pytest.mark.lab("1.6")
 def test_patterns_match_hugging_faces_names_also_where_the_model_has_others(peft_adapters):
     """A pattern that names the whole path: after renaming it would match nothing, and scale wrongly."""
-    folder, deltas = peft_adapters.make(CONFIGS["patterns that are regexes"])
+    folder, deltas = peft_adapters.make(CONFIGS["patterns"])
     mapper = SimpleNamespace(_map_name=lambda name: f"language_{name.replace('layers', 'blocks')}")
 
     lora = read(folder, weights_mapper=mapper)
