@@ -178,6 +178,17 @@ def test_a_reset_slot_is_empty_and_the_others_keep_theirs(kind):
 
 
 @pytest.mark.lab("2.2")
+@pytest.mark.parametrize("write", ["set_lora", "reset_lora"])
+def test_what_the_backend_worked_out_for_a_slot_is_forgotten_when_it_is_written(write):
+    layer = wrapped("row")
+    layer.slot_memo.update({0: "of slot 0", 1: "of slot 1"})
+
+    getattr(layer, write)(1, *(random_adapter("row", [4], seed=1) if write == "set_lora" else ()))
+
+    assert layer.slot_memo == {0: "of slot 0"}
+
+
+@pytest.mark.lab("2.2")
 def test_what_a_slot_holds_is_a_copy():
     layer = wrapped("row")
     lora_a, lora_b = random_adapter("row", [4], seed=1)

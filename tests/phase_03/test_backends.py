@@ -436,6 +436,8 @@ def test_a_layer_may_be_handed_to_another_backend_with_all_it_holds(first, secon
     mixed = MixedLayer(make_backend(first), base, [])
     mixed.put(0, 1, ranks=[3])
     ids, x = [1, 0, 2], mixed.inputs(3)
+    mixed.step([1, 0, 1])
+    mixed.run(x)
 
     mixed.punica = make_backend(second)
     mixed.layer.set_mapping(mixed.punica)

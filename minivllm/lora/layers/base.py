@@ -26,8 +26,7 @@ class BaseLayerWithLoRA(nn.Module):
     lora_a_stacked   n buffers (S, 1, R, K); a slot's A in rows 0..r-1, zeros past them
     lora_b_stacked   n buffers (S, 1, N_i, R)
     live_ranks       [slice][slot] rank in use, 0 where the slot holds nothing for this slice
-
-    slot_memo        what the backend worked out for a slot; forgotten when the slot is written
+    slot_memo        slot -> what the backend worked out for it; forgotten when the slot is written
 
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
     nor separate. Only `set_lora` and `reset_lora` write them. What a layer adds is decided by the backend alone;
@@ -44,6 +43,7 @@ class BaseLayerWithLoRA(nn.Module):
         self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
         self.output_slices: tuple[int, ...] = (base_layer.output_size,)
         self.punica_wrapper: PunicaWrapperBase | None = None
+        self.slot_memo: dict[int, object] = {}
 
     @property
     def n_slices(self) -> int:
@@ -73,13 +73,15 @@ class BaseLayerWithLoRA(nn.Module):
             torch.zeros(max_loras, 1, width, rank, dtype=dtype, device=device) for width in self.output_slices
         )
         self.live_ranks = [[0] * max_loras for _ in self.output_slices]
-        self.slot_memo: dict[int, object] = {}
 
     # endregion
 
     # region lab 2.2: write and clear a slot
     def reset_lora(self, index: int) -> None:
-        """Empty a slot. The zeros matter: an adapter of rank 4 does not overwrite all of one of rank 16."""
+        """Empty a slot, and forget what the backend worked out for it.
+
+        The zeros matter: an adapter of rank 4 does not overwrite all of one of rank 16.
+        """
         for slice_ranks, lora_a, lora_b in zip(self.live_ranks, self.lora_a_stacked, self.lora_b_stacked):
             lora_a[index] = 0
             lora_b[index] = 0
@@ -126,6 +128,7 @@ class BaseLayerWithLoRA(nn.Module):
         for home, buffer in zip((*lora_a_stacked, *lora_b_stacked), held, strict=True):
             home.copy_(buffer)
         self.lora_a_stacked, self.lora_b_stacked = lora_a_stacked, lora_b_stacked
+        self.slot_memo.clear()
 
     def base_output(self, x: torch.Tensor) -> torch.Tensor:
         """What the base layer alone gives, its bias included.   x: (T, K) -> (T, N)"""
