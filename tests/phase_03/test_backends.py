@@ -21,6 +21,12 @@ def backend(request):
     return make_backend(request.param)
 
 
+@pytest.fixture(params=["loops", "grouped"])
+def metadata(request):
+    """A backend of which only what it knows of a step is looked at."""
+    return make_backend(request.param)
+
+
 def small_layer(backend, dtype=torch.float64, **kwargs):
     """Two slices; adapters 11 in slot 2, 12 in slot 0, slot 1 free."""
     base = MergedColumnParallelLinear(12, [9, 4], params_dtype=dtype)
@@ -280,37 +286,37 @@ def test_a_backend_before_its_first_step_serves_the_base(backend):
     assert torch.equal(mixed.run(x), mixed.base_output(x))
 
 
-def test_metadata_says_which_slot_each_token_and_each_sampled_row_has(backend):
+def test_metadata_says_which_slot_each_token_and_each_sampled_row_has(metadata):
     mapping = LoRAMapping((8, 8, 0, 5), (8, 0))
 
-    backend.update_metadata(mapping, [5, None, 8], 4, VOCAB)
+    metadata.update_metadata(mapping, [5, None, 8], 4, VOCAB)
 
-    assert backend.token_lora_indices.tolist() == [2, 2, -1, 0]
-    assert backend.sampler_indices.tolist() == [2, -1]
-    assert backend.runs == [(2, slice(0, 2)), (0, slice(3, 4))]
-    assert not backend.no_lora
+    assert metadata.token_lora_indices.tolist() == [2, 2, -1, 0]
+    assert metadata.sampler_indices.tolist() == [2, -1]
+    assert metadata.runs == [(2, slice(0, 2)), (0, slice(3, 4))]
+    assert not metadata.no_lora
 
 
 @pytest.mark.parametrize("ids", [(), (0,), (0, 0, 0)])
-def test_a_batch_without_adapters_is_known_as_one(backend, ids):
-    backend.update_metadata(LoRAMapping((8,), (8,)), [5, None, 8], 4, VOCAB)
+def test_a_batch_without_adapters_is_known_as_one(metadata, ids):
+    metadata.update_metadata(LoRAMapping((8,), (8,)), [5, None, 8], 4, VOCAB)
 
-    backend.update_metadata(LoRAMapping(ids, ids), [5, None, 8], 4, VOCAB)
+    metadata.update_metadata(LoRAMapping(ids, ids), [5, None, 8], 4, VOCAB)
 
-    assert backend.no_lora
-    assert backend.runs == []
+    assert metadata.no_lora
+    assert metadata.runs == []
 
 
 @pytest.mark.parametrize("mapping", [LoRAMapping((7, 8), (8,)), LoRAMapping((8, 8), (7,))])
-def test_a_step_with_an_adapter_in_no_slot_is_refused_and_changes_nothing(backend, mapping):
-    backend.update_metadata(LoRAMapping((8, 0), (0,)), [5, None, 8], 4, VOCAB)
+def test_a_step_with_an_adapter_in_no_slot_is_refused_and_changes_nothing(metadata, mapping):
+    metadata.update_metadata(LoRAMapping((8, 0), (0,)), [5, None, 8], 4, VOCAB)
 
     with pytest.raises(ValueError, match=r"\[7\] are in the batch but in no slot"):
-        backend.update_metadata(mapping, [5, None, 8], 4, VOCAB)
+        metadata.update_metadata(mapping, [5, None, 8], 4, VOCAB)
 
-    assert backend.token_lora_indices.tolist() == [2, -1]
-    assert backend.sampler_indices.tolist() == [-1]
-    assert backend.runs == [(2, slice(0, 1))]
+    assert metadata.token_lora_indices.tolist() == [2, -1]
+    assert metadata.sampler_indices.tolist() == [-1]
+    assert metadata.runs == [(2, slice(0, 1))]
 
 
 def stacked(generator, slots=3, rank=5, width=7, sizes=(4, 6, 1)):
