@@ -150,7 +150,9 @@ def write_json(report: dict[str, Any], path: Path) -> None:
 
 
 def show(report: dict[str, Any], out: Path) -> None:
-    table = Table("adapter", "prompt", "base model says", "with the adapter", show_lines=True)
+    table = Table("adapter", show_lines=True)
+    for column in ("prompt", "base model says", "with the adapter"):
+        table.add_column(column, overflow="fold")
     for answer in report["answers"]:
         if answer["adapter"]:
             table.add_row(answer["adapter"], answer["prompt"], answer["base"], answer["answer"])

@@ -60,7 +60,7 @@ class LLMEngine:
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""
-        lora = self.adapters.manager.list_adapters().get(adapter_id)
+        lora = self.adapters.manager.get_adapter(adapter_id)
         return lora and lora.load_id
 
     def _pinned_adapters(self) -> set[int]:

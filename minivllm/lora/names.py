@@ -81,9 +81,14 @@ def is_in_target_modules(
     """
     if target_modules is None:
         return True
-    suffix = name.rpartition(".")[2]
-    names = {name, suffix, *(packed_mapping or {}).get(suffix, [])}
-    names |= {fused for fused, parts in (packed_mapping or {}).items() if suffix in parts}
+    prefix, dot, suffix = name.rpartition(".")
+    mapping = packed_mapping or {}
+    suffixes = {
+        suffix,
+        *mapping.get(suffix, []),
+        *(fused for fused, parts in mapping.items() if suffix in parts),
+    }
+    names = suffixes | {f"{prefix}{dot}{ending}" for ending in suffixes}
     return not names.isdisjoint(target_modules)
 
 

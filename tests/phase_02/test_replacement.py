@@ -248,10 +248,18 @@ def test_only_the_servers_target_modules_are_wrapped(target_modules, expected):
 
 
 @pytest.mark.lab("2.5")
-def test_a_full_name_wraps_one_layers_module():
-    wrapped = wrap(ToyModel(num_layers=2), NaivePunica(), target_modules=["layers.1.attn.o_proj"])
+@pytest.mark.parametrize(
+    ("target", "module"),
+    [
+        ("layers.1.attn.o_proj", "layers.1.attn.o_proj"),
+        ("layers.1.attn.qkv_proj", "layers.1.attn.qkv_proj"),
+        ("layers.1.attn.k_proj", "layers.1.attn.qkv_proj"),
+    ],
+)
+def test_a_full_name_wraps_one_layers_module(target, module):
+    wrapped = wrap(ToyModel(num_layers=2), NaivePunica(), target_modules=[target])
 
-    assert wrapped.modules.keys() == {"layers.1.attn.o_proj"}
+    assert wrapped.modules.keys() == {module}
 
 
 @pytest.mark.lab("2.5")
