@@ -44,7 +44,9 @@ def save_adapter(folder: Path, base: Path, seed: int, **config: object) -> Path:
     return folder
 
 
-def load_oracle(base: Path, adapter: Path | None = None, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+def load_oracle(
+    base: Path, adapter: Path | None = None, dtype: torch.dtype = torch.float64
+) -> torch.nn.Module:
     """transformers' model, with PEFT's adapter on it."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
