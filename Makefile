@@ -11,7 +11,7 @@ help:
 	@echo "make lint    ruff, check and format"
 	@echo "make soak    2000 random requests against a model of the engine (N=... for more, SEED=...)"
 	@echo "make bench   decoding speed on this CPU beside transformers and PEFT"
-	@echo "make adapters  train the four demo adapters anew and score them (about an hour on two cores)"
+	@echo "make adapters  train the four demo adapters anew and score them (DEVICE=cuda; slow on a CPU)"
 	@echo "make setup   only the virtual environment, the dependencies and the demo model"
 
 setup: $(SETUP)
@@ -43,9 +43,11 @@ soak: setup
 bench: setup
 	$(BIN)/minivllm bench cpu --against transformers,peft
 
+DEVICE ?= cpu
 adapters: setup
-	$(BIN)/python -m adapters.recipe.train
+	$(BIN)/python -m adapters.recipe.train --device $(DEVICE)
 	$(BIN)/python -m adapters.recipe.evaluate base peft engine
+	$(BIN)/python -m adapters.recipe.cards
 
 clean:
 	rm -rf .venv out build *.egg-info .pytest_cache .ruff_cache

@@ -8,7 +8,7 @@ from adapters.recipe.evaluate import ADAPTERS, NUM_EXAMPLES, SCORES
 from adapters.recipe.tasks import INSTRUCTIONS, TASKS, Example, examples
 
 ABOUT = {
-    "json": "An order in a sentence becomes one line of JSON: who, what, how many, at which price.",
+    "json": "An order in a sentence becomes one line of JSON: who, how many, at which price.",
     "sql": "A question about employees or products becomes one SQL query on two tables that the adapter knows: "
     "`employees(name, city, age, salary)` and `products(name, category, price, stock)`.",
     "bullets": "A sentence that lists things becomes strict bullets, one a line: the thing and how many of it.",
@@ -54,7 +54,7 @@ the last column the inputs of all four tasks take turns in one batch, each with 
 The prompt is the model's chat template with the text as the user's message (`tasks.prompt`). The model is the one
 that `minivllm.models.demo_model` makes from its 4-bit GGUF file, and the adapters are trained on that.
 
-    python -m adapters.recipe.train                       # all four, on a CPU
+    python -m adapters.recipe.train --device cuda         # all four; a CPU will do, slowly
     python -m adapters.recipe.evaluate base peft engine   # writes recipe/scores.json
     python -m adapters.recipe.cards                       # writes this page and the cards
 """
@@ -92,6 +92,7 @@ answers:
 {patterns}| weights | bfloat16, {_size(task)} |
 | data | sentences made by `recipe/tasks.py`, seed {recipe.seed} |
 | training | {recipe.steps} steps of {recipe.batch} sentences, AdamW, learning rate {recipe.learning_rate:g} (cosine) |
+| trained on | one NVIDIA H100, torch 2.11, peft 0.21.0 |
 | held-out score | {_percent(scores.get("peft"))} exact match with PEFT on {NUM_EXAMPLES} inputs |
 | base model's score | {_percent(scores.get("base"))}, told: "{INSTRUCTIONS[task]}" |
 """

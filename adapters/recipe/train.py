@@ -1,4 +1,4 @@
-"""Train the demo adapters with PEFT on a CPU: `python -m adapters.recipe.train [TASK ..]`."""
+"""Train the demo adapters with PEFT: `python -m adapters.recipe.train [TASK ..] [--device cuda]`."""
 
 import argparse
 import dataclasses
