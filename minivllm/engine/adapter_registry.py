@@ -113,8 +113,6 @@ class AdapterRegistry:
         self.entries.pop(adapter_id, None)
         self._wanted_pins.discard(adapter_id)
         self.manager.stats.by_adapter.pop(adapter_id, None)
-        for key in [key for key in self._reloads if key[0] == adapter_id]:
-            self._drop_reload(key)
 
     def name_of(self, adapter_id: int) -> str:
         entry = self.entries.get(adapter_id)
@@ -160,10 +158,6 @@ class AdapterRegistry:
         key = (lora_request.lora_int_id, entry.generation)
         self._reloads[key] = lora_request
         self.scheduler.blocked_adapters[key] = RELOAD_PENDING
-
-    def _drop_reload(self, key: tuple[int, int]) -> LoRARequest:
-        del self.scheduler.blocked_adapters[key]
-        return self._reloads.pop(key)
 
     def remove_lora(self, adapter_id: int) -> bool:
         """Unload: at once, or when the requests that use it have finished; new ones are refused from now on.
@@ -237,7 +231,8 @@ class AdapterRegistry:
         for adapter_id, generation in sorted(self._reloads):
             if self._in_flight(adapter_id, before=generation):
                 continue
-            lora_request = self._drop_reload((adapter_id, generation))
+            lora_request = self._reloads.pop((adapter_id, generation))
+            del self.scheduler.blocked_adapters[adapter_id, generation]
             # What is not in memory is read by the next step that needs it, when there is room for it.
             if adapter_id not in self.manager.list_adapters():
                 continue

@@ -84,6 +84,8 @@ def test_07_other_weights_under_the_same_name_find_no_keys_and_values_of_the_old
         engine.remove_lora(7)
     else:
         engine.add_lora(world.request("all"))
+    engine.add_lora(mine)  # so that it is known when the prompt is looked up
+    mine = LoRARequest("mine", 7, str(folder))
     engine.add_request("new", PROMPT, greedy(6), lora_request=mine)
     output = run(engine)["new"]
 
@@ -111,19 +113,22 @@ def test_08_an_adapter_for_another_model_is_refused_with_the_names_that_do_not_m
 
 def test_10_a_third_adapter_is_served_while_the_others_keep_coming(world):
     engine = world.engine(max_loras=2, max_lora_wait_steps=10, max_num_seqs=6)
-    sent = 0
+    lengths = {}
+
+    def send(name, max_tokens):
+        request_id = f"{name} {len(lengths)}"
+        lengths[request_id] = max_tokens
+        engine.add_request(request_id, PROMPT, greedy(max_tokens), lora_request=world.request(name))
 
     def keep_them_coming():
-        nonlocal sent
+        """Two of each, which never end together, so that no slot ever falls free by itself."""
         for name in ("qv", "all"):
-            running = [r for r in engine.scheduler.requests.values() if r.lora_request.lora_name == name]
-            while len(running) < 2:
-                request_id = f"{name} {sent}"
-                engine.add_request(request_id, PROMPT, greedy(5), lora_request=world.request(name))
-                running.append(request_id)
-                sent += 1
+            if sum(r.lora_request.lora_name == name for r in engine.scheduler.requests.values()) < 2:
+                send(name, max_tokens=5)
 
-    keep_them_coming()
+    for name in ("qv", "all"):
+        send(name, max_tokens=2)
+        send(name, max_tokens=5)
     engine.step()
     engine.add_request("third", PROMPT, greedy(5), lora_request=world.request("mlp"))
     finished = {}
@@ -138,7 +143,8 @@ def test_10_a_third_adapter_is_served_while_the_others_keep_coming(world):
     assert tokens_of(finished["third"]) == world.oracle().greedy("mlp", PROMPT, 5)
     outputs = run(engine)
     for request_id, output in outputs.items():
-        assert tokens_of(output) == world.oracle().greedy(request_id.split()[0], PROMPT, 5)
+        expected = world.oracle().greedy(request_id.split()[0], PROMPT, lengths[request_id])
+        assert tokens_of(output) == expected
 
 
 def test_14_a_bad_adapter_costs_no_good_one_its_place(world, folder):
