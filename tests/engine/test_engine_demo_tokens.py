@@ -1,0 +1,220 @@
+"""24 prompts over four trained adapters and base, two slots, on the demo model in float32: token for token what
+transformers + PEFT give for each alone.
+"""
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engine import greedy, run, tokens_of
+
+from minivllm import LLM, LoRARequest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("json", "sql", "bullets", "dates")
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    """This model is large enough to gain from them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base():
+    from minivllm.models.demo_model import demo_model_path
+
+    return demo_model_path(progress=False)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """24 (adapter, prompt): every adapter's task for itself, and for base."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        from adapters.recipe.tasks import examples, prompt
+
+    rng = random.Random(0)
+    pairs = [(name, prompt(name, e.text)) for name in NAMES for e in examples(name, 5, seed=7)]
+    pairs += [(None, prompt(name, examples(name, 1, seed=8)[0].text)) for name in NAMES]
+    rng.shuffle(pairs)
+    return pairs
+
+
+class Oracle:
+    """transformers + PEFT, one request at a time."""
+
+    def __init__(self, base):
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        for name in NAMES:
+            if name == NAMES[0]:
+                model = PeftModel.from_pretrained(model, ROOT / "adapters" / name, adapter_name=name)
+            else:
+                model.load_adapter(ROOT / "adapters" / name, adapter_name=name)
+        self.model = model.float().eval()
+
+    @torch.inference_mode()
+    def call(self, adapter, function):
+        if adapter is None:
+            with self.model.disable_adapter():
+                return function(self.model)
+        self.model.set_adapter(adapter)
+        return function(self.model)
+
+    def generate(self, adapter, prompt):
+        ids = self.tokenizer(prompt, return_tensors="pt")
+        output = self.call(
+            adapter, lambda model: model.generate(**ids, max_new_tokens=NUM_TOKENS, do_sample=False)
+        )
+        return output[0, ids["input_ids"].shape[1] :].tolist()
+
+    def likeliest(self, adapter, prompt, tokens):
+        """For every token of an answer: the one that is likeliest there, and by how much it leads the answer's.
+
+        An answer all of whose tokens are likeliest is the greedy one: each was picked after the same tokens.
+        """
+        ids = self.tokenizer(prompt)["input_ids"]
+        logits = self.call(adapter, lambda model: model(torch.tensor([ids + tokens])).logits[0])
+        rows = logits[len(ids) - 1 : -1]
+        best = rows.max(-1)
+        lead = best.values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return best.indices.tolist(), lead.tolist()
+
+
+@pytest.fixture(scope="module")
+def oracle(base):
+    return Oracle(base)
+
+
+def make_llm(base, **options):
+    defaults = {
+        "dtype": "float32",
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_cpu_loras": 4,
+        "max_lora_rank": 32,
+        "max_model_len": 512,
+        "num_kv_blocks": 30,
+        "max_num_batched_tokens": 100,
+        "warm_up": False,
+    }
+    return LLM(base, **{**defaults, **options})
+
+
+def lora(name):
+    return name and LoRARequest(name, NAMES.index(name) + 1, str(ROOT / "adapters" / name))
+
+
+def serve(llm, pairs, order, **params):
+    """The outputs, by number, of the pairs sent in this order."""
+    engine = llm.llm_engine
+    for number in order:
+        adapter, prompt = pairs[number]
+        engine.add_request(
+            str(number), prompt, greedy(NUM_TOKENS, ignore_eos=False, **params), lora_request=lora(adapter)
+        )
+    return {int(number): output for number, output in run(engine).items()}
+
+
+@pytest.fixture(scope="module")
+def first_run(base, pairs):
+    """Served once under pressure: outputs, and the engine's account of it."""
+    llm = make_llm(base)
+    outputs = serve(llm, pairs, range(len(pairs)))
+    yield outputs, llm.llm_engine
+    del llm
+    gc.collect()
+
+
+def test_every_token_is_the_one_that_transformers_and_peft_pick(first_run, pairs, oracle):
+    outputs, _ = first_run
+
+    for number, (adapter, prompt) in enumerate(pairs):
+        tokens = tokens_of(outputs[number])
+        likeliest, lead = oracle.likeliest(adapter, prompt, tokens)
+        assert tokens == likeliest, f"{number} ({adapter}): differs by {max(lead):.2g} in a logit"
+
+
+def test_generate_of_transformers_says_the_same(first_run, pairs, oracle):
+    outputs, _ = first_run
+
+    for adapter in (None, *NAMES):
+        number = next(i for i, (name, _) in enumerate(pairs) if name == adapter)
+        assert tokens_of(outputs[number]) == oracle.generate(adapter, pairs[number][1]), adapter
+
+
+def test_answers_end_where_the_model_ends_them(first_run, oracle):
+    outputs, _ = first_run
+    end = oracle.tokenizer.eos_token_id
+
+    for output in outputs.values():
+        completion = output.outputs[0]
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == end)
+        assert end not in completion.token_ids[:-1]
+        assert completion.text == oracle.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    assert {output.outputs[0].finish_reason for output in outputs.values()} == {"stop", "length"}
+
+
+def test_the_run_had_evictions_chunks_preemptions_and_hits_within_adapters(first_run, pairs):
+    _, engine = first_run
+
+    summary = engine.trace.summary()
+    for what in ("evictions", "chunks", "preemptions", "prefix_hits", "skips", "mixed_steps"):
+        assert summary[what] > 0, what
+    for record in engine.trace.records:
+        assert len({row.adapter for row in record.rows} - {None}) <= 2
+        assert all(row.adapter == pairs[int(row.request)][0] for row in record.rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 37, "max_loras": 1, "max_cpu_loras": 1, "block_size": 8},
+        {
+            "max_loras": 4,
+            "num_kv_blocks": 400,
+            "max_num_batched_tokens": 4096,
+            "enable_prefix_caching": False,
+        },
+    ],
+    ids=["one slot, chunks of 37", "room for all"],
+)
+def test_order_chunks_slots_and_cache_change_no_token(first_run, base, pairs, options):
+    outputs, _ = first_run
+    order = random.Random(1).sample(range(len(pairs)), len(pairs))
+    llm = make_llm(base, **{"num_kv_blocks": 60, **options})
+
+    again = serve(llm, pairs, order)
+
+    assert {n: tokens_of(output) for n, output in again.items()} == {
+        n: tokens_of(output) for n, output in outputs.items()
+    }
+
+
+def test_a_stop_string_across_two_tokens_cuts_the_answer(first_run, base, pairs, oracle):
+    outputs, _ = first_run
+    llm = make_llm(base)
+    for number in [i for i, (name, _) in enumerate(pairs) if name == "json"][:2]:
+        adapter, prompt = pairs[number]
+        ids = [i for i in tokens_of(outputs[number]) if i != oracle.tokenizer.eos_token_id]
+        before, after = oracle.tokenizer.decode(ids[:6]), oracle.tokenizer.decode(ids[:7])
+        stop = before[-1] + after[len(before) :]
+
+        [answer] = llm.generate(
+            prompt, greedy(NUM_TOKENS, stop=stop), use_tqdm=False, lora_request=lora(adapter)
+        )
+
+        whole = outputs[number].outputs[0].text
+        completion = answer.outputs[0]
+        assert completion.text == whole[: whole.index(stop)]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
