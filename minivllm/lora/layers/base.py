@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -26,12 +26,15 @@ class BaseLayerWithLoRA(nn.Module):
     lora_a_stacked   n buffers (S, 1, R, K); a slot's A in rows 0..r-1, zeros past them
     lora_b_stacked   n buffers (S, 1, N_i, R)
     live_ranks       [slice][slot] rank in use, 0 where the slot holds nothing for this slice
+    wraps            kinds of base layer it takes -> parts the checkpoint must name, None = any number
     slot_memo        slot -> what the backend worked out for it; forgotten when the slot is written
 
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
     nor separate. Only `set_lora` and `reset_lora` write them. What a layer adds is decided by the backend alone;
     scaling is in B already.
     """
+
+    wraps: ClassVar[dict[type[LinearBase], int | None]] = {}
 
     def __init__(self, base_layer: LinearBase) -> None:
         super().__init__()
@@ -147,7 +150,8 @@ class BaseLayerWithLoRA(nn.Module):
         model_config: object | None = None,
     ) -> bool:
         """Whether this class wraps that layer; `packed_modules_list` are the parts the checkpoint names."""
-        raise NotImplementedError
+        kind = type(source_layer)
+        return kind in cls.wraps and cls.wraps[kind] in (None, len(packed_modules_list))
 
 
 def _as_list(weights: Weights) -> list[torch.Tensor | None]:

@@ -3,9 +3,8 @@
 Stands for vllm/lora/layers/column_parallel_linear.py, row_parallel_linear.py and replicated_linear.py (v0.22.1).
 """
 
-from torch import nn
+from typing import ClassVar
 
-from minivllm.config import LoRAConfig
 from minivllm.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -20,45 +19,19 @@ from minivllm.lora.layers.base import BaseLayerWithLoRA
 class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
     """A plain linear, or a fused one that the checkpoint stores as one matrix. vLLM: the same name."""
 
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return type(source_layer) is ColumnParallelLinear or (
-            type(source_layer) is MergedColumnParallelLinear and len(packed_modules_list) == 1
-        )
+    wraps: ClassVar = {ColumnParallelLinear: None, MergedColumnParallelLinear: 1}
 
 
 class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
     """The linear back to the model's width: o_proj, down_proj. vLLM: the same name."""
 
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return type(source_layer) is RowParallelLinear
+    wraps: ClassVar = {RowParallelLinear: None}
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
     """A linear that tensor parallelism would not split. vLLM: the same name."""
 
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return type(source_layer) is ReplicatedLinear
+    wraps: ClassVar = {ReplicatedLinear: None}
 
 
 # region lab 2.3: fused linears, with an adapter for each part or one for all
@@ -73,43 +46,19 @@ class _SlicedLinearWithLoRA(BaseLayerWithLoRA):
 class MergedColumnParallelLinearWithLoRA(_SlicedLinearWithLoRA):
     """gate_proj and up_proj in one. vLLM: the same name."""
 
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return type(source_layer) is MergedColumnParallelLinear and len(packed_modules_list) == 2
+    wraps: ClassVar = {MergedColumnParallelLinear: 2}
 
 
 class MergedQKVParallelLinearWithLoRA(_SlicedLinearWithLoRA):
     """q, k and v in one, with three adapters. vLLM: the same name."""
 
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return type(source_layer) is QKVParallelLinear and len(packed_modules_list) == 3
+    wraps: ClassVar = {QKVParallelLinear: 3}
 
 
 class QKVParallelLinearWithLoRA(BaseLayerWithLoRA):
     """q, k and v in one, with one adapter over all three: the checkpoint is fused, too. vLLM: the same name."""
 
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return type(source_layer) is QKVParallelLinear and len(packed_modules_list) == 1
+    wraps: ClassVar = {QKVParallelLinear: 1}
 
 
 # endregion
