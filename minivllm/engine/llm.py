@@ -1,7 +1,8 @@
 """Many prompts at once, from Python. Stands for vllm/entrypoints/llm.py (v0.22.1)."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -35,7 +36,8 @@ class LLM:
 
         prompts           text, {"prompt": ...} or {"prompt_token_ids": [...]}; one or a list
         sampling_params   one for all, or a list
-        lora_request      one for all, or a list in which None is the base model
+        lora_request      one for all, or a list in which None is the base model; with `load_inplace` an adapter is
+                          read again once a call, not for every prompt
 
         ValueError if any prompt cannot be served; then none is. A request that fails later has
         finish_reason "error" and says why in `.error`. Nothing is left behind by an error or Ctrl-C.
@@ -47,7 +49,7 @@ class LLM:
         loras = _for_each(lora_request, len(prompts), "lora_request")
         ids: list[str] = []
         try:
-            for prompt, param, lora in zip(prompts, params, loras):
+            for prompt, param, lora in zip(prompts, params, _reload_once(loras)):
                 request_id = str(next(self._request_numbers))
                 ids.append(self.llm_engine.add_request(request_id, prompt, param, lora_request=lora))
             finished = self._run(ids, use_tqdm)
@@ -88,6 +90,17 @@ class LLM:
                         finished[output.request_id] = output
                         bar.update(1)
         return finished
+
+
+def _reload_once(loras: Iterable[LoRARequest | None]) -> Iterator[LoRARequest | None]:
+    """Each prompt that orders a reload waits for those before it: one order is enough for all."""
+    seen: set[LoRARequest] = set()
+    for lora in loras:
+        if lora is None or lora not in seen:
+            yield lora
+            seen.add(lora)
+        else:
+            yield replace(lora, load_inplace=False)
 
 
 def _for_each(value: Any, count: int, name: str) -> list[Any]:

@@ -263,6 +263,20 @@ class TestReload:
         engine.add_request("x", PROMPT, greedy(6), lora_request=world.request("mlp", lora_int_id=1))
         assert tokens_of(run(engine)["x"]) == world.oracle().greedy("mlp", PROMPT, 6)
 
+    def test_of_one_generate_call_is_one_however_many_prompts_it_has(self, world):
+        llm = world.llm()
+        prompts = [{"prompt_token_ids": [*PROMPT, last]} for last in range(5, 9)]
+
+        answers = llm.generate(
+            prompts, greedy(4), use_tqdm=False, lora_request=world.request("qv", load_inplace=True)
+        )
+
+        assert llm.llm_engine.get_metrics()["lora"]["loads"] == 1
+        assert len(llm.llm_engine.trace) == 4, "the prompts waited for each other"
+        for prompt, answer in zip(prompts, answers):
+            expected = world.oracle().greedy("qv", prompt["prompt_token_ids"], 4)
+            assert tokens_of(answer) == expected
+
     def test_keeps_the_pin(self, world, folder, request_of):
         engine = world.engine()
         engine.add_lora(request_of())
@@ -394,6 +408,33 @@ class TestPin:
     def test_of_an_unknown_adapter_is_refused(self, world):
         with pytest.raises(ValueError, match="not registered"):
             world.engine().pin_lora(1)
+
+
+class TestOverflow:
+    """An adapter may be finite and still too much: then its own answers are lost, and no others."""
+
+    @pytest.mark.parametrize("backend", ["loops", "grouped"])
+    def test_harms_no_other_request_neither_beside_it_nor_after_it(self, world, folder, backend):
+        rewrite(folder, lambda weight: weight * 1e160)
+        # So few blocks that the next requests get those that the overflow was written to.
+        engine = world.engine(punica_backend=backend, num_kv_blocks=12, enable_prefix_caching=False)
+        engine.add_request(
+            "inf", PROMPT, greedy(6, logprobs=1), lora_request=LoRARequest("mine", 9, str(folder))
+        )
+        engine.add_request("beside", PROMPT, greedy(6), lora_request=world.request("all"))
+        outputs = run(engine)
+        engine.add_request("after", PROMPT, greedy(6), lora_request=world.request("all"))
+        engine.add_request("base", PROMPT[:3], greedy(6))
+        engine.add_request("longer", PROMPT * 2, greedy(6))
+        outputs |= run(engine)
+
+        logprob = next(iter(outputs["inf"].outputs[0].logprobs[-1].values())).logprob
+        assert logprob != logprob, "it did not overflow"
+        assert outputs["inf"].outputs[0].finish_reason == "length"
+        oracle = world.oracle()
+        assert tokens_of(outputs["beside"]) == tokens_of(outputs["after"]) == oracle.greedy("all", PROMPT, 6)
+        assert tokens_of(outputs["base"]) == oracle.greedy(None, PROMPT[:3], 6)
+        assert tokens_of(outputs["longer"]) == oracle.greedy(None, PROMPT * 2, 6)
 
 
 class TestOwnership:

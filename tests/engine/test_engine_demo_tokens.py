@@ -17,15 +17,6 @@ NAMES = ("json", "sql", "bullets", "dates")
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module", autouse=True)
-def two_threads():
-    """This model is large enough to gain from them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def base():
     from minivllm.models.demo_model import demo_model_path

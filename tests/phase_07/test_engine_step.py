@@ -142,6 +142,25 @@ def test_a_step_that_was_dropped_for_a_bad_adapter_is_neither(world, tmp_path):
     assert engine.get_metrics()["finished"] == {"error": 1}
 
 
+@lab
+def test_a_step_that_was_interrupted_is_taken_again(world, monkeypatch):
+    """Nothing counts as computed before the whole step was."""
+    engine = world.engine(max_num_batched_tokens=8)
+    for name in (None, "qv", "all"):
+        engine.add_request(str(name), token_ids(7, 1), greedy(4), lora_request=world.request(name))
+
+    for name in ("execute_model", "_sample"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, name, lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        engine.step()
+
+    outputs = run(engine)
+    for name in (None, "qv", "all"):
+        assert tokens_of(outputs[str(name)]) == world.oracle().greedy(name, token_ids(7, 1), 4)
+
+
 class TestRecord:
     def test_names_the_rows_their_slots_and_what_the_step_loaded(self, world):
         engine = world.engine(max_loras=2)
