@@ -22,6 +22,7 @@ class AdapterEntry:
     """One adapter that requests may name.
 
     owner        what brought it: a request id, or "add_lora"
+    folder       where its path led when it was registered or reloaded: a link may lead elsewhere by now
     names        everything it was called; the first is its name, the others are aliases
     generation   counts reloads: requests of a later one wait until those of earlier ones have finished
     leaving      it is being unloaded: requests in flight finish, new ones are refused
@@ -29,6 +30,7 @@ class AdapterEntry:
 
     request: LoRARequest
     owner: str
+    folder: str
     names: set[str] = field(default_factory=set)
     generation: int = 0
     leaving: bool = False
@@ -66,7 +68,7 @@ class AdapterRegistry:
             self.runner.lora_manager.check_adapter(lora_request)
         plain = replace(lora_request, load_inplace=False)
         if entry is None:
-            entry = self.entries[lora_request.lora_int_id] = AdapterEntry(plain, owner)
+            entry = self.entries[lora_request.lora_int_id] = AdapterEntry(plain, owner, _folder(plain))
         elif lora_request.load_inplace:
             self._note_reload(entry, lora_request)
         entry.names.add(lora_request.lora_name)
@@ -88,7 +90,7 @@ class AdapterRegistry:
             raise ValueError(
                 f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone"
             )
-        if _folder(entry.request) != _folder(lora_request):
+        if lora_request.lora_path != entry.request.lora_path and _folder(lora_request) != entry.folder:
             raise ValueError(
                 f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "
                 f"'{entry.request.lora_path}' ({entry.owner}), not to '{lora_request.lora_path}'; "
@@ -155,6 +157,7 @@ class AdapterRegistry:
 
     def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest) -> None:
         entry.generation += 1
+        entry.folder = _folder(lora_request)
         key = (lora_request.lora_int_id, entry.generation)
         self._reloads[key] = lora_request
         self.scheduler.blocked_adapters[key] = RELOAD_PENDING

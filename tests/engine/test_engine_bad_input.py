@@ -268,6 +268,25 @@ class TestNamesAndIds:
 
         assert snapshot(engine) == before
 
+    def test_a_link_that_leads_elsewhere_by_now_makes_no_alias_of_what_it_leads_to(self, world, tmp_path):
+        """Else 'mlp' would be answered by 'all', which is what was read through the link."""
+        engine = world.engine()
+        link = tmp_path / "latest"
+        link.symlink_to(world.path("all"))
+        engine.add_lora(LoRARequest("latest", 7, str(link)))
+        link.unlink()
+        link.symlink_to(world.path("mlp"))
+
+        with pytest.raises(ValueError, match="lora_int_id 7 belongs to adapter 'latest'"):
+            engine.add_request("a", PROMPT, greedy(), lora_request=world.request("mlp", lora_int_id=7))
+
+        engine.add_request("old", PROMPT, greedy(4), lora_request=LoRARequest("latest", 7, str(link)))
+        new = LoRARequest("latest", 7, str(link), load_inplace=True)
+        engine.add_request("new", PROMPT, greedy(4), lora_request=new)
+        outputs = run(engine)
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("all", PROMPT, 4)
+        assert tokens_of(outputs["new"]) == world.oracle().greedy("mlp", PROMPT, 4)
+
     @pytest.mark.parametrize("adapter_id", [0, -1, True, 1.0, "1", None])
     def test_an_id_must_be_a_number_from_1(self, world, adapter_id):
         with pytest.raises(ValueError, match="lora_int_id"):
