@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 # A quiet terminal: what the libraries below would say of themselves is not the user's business.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -118,7 +119,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -154,10 +155,11 @@ def show(report: dict[str, Any], out: Path) -> None:
     for column in ("prompt", "base model says", "with the adapter"):
         table.add_column(column, overflow="fold")
     for answer in report["answers"]:
+        prompt, base, text = (escape(answer[key]) for key in ("prompt", "base", "answer"))
         if answer["adapter"]:
-            table.add_row(answer["adapter"], answer["prompt"], answer["base"], answer["answer"])
+            table.add_row(answer["adapter"], prompt, base, text)
         else:
-            table.add_row("(base)", answer["prompt"], answer["answer"], "")
+            table.add_row("(base)", prompt, text, "")
     console.print(table, highlight=False)
     trace, lora = report["trace"], report["metrics"]["lora"]
     console.print(
@@ -169,6 +171,7 @@ def show(report: dict[str, Any], out: Path) -> None:
     )
     console.print(
         f"[bold]{report['tokens']} tokens[/] in {report['seconds']:.1f} s: "
-        f"{report['tokens_per_second']:.0f} tokens/s. See {out / 'demo.json'} and {out / 'slots.png'}.",
+        f"{report['tokens_per_second']:.0f} tokens/s. "
+        f"See {escape(str(out / 'demo.json'))} and {escape(str(out / 'slots.png'))}.",
         highlight=False,
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from minivllm.commands.common import console, parse_adapters, print_json, resolve_model
 from minivllm.engine.llm import LLM
 from minivllm.engine.outputs import RequestOutput
@@ -30,11 +32,19 @@ def read_prompts(arguments: list[str] | None, file: Path | None) -> list[NamedPr
         return [NamedPrompt(text) for text in arguments]
     if file is None and sys.stdin.isatty():
         raise ValueError("no prompts; give some as arguments, by --file, or on stdin")
-    lines = (sys.stdin.read() if file is None else file.read_text(encoding="utf-8")).splitlines()
+    text = sys.stdin.read() if file is None else _read_file(file)
+    lines = text.split("\n")  # not splitlines: JSON may hold U+2028 and its like as they are
     prompts = [_read_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError("no prompts: the input is empty")
     return prompts
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")  # with or without a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def _read_line(number: int, line: str) -> NamedPrompt:
@@ -46,7 +56,10 @@ def _read_line(number: int, line: str) -> NamedPrompt:
         return NamedPrompt(line)  # a prompt may start with a brace
     if not isinstance(record.get("prompt"), str):
         raise ValueError(f'line {number} has no "prompt" text: {line[:80]}')
-    return NamedPrompt(record["prompt"], record.get("adapter") or "base")
+    adapter = record.get("adapter") or "base"
+    if not isinstance(adapter, str):
+        raise ValueError(f'line {number}: "adapter" must be a name, got {json.dumps(adapter)}')
+    return NamedPrompt(record["prompt"], adapter)
 
 
 def pick_adapter(prompt: NamedPrompt, adapters: dict[str, LoRARequest]) -> tuple[str, LoRARequest | None]:
@@ -107,8 +120,8 @@ def _record(text: str, output: RequestOutput) -> dict[str, Any]:
 
 
 def _show(record: dict[str, Any]) -> None:
-    console.print(f"[bold cyan]{record['adapter']}[/]: {record['prompt']}", highlight=False)
+    console.print(f"[bold cyan]{escape(record['adapter'])}[/]: {escape(record['prompt'])}", highlight=False)
     if record["error"]:
-        console.print(f"  [red]error:[/red] {record['error']}", highlight=False)
+        console.print(f"  [red]error:[/red] {escape(record['error'])}", highlight=False)
     console.print(record["text"].strip(), highlight=False, markup=False)
     console.print()

@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from minivllm.commands.common import console, print_json, resolve_model
@@ -82,7 +83,7 @@ def run_inspect(path: str, model: str | None, max_lora_rank: int, as_json: bool)
 
 
 def _show(report: dict[str, Any]) -> None:
-    console.print(f"[bold]{report['path']}[/]", highlight=False)
+    console.print(f"[bold]{escape(report['path'])}[/]", highlight=False)
     if "targets" in report:
         kind = "rsLoRA (alpha / sqrt(r))" if report["rslora"] else "LoRA (alpha / r)"
         console.print(
@@ -92,14 +93,15 @@ def _show(report: dict[str, Any]) -> None:
         table = Table("target", "modules", "rank", "scaling", "parameters")
         for name, group in report["targets"].items():
             table.add_row(
-                name,
+                escape(name),
                 str(group["modules"]),
                 ", ".join(map(str, group["ranks"])),
                 ", ".join(map(str, group["scalings"])),
                 f"{group['parameters']:,}",
             )
         console.print(table)
+    model = escape(report["model"])
     if report["fits"]:
-        console.print(f"[green]fits[/green] {report['model']}", highlight=False)
+        console.print(f"[green]fits[/green] {model}", highlight=False)
     else:
-        console.print(f"[red]does not fit[/red] {report['model']}: {report['reason']}", highlight=False)
+        console.print(f"[red]does not fit[/red] {model}: {escape(report['reason'])}", highlight=False)

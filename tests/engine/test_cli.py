@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from minivllm.cli import app
 from minivllm.commands.common import parse_adapters
+from minivllm.commands.demo import show
 from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
 
 run = CliRunner().invoke
@@ -153,3 +154,62 @@ def test_errors_are_one_sentence_and_exit_status_2(base, monkeypatch, capsys):
     assert exit_status.value.code == 2
     assert "error: adapter 'x': adapter folder '/nowhere' does not exist" in " ".join(captured.err.split())
     assert "Traceback" not in captured.err
+
+
+def test_brackets_in_prompts_and_paths_are_shown_as_they_are(base, tmp_path):
+    answered = run(app, ["generate", "--model", str(base), "--max-tokens", "3", "[/b] or [red]x"])
+    inspected = run(app, ["inspect", str(tmp_path / "[/b]"), "--model", str(base)])
+
+    assert answered.exit_code == 0
+    assert "base: [/b] or [red]x" in answered.stdout
+    assert inspected.exit_code == 1
+    assert "[/b]" in inspected.stdout
+
+
+def test_brackets_in_an_error_are_shown_as_they_are(monkeypatch, capsys):
+    import sys
+
+    from minivllm.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["minivllm", "generate", "--model", "/nowhere[/b]", "hi"])
+
+    with pytest.raises(SystemExit) as exit_status:
+        main()
+
+    assert exit_status.value.code == 2
+    assert "/nowhere[/b]" in capsys.readouterr().err
+
+
+def test_an_answer_of_the_demo_may_hold_brackets(tmp_path, capsys):
+    answer = {"adapter": "json", "prompt": "a [/b]", "base": "[/b]", "answer": "[red]x"}
+    trace = dict.fromkeys(
+        ["adapters", "steps", "mixed_steps", "loads", "evictions", "skips", "preemptions"], 1
+    )
+    report = {"answers": [answer, {**answer, "adapter": None}], "trace": trace, "requests": 2, "max_loras": 1}
+    report |= {"metrics": {"lora": {"hit_rate": 1.0}}, "tokens": 2, "seconds": 1.0, "tokens_per_second": 2.0}
+
+    show(report, tmp_path)
+
+    assert capsys.readouterr().out.count("[red]x") == 2
+
+
+def test_a_line_ends_at_a_newline_only(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\ufeff{"prompt": "one\u2028two"}\r\n', encoding="utf-8")
+
+    assert read_prompts(None, file) == [NamedPrompt("one\u2028two", "base")]
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b'{"prompt": "a", "adapter": ["x"]}', 'line 1: "adapter" must be a name'),
+        (b"\xff\xfe", "prompts.txt is not UTF-8 text"),
+    ],
+)
+def test_an_unreadable_prompt_file_is_an_error(tmp_path, data, complaint):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(data)
+
+    with pytest.raises(ValueError, match=complaint):
+        read_prompts(None, file)
