@@ -118,7 +118,7 @@ def main() -> None:
     """The entry point: errors of the user's doing are one sentence and exit status 2."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 

@@ -76,6 +76,8 @@ def run_demo(
 
 def demo_requests(per_adapter: int) -> list[DemoRequest]:
     """Held-out inputs of every adapter's task, each for the adapter and for the base model, in turns."""
+    if per_adapter < 0:
+        raise ValueError(f"per_adapter must be at least 0, got {per_adapter}")
     sys.path.insert(0, str(checkout_folder()))
     tasks = importlib.import_module("adapters.recipe.tasks")
     requests = []

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from minivllm.cli import app
 from minivllm.commands.common import parse_adapters
-from minivllm.commands.demo import show
+from minivllm.commands.demo import demo_requests, show
 from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
 
 run = CliRunner().invoke
@@ -213,3 +213,23 @@ def test_an_unreadable_prompt_file_is_an_error(tmp_path, data, complaint):
 
     with pytest.raises(ValueError, match=complaint):
         read_prompts(None, file)
+
+
+def test_the_demo_refuses_a_negative_number_of_prompts():
+    with pytest.raises(ValueError, match="per_adapter must be at least 0, got -1"):
+        demo_requests(-1)
+
+
+def test_a_missing_package_is_an_error_of_one_sentence(monkeypatch, capsys):
+    from minivllm import cli
+
+    def without_package():
+        raise ModuleNotFoundError("package 'gguf' is not installed")
+
+    monkeypatch.setattr(cli, "app", without_package)
+
+    with pytest.raises(SystemExit) as exit_status:
+        cli.main()
+
+    assert exit_status.value.code == 2
+    assert "error: package 'gguf' is not installed" in capsys.readouterr().err
