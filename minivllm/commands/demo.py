@@ -45,6 +45,7 @@ def run_demo(
     max_loras: int, max_tokens: int, per_adapter: int, punica: str, out: Path, as_json: bool
 ) -> None:
     """Serve everything, print every prompt with both answers, and write demo.json and slots.png."""
+    out.mkdir(parents=True, exist_ok=True)  # first: better to fail now than after the work
     requests = demo_requests(per_adapter)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -65,7 +66,6 @@ def run_demo(
     outputs = serve(engine, requests, params, quiet=as_json)
     seconds = time.perf_counter() - started
     report = make_report(engine, requests, outputs, seconds)
-    out.mkdir(parents=True, exist_ok=True)
     write_json(report, out / "demo.json")
     draw_trace(engine.trace, out / "slots.png")
     if as_json:

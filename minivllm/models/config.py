@@ -133,9 +133,12 @@ class ModelArchitecture:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, expected a JSON object")
+    return config
 
 
 def _required(config: dict[str, Any], key: str) -> Any:

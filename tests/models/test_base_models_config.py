@@ -161,3 +161,10 @@ def test_every_accepted_architecture_has_a_model(config):
 
     assert parsed.architecture == config["architectures"][0]
     assert MODELS[parsed.architecture].supports_lora
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+
+    with pytest.raises(ValueError, match=r"config\.json holds a list, expected a JSON object"):
+        ModelArchitecture.from_folder(tmp_path)
