@@ -194,13 +194,15 @@ class LLMEngine:
             return []
         outputs = []
         self.adapters.settle()
-        for (adapter_id, generation), error in self.adapters.take_failures().items():
-            waiting = [
-                request.request_id
-                for request in self.scheduler.requests.values()
-                if (request.adapter_id, request.adapter_generation) == (adapter_id, generation)
-            ]
-            outputs += self._fail(waiting, error)
+        # Requests that end here may have stood in the way of the next reload, and that may fail as well.
+        while failures := self.adapters.take_failures():
+            for (adapter_id, generation), error in failures.items():
+                waiting = [
+                    request.request_id
+                    for request in self.scheduler.requests.values()
+                    if (request.adapter_id, request.adapter_generation) == (adapter_id, generation)
+                ]
+                outputs += self._fail(waiting, error)
         return outputs
 
     def _prepare_adapters(self, scheduled: SchedulerOutput) -> list[RequestOutput]:

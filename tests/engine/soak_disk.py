@@ -26,6 +26,7 @@ SPOILED = ("missing", "no config", "cut short", "wrong shape", "rank too high", 
 class AdapterDisk:
     """A tiny base model and `count` adapter folders for it, ids 1..count.
 
+    num_versions   written so far; a version written later has a larger number
     state   adapter id -> the version that is in its folder, or what is wrong with it (one of SPOILED)
     """
 
@@ -35,7 +36,7 @@ class AdapterDisk:
         transformers_model(variant, **TINY).to(torch.float64).save_pretrained(self.base)
         self.state: dict[int, int | str] = {}
         self.weights: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-        self._num_versions = 0
+        self.num_versions = 0
         configs = list(ADAPTERS.values())
         for adapter_id in range(1, count + 1):
             template = folder / f"template{adapter_id % len(configs)}"
@@ -56,8 +57,8 @@ class AdapterDisk:
         """Put new random weights into the folder, over what is there; their version."""
         path = self.path(adapter_id)
         shutil.copytree(self.template(adapter_id), path, dirs_exist_ok=True)
-        self._num_versions += 1
-        version = self._num_versions
+        self.num_versions += 1
+        version = self.num_versions
         generator = torch.Generator().manual_seed(version)
         old = load_file(self.template(adapter_id) / "adapter_model.safetensors")
         new = {
@@ -70,32 +71,23 @@ class AdapterDisk:
         return version
 
     def spoil(self, adapter_id: int, how: str) -> None:
+        """Make a good folder a bad one."""
         path = self.path(adapter_id)
         weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+        tensors = load_file(self.template(adapter_id) / "adapter_model.safetensors")
         if how == "missing":
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.exists() and config.exists():
-            tensors = load_file(self.template(adapter_id) / "adapter_model.safetensors")
-            if how == "no config":
-                config.unlink()
-            elif how == "cut short":
-                weights.write_bytes(weights.read_bytes()[:-50])
-            elif how == "wrong shape":
-                save_file({name: tensor[:, :-1].contiguous() for name, tensor in tensors.items()}, weights)
-            elif how == "rank too high":
-                config.write_text(json.dumps({**json.loads(config.read_text()), "r": 500}))
-            elif how == "nan":
-                save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, weights)
-        # A folder that was spoiled twice has its first fault still.
-        if self.is_good(adapter_id) or how == "missing":
-            self.state[adapter_id] = how
-        else:
-            self.state[adapter_id] = self._worse(self.state[adapter_id], how)
-
-    @staticmethod
-    def _worse(old: str, new: str) -> str:
-        """Of two faults the one that shows without a look at the numbers."""
-        return new if old == "nan" else old
+            shutil.rmtree(path)
+        elif how == "no config":
+            config.unlink()
+        elif how == "cut short":
+            weights.write_bytes(weights.read_bytes()[:-50])
+        elif how == "wrong shape":
+            save_file({name: tensor[:, :-1].contiguous() for name, tensor in tensors.items()}, weights)
+        elif how == "rank too high":
+            config.write_text(json.dumps({**json.loads(config.read_text()), "r": 500}))
+        elif how == "nan":
+            save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, weights)
+        self.state[adapter_id] = how
 
     def is_bad_at_first_sight(self, adapter_id: int) -> bool:
         return self.state[adapter_id] in set(SPOILED) - {"nan"}

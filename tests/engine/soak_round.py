@@ -217,9 +217,10 @@ class Round:
             assert not refusal, f"taken although {refusal}"
             if reload and self.disk.is_good(adapter_id):
                 self.owed[adapter_id] = self.disk.state[adapter_id]
-            self.live[request_id] = Sent(
-                request_id, prompt, params, adapter_id, arrival, self.owed[adapter_id]
-            )
+            owed = self.owed[adapter_id]
+            if reload and not self.disk.is_good(adapter_id):
+                owed = self.disk.num_versions + 1  # an error, or what mends it; never the old weights
+            self.live[request_id] = Sent(request_id, prompt, params, adapter_id, arrival, owed)
             self.num_sent += 1
         self._look()
 
@@ -340,7 +341,9 @@ class Round:
 
     def spoil(self) -> None:
         adapter_id = self.rng.randint(1, NUM_ADAPTERS)
-        self.disk.spoil(adapter_id, self.rng.choice(SPOILED))
+        if not self.disk.is_good(adapter_id):
+            return
+        self.disk.spoil(adapter_id, self.rng.choice([*SPOILED, *["nan"] * 4]))
         self.bad.add(adapter_id)
         if self.orders[adapter_id]:
             self.owed[adapter_id] = 0  # the reload may fail now, and the old weights stay

@@ -208,6 +208,23 @@ class TestReload:
 
         assert run(engine)["new"].outputs[0].finish_reason == "error"
 
+    def test_that_fails_after_another_that_failed_is_told_before_a_token_is_computed(
+        self, world, folder, request_of
+    ):
+        """The end of the first one's request is what lets the second one be tried."""
+        engine = world.engine()
+        engine.add_request("old", PROMPT, greedy(3), lora_request=request_of())
+        engine.step()
+        spoil(folder)
+        for request_id in ("new", "newer", "newest"):
+            engine.add_request(request_id, PROMPT, greedy(3), lora_request=request_of(load_inplace=True))
+
+        outputs = run(engine)
+
+        for request_id in ("new", "newer", "newest"):
+            completion = outputs[request_id].outputs[0]
+            assert (completion.finish_reason, completion.token_ids) == ("error", [])
+
     def test_that_failed_does_not_concern_whoever_comes_after(self, world, folder, request_of, answer_of):
         engine = world.engine()
         old_answer = answer_of(4)

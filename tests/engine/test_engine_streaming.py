@@ -9,6 +9,8 @@ from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
+from minivllm.core.request import Request, RequestStatus
+from minivllm.engine.output_processor import OutputProcessor
 
 PROMPT = token_ids(9, 2)
 
@@ -155,6 +157,24 @@ class TestStopStrings:
 
         assert completion.stop_reason == whole[-1]
         assert completion.text == whole[: whole.index(whole[-1])]
+
+    def test_that_only_an_unfinished_character_makes_do_not_turn_an_error_into_a_stop(self):
+        """The bytes left over when a request ends are shown as what a reader puts for them."""
+        from tokenizers import Tokenizer, decoders, models
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"Ã": 0, "a": 1}, [])))
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+        processor = OutputProcessor(tokenizer)
+        request = Request("a", [1], greedy(9, stop="\N{REPLACEMENT CHARACTER}"))
+        processor.add_request(request, None)
+        request.append_output_token(0)
+        assert not processor.process(request).finished
+
+        request.status, request.error = RequestStatus.FINISHED_ERROR, "the adapter is gone"
+        output = processor.process(request)
+
+        assert (output.outputs[0].finish_reason, output.error) == ("error", "the adapter is gone")
 
 
 class TestLogprobs:
