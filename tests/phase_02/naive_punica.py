@@ -20,6 +20,9 @@ class NaivePunica:
     def adopt(self, layer):
         """Leaves A and B where the layer made them."""
 
+    def slot_changed(self, layer, slot):
+        """Has worked nothing out that could be stale."""
+
     def apply_linear(self, layer, x):
         y = layer.base_output(x)
         for token, slot in enumerate(self.token_slots):

@@ -179,13 +179,15 @@ def test_a_reset_slot_is_empty_and_the_others_keep_theirs(kind):
 
 @pytest.mark.lab("2.2")
 @pytest.mark.parametrize("write", ["set_lora", "reset_lora"])
-def test_what_the_backend_worked_out_for_a_slot_is_forgotten_when_it_is_written(write):
+def test_the_backend_is_told_that_a_slot_has_changed_once_it_has(write):
     layer = wrapped("row")
-    layer.slot_memo.update({0: "of slot 0", 1: "of slot 1"})
+    layer.set_lora(1, *random_adapter("row", [2], seed=2))
+    told = []
+    layer.punica_wrapper.slot_changed = lambda of, slot: told.append((of, slot, of.live_ranks[0][slot]))
 
     getattr(layer, write)(1, *(random_adapter("row", [4], seed=1) if write == "set_lora" else ()))
 
-    assert layer.slot_memo == {0: "of slot 0"}
+    assert told == [(layer, 1, 4 if write == "set_lora" else 0)]
 
 
 @pytest.mark.lab("2.2")

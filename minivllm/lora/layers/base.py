@@ -27,7 +27,7 @@ class BaseLayerWithLoRA(nn.Module):
     lora_b_stacked   n buffers (S, 1, N_i, R)
     live_ranks       [slice][slot] rank in use, 0 where the slot holds nothing for this slice
     wraps            kinds of base layer it takes -> parts the checkpoint must name, None = any number
-    slot_memo        slot -> what the backend worked out for it; forgotten when the slot is written
+    slot_memo        for the backend: slot -> what it worked out, until it is told that the slot has changed
 
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
     nor separate. Only `set_lora` and `reset_lora` write them. What a layer adds is decided by the backend alone;
@@ -81,15 +81,10 @@ class BaseLayerWithLoRA(nn.Module):
 
     # region lab 2.2: write and clear a slot
     def reset_lora(self, index: int) -> None:
-        """Empty a slot, and forget what the backend worked out for it.
-
-        The zeros matter: an adapter of rank 4 does not overwrite all of one of rank 16.
-        """
-        for slice_ranks, lora_a, lora_b in zip(self.live_ranks, self.lora_a_stacked, self.lora_b_stacked):
-            lora_a[index] = 0
-            lora_b[index] = 0
-            slice_ranks[index] = 0
-        self.slot_memo.pop(index, None)
+        """Empty a slot, as far as there is anything in it."""
+        for i in range(self.n_slices):
+            self._clear_past(index, i, 0)
+        self._tell_backend(index)
 
     def set_lora(self, index: int, lora_a: Weights, lora_b: Weights) -> None:
         """Put an adapter into a slot.
@@ -98,17 +93,29 @@ class BaseLayerWithLoRA(nn.Module):
 
         Ranks may differ by slice. Raises ValueError for a list of another length than n.
         """
-        self.reset_lora(index)
         parts_a, parts_b = self.slice_lora_a(_as_list(lora_a)), self.slice_lora_b(_as_list(lora_b))
         for i, a, b in zip(range(self.n_slices), parts_a, parts_b, strict=True):
-            if a is None or b is None:
-                continue
-            rank = a.shape[0]
-            self.lora_a_stacked[i][index, 0, :rank].copy_(a, non_blocking=True)
-            self.lora_b_stacked[i][index, 0, :, :rank].copy_(b, non_blocking=True)
-            self.live_ranks[i][index] = rank
+            rank = 0 if a is None or b is None else a.shape[0]
+            if rank:
+                # Whatever happens while copying, all that may have been written counts as live.
+                self.live_ranks[i][index] = max(rank, self.live_ranks[i][index])
+                self.lora_a_stacked[i][index, 0, :rank].copy_(a, non_blocking=True)
+                self.lora_b_stacked[i][index, 0, :, :rank].copy_(b, non_blocking=True)
+            self._clear_past(index, i, rank)
+        self._tell_backend(index)
+
+    def _clear_past(self, index: int, i: int, rank: int) -> None:
+        """Zero what the last adapter had beyond `rank`: one of rank 4 does not overwrite all of one of rank 16."""
+        if (last := self.live_ranks[i][index]) > rank:
+            self.lora_a_stacked[i][index, 0, rank:last] = 0
+            self.lora_b_stacked[i][index, 0, :, rank:last] = 0
+        self.live_ranks[i][index] = rank
 
     # endregion
+
+    def _tell_backend(self, index: int) -> None:
+        if self.punica_wrapper is not None:
+            self.punica_wrapper.slot_changed(self, index)
 
     def slice_lora_a(self, lora_a: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """This tensor-parallel rank's part of each A: all of it, since there is one rank."""

@@ -96,6 +96,18 @@ class PunicaWrapperBase(PunicaWrapperABC):
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         """Called once a layer: a backend that wants A and B elsewhere calls `layer.re_home` here."""
 
+    def slot_changed(self, layer: BaseLayerWithLoRA, slot: int) -> None:
+        """Called when a slot has been written or cleared: what was worked out from it no longer holds."""
+
+    def sync_slots(self) -> None:
+        """Called before every forward pass: the moment to take in what `slot_changed` told of."""
+
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True
+    ) -> None:
+        """y (+)= x · Bᵀ, where x is what the tokens' rows of A hold.   y: (T, H)   x: (T, R)   B: (S, 1, H, R)"""
+        self.add_expand(y, x[None], (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+
     # region lab 3.6: the whole product of a wrapped linear
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         """Base output plus every row's own adapter.   x: (T, K) -> (T, N)

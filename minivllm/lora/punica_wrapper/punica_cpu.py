@@ -67,6 +67,9 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         )
         layer.storage = (a.flatten(1, 2), b.flatten(1, 2))
 
+    def slot_changed(self, layer: BaseLayerWithLoRA, slot: int) -> None:
+        layer.slot_memo.pop(slot, None)
+
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         y = layer.base_output(x)  # (T, N)
         if self.no_lora:

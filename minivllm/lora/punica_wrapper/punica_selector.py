@@ -16,7 +16,17 @@ def get_punica_wrapper(
     *,
     lora_config: LoRAConfig | None = None,
 ) -> PunicaWrapperBase:
-    """The backend that `lora_config.punica_backend` names; "auto" is the quickest one for the device."""
+    """The backend that `lora_config.punica_backend` names; "auto" is the quickest one for the device.
+
+    "loops" and "grouped" run anywhere, "triton" and "folded" on a GPU (without one, through Triton's interpreter).
+    """
     backend = "auto" if lora_config is None else lora_config.punica_backend
+    if backend == "auto":
+        backend = "folded" if torch.device(device).type == "cuda" else "grouped"
+    if backend in ("triton", "folded"):
+        from minivllm.lora.punica_wrapper.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
+
+        gpu_wrapper = PunicaWrapperFolded if backend == "folded" else PunicaWrapperGPU
+        return gpu_wrapper(max_num_batched_tokens, max_batches, device, lora_config.max_loras)
     wrapper = PunicaWrapperLoops if backend == "loops" else PunicaWrapperCPU
     return wrapper(max_num_batched_tokens, max_batches, device)

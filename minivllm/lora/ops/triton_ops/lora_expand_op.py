@@ -1,0 +1,161 @@
+"""y += h · Bᵀ, every row with its own adapter's B. Stands for vllm/lora/ops/triton_ops/lora_expand_op.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
+from minivllm.lora.ops.triton_ops.tuning import expand_tiles
+
+
+# region lab 4.3: the expand kernel
+@triton.jit
+def _lora_expand_kernel(
+    h_ptr,  # (splits, n, T, R), or the columns of a wider product: see the strides
+    b_ptrs,  # n x (S, N_i, R)
+    y_ptr,  # (T, >= N)
+    rows_ptr,  # (T,) rows by slot
+    tiles_ptr,  # (3, capacity) slot, first row, rows
+    ranks_ptr,  # (n, S) live ranks, or None: all R
+    R,
+    capacity,
+    num_slots,
+    h_split_stride,
+    h_slice_stride,
+    h_row_stride,
+    h_slot_stride,
+    b_slot_strides,  # n
+    b_row_stride,
+    y_row_stride,
+    WIDTHS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one tile of rows, one block of columns of one slice."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(tiles_ptr + tile).to(tl.int64)
+    if slot < 0:
+        return
+    first = tl.load(tiles_ptr + capacity + tile)
+    length = tl.load(tiles_ptr + 2 * capacity + tile)
+
+    place = tl.arange(0, BLOCK_ROWS)
+    is_row = place < length
+    rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
+    rank = tl.arange(0, BLOCK_R)
+
+    offset = 0
+    for i in tl.static_range(len(b_ptrs)):
+        blocks = (WIDTHS[i] + BLOCK_N - 1) // BLOCK_N
+        if (block >= 0) & (block < blocks):
+            live = R if ranks_ptr is None else tl.load(ranks_ptr + i * num_slots + slot)
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_column = columns < WIDTHS[i]
+            is_live = rank < live
+            b_block = b_ptrs[i] + slot * b_slot_strides[i] + columns[None, :] * b_row_stride + rank[:, None]
+            b = tl.load(b_block, mask=is_live[:, None] & is_column[None, :], other=0.0)  # (BLOCK_R, BLOCK_N)
+
+            h_block = h_ptr + i * h_slice_stride + slot * h_slot_stride
+            h_block += rows[:, None] * h_row_stride + rank[None, :]
+            h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
+            for split in tl.static_range(SPLITS):
+                h += tl.load(
+                    h_block + split * h_split_stride, mask=is_row[:, None] & is_live[None, :], other=0.0
+                )
+            update = tl.dot(h.to(b.dtype), b, input_precision="ieee")  # (BLOCK_ROWS, BLOCK_N) float32
+
+            y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
+            mask = is_row[:, None] & is_column[None, :]
+            if ADD:
+                update += tl.load(y_block, mask=mask, other=0.0)
+            tl.store(y_block, update, mask=mask)
+        block -= blocks
+        offset += WIDTHS[i]
+
+
+# endregion
+
+
+def expand(
+    h: torch.Tensor,
+    lora_b: Sequence[torch.Tensor],
+    y: torch.Tensor,
+    tiles: TileList,
+    ranks: torch.Tensor | None = None,
+    add_inputs: bool = True,
+    h_slot_stride: int = 0,
+) -> None:
+    """y[:, slice i] += h[i] · B_iᵀ, in place. One launch for all slices.
+
+    h       (splits, n, T, R): planes to be added up, rank contiguous
+    lora_b  n x (S, N_i, R) of one row stride, rank contiguous; slice i begins where slice i - 1 ends
+    y       (T, >= N), rows may be further apart than N
+    ranks   (n, S) int32 live rank of each slice and slot; None = R everywhere
+    h_slot_stride  elements from one slot's h to the next, for products that hold h for all slots; 0 = one h a row
+
+    Base rows of y are not touched.
+    """
+    num_slots, _, rank = lora_b[0].shape
+    widths = tuple(b.shape[1] for b in lora_b)
+    tuned = expand_tiles(len(y), rank)
+    blocks = sum(triton.cdiv(width, tuned.block_n) for width in widths)
+    _lora_expand_kernel[(tiles.count, blocks)](
+        h,
+        tuple(lora_b),
+        y,
+        tiles.rows,
+        tiles.tiles,
+        ranks,
+        rank,
+        tiles.tiles.shape[1],
+        num_slots,
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        h_slot_stride,
+        tuple(b.stride(0) for b in lora_b),
+        lora_b[0].stride(1),
+        y.stride(0),
+        WIDTHS=widths,
+        SPLITS=len(h),
+        ADD=add_inputs,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        BLOCK_N=tuned.block_n,
+        num_warps=tuned.num_warps,
+    )
+
+
+def lora_expand(
+    inputs: torch.Tensor,
+    lora_b_weights: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    count: int,
+    block_rows: int,
+    offset_start: int = 0,
+    add_inputs: bool = False,
+) -> None:
+    """output[:, slice i] (+)= inputs[i] · B_iᵀ. vLLM: `lora_expand`.
+
+    inputs          (n, T, R)
+    lora_b_weights  n x (S, N_i, R) or (S, 1, N_i, R)
+    output          (T, >= offset_start + N)
+    rows .. block_rows  what `LoRAKernelMeta.meta_args` gives
+    offset_start    column of `output` where the first slice begins
+    add_inputs      add to what is there, else overwrite; base rows are left alone either way
+    """
+    weights = [b.squeeze(1) if b.dim() == 4 else b for b in lora_b_weights]
+    expand(
+        inputs[None],
+        weights,
+        output[:, offset_start:],
+        TileList(rows, tiles, count, block_rows),
+        add_inputs=add_inputs,
+    )

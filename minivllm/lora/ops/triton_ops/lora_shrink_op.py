@@ -1,0 +1,156 @@
+"""h = x · Aᵀ, every row with its own adapter's A. Stands for vllm/lora/ops/triton_ops/lora_shrink_op.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
+from minivllm.lora.ops.triton_ops.tuning import shrink_tiles
+
+
+# region lab 4.2: the shrink kernel
+@triton.jit
+def _lora_shrink_kernel(
+    x_ptr,  # (T, K)
+    a_ptrs,  # n x (S, R, K)
+    h_ptr,  # (splits, n, T, R) float32
+    rows_ptr,  # (T,) rows by slot
+    tiles_ptr,  # (3, capacity) slot, first row, rows
+    ranks_ptr,  # (n, S) live ranks, or None: all R
+    scaling,
+    K,
+    R,
+    capacity,
+    num_slots,
+    x_row_stride,
+    a_slot_stride,
+    a_rank_stride,
+    h_split_stride,
+    h_slice_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One program: one tile of rows, every SPLITS-th block of K, all slices."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(tiles_ptr + tile).to(tl.int64)
+    if slot < 0:
+        return
+    first = tl.load(tiles_ptr + capacity + tile)
+    length = tl.load(tiles_ptr + 2 * capacity + tile)
+
+    place = tl.arange(0, BLOCK_ROWS)
+    is_row = place < length
+    rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
+    rank = tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_K)
+    x_block = x_ptr + rows[:, None] * x_row_stride + columns[None, :]  # (BLOCK_ROWS, BLOCK_K)
+
+    for i in tl.static_range(len(a_ptrs)):
+        live = R if ranks_ptr is None else tl.load(ranks_ptr + i * num_slots + slot)
+        a_block = a_ptrs[i] + slot * a_slot_stride + rank[None, :] * a_rank_stride + columns[:, None]
+        h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
+        if live > 0:
+            for k in range(split * BLOCK_K, K, SPLITS * BLOCK_K):
+                is_column = columns < K - k
+                x = tl.load(x_block + k, mask=is_row[:, None] & is_column[None, :], other=0.0)
+                a = tl.load(a_block + k, mask=(rank < live)[None, :] & is_column[:, None], other=0.0)
+                h = tl.dot(x, a.to(x.dtype), h, input_precision="ieee")  # (BLOCK_ROWS, BLOCK_R)
+        out = h_ptr + split * h_split_stride + i * h_slice_stride + rows[:, None] * R + rank[None, :]
+        tl.store(out, h * scaling, mask=is_row[:, None] & (rank < R)[None, :])
+
+
+# endregion
+
+
+def shrink(
+    x: torch.Tensor,
+    lora_a: Sequence[torch.Tensor],
+    tiles: TileList,
+    ranks: torch.Tensor | None = None,
+    scaling: float = 1.0,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Partial sums of h = scaling * x · Aᵀ, to be added up by `expand`. One launch for all slices.
+
+    x       (T, K), rows may be further apart than K
+    lora_a  n x (S, R, K) of one shape and strides, K contiguous
+    ranks   (n, S) int32 live rank of each slice and slot; None = R everywhere
+    splits  planes, None = by shape
+
+    Returns (splits, n, T, R) float32: one plane for each share of K. Base rows are not written.
+    """
+    num_slots, rank, width = lora_a[0].shape
+    tokens, n = len(x), len(lora_a)
+    tuned = shrink_tiles(tokens, width, rank, tiles.count)
+    splits = splits or tuned.splits
+    h = torch.empty(splits, n, tokens, rank, dtype=torch.float32, device=x.device)
+    _launch(x, lora_a, h, tiles, ranks, scaling)
+    return h
+
+
+def _launch(
+    x: torch.Tensor,
+    lora_a: Sequence[torch.Tensor],
+    h: torch.Tensor,
+    tiles: TileList,
+    ranks: torch.Tensor | None,
+    scaling: float,
+) -> None:
+    num_slots, rank, width = lora_a[0].shape
+    tuned = shrink_tiles(len(x), width, rank, tiles.count)
+    splits = len(h)
+    _lora_shrink_kernel[(tiles.count, splits)](
+        x,
+        tuple(lora_a),
+        h,
+        tiles.rows,
+        tiles.tiles,
+        ranks,
+        scaling,
+        width,
+        rank,
+        tiles.tiles.shape[1],
+        num_slots,
+        x.stride(0),
+        lora_a[0].stride(0),
+        lora_a[0].stride(1),
+        h.stride(0),
+        h.stride(1),
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        BLOCK_K=tuned.block_k,
+        SPLITS=splits,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+    )
+
+
+def lora_shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    count: int,
+    block_rows: int,
+    scaling: float,
+) -> None:
+    """output[i] = scaling * inputs · A_iᵀ, complete sums. vLLM: `lora_shrink`.
+
+    inputs          (T, K)
+    lora_a_weights  n x (S, R, K) or (S, 1, R, K)
+    output          (n, T, R) float32, contiguous; base rows become zero
+    rows .. block_rows  what `LoRAKernelMeta.meta_args` gives
+    """
+    output.zero_()
+    weights = [_three_dimensional(a) for a in lora_a_weights]
+    _launch(inputs, weights, output[None], TileList(rows, tiles, count, block_rows), None, scaling)
+
+
+def _three_dimensional(weights: torch.Tensor) -> torch.Tensor:
+    """Slot buffers carry a dimension of one after the slots; the kernels do not."""
+    return weights.squeeze(1) if weights.dim() == 4 else weights

@@ -1,0 +1,50 @@
+"""Tile sizes of the LoRA kernels, by shape. Stands for vllm/lora/ops/triton_ops/utils.py (v0.22.1)."""
+
+from typing import NamedTuple
+
+import triton
+
+# An H100 has 132 multiprocessors; a few programs on each keep its memory busy.
+TARGET_PROGRAMS = 512
+
+
+class ShrinkTiles(NamedTuple):
+    """block_k columns of x at a time; `splits` programs share a row of x, each leaves a plane of partial sums."""
+
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+class ExpandTiles(NamedTuple):
+    """block_n columns of y at a time."""
+
+    block_n: int
+    num_warps: int
+
+
+def block_rows(tokens: int) -> int:
+    """Rows of a tile. Few rows an adapter: as few as a tensor core takes; many: enough to reuse A and B."""
+    return 16 if tokens <= 512 else 64
+
+
+def shrink_tiles(tokens: int, width: int, rank: int, tiles: int) -> ShrinkTiles:
+    """tokens: T, width: K, tiles: tiles to launch"""
+    block_k = 128 if rank <= 64 else 64
+    # A split with no columns left would only write zeros.
+    splits = max(1, min(8, TARGET_PROGRAMS // tiles, triton.cdiv(width, 2 * block_k)))
+    return ShrinkTiles(block_k, splits, num_warps=4, num_stages=3)
+
+
+def expand_tiles(tokens: int, rank: int) -> ExpandTiles:
+    """tokens: T"""
+    return ExpandTiles(128 if rank <= 64 else 64, num_warps=4)
+
+
+def fold_pays(tokens: int, slots: int, rank: int, width: int) -> bool:
+    """Whether S * rank more columns in the base product cost less than a shrink.
+
+    rank: n * R, of all slices    width: K
+    """
+    return True

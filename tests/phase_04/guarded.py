@@ -1,0 +1,69 @@
+"""Buffers with NaN all round, batches, and what the kernels must give, in float64."""
+
+import torch
+from gpu import DEVICE
+
+GUARD = 64
+
+
+def guarded(values, row_gap=0):
+    """The values on the device, in memory where everything around them is NaN.
+
+    row_gap: NaN elements between rows, so that rows are further apart than they are long
+    """
+    rows = values.reshape(-1, values.shape[-1])
+    pitch = rows.shape[1] + row_gap
+    pool = torch.full((2 * GUARD + len(rows) * pitch,), float("nan"), dtype=values.dtype, device=DEVICE)
+    inside = pool[GUARD : GUARD + len(rows) * pitch].view(len(rows), pitch)[:, : rows.shape[1]]
+    inside.copy_(rows)
+    if values.dim() == 2:
+        return inside
+    strides = [inside.stride(-1), pitch]
+    for size in reversed(values.shape[1:-1]):
+        strides.append(strides[-1] * size)
+    return inside.as_strided(values.shape, strides[::-1])
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_slots(tokens, slots, base_share=0.3, seed=0):
+    """(T,) slot of each row in no order, some of them -1."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(0, slots, (tokens,), generator=generator)
+    return torch.where(torch.rand(tokens, generator=generator) < base_share, -1, picks)
+
+
+def live_part(weights, ranks, dim):
+    """A copy in which everything past each slot's rank is NaN: nobody may read it. `dim`: that of the rank."""
+    weights = weights.clone()
+    for slot, rank in enumerate(ranks):
+        weights[slot].narrow(dim, rank, weights[slot].shape[dim] - rank).fill_(float("nan"))
+    return weights
+
+
+def exact_shrink(x, lora_a, token_slots, ranks, scaling=1.0):
+    """(n, T, R) float64, zero for base rows and past each rank.   lora_a: n x (S, R, K)   ranks: n x S"""
+    h = torch.zeros(len(lora_a), len(x), lora_a[0].shape[1], dtype=torch.float64)
+    for i, a in enumerate(lora_a):
+        for row, slot in enumerate(token_slots.tolist()):
+            if slot >= 0 and (rank := ranks[i][slot]):
+                h[i, row, :rank] = scaling * (a[slot, :rank].double() @ x[row].double())
+    return h
+
+
+def exact_expand(h, lora_b, y, token_slots, ranks):
+    """(T, N) float64: y plus every row's own.   h: (n, T, R)   lora_b: n x (S, N_i, R)"""
+    result, offset = y.double(), 0
+    for i, b in enumerate(lora_b):
+        columns = slice(offset, offset := offset + b.shape[1])
+        for row, slot in enumerate(token_slots.tolist()):
+            if slot >= 0 and (rank := ranks[i][slot]):
+                result[row, columns] += b[slot, :, :rank].double() @ h[i, row, :rank].double()
+    return result
+
+
+def relative_error(found, expected):
+    """Norm of the difference over the norm of what is expected; NaN counts as wrong."""
+    return ((found.double().cpu() - expected).norm() / expected.norm()).item()

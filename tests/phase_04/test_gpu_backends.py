@@ -1,0 +1,244 @@
+"""The GPU backends on whole linears (lab 4.4), against float64 sums row by row."""
+
+import pytest
+import torch
+from gpu import DEVICE
+from guarded import exact_expand, exact_shrink, random, random_slots, relative_error
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.ops.triton_ops import tuning
+from minivllm.lora.punica_wrapper import get_punica_wrapper
+from minivllm.lora.replace import from_layer
+
+SLOTS, RANK, WIDTH = 3, 8, 40
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+LINEARS = {
+    "row": lambda dtype: (RowParallelLinear(WIDTH, 33, True, dtype, DEVICE), []),
+    "no bias": lambda dtype: (RowParallelLinear(WIDTH, 24, False, dtype, DEVICE), []),
+    "gate_up": lambda dtype: (MergedColumnParallelLinear(WIDTH, [20, 12], True, dtype, DEVICE), ["g", "u"]),
+    "qkv": lambda dtype: (QKVParallelLinear(WIDTH, 6, 4, 2, True, dtype, DEVICE), ["q", "k", "v"]),
+}
+BACKENDS = [pytest.param("triton", marks=pytest.mark.lab("4.4")), "folded", "folded, not worth it"]
+
+
+class Linear:
+    """A wrapped linear with an adapter of its own rank for every slice in slots 0 and 2; slot 1 is free.
+
+    ids: slot -> adapter id
+    """
+
+    ids = (11, None, 13)
+
+    def __init__(self, backend, kind="qkv", dtype=torch.float32, rank=RANK):
+        config = LoRAConfig(max_lora_rank=rank, max_loras=SLOTS, lora_dtype=dtype)
+        object.__setattr__(config, "punica_backend", backend)
+        self.punica = get_punica_wrapper(64, 64, DEVICE, lora_config=config)
+        base, parts = LINEARS[kind](dtype)
+        for i, parameter in enumerate(base.parameters()):
+            parameter.data.copy_(random(*parameter.shape, seed=i))
+        self.weight, self.bias = base.weight.double().cpu(), base.bias
+        self.layer = from_layer(base, SLOTS, config, parts)
+        self.layer.set_mapping(self.punica)
+        self.dtype, self.rank, self.base = dtype, rank, base
+        self.ranks = [[0] * SLOTS for _ in self.layer.output_slices]
+        self.a = [torch.zeros(SLOTS, rank, WIDTH, dtype=dtype) for _ in self.ranks]
+        self.b = [torch.zeros(SLOTS, width, rank, dtype=dtype) for width in self.layer.output_slices]
+        self.put(0, [rank, 3, 5], seed=1)
+        self.put(2, [2, 0, rank - 1], seed=2)
+
+    def put(self, slot, ranks, seed):
+        lora_a, lora_b = [], []
+        for i, width in enumerate(self.layer.output_slices):
+            self.ranks[i][slot] = live = ranks[i]
+            a = random(live, WIDTH, dtype=self.dtype, seed=100 * seed + i)
+            b = random(width, live, dtype=self.dtype, seed=100 * seed + 50 + i)
+            self.a[i][slot, :live], self.b[i][slot, :, :live] = a, b
+            lora_a.append(a if live else None)
+            lora_b.append(b if live else None)
+        self.layer.set_lora(slot, lora_a, lora_b)
+
+    def step(self, token_slots):
+        ids = [0 if slot < 0 else self.ids[slot] for slot in token_slots.tolist()]
+        self.punica.update_metadata(LoRAMapping(ids, ids), list(self.ids), SLOTS + 1, 50)
+
+    @torch.inference_mode()
+    def run(self, x):
+        return self.layer(x.to(DEVICE))[0].cpu()
+
+    def expected(self, x, token_slots):
+        y = x.double() @ self.weight.T
+        if self.bias is not None:
+            y = y + self.bias.double().cpu()
+        h = exact_shrink(x, self.a, token_slots, self.ranks)
+        return exact_expand(h, self.b, y, token_slots, self.ranks)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    name, _, without = request.param.partition(", ")
+    if without:
+        monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.fold_pays", lambda *shape: False)
+    return name
+
+
+def some_slots(tokens, seed=0):
+    slots = random_slots(tokens, 2, seed=seed)
+    return torch.where(slots == 1, 2, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("tokens", [1, 2, 17, 50])
+def test_every_row_gets_its_own_adapter(backend, kind, dtype, tokens):
+    linear, token_slots = Linear(backend, kind, dtype), some_slots(tokens, seed=tokens)
+    token_slots[0] = 2
+    x = random(tokens, WIDTH, dtype=dtype, seed=9)
+
+    linear.step(token_slots)
+    y = linear.run(x)
+
+    assert relative_error(y, linear.expected(x, token_slots)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rank", [5, 16, 40])
+def test_any_rank_will_do(backend, rank):
+    linear, token_slots = Linear(backend, "gate_up", rank=rank), some_slots(20)
+    x = random(20, WIDTH, seed=9)
+
+    linear.step(token_slots)
+
+    assert relative_error(linear.run(x), linear.expected(x, token_slots)) < 3e-6
+
+
+def test_base_rows_are_untouched_whatever_shares_the_batch(backend):
+    """INCIDENTS 1: the last slot's adapter among them."""
+    linear, x = Linear(backend), random(20, WIDTH, seed=9)
+    token_slots = some_slots(20)
+    token_slots[-1] = 2
+
+    linear.step(token_slots)
+    mixed = linear.run(x)
+
+    linear.layer.set_lora(2, [None] * 3, [None] * 3)
+    linear.layer.set_lora(0, [None] * 3, [None] * 3)
+    linear.step(token_slots)
+    assert torch.equal(mixed[token_slots < 0], linear.run(x)[token_slots < 0])
+
+
+def test_a_batch_without_adapters_is_the_base_layer_alone(backend, monkeypatch):
+    linear, x = Linear(backend), random(20, WIDTH, seed=9)
+    monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.expand", None)
+    monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.shrink", None)
+
+    linear.step(torch.full((20,), -1))
+
+    assert linear.punica.no_lora
+    assert relative_error(linear.run(x), linear.expected(x, torch.full((20,), -1))) < 3e-6
+
+
+def test_the_highest_slot_counts_beside_base_rows(backend):
+    """INCIDENTS 13."""
+    linear, x = Linear(backend), random(3, WIDTH, seed=9)
+    token_slots = torch.tensor([-1, 2, 0])
+
+    linear.step(token_slots)
+
+    assert relative_error(linear.run(x), linear.expected(x, token_slots)) < 3e-6
+
+
+def test_a_slot_written_anew_is_served_at_once_with_its_new_rank(backend):
+    linear, token_slots, x = Linear(backend), some_slots(20), random(20, WIDTH, seed=9)
+    linear.step(token_slots)
+    linear.run(x)
+
+    for ranks in ([8, 8, 8], [1, 0, 2]):
+        linear.a = [a.index_fill(0, torch.tensor([2]), 0) for a in linear.a]
+        linear.put(2, ranks, seed=sum(ranks))
+        linear.punica.sync_slots()
+
+        assert relative_error(linear.run(x), linear.expected(x, token_slots)) < 3e-6
+
+
+def test_several_layers_keep_their_ranks_apart(backend):
+    """Layers of one model share the backend, and each has live ranks of its own."""
+    first = Linear(backend, "qkv")
+    second = Linear(backend, "gate_up")
+    second.layer.set_mapping(first.punica)
+    second.punica = first.punica
+    token_slots, x = some_slots(20), random(20, WIDTH, seed=9)
+
+    first.step(token_slots)
+
+    assert relative_error(first.run(x), first.expected(x, token_slots)) < 3e-6
+    assert relative_error(second.run(x), second.expected(x, token_slots)) < 3e-6
+
+
+def test_vllms_steps_add_up_to_the_same(backend):
+    """add_lora_linear, with and without a buffer, on layers that keep zeros past the live ranks."""
+    linear, token_slots, x = Linear(backend), some_slots(20), random(20, WIDTH, seed=9)
+    layer, punica = linear.layer, linear.punica
+    linear.step(token_slots)
+    stacked = layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices
+    buffer = torch.full((3, 20, RANK), float("nan"), device=DEVICE)
+
+    at_once = layer.base_output(x.to(DEVICE))
+    by_steps = at_once.clone()
+    punica.add_lora_linear(at_once, x.to(DEVICE), *stacked)
+    punica.add_lora_linear(by_steps, x.to(DEVICE), *stacked, buffer=buffer)
+
+    expected = linear.expected(x, token_slots)
+    assert relative_error(at_once, expected) < 3e-6
+    assert relative_error(by_steps, expected) < 3e-6
+
+
+def test_embeddings_and_logits():
+    linear = Linear("triton", "row")
+    a, b, ranks = linear.a[0], linear.b[0], [[RANK] * SLOTS]
+    token_slots, prompt_slots = torch.tensor([2, -1, 0, 0, 2]), torch.tensor([0, 2])
+    ids, prompts = (
+        [0 if s < 0 else linear.ids[s] for s in slots.tolist()] for slots in (token_slots, prompt_slots)
+    )
+    linear.punica.update_metadata(LoRAMapping(ids, prompts), list(linear.ids), SLOTS + 1, 50)
+    h, embedded = random(5, RANK, seed=5), random(5, 33, seed=6)
+    x, logits = random(2, WIDTH, seed=7), random(2, 33, seed=8)
+
+    y, z = embedded.clone().to(DEVICE), logits.clone().to(DEVICE)
+    linear.punica.add_lora_embedding(y, h.to(DEVICE), b[:, None].to(DEVICE))
+    linear.punica.add_lora_logits(z, x.to(DEVICE), a[:, None].to(DEVICE), b[:, None].to(DEVICE), 0.5)
+
+    assert relative_error(y, exact_expand(h[None], [b], embedded, token_slots, ranks)) < 3e-6
+    shrunk = exact_shrink(x, [a], prompt_slots, ranks, 0.5)
+    assert relative_error(z, exact_expand(shrunk, [b], logits, prompt_slots, ranks)) < 3e-6
+
+
+def test_the_base_weight_stays_what_it_was_when_it_is_folded():
+    linear = Linear("folded", "qkv")
+
+    assert torch.equal(linear.layer.weight.double().cpu(), linear.weight)
+    assert (
+        linear.layer.weight.untyped_storage().data_ptr()
+        == linear.layer.storage[0].untyped_storage().data_ptr()
+    )
+
+
+def test_folding_refuses_adapters_of_another_dtype():
+    config = LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=torch.float16)
+    object.__setattr__(config, "punica_backend", "folded")
+    layer = from_layer(LINEARS["row"](torch.float32)[0], SLOTS, config, [])
+
+    with pytest.raises(ValueError, match=r"float32.*lora_dtype is .*float16"):
+        layer.set_mapping(get_punica_wrapper(64, 64, DEVICE, lora_config=config))
+
+
+def test_tile_sizes_are_what_tensor_cores_take():
+    for tokens in (1, 16, 512, 513, 8192):
+        assert tuning.block_rows(tokens) >= 16
+        for rank in (1, 16, 64, 256):
+            assert tuning.expand_tiles(tokens, rank).block_n >= 16
+            for width in (16, 4096, 14336):
+                tiles = tuning.shrink_tiles(tokens, width, rank, 8)
+                assert tiles.block_k >= 16
+                assert tiles.splits >= 1
