@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import decode, plots
+from benchmarks import decode, plots, serve, switch
 from benchmarks.options import add_engine_options, model_folder
 from benchmarks.report import Report, default_path
 
@@ -28,6 +28,32 @@ def add_decode_options(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2, help="passes of each case; medians are reported")
+
+
+def add_serve_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--cases", type=names, default=["base", "lora"])
+    parser.add_argument("--num-requests", type=int, default=400)
+    parser.add_argument("--rate", type=float, default=16.0, help="requests a second")
+    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--alpha", type=float, default=1.0, help="of the adapters' Zipf popularity")
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--cpu-loras", type=int, help="adapters in memory; all of them if not given")
+    parser.add_argument("--cold", action="store_true", help="adapters are read when first asked for")
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--prompt-median", type=int, default=128)
+    parser.add_argument("--prompt-max", type=int, default=1024)
+    parser.add_argument("--output-median", type=int, default=128)
+    parser.add_argument("--output-max", type=int, default=512)
+    parser.add_argument("--sigma", type=float, default=0.8, help="of the log-normal lengths")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_switch_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--switches", type=int, default=20, help="samples of each kind")
+    parser.add_argument("--running", type=int, default=16, help="requests that decode meanwhile")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--adapters", type=int, default=8)
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -60,6 +86,8 @@ def _memory_folder() -> str | None:
 
 COMMANDS = {
     "decode": (decode.run, add_decode_options, plots.draw_decode),
+    "serve": (serve.run, add_serve_options, plots.draw_serve),
+    "switch": (switch.run, add_switch_options, plots.draw_switch),
 }
 
 

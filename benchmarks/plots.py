@@ -1,8 +1,10 @@
 """Pictures of the engine benchmarks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -34,11 +36,12 @@ VLLM_H100_TOKENS_PER_SECOND = {
 VLLM_WORKLOAD = {"model": "llama-8b", "rank": 16, "prompt_tokens": 128, "output_tokens": 256}
 
 
-def figure_with_axes(width: float = 9.5, height: float = 4.6) -> tuple[Figure, Axes]:
+def figure_with(columns: int, width: float = 9.5, height: float = 4.6) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width, height), dpi=130, facecolor="white", layout="constrained")
-    axes = figure.subplots()
-    clean(axes)
-    return figure, axes
+    panels = figure.subplots(1, columns, squeeze=False)[0].tolist()
+    for axes in panels:
+        clean(axes)
+    return figure, panels
 
 
 def clean(axes: Axes) -> None:
@@ -77,7 +80,7 @@ def draw_decode(content: dict[str, Any], path: Path) -> None:
     if not requests:
         return
     vllm = vllm_rates(content)
-    figure, axes = figure_with_axes()
+    figure, (axes,) = figure_with(columns=1)
     left, ticks = 0.0, []
     for count in requests:
         shown = [case for case in cases if (case, count) in rates]
@@ -126,3 +129,76 @@ def _decode_legend(axes: Axes, cases: list[str], with_vllm: bool) -> None:
     axes.legend(
         handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, frameon=False, fontsize=9
     )
+
+
+def draw_serve(content: dict[str, Any], path: Path) -> None:
+    """How many requests, and how many gaps between tokens, took no longer than so many milliseconds."""
+    figure, panels = figure_with(columns=2, height=3.9)
+    colours = {"base": GREY, "lora": BLUE}
+    titles = {"ttft": "time to first token (ms)", "itl": "time between tokens (ms)"}
+    options = content["options"]
+    for axes, (name, title) in zip(panels, titles.items()):
+        for row in {row["case"]: row for row in content["rows"]}.values():
+            label = _serve_label(row, options)
+            values = row[f"{name}_quantiles_ms"]
+            axes.plot(values, range(101), color=colours[row["case"]], linewidth=2.2, label=label)
+            axes.plot([values[50], values[99]], [50, 99], "o", color=colours[row["case"]], markersize=5)
+        axes.set_xscale("log")
+        axes.grid(axis="x", color=PALE, linewidth=0.8)
+        axes.set_xlabel(title, color=INK)
+        axes.set_ylim(0, 101)
+    panels[0].set_ylabel("share that took no longer (%)", color=INK)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
+    traffic = f"{options['num_requests']} requests, {options['rate']:g} a second, Zipf {options['alpha']:g}"
+    note(figure, content, f"{Path(options['model']).name} shape, rank {options['rank']}, {traffic}")
+    figure.savefig(path)
+
+
+def _serve_label(row: dict[str, Any], options: dict[str, Any]) -> str:
+    rate = f"{row['tokens_per_second']:,.0f} tokens/s"
+    if row["case"] == "base":
+        return f"base: {rate}"
+    return (
+        f"{options['adapters']} adapters on {row['slots']} slots: {rate}, {row['evictions']} evictions, "
+        f"{row['loads']} loads"
+    )
+
+
+def draw_switch(content: dict[str, Any], path: Path) -> None:
+    """Every sample as a point, medians as bars: the copy alone, and steps with and without one."""
+    rows = {row["measure"]: row for row in content["rows"]}
+    if len(rows) < 2:
+        return
+    figure, (copies, steps) = figure_with(columns=2, height=3.6)
+    calls, completions = zip(*rows["switch"]["samples_ms"])
+    _points(copies, {"call returns": calls, "weights\nin the slot": completions}, BLUE)
+    samples, running = rows["steps"]["samples_ms"], rows["steps"]["running"]
+    kinds = {
+        "decode": "decode\nalone",
+        "arrival": "a request\narrives",
+        "switch": "a request arrives\nand switches",
+    }
+    _points(steps, {label: samples[kind] for kind, label in kinds.items()}, GREEN)
+    copies.set_ylabel("one switch (ms)", color=INK)
+    steps.set_ylabel(f"a step of {running} running requests (ms)", color=INK)
+    options = content["options"]
+    size = f"{rows['switch']['bytes'] / 1e6:.3g} MB an adapter"
+    note(figure, content, f"{Path(options['model']).name} shape, rank {options['rank']}, {size}")
+    figure.savefig(path)
+
+
+def _points(axes: Axes, groups: dict[str, Sequence[float]], colour: str) -> None:
+    for x, values in enumerate(groups.values()):
+        middle = float(np.median(values))
+        spread = np.linspace(-0.22, 0.22, len(values)) if len(values) > 1 else [0]
+        axes.bar(x, middle, 0.62, color=colour, alpha=0.25)
+        axes.plot(x + np.asarray(spread), values, "o", color=colour, markersize=3, alpha=0.8)
+        axes.plot([x - 0.31, x + 0.31], [middle, middle], color=colour, linewidth=2.2)
+        axes.annotate(
+            f"{middle:.3g}", (x + 0.34, middle), va="center", fontsize=9, fontweight="bold", color=INK
+        )
+    axes.set_xticks(range(len(groups)), groups, fontsize=9)
+    axes.set_xlim(-0.5, len(groups) - 0.3)
+    # Room for the highest of the usual samples; a rare stall may leave the picture, the JSON has it.
+    axes.set_ylim(0, 1.25 * max(float(np.percentile(values, 95)) for values in groups.values()))

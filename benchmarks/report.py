@@ -72,8 +72,12 @@ class Report:
     def add(self, row: dict[str, Any]) -> None:
         """Print a row and write the file anew."""
         self.rows.append(row)
-        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}
-        print("  ".join(f"{key} {value}" for key, value in shown.items() if key != "passes"), flush=True)
+        shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+        texts = (
+            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in shown.items()
+        )
+        print("  ".join(texts), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(json.dumps(self.content, indent=1) + "\n")
