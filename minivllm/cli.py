@@ -27,7 +27,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 Adapters = Annotated[
     list[str] | None, typer.Option("--adapter", help="NAME=PATH of an adapter folder; may be repeated.")
 ]
-Punica = Annotated[str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops or grouped.")]
+Punica = Annotated[
+    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton or folded.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is a GPU if there is one.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="auto, float32, bfloat16, float16 or float64; auto is float32 on a CPU."),
+]
 
 
 @app.command()
@@ -36,13 +43,16 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 48,
     per_adapter: Annotated[int, typer.Option(help="Prompts for each adapter.")] = 3,
     punica: Punica = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     out: Annotated[Path, typer.Option(help="Folder for demo.json and slots.png.")] = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
     from minivllm.commands.demo import run_demo
 
-    run_demo(max_loras, max_tokens, per_adapter, punica, out, as_json)
+    options = {"punica_backend": punica, "device": device, "dtype": dtype}
+    run_demo(max_loras, max_tokens, per_adapter, options, out, as_json)
 
 
 @app.command()
@@ -64,7 +74,11 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Sample from so many likeliest tokens; 0 = all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    load_format: Annotated[
+        str, typer.Option(help="auto reads the weights; dummy draws random ones.")
+    ] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,
     punica: Punica = "auto",
@@ -81,7 +95,9 @@ def generate(
         "max_loras": max_loras,
         "max_lora_rank": max_lora_rank,
         "max_cpu_loras": max_cpu_loras,
+        "device": device,
         "dtype": dtype,
+        "load_format": load_format,
         "max_model_len": max_model_len,
         "punica_backend": punica,
     }

@@ -21,7 +21,9 @@ DTYPES = {
     "half": torch.float16,
 }
 
-PUNICA_BACKENDS = ("auto", "loops", "grouped")
+PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded")
+LOAD_FORMATS = ("auto", "dummy")
+CPU_KV_CACHE_BYTES = 2**30
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -31,6 +33,31 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype '{dtype}'; use one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def parse_device(device: str | torch.device) -> str:
+    """Where to run: "cpu", "cuda" or "cuda:N"; "auto" is "cuda" where there is a GPU, else "cpu".
+
+    ValueError for another kind of device, or for a GPU that is not there.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        parsed = torch.device(device)
+    except RuntimeError:
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
+        raise ValueError(f"device '{device}' is not supported; use auto, cpu, cuda or cuda:N")
+    if parsed.type == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError(f"device '{device}' was asked for but PyTorch finds no CUDA GPU; use cpu or auto")
+    if parsed.index is not None and parsed.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device '{device}' was asked for but there are only {torch.cuda.device_count()} GPUs, "
+            "counted from cuda:0"
+        )
+    return str(parsed)
 
 
 def _require_positive(**values: int) -> None:
@@ -49,7 +76,8 @@ class LoRAConfig:
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
     target_modules  wrap only these modules (suffixes or full names); None = every linear
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
-    punica_backend  "loops" (token by token), "grouped" (by adapter), "auto" (the quickest here)
+    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "folded" (A as
+                    extra rows of the base weight); "auto" = folded on CUDA, grouped on a CPU
     """
 
     max_lora_rank: int = 16
@@ -85,19 +113,30 @@ class ModelConfig:
     """Which base model, in which precision, with how long a context. vLLM: `ModelConfig`.
 
     model           a Hugging Face folder: config.json and safetensors
-    dtype           "auto" = the checkpoint's on a GPU; float32 on a CPU, where it is the fastest
+    dtype           "auto" = the checkpoint's on a GPU; float32 on a CPU, where it is the fastest.
+                    `EngineConfig`, which knows the device, settles it
     max_model_len   longest prompt plus answer in tokens; None = what the model was made for
+    load_format     "auto" = safetensors; "dummy" = random weights by `seed`, and config.json is all there must be
+    skip_tokenizer_init  no tokenizer: prompts come as token ids and answers have no text
+    enforce_eager   no CUDA graphs
     """
 
     model: str
     dtype: str | torch.dtype = "auto"
     max_model_len: int | None = None
     seed: int = 0
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    enforce_eager: bool = False
     architecture: ModelArchitecture = field(init=False)
 
     def __post_init__(self) -> None:
         from minivllm.models.config import ModelArchitecture
 
+        if self.load_format not in LOAD_FORMATS:
+            raise ValueError(
+                f"load_format '{self.load_format}' is not supported; use one of {', '.join(LOAD_FORMATS)}"
+            )
         folder = Path(self.model).expanduser()
         if not folder.is_dir():
             raise FileNotFoundError(f"model folder '{self.model}' does not exist")
@@ -106,7 +145,15 @@ class ModelConfig:
         object.__setattr__(self, "model", str(folder))
         object.__setattr__(self, "architecture", architecture)
         object.__setattr__(self, "max_model_len", max_model_len)
-        object.__setattr__(self, "dtype", torch.float32 if self.dtype == "auto" else parse_dtype(self.dtype))
+        if self.dtype != "auto":
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+
+    def on_device(self, device: str) -> ModelConfig:
+        """The same with the dtype that "auto" means there."""
+        if self.dtype != "auto":
+            return self
+        on_cpu = torch.device(device).type == "cpu"
+        return replace(self, dtype=torch.float32 if on_cpu else self.architecture.dtype)
 
     def get_vocab_size(self) -> int:
         return self.architecture.vocab_size
@@ -117,19 +164,26 @@ class CacheConfig:
     """The paged KV cache. vLLM: `CacheConfig`.
 
     block_size      tokens a block
-    num_blocks      blocks in all; None = what `memory_bytes` holds, and no more than the engine can use
-    memory_bytes    memory for keys and values when num_blocks is None
+    num_blocks      blocks in all; None = what the memory holds, and no more than the engine can use
+    memory_bytes    memory for keys and values when num_blocks is None. None = 1 GiB on a CPU; on a GPU what weights,
+                    slots and the largest step leave of `gpu_memory_utilization`
+    gpu_memory_utilization  share of the GPU's memory that the engine may come to use, in (0, 1]
     """
 
     block_size: int = 16
     num_blocks: int | None = None
-    memory_bytes: int = 2**30
+    memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        _require_positive(block_size=self.block_size, memory_bytes=self.memory_bytes)
-        if self.num_blocks is not None:
-            _require_positive(num_blocks=self.num_blocks)
+        _require_positive(block_size=self.block_size)
+        for name in ("num_blocks", "memory_bytes"):
+            if getattr(self, name) is not None:
+                _require_positive(**{name: getattr(self, name)})
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
 
 
 @dataclass(frozen=True)
@@ -178,10 +232,9 @@ class EngineConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", parse_device(self.device))
+        object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
         if self.lora_config is not None and self.lora_config.lora_dtype == "auto":
             object.__setattr__(
                 self, "lora_config", replace(self.lora_config, lora_dtype=self.model_config.dtype)
             )
-        if self.device not in ("auto", "cpu"):
-            raise ValueError(f"device '{self.device}' is not supported; use auto or cpu")
-        object.__setattr__(self, "device", "cpu")

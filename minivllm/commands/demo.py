@@ -42,9 +42,12 @@ class DemoRequest:
 
 
 def run_demo(
-    max_loras: int, max_tokens: int, per_adapter: int, punica: str, out: Path, as_json: bool
+    max_loras: int, max_tokens: int, per_adapter: int, options: dict[str, Any], out: Path, as_json: bool
 ) -> None:
-    """Serve everything, print every prompt with both answers, and write demo.json and slots.png."""
+    """Serve everything, print every prompt with both answers, and write demo.json and slots.png.
+
+    options: further `EngineArgs`
+    """
     out.mkdir(parents=True, exist_ok=True)  # first: better to fail now than after the work
     requests = demo_requests(per_adapter)
     engine = LLMEngine.from_engine_args(
@@ -58,7 +61,7 @@ def run_demo(
             max_num_seqs=16,
             max_num_batched_tokens=96,
             max_lora_wait_steps=16,
-            punica_backend=punica,
+            **options,
         )
     )
     params = SamplingParams(temperature=0, max_tokens=max_tokens)

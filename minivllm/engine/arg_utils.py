@@ -21,6 +21,9 @@ class EngineArgs:
     device: str = "auto"
     max_model_len: int | None = None
     seed: int = 0
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    enforce_eager: bool = False
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -31,7 +34,8 @@ class EngineArgs:
     punica_backend: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
-    kv_cache_memory_bytes: int = 2**30
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -51,9 +55,21 @@ class EngineArgs:
             punica_backend=self.punica_backend,
         )
         return EngineConfig(
-            model_config=ModelConfig(self.model, self.dtype, self.max_model_len, self.seed),
+            model_config=ModelConfig(
+                self.model,
+                self.dtype,
+                self.max_model_len,
+                self.seed,
+                self.load_format,
+                self.skip_tokenizer_init,
+                self.enforce_eager,
+            ),
             cache_config=CacheConfig(
-                self.block_size, self.num_kv_blocks, self.kv_cache_memory_bytes, self.enable_prefix_caching
+                self.block_size,
+                self.num_kv_blocks,
+                self.kv_cache_memory_bytes,
+                self.enable_prefix_caching,
+                self.gpu_memory_utilization,
             ),
             scheduler_config=SchedulerConfig(
                 self.max_num_seqs, self.max_num_batched_tokens, self.max_lora_wait_steps

@@ -66,7 +66,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations through the tokenizer's chat template; otherwise as `generate`."""
+        """Answer conversations through the tokenizer's chat template; otherwise as `generate`.
+
+        ValueError for an engine without a tokenizer.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         prompts = [
             {"prompt": text, "prompt_token_ids": ids} for text, ids in map(self._render, conversations)

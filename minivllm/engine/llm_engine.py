@@ -53,10 +53,13 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
         """Load model and tokenizer. FileNotFoundError and ValueError say what cannot be served."""
-        from transformers import AutoTokenizer
-
         config = args.create_engine_config()
-        return cls(config, AutoTokenizer.from_pretrained(config.model_config.model), args.warm_up)
+        tokenizer = None
+        if not config.model_config.skip_tokenizer_init:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(config.model_config.model)
+        return cls(config, tokenizer, args.warm_up)
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""

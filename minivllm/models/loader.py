@@ -15,6 +15,8 @@ SHOW_PROGRESS_AFTER_SECONDS = 2.0
 # Tensors that old checkpoints carry and the model computes itself.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 LISTED_NAMES = 8
+# Small enough that 32 layers of it stay finite in half precision, large enough that rows differ.
+DUMMY_STD = 0.02
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
@@ -42,6 +44,22 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             f"{folder} does not fit the model its config.json describes: "
             f"unexpected tensors: {_listed(unexpected)}; missing tensors: {_listed(sorted(waiting))}"
         )
+
+
+def initialize_dummy_weights(model: nn.Module, seed: int = 0) -> None:
+    """Fill every parameter with random numbers, norms with ones (vLLM: the same name).
+
+    They are drawn where the parameters lie; the same seed gives the same weights on the same kind of device.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1.0)
+            continue
+        device = parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        parameter.data.normal_(0.0, DUMMY_STD, generator=generators[device])
 
 
 def parameter_slices(model: nn.Module) -> dict[str, torch.Tensor]:

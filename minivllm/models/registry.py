@@ -9,7 +9,7 @@ from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import load_weights
+from minivllm.models.loader import initialize_dummy_weights, load_weights
 
 MODELS = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -24,15 +24,21 @@ def get_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     pack: bool = True,
+    load_format: str = "auto",
+    seed: int = 0,
 ) -> nn.Module:
     """Build the model a Hugging Face folder describes, and load its weights (vLLM: get_model).
 
     dtype: None keeps the checkpoint's. pack: prepare linears and norms for float32 on a CPU.
+    load_format: "dummy" reads no weights but draws them by `seed`.
     Raises FileNotFoundError and ValueError as ModelArchitecture.from_folder and load_weights do.
     """
     config = ModelArchitecture.from_folder(folder)
     model = MODELS[config.architecture](config, dtype, device)
-    load_weights(model, folder)
+    if load_format == "dummy":
+        initialize_dummy_weights(model, seed)
+    else:
+        load_weights(model, folder)
     if pack:
         for module in model.modules():
             if isinstance(module, LinearBase | RMSNorm):

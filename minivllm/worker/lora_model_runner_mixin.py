@@ -37,8 +37,11 @@ class LoRAModelRunnerMixin:
         input_batch: InputBatch,
         num_scheduled_tokens: np.ndarray,
         num_sampled_tokens: np.ndarray | None = None,
+        pad_to: int = 0,
     ) -> None:
         """Before a forward pass: adapters into slots, then ids into slots, then the backend's metadata.
+
+        pad_to   rows of the CUDA graph that the step runs in; those past the batch are base rows
 
         The order matters. Translating first would use the slots as they were before this step's evictions.
         """
@@ -47,7 +50,7 @@ class LoRAModelRunnerMixin:
         prompt_mapping, token_mapping, lora_requests = input_batch.make_lora_inputs(
             num_scheduled_tokens, num_sampled_tokens
         )
-        mapping = LoRAMapping(token_mapping, prompt_mapping, is_prefill=True)
+        mapping = LoRAMapping(_pad(token_mapping, pad_to), _pad(prompt_mapping, pad_to), is_prefill=True)
         self._manager().set_active_adapters(lora_requests, mapping)
 
     # endregion
@@ -55,6 +58,40 @@ class LoRAModelRunnerMixin:
     def prepare_loras(self, lora_requests: Iterable[LoRARequest]) -> dict[int, Exception]:
         """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
         return self._manager().prepare_adapters(lora_requests)
+
+    @contextmanager
+    def maybe_setup_dummy_loras(
+        self, lora_config: LoRAConfig | None, remove_lora: bool = True
+    ) -> Iterator[None]:
+        """Inside, adapters of zeros with ids 1, 2, ... are in memory, one for each slot."""
+        if lora_config is None:
+            yield
+            return
+        manager = self._manager()
+        for request in _dummy_requests(lora_config):
+            manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
+        yield
+        if remove_lora:
+            manager.remove_all_adapters()
+
+    def select_dummy_loras(
+        self,
+        lora_config: LoRAConfig | None,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray,
+        with_lora: bool = True,
+    ) -> None:
+        """Make the dummy adapters take turns on the rows of a pass; without `with_lora` all are base rows.
+
+        num_scheduled_tokens, num_sampled_tokens   (P,) int
+        """
+        if lora_config is None:
+            return
+        ids = with_lora * (np.arange(len(num_scheduled_tokens)) % lora_config.max_loras + 1)
+        mapping = LoRAMapping(
+            tuple(ids.repeat(num_scheduled_tokens).tolist()), tuple(ids.repeat(num_sampled_tokens).tolist())
+        )
+        self._manager().set_active_adapters(_dummy_requests(lora_config), mapping)
 
     @contextmanager
     def maybe_dummy_run_with_lora(
@@ -68,23 +105,9 @@ class LoRAModelRunnerMixin:
 
         num_scheduled_tokens, num_sampled_tokens   (P,) int, the rows of the pass; adapters take turns
         """
-        if lora_config is None:
+        with self.maybe_setup_dummy_loras(lora_config, remove_lora):
+            self.select_dummy_loras(lora_config, num_scheduled_tokens, num_sampled_tokens)
             yield
-            return
-        manager = self._manager()
-        requests = [
-            LoRARequest(f"warmup_{slot}", slot + 1, "(warm-up)") for slot in range(lora_config.max_loras)
-        ]
-        for request in requests:
-            manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
-        ids = np.arange(len(num_scheduled_tokens)) % lora_config.max_loras + 1
-        mapping = LoRAMapping(
-            tuple(ids.repeat(num_scheduled_tokens).tolist()), tuple(ids.repeat(num_sampled_tokens).tolist())
-        )
-        manager.set_active_adapters(requests, mapping)
-        yield
-        if remove_lora:
-            manager.remove_all_adapters()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request; with `load_inplace`, again. Errors as when loading."""
@@ -98,3 +121,11 @@ class LoRAModelRunnerMixin:
 
     def list_loras(self) -> set[int]:
         return self._manager().list_adapters()
+
+
+def _pad(mapping: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    return mapping + (0,) * (rows - len(mapping))
+
+
+def _dummy_requests(lora_config: LoRAConfig) -> list[LoRARequest]:
+    return [LoRARequest(f"warmup_{slot}", slot + 1, "(warm-up)") for slot in range(lora_config.max_loras)]

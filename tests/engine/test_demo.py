@@ -10,7 +10,7 @@ from minivllm.commands.demo import ADAPTERS, run_demo
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo") / "out"
-    run_demo(max_loras=2, max_tokens=12, per_adapter=1, punica="auto", out=out, as_json=False)
+    run_demo(max_loras=2, max_tokens=12, per_adapter=1, options={}, out=out, as_json=False)
     return {"out": out, **json.loads((out / "demo.json").read_text())}
 
 

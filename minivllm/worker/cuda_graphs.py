@@ -1,0 +1,106 @@
+"""Decode steps as CUDA graphs. Stands for vllm/compilation/cuda_graph.py, v1/cudagraph_dispatcher.py (v0.22.1)."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from minivllm.worker.decode_buffers import DecodeBuffers
+
+
+class DecodeOutput(NamedTuple):
+    """What a decode step of P rows leaves behind; overwritten when the same graph is replayed.
+
+    logits   (P, V)
+    tokens   (P,) int64, the likeliest of each row
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
+DecodeStep = Callable[[], DecodeOutput]
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Rows that graphs are captured for, ascending: close together where padding would cost most."""
+    sizes = {1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+class CUDAGraphWrapper:
+    """One step, captured; a call replays it. vLLM: `CUDAGraphWrapper`.
+
+    step   launches kernels on fixed addresses and never waits for the GPU. It runs once before the capture, so that
+           kernels are compiled and libraries have their workspaces
+    pool   memory that all graphs share: only one of them runs at a time
+    """
+
+    def __init__(self, step: DecodeStep, pool: tuple[int, int]) -> None:
+        step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=self.pool):
+            self.output = step()
+
+    def __call__(self) -> DecodeOutput:
+        self.graph.replay()
+        return self.output
+
+
+class DecodeGraphs:
+    """A captured decode step for each size, with adapters and without. vLLM: `CudagraphDispatcher`.
+
+    A batch without adapters runs a graph without a trace of LoRA, also where LoRA is on.
+
+    buffers   what every step reads
+    wrapper   makes a captured step out of one that launches kernels
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: DecodeBuffers,
+        max_model_len: int,
+        wrapper: Callable[[DecodeStep], DecodeStep],
+    ) -> None:
+        self.model = model
+        self.buffers = buffers
+        self.max_model_len = max_model_len
+        self.wrapper = wrapper
+        self.sizes = capture_sizes(buffers.max_rows)
+        self._steps: dict[tuple[int, bool], DecodeStep] = {}
+
+    def capture(self, size: int, with_lora: bool) -> None:
+        """Capture one size; the backend's metadata must be that of a batch with (or without) adapters.
+
+        Take the largest first: the smaller ones find their memory in the pool.
+        """
+        from minivllm.layers.paged_attention import PagedAttentionMetadata
+
+        buffers = self.buffers
+        attn = PagedAttentionMetadata(
+            slot_mapping=buffers.slot_mapping[:size],
+            decode_rows=torch.arange(size, dtype=torch.int32, device=buffers.seq_lens.device),
+            block_tables=buffers.block_tables[:size],
+            seq_lens=buffers.seq_lens[:size],
+            max_seq_len=self.max_model_len,
+            prefill=None,
+        )
+        input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
+
+        def step() -> DecodeOutput:
+            logits = self.model.compute_logits(self.model(input_ids, positions, attn))  # (P, V)
+            return DecodeOutput(logits, logits.argmax(dim=-1))
+
+        self._steps[size, with_lora] = self.wrapper(step)
+
+    def padded_size(self, num_rows: int) -> int | None:
+        """The smallest size that holds so many rows; None if none does."""
+        place = bisect_left(self.sizes, num_rows)
+        return self.sizes[place] if place < len(self.sizes) else None
+
+    def replay(self, size: int, with_lora: bool) -> DecodeOutput:
+        """Launch the captured step on what is in the buffers."""
+        return self._steps[size, with_lora]()
