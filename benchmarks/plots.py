@@ -144,6 +144,7 @@ def draw_serve(content: dict[str, Any], path: Path) -> None:
             axes.plot(values, range(101), color=colours[row["case"]], linewidth=2.2, label=label)
             axes.plot([values[50], values[99]], [50, 99], "o", color=colours[row["case"]], markersize=5)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(axis="x", color=PALE, linewidth=0.8)
         axes.set_xlabel(title, color=INK)
         axes.set_ylim(0, 101)
@@ -151,7 +152,11 @@ def draw_serve(content: dict[str, Any], path: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
     traffic = f"{options['num_requests']} requests, {options['rate']:g} a second, Zipf {options['alpha']:g}"
-    note(figure, content, f"{Path(options['model']).name} shape, rank {options['rank']}, {traffic}")
+    note(
+        figure,
+        content,
+        f"{Path(options['model']).name} shape, rank {options['rank']}, {traffic}, dots: p50 and p99",
+    )
     figure.savefig(path)
 
 

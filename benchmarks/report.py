@@ -69,16 +69,20 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         return self.content["rows"]
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Print a row and write the file anew."""
+    def add(self, row: dict[str, Any], text: str | None = None) -> None:
+        """Print a row, as `text` or entry by entry, and write the file anew."""
         self.rows.append(row)
-        shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
-        texts = (
-            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}"
-            for key, value in shown.items()
-        )
-        print("  ".join(texts), flush=True)
+        print(text or one_line(row), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(json.dumps(self.content, indent=1) + "\n")
         os.replace(scratch, self.path)
+
+
+def one_line(row: dict[str, Any]) -> str:
+    """The plain entries of a row."""
+    plain = {name: value for name, value in row.items() if not isinstance(value, list | dict)}
+    return "  ".join(
+        f"{name} {value:,.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in plain.items()
+    )

@@ -1,0 +1,119 @@
+"""The engine's own wrapped linears behind the protocol of the layer benchmark.
+
+    make(w, a, b, slices, token_slots, ranks, phase) -> run        run(x) -> y
+
+    w            (N, K)      base weight
+    a            (S, n*R, K) A of every slot, slices stacked along rows, rows past the live rank zero
+    b            (S, N, R)   B of every slot, scaled already
+    slices       [N_0, ..]   output widths of the n packed projections, sum N
+    token_slots  (T,) int32  slot of each row, -1 = base row
+    ranks        [r_0, ..]   live rank of each slot
+    phase        "decode" or "prefill"
+    run(x)       (T, K) -> (T, N), which may be a view of a wider buffer
+
+What `make` does is not timed, what `run` does is.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+)
+from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.punica_wrapper import get_punica_wrapper
+from minivllm.lora.replace import from_layer
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+VOCAB_SIZE = 32_000  # nothing here depends on it
+
+
+def base(
+    w: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slices: Sequence[int],
+    token_slots: torch.Tensor,
+    ranks: Sequence[int],
+    phase: str,
+) -> Run:
+    """The base product alone: what the others are compared with."""
+    return lambda x: x @ w.t()
+
+
+def sgmv(
+    w: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slices: Sequence[int],
+    token_slots: torch.Tensor,
+    ranks: Sequence[int],
+    phase: str,
+) -> Run:
+    """A shrink and an expand after the base product (punica_backend "triton")."""
+    return engine_linear("triton", w, a, b, slices, token_slots, ranks)
+
+
+def folded(
+    w: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slices: Sequence[int],
+    token_slots: torch.Tensor,
+    ranks: Sequence[int],
+    phase: str,
+) -> Run:
+    """A folded into the base weight, and an expand (punica_backend "folded")."""
+    return engine_linear("folded", w, a, b, slices, token_slots, ranks)
+
+
+def engine_linear(
+    backend: str,
+    w: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slices: Sequence[int],
+    token_slots: torch.Tensor,
+    ranks: Sequence[int],
+) -> Run:
+    """A wrapped linear as the engine makes it, its slots filled as the engine fills them."""
+    tokens, (slots, _, rank) = len(token_slots), b.shape
+    config = LoRAConfig(rank, slots, lora_dtype=w.dtype, punica_backend=backend)
+    layer = from_layer(base_linear(w, slices), slots, config, [f"part_{i}" for i in range(len(slices))])
+    punica = get_punica_wrapper(tokens, tokens, w.device, lora_config=config)
+    layer.set_mapping(punica)
+    offsets = (0, *itertools.accumulate(slices))
+    for slot, live in enumerate(ranks):
+        lora_a = [part[:live] for part in a[slot].split(rank)]
+        lora_b = [b[slot, low:high, :live] for low, high in itertools.pairwise(offsets)]
+        layer.set_lora(slot, lora_a, lora_b)
+    ids = [slot + 1 for slot in token_slots.tolist()]
+    table = list(range(1, slots + 1))
+    punica.update_metadata(LoRAMapping(ids, ids, is_prefill=True), table, slots + 1, VOCAB_SIZE)
+    return lambda x: layer(x)[0]
+
+
+def base_linear(w: torch.Tensor, slices: Sequence[int]) -> LinearBase:
+    """The engine's linear of that many slices, with `w` (not a copy) for its weight.   ValueError for four or more"""
+    kinds = {"bias": False, "params_dtype": w.dtype, "device": "meta"}
+    if len(slices) == 1:
+        layer = ReplicatedLinear(w.shape[1], w.shape[0], **kinds)
+    elif len(slices) == 2:
+        layer = MergedColumnParallelLinear(w.shape[1], list(slices), **kinds)
+    elif len(slices) == 3:
+        q, kv, _ = slices
+        head = math.gcd(q, kv)
+        layer = QKVParallelLinear(w.shape[1], head, q // head, kv // head, **kinds)
+    else:
+        raise ValueError(f"no linear of the engine has {len(slices)} slices")
+    layer.weight = nn.Parameter(w, requires_grad=False)
+    return layer

@@ -1,0 +1,157 @@
+"""`python -m benchmarks.layers`: the multi-LoRA linears of one transformer layer, timed. See README.md."""
+
+import importlib
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import plot_layers
+from benchmarks.layer_cases import MIXES, Case, Linear, packed_linears
+from benchmarks.options import SHAPES, free_memory
+from benchmarks.report import Report, default_path
+from benchmarks.timing import copy_bandwidth, median_us
+
+Make = Callable[..., Callable[[torch.Tensor], torch.Tensor]]
+
+BASE = "benchmarks.impls:base"
+DEFAULT_IMPLS = ["benchmarks.impls:sgmv", "benchmarks.impls:folded"]
+DEFAULT_CASES = [
+    *("decode:1:8:16", "decode:32:8:16", "decode:64:32:16", "decode:256:32:16", "decode:64:8:64"),
+    *("prefill:2048:8:16", "prefill:8192:8:16", "prefill:4096:4:64"),
+]
+CHECKED_ROWS = 512
+
+
+def run_case(case: Case, impls: dict[str, Make], options: Namespace, bandwidth: float) -> dict[str, Any]:
+    """Microseconds a layer of every implementation, and how far it is from float64.
+
+    floor_us   what reading A and B of the slots in use once takes at the bandwidth of a copy
+    """
+    like = torch.empty(0, dtype=getattr(torch, options.dtype), device=options.device)
+    ranks, token_slots = case.ranks(options.mix), case.token_slots(options.mix).to(like.device)
+    linears = packed_linears(options.model)
+    layers = [
+        {name: Linear.random(k, slices, ranks, case.rank, like) for name, (k, slices) in linears.items()}
+        for _ in range(options.layers)
+    ]
+    xs = {
+        name: torch.randn(case.tokens, k, dtype=like.dtype, device=like.device)
+        for name, (k, _) in linears.items()
+    }
+    used = [slot for slot in token_slots.unique().tolist() if slot >= 0]
+    numbers = sum(ranks[s] * (len(slices) * k + sum(slices)) for s in used for k, slices in linears.values())
+    row = {
+        "case": str(case),
+        "mix": options.mix,
+        "model": options.model,
+        "slots_used": len(used),
+        "floor_us": numbers * like.itemsize / bandwidth * 1e6,
+    }
+    for name, make in impls.items():
+        wanted = torch.full_like(token_slots, -1) if name == "base" else token_slots
+        row[name] = time_impl(make, case, layers, xs, wanted, ranks)
+        free_memory()
+    return row
+
+
+def time_impl(
+    make: Make,
+    case: Case,
+    layers: list[dict[str, Linear]],
+    xs: dict[str, torch.Tensor],
+    token_slots: torch.Tensor,
+    ranks: list[int],
+) -> dict[str, Any]:
+    """{"us", "error"}; an implementation that fails has its message for an error, and the others go on."""
+    try:
+        runs = [
+            {
+                name: make(linear.w, linear.a, linear.b, linear.slices, token_slots, ranks, case.phase)
+                for name, linear in layer.items()
+            }
+            for layer in layers
+        ]
+        error = max(
+            relative_error(run(xs[name]), layers[0][name], xs[name], token_slots)
+            for name, run in runs[0].items()
+        )
+        us = median_us(
+            lambda: [run(xs[name]) for layer in runs for name, run in layer.items()], xs["o"].device
+        )
+    except Exception as problem:  # whatever a foreign implementation may raise
+        return {"us": float("nan"), "error": f"{type(problem).__name__}: {problem}"[:200]}
+    return {"us": us / len(layers), "error": error}
+
+
+def relative_error(y: torch.Tensor, linear: Linear, x: torch.Tensor, token_slots: torch.Tensor) -> float:
+    """Norm of the difference from float64 over the norm, on rows drawn at random."""
+    rows = torch.randperm(len(x), device=x.device)[:CHECKED_ROWS]
+    expected = linear.expected(x[rows], token_slots[rows])
+    return ((y[rows].double() - expected).norm() / expected.norm()).item()
+
+
+def summary(row: dict[str, Any]) -> str:
+    base, floor = row["base"]["us"], row["floor_us"]
+    lines = [
+        f"{row['case']} {row['mix']}: {row['slots_used']} slots used, base {base:.1f} us, floor {floor:.1f} us"
+    ]
+    for name, result in plot_layers.results_of(row).items():
+        added = result["us"] - base
+        over = f"{added / floor:.2f} x floor" if floor else ""
+        times = f"{added:+9.1f} us  {added / base:+7.1%}  {over:14s}"
+        error = result["error"] if isinstance(result["error"], str) else f"{result['error']:.1e}"
+        lines.append(f"  {name:26s} {times}  error {error}")
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
+    parser.add_argument("--impl", action="append", help="package.module:make, may be repeated; see impls.py")
+    parser.add_argument("--case", action="append", help="phase:tokens:slots:rank, may be repeated")
+    parser.add_argument("--model", default="llama-8b", choices=sorted(path.name for path in SHAPES.iterdir()))
+    parser.add_argument("--mix", default="uniform", choices=MIXES)
+    parser.add_argument("--layers", type=int, default=5, help="so many, each with weights of its own")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path, help="result file; one that is there grows")
+    parser.add_argument("--plot", type=Path, help="picture; beside the result file if not given")
+    parser.add_argument("--plot-from", type=Path, help="measure nothing, draw this file")
+    return parser.parse_args(arguments)
+
+
+def load_impl(spec: str) -> Make:
+    module, _, name = spec.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, write the JSON row by row, and draw it; or draw what was measured before."""
+    options = parse(arguments)
+    if options.plot_from:
+        plot_layers.draw(
+            json.loads(options.plot_from.read_text()), options.plot or options.plot_from.with_suffix(".png")
+        )
+        return
+    impls = {"base": load_impl(BASE)}
+    impls |= {spec: load_impl(spec) for spec in options.impl or DEFAULT_IMPLS}
+    cases = [Case.parse(text) for text in options.case or DEFAULT_CASES]
+    path = options.json or default_path("layers", options.device)
+    kept = {name: getattr(options, name) for name in ("layers", "dtype")}
+    report = Report(path, "layers", kept, options.device)
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth(torch.device(options.device))
+    print(f"{report.content['machine']['device']}: a copy moves {bandwidth / 1e12:.2f} TB/s")
+    with torch.inference_mode():
+        for case in cases:
+            row = run_case(case, impls, options, bandwidth)
+            report.add(row, summary(row))
+    plot_layers.draw(report.content, options.plot or path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
