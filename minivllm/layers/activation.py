@@ -10,5 +10,9 @@ class SiluAndMul(nn.Module):
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up: (T, 2I) -> (T, I)"""
+        if gate_up.is_cuda:
+            from minivllm.layers.triton_ops.activation import silu_and_mul
+
+            return silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)  # (T, I) each
         return F.silu(gate).mul_(up)

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.layers.paged_attention import PagedAttentionMetadata, paged_attention
+from minivllm.layers.rotary import apply_rotary
+
 # Decodes share one padded product; one much longer than the shortest starts a product of its own, so that a
 # long context does not make every short one pay for it.
 PADDING_FACTOR = 2
@@ -45,6 +48,8 @@ class PrefillChunk:
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Who attends to what in one step, computed once for all layers (vLLM: CommonAttentionMetadata).
+
+    For any device and dtype, by PyTorch's own attention; `PagedAttentionMetadata` is the GPU's fast path.
 
     slot_mapping: (T,) int64 cache slot (block * block_size + offset) each new token is written to.
     query_start_loc: P + 1 offsets of the requests' tokens in the batch.
@@ -148,8 +153,9 @@ def _prefill_chunk(
 
 
 class Attention(nn.Module):
-    """Writes new keys and values to the cache, then attends over each request's context (vLLM: Attention).
+    """Rotates, writes new keys and values to the cache, attends over each request's context (vLLM: Attention).
 
+    The metadata's class chooses how: by the GPU's kernels, or by PyTorch's operators on any device.
     The model runner gives every layer its cache with `bind_kv_cache`. A request only sees the slots of its
     own context, so the cache need not be initialised, and a request's NaN stays its own.
     """
@@ -175,9 +181,26 @@ class Attention(nn.Module):
         self._slots = slots.flatten(1)  # (slots, 2 Hkv * D)
 
     def forward(
+        self,
+        heads: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attn: AttentionMetadata | PagedAttentionMetadata,
+    ) -> torch.Tensor:
+        """heads: (T, Hq + 2 Hkv, D), queries, keys, values, which may change in place -> (T, Hq*D)
+
+        rotary: cosines and sines, as `apply_rotary` wants them.
+        """
+        if isinstance(attn, PagedAttentionMetadata):
+            return paged_attention(heads, rotary, self.kv_cache, self.scale, attn)
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)  # (T, Hq, D), (T, Hkv, D)
+        return self.attend(q, k, v, attn)
+
+    def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionMetadata
     ) -> torch.Tensor:
-        """q: (T, Hq, D); k, v: (T, Hkv, D) -> (T, Hq*D)"""
+        """q: (T, Hq, D), k: (T, Hkv, D), rotated; v: (T, Hkv, D) -> (T, Hq*D)"""
         self._k_slots.index_copy_(0, attn.slot_mapping, k)
         self._v_slots.index_copy_(0, attn.slot_mapping, v)
         q = q.unflatten(1, (self.num_kv_heads, self.group_size))  # (T, Hkv, G, D)

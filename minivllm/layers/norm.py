@@ -20,13 +20,41 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., H) -> (..., H)"""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x: (..., H) -> (..., H)
+
+        With a residual (T, H), x is added to it in place first: normed sum, residual.
+        """
+        if residual is not None:
+            return self._add_and_norm(x, residual), residual
+        if x.is_cuda:
+            from minivllm.layers.triton_ops.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         if self.packed is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         weight, root_eps = self.packed
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
         return torch.mul(x, weight).div_(torch.hypot(length, root_eps))
+
+    def _add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            from minivllm.layers.triton_ops.norm import fused_add_rms_norm
+
+            return fused_add_rms_norm(x, residual, self.weight, self.eps)
+        residual += x
+        return self(residual)
+
+    def norm_(self, x: torch.Tensor) -> None:
+        """Norm x in place. x: (..., H), of any strides but the last"""
+        if x.is_cuda:
+            from minivllm.layers.triton_ops.norm import rms_norm
+
+            rms_norm(x, self.weight, self.eps, out=x)
+        else:
+            x.copy_(self(x))
 
     def pack(self) -> None:
         """Prepare for float32 on a CPU, where F.rms_norm is eight operators that take longer to start than to run.

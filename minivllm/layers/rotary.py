@@ -23,7 +23,7 @@ class RotaryEmbedding(nn.Module):
     """Looks up the angles' cosines and sines, once a step for all layers (vLLM: RotaryEmbedding).
 
     The table, for all `max_position` positions, is computed once, in float32 whatever the model's dtype, as the
-    models were trained.
+    models were trained, and kept so: a rotation is computed in float32 and rounded once.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class RotaryEmbedding(nn.Module):
         angles = positions[:, None, None] * inverse_frequencies(head_size, rope)  # (P, 1, D/2)
         cos, sin = angles.cos(), angles.sin()
         # The minus of rotate-half goes into the table, where it costs nothing per layer.
+        dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, table in (("cos", torch.cat((cos, cos), -1)), ("sin", torch.cat((-sin, sin), -1))):
-            self.register_buffer(name, table.to(device, dtype or torch.get_default_dtype()), persistent=False)
+            self.register_buffer(name, table.to(device, dtype), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: (T,) int64 -> cos, sin: (T, 1, D), as `apply_rotary` wants them"""
@@ -49,7 +50,7 @@ class RotaryEmbedding(nn.Module):
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each head's pairs (i, i + D/2). x: (T, heads, D) -> (T, heads, D)"""
-    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
+    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 def inverse_frequencies(head_size: int, rope: RopeParameters) -> torch.Tensor:

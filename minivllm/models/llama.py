@@ -10,11 +10,13 @@ from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.rotary import RotaryEmbedding, apply_rotary
+from minivllm.layers.paged_attention import PagedAttentionMetadata
+from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.interfaces import SupportsLoRA
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata
 
 
 class LlamaMLP(nn.Module):
@@ -49,22 +51,23 @@ class LlamaAttention(nn.Module):
         self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
 
-    def forward(self, x: torch.Tensor, rotary: Rotary, attn: AttentionMetadata) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: Rotary, attn: AnyAttentionMetadata) -> torch.Tensor:
         """x: (T, H) -> (T, H)"""
         qkv, _ = self.qkv_proj(x)  # (T, (Hq + 2 Hkv) * D)
         heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)  # (T, Hq + 2 Hkv, D)
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)
-        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)  # (T, Hq, D), (T, Hkv, D)
-        output, _ = self.o_proj(self.attn(q, k, v, attn))  # (T, H)
+            q, k, _ = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            self.q_norm.norm_(q)
+            self.k_norm.norm_(k)
+        output, _ = self.o_proj(self.attn(heads, rotary, attn))  # (T, H)
         return output
 
 
 class LlamaDecoderLayer(nn.Module):
-    """One block; the residual stream travels beside the input of the next norm (vLLM: LlamaDecoderLayer)."""
+    """One block (vLLM: LlamaDecoderLayer).
+
+    Its output is added to the residual stream by the next norm, which does both in one kernel on a GPU.
+    """
 
     def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -73,11 +76,25 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
-    def forward(self, residual: torch.Tensor, rotary: Rotary, attn: AttentionMetadata) -> torch.Tensor:
-        """residual: (T, H), added to in place -> the same"""
-        residual += self.self_attn(self.input_layernorm(residual), rotary, attn)
-        residual += self.mlp(self.post_attention_layernorm(residual))
-        return residual
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: Rotary,
+        attn: AnyAttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states: (T, H) not yet added to residual: (T, H), which is None in the first block
+
+        Returns the block's output, not yet added, and the residual, changed in place.
+        """
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)  # (T, H)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, rotary, attn)  # (T, H)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
 
 
 class LlamaModel(nn.Module):
@@ -95,14 +112,15 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AnyAttentionMetadata
     ) -> torch.Tensor:
         """input_ids, positions: (T,) int64 -> (T, H)"""
-        hidden_states = self.embed_tokens(input_ids)  # (T, H)
+        hidden_states, residual = self.embed_tokens(input_ids), None  # (T, H)
         rotary = self.rotary_emb(positions)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, rotary, attn)
-        return self.norm(hidden_states)
+            hidden_states, residual = layer(hidden_states, residual, rotary, attn)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
 
 
 class LlamaForCausalLM(nn.Module, SupportsLoRA):
@@ -134,7 +152,7 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AnyAttentionMetadata
     ) -> torch.Tensor:
         """Run T tokens of P requests, writing their keys and values to the cache.
 

@@ -43,7 +43,7 @@ class Batch:
         new_k = [k[-n:] for k, n in zip(self.k, self.query_lens)]
         new_v = [v[-n:] for v, n in zip(self.v, self.query_lens)]
         q, k, v = (torch.from_numpy(np.concatenate(x)) for x in (self.q, new_k, new_v))
-        return self.attention(q, k, v, self.metadata()).numpy().reshape(-1, HEADS, SIZE)
+        return self.attention.attend(q, k, v, self.metadata()).numpy().reshape(-1, HEADS, SIZE)
 
     def expected(self):
         """Every head of every token alone, by the definition."""

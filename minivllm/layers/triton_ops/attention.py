@@ -1,0 +1,158 @@
+"""Attention of single new tokens over a paged cache (flash-decoding).
+
+Stands for vllm/v1/attention/ops/triton_decode_attention.py (v0.22.1).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Chosen for an H100 (132 multiprocessors): 16-bit contexts are read 64 tokens at a time, and a batch that
+# fills fewer than TARGET_PROGRAMS programs has its contexts split, but not into parts of fewer than MIN_TILES.
+TILE_BYTES = 128  # a tile's tokens times an element's bytes
+TARGET_PROGRAMS = 264
+MIN_TILES = 2
+MAX_SPLITS = 64
+NUM_WARPS = 4
+NUM_STAGES = 3
+
+
+@triton.jit
+def _tiles_per_split(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """A context's own share, so that a short one leaves whole splits empty instead of filling all a little."""
+    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS), MIN_TILES)
+
+
+@triton.jit
+def _paged_decode_kernel(
+    q_ptr, cache_ptr, rows_ptr, block_tables_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    scale,  # of the scores, times log2(e)
+    q_row, q_head, cache_slot, cache_head, table_row, out_row,
+    GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """One kv head of one request over one split of its context; all GROUP queries of the head together."""
+    kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads = tl.num_programs(0)
+    seq_len = tl.load(seq_lens_ptr + request)
+    num_tiles = tl.cdiv(seq_len, TILE)
+    per_split = _tiles_per_split(seq_len, TILE, SPLITS, MIN_TILES)
+    first_tile = split * per_split
+    if (split > 0) & (first_tile >= num_tiles):
+        return
+    last_tile = tl.minimum(first_tile + per_split, num_tiles)
+
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    member = tl.arange(0, BLOCK_GROUP)[:, None]  # (G, 1)
+    dim = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + member
+    is_query = (member < GROUP) & (dim < D)[None, :]
+    q = tl.load(q_ptr + row * q_row + head * q_head + dim[None, :], mask=is_query, other=0.0)  # (G, D)
+
+    k_ptr = cache_ptr + kv_head * cache_head
+    v_ptr = k_ptr + num_kv_heads * cache_head
+    table_ptr = block_tables_ptr + request * table_row
+    highest = tl.full((BLOCK_GROUP, 1), float("-inf"), tl.float32)
+    weights_sum = tl.zeros((BLOCK_GROUP, 1), tl.float32)
+    acc = tl.zeros((BLOCK_GROUP, BLOCK_D), tl.float32)
+    for tile in range(first_tile, last_tile):
+        position = tile * TILE + tl.arange(0, TILE)
+        in_context = position < seq_len
+        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        offsets = slot[:, None] * cache_slot + dim[None, :]  # (TILE, D)
+        # Values past the context weigh nothing, but zero times the NaN of foreign memory would be NaN.
+        readable = in_context[:, None] & (dim < D)[None, :]
+        k = tl.load(k_ptr + offsets, mask=readable, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=readable, other=0.0)
+
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (G, TILE)
+        scores = tl.where(in_context[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
+        weights = tl.exp2(scores - new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        weights_sum = weights_sum * shrink + tl.sum(weights, axis=1, keep_dims=True)
+        acc = acc * shrink + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        highest = new_highest
+
+    # A padded row has no context: its output is zeros.
+    output = tl.where(weights_sum == 0.0, 0.0, acc / weights_sum)  # (G, D)
+    if SPLITS == 1:
+        tl.store(out_ptr + row * out_row + head * D + dim[None, :], output, mask=is_query)
+    else:
+        partial = (request * num_kv_heads * GROUP + head).to(tl.int64) * SPLITS + split  # (G, 1)
+        tl.store(out_ptr + partial * D + dim[None, :], output, mask=is_query)
+        tl.store(lse_ptr + partial, highest + tl.log2(weights_sum), mask=member < GROUP)
+
+
+@triton.jit
+def _reduce_splits_kernel(
+    partial_ptr, lse_ptr, rows_ptr, seq_lens_ptr, out_ptr, out_row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """One head of one request: its splits' outputs, weighted by the softmax of their log-sum-exps."""
+    head, request = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + request)
+    live = tl.cdiv(tl.cdiv(seq_len, TILE), _tiles_per_split(seq_len, TILE, SPLITS, MIN_TILES))
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    first = (request * tl.num_programs(0) + head).to(tl.int64) * SPLITS
+    lse = tl.load(lse_ptr + first + split, mask=split < live, other=float("-inf"))  # (SPLITS,)
+    readable = (split < live)[:, None] & (dim < D)[None, :]
+    partial_ptrs = partial_ptr + (first + split)[:, None] * D + dim[None, :]
+    partial = tl.load(partial_ptrs, mask=readable, other=0.0)  # (SPLITS, D)
+    weights = tl.where(split < live, tl.exp2(lse - tl.max(lse)), 0.0)
+    total = tl.sum(weights)
+    output = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)  # (D,)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    tl.store(out_ptr + row * out_row + head * D + dim, output, mask=dim < D)
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    decode_rows: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """Each decode's token attends over its context; deterministic, and fit for a CUDA graph.
+
+    q: (T, Hq, D), row stride of any width, heads' elements contiguous
+    kv_cache: (num_blocks, block_size, 2 Hkv, D) contiguous, new tokens included
+    decode_rows: (N,) int32 rows of q; block_tables: (N, W) int32
+    seq_lens: (N,) int32; 0 reads nothing and gives zeros
+    max_seq_len: no context is longer; it sets how many splits are launched, not what they read
+    -> (T, Hq * D); rows that are nobody's decode are left unwritten
+    """
+    tokens, num_heads, size = q.shape
+    requests, num_kv_heads = len(seq_lens), kv_cache.shape[2] // 2
+    group = num_heads // num_kv_heads
+    tile = TILE_BYTES // q.element_size()
+    splits = num_splits(requests * num_kv_heads, triton.cdiv(max_seq_len, tile))
+    out = torch.empty(tokens, num_heads * size, dtype=q.dtype, device=q.device)
+    partial = lse = out
+    if splits > 1:
+        partial = torch.empty(requests, num_heads, splits, size, dtype=torch.float32, device=q.device)
+        lse = torch.empty(requests, num_heads, splits, dtype=torch.float32, device=q.device)
+    sizes = {"D": size, "BLOCK_D": max(16, triton.next_power_of_2(size))}
+    sizes |= {"TILE": tile, "SPLITS": splits, "MIN_TILES": MIN_TILES}
+    _paged_decode_kernel[num_kv_heads, requests, splits](
+        q, kv_cache, decode_rows, block_tables, seq_lens, partial, lse,
+        scale * 1.4426950408889634,
+        q.stride(0), q.stride(1), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0), out.stride(0),
+        GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)), BLOCK_SIZE=kv_cache.shape[1], **sizes,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    if splits > 1:
+        _reduce_splits_kernel[num_heads, requests](
+            partial, lse, decode_rows, seq_lens, out, out.stride(0), **sizes
+        )
+    return out
+
+
+def num_splits(programs: int, max_tiles: int) -> int:
+    """Into how many parts to cut each context: a power of two that about fills the GPU, 1 if it is full already."""
+    wanted = min(TARGET_PROGRAMS // max(programs, 1), max_tiles // MIN_TILES, MAX_SPLITS)
+    return 1 << (max(wanted, 1).bit_length() - 1)
