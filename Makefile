@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 
-.PHONY: help setup demo test lint soak bench adapters clean
+.PHONY: help setup demo test lint soak bench bench-gpu adapters clean
 
 help:
 	@echo "make demo    serve a mixed batch of four adapters and the base model"
@@ -11,6 +11,7 @@ help:
 	@echo "make lint    ruff, check and format"
 	@echo "make soak    2000 random requests against a model of the engine (N=... for more, SEED=...)"
 	@echo "make bench   decoding speed on this CPU beside transformers and PEFT"
+	@echo "make bench-gpu  engine and layers with random weights on a GPU (MODEL=llama-8b; see benchmarks/README.md)"
 	@echo "make adapters  train the four demo adapters anew and score them (DEVICE=cuda; slow on a CPU)"
 	@echo "make setup   only the virtual environment, the dependencies and the demo model"
 
@@ -42,6 +43,11 @@ soak: setup
 
 bench: setup
 	$(BIN)/minivllm bench cpu --against transformers,peft
+
+MODEL ?= llama-8b
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.layers --model $(MODEL)
+	$(BIN)/python -m benchmarks.engine decode --model $(MODEL) --device cuda
 
 DEVICE ?= cpu
 adapters: setup

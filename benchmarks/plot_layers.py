@@ -29,7 +29,10 @@ def draw(content: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
 
     Decode and prefill have a scale each. What an implementation could not do is left out.
     """
-    rows = content if isinstance(content, list) else content["rows"]
+    measured = content if isinstance(content, list) else content["rows"]
+    rows = list(
+        {(row["model"], row["case"], row["mix"]): row for row in measured}.values()
+    )  # the latest of each
     names = list(dict.fromkeys(name for row in rows for name in results_of(row)))
     ordered = sorted(names, key=lambda name: list(KNOWN).index(name) if name in KNOWN else len(KNOWN))
     groups = {

@@ -1,0 +1,114 @@
+"""The layer benchmark on a CPU: its cases, its file, its pictures."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import layers
+from benchmarks.impls import engine_linear
+from benchmarks.layer_cases import Case, Linear
+
+TINY = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--layers", "2"]
+GROUPED = "test_bench_layers:grouped"
+
+
+def grouped(w, a, b, slices, token_slots, ranks, phase):
+    return engine_linear("grouped", w, a, b, slices, token_slots, ranks)
+
+
+def without_adapters(w, a, b, slices, token_slots, ranks, phase):
+    return lambda x: x @ w.t()
+
+
+def broken(w, a, b, slices, token_slots, ranks, phase):
+    raise RuntimeError("no such kernel")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    path = tmp_path_factory.mktemp("layers") / "layers.json"
+    impls = ["--impl", GROUPED, "--impl", "test_bench_layers:without_adapters"]
+    impls += ["--impl", "test_bench_layers:broken"]
+    cases = ["--case", "decode:6:3:8", "--case", "prefill:13:2:16"]
+    layers.main([*TINY, *impls, *cases, "--mix", "ranks", "--json", str(path)])
+    return path
+
+
+def test_a_row_says_what_was_measured_and_how_long_it_took(measured):
+    content = json.loads(measured.read_text())
+
+    assert [row["case"] for row in content["rows"]] == ["decode:6:3:8", "prefill:13:2:16"]
+    for row in content["rows"]:
+        assert {"mix", "model", "slots_used", "floor_us", "base", GROUPED} <= row.keys()
+        assert row["base"]["us"] > 0 and row[GROUPED]["us"] > 0
+        assert row["floor_us"] > 0
+    assert {"device", "torch", "triton", "python"} <= content["machine"].keys()
+
+
+def test_the_error_tells_an_implementation_that_computes_lora_from_one_that_does_not(measured):
+    for row in json.loads(measured.read_text())["rows"]:
+        assert row["base"]["error"] < 1e-5
+        assert row[GROUPED]["error"] < 1e-5
+        assert row["test_bench_layers:without_adapters"]["error"] > 0.1
+
+
+def test_an_implementation_that_fails_leaves_its_message_and_the_others_their_times(measured):
+    for row in json.loads(measured.read_text())["rows"]:
+        assert row["test_bench_layers:broken"]["error"] == "RuntimeError: no such kernel"
+
+
+def test_a_picture_is_drawn_beside_the_file(measured):
+    assert measured.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_rows_of_other_implementations_are_drawn_from_a_plain_list(tmp_path):
+    path = tmp_path / "peers.json"
+    row = {"case": "decode:1:8:16", "mix": "zipf", "model": "llama-8b", "slots_used": 1, "floor_us": 1.5}
+    row |= {
+        name: {"us": 9.0, "error": 0.1} for name in ("base", "vllm", "benchmarks.impls:folded", "mine:make")
+    }
+    row["sglang_v2"] = {"us": float("nan"), "error": "ImportError: pydantic"}
+    path.write_text(json.dumps([row]))
+
+    layers.main(["--plot-from", str(path)])
+
+    assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("text", ["decode:1:8", "verify:1:8:16", "decode:1:8:x", "decode:1:8:16:2"])
+def test_a_case_of_another_form_is_refused(text):
+    with pytest.raises(ValueError):
+        Case.parse(text)
+
+
+def test_every_row_has_a_slot_and_rows_of_a_prompt_have_the_same():
+    slots = Case.parse("prefill:50:3:8").token_slots("uniform")
+
+    assert len(slots) == 50 and slots.dtype == torch.int32
+    assert slots.min() >= 0 and slots.max() < 3
+    assert (slots.diff() != 0).sum() <= 5  # six prompts
+
+
+def test_half_of_the_requests_are_base_requests_if_asked_for():
+    slots = Case.parse("decode:40:4:8").token_slots("half")
+
+    assert (slots == -1).sum() == 20
+
+
+def test_popular_slots_come_first_in_a_zipf_mix():
+    counts = Case.parse("decode:2000:8:8").token_slots("zipf").bincount(minlength=8)
+
+    assert counts[0] > 2 * counts[3] > 2 * counts[7] > 0
+
+
+def test_mixed_ranks_leave_zeros_past_the_live_rank():
+    case = Case.parse("decode:4:3:32")
+
+    linear = Linear.random(24, [8, 16], case.ranks("ranks"), case.rank, torch.empty(0))
+
+    a = linear.a.view(3, 2, 32, 24)
+    assert case.ranks("ranks") == [32, 16, 8]
+    for slot, live in enumerate([32, 16, 8]):
+        assert not a[slot, :, live:].any() and not linear.b[slot, :, live:].any()
+        assert a[slot, :, :live].all() and linear.b[slot, :, :live].all()
