@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from minivllm.layers.attention import Attention, AttentionMetadata
+from minivllm.layers.paged_attention import PagedAttentionMetadata
 
 SIZES = {
     "vocab_size": 97,
@@ -94,20 +95,24 @@ def token_ids(length, seed):
 
 
 class PagedRequests:
-    """Texts run through one of our models piece by piece, their blocks scattered over a cache full of NaN."""
+    """Texts run through one of our models piece by piece, their blocks scattered over a cache full of NaN.
 
-    def __init__(self, model, texts, block_size=4, num_blocks=64, seed=0):
+    paged: by the GPU's kernels, or else by PyTorch's own attention
+    """
+
+    def __init__(self, model, texts, block_size=4, num_blocks=64, seed=0, paged=False):
         self.model = model
+        self.paged = paged
         self.texts = texts
         self.done = [0] * len(texts)
         self.tables = [[] for _ in texts]
         self.block_size = block_size
         self.free = np.random.default_rng(seed).permutation(num_blocks).tolist()
-        self.dtype = model.model.norm.weight.dtype
+        self.dtype, self.device = model.model.norm.weight.dtype, model.model.norm.weight.device
         for layer in model.modules():
             if isinstance(layer, Attention):
                 shape = layer.kv_cache_shape(num_blocks, block_size)
-                layer.bind_kv_cache(torch.full(shape, float("nan"), dtype=self.dtype))
+                layer.bind_kv_cache(torch.full(shape, float("nan"), dtype=self.dtype, device=self.device))
 
     def step(self, work):
         """Run (text number, new tokens) rows as one batch; the logits of each row's tokens, in that order."""
@@ -122,9 +127,13 @@ class PagedRequests:
             seq_lens.append(end)
             self.done[row] = end
         tables = [self.tables[row] for row, _ in work]
-        attn = AttentionMetadata.build(query_lens, seq_lens, tables, self.block_size, dtype=self.dtype)
+        rows = query_lens, seq_lens, tables, self.block_size, self.device
+        attn = (
+            PagedAttentionMetadata.build(*rows) if self.paged else AttentionMetadata.build(*rows, self.dtype)
+        )
         with torch.inference_mode():
-            hidden = self.model(torch.tensor(ids), torch.tensor(positions), attn)
+            ids, positions = (torch.tensor(x, device=self.device) for x in (ids, positions))
+            hidden = self.model(ids, positions, attn)
             return self.model.compute_logits(hidden).split(query_lens)
 
     def run(self, steps):

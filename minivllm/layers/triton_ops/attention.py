@@ -16,6 +16,9 @@ MAX_SPLITS = 64
 NUM_WARPS = 4
 NUM_STAGES = 3
 
+# Below any score, yet a number: infinity minus infinity is none.
+LOWEST = tl.constexpr(-1e30)
+
 
 @triton.jit
 def _tiles_per_split(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
@@ -52,7 +55,7 @@ def _paged_decode_kernel(
     k_ptr = cache_ptr + kv_head * cache_head
     v_ptr = k_ptr + num_kv_heads * cache_head
     table_ptr = block_tables_ptr + request * table_row
-    highest = tl.full((BLOCK_GROUP, 1), float("-inf"), tl.float32)
+    highest = tl.full((BLOCK_GROUP, 1), LOWEST, tl.float32)
     weights_sum = tl.zeros((BLOCK_GROUP, 1), tl.float32)
     acc = tl.zeros((BLOCK_GROUP, BLOCK_D), tl.float32)
     for tile in range(first_tile, last_tile):
@@ -75,8 +78,9 @@ def _paged_decode_kernel(
         acc = acc * shrink + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = new_highest
 
-    # A padded row has no context: its output is zeros.
-    output = tl.where(weights_sum == 0.0, 0.0, acc / weights_sum)  # (G, D)
+    # A padded row has no context: its output is zeros, and split 0's stands for all.
+    weights_sum = tl.where(weights_sum == 0.0, 1.0, weights_sum)
+    output = acc / weights_sum  # (G, D)
     if SPLITS == 1:
         tl.store(out_ptr + row * out_row + head * D + dim[None, :], output, mask=is_query)
     else:
@@ -95,15 +99,15 @@ def _reduce_splits_kernel(
     head, request = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + request)
     live = tl.cdiv(tl.cdiv(seq_len, TILE), _tiles_per_split(seq_len, TILE, SPLITS, MIN_TILES))
+    live = tl.maximum(live, 1)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     first = (request * tl.num_programs(0) + head).to(tl.int64) * SPLITS
     lse = tl.load(lse_ptr + first + split, mask=split < live, other=float("-inf"))  # (SPLITS,)
     readable = (split < live)[:, None] & (dim < D)[None, :]
     partial_ptrs = partial_ptr + (first + split)[:, None] * D + dim[None, :]
     partial = tl.load(partial_ptrs, mask=readable, other=0.0)  # (SPLITS, D)
-    weights = tl.where(split < live, tl.exp2(lse - tl.max(lse)), 0.0)
-    total = tl.sum(weights)
-    output = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)  # (D,)
+    weights = tl.exp2(lse - tl.max(lse))
+    output = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights)  # (D,)
     row = tl.load(rows_ptr + request).to(tl.int64)
     tl.store(out_ptr + row * out_row + head * D + dim, output, mask=dim < D)
 

@@ -1,0 +1,78 @@
+"""Whole models on the GPU's kernels give the logits of transformers, however their tokens are cut up and batched."""
+
+import pytest
+import torch
+from gpu import DEVICE, needs_cuda
+from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
+
+from minivllm.models.registry import get_model
+
+LENGTHS = [40, 7, 21]
+STEPS = {
+    "prompts, then decodes": [[(0, 38), (1, 5), (2, 19)], *[[(2, 1), (0, 1), (1, 1)]] * 2],
+    "chunks among decodes": [
+        [(0, 11)],
+        [(1, 3), (0, 1)],
+        [(0, 20), (1, 1), (2, 9)],
+        [(1, 1), (2, 12), (0, 1)],
+        [(0, 7), (1, 2)],
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def folder(request, tmp_path_factory):
+    """A tiny model whose head size flash attention takes: a multiple of eight."""
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"head_dim": 24} if request.param == "qwen3-wide-heads" else {"hidden_size": 64}
+    transformers_model(request.param, **sizes).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return [token_ids(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder, texts):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    return torch.cat([reference_logits(model, text, torch.float64) for text in texts])
+
+
+def error_of(model, texts, steps, expected, paged=True):
+    """How far our logits are from the expected ones, relative to their norm."""
+    logits = torch.cat(PagedRequests(model, texts, paged=paged).run(steps))
+    return ((logits.cpu().double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_float32_model_equals_transformers(folder, texts, expected, steps):
+    model = get_model(folder, torch.float32, DEVICE)
+
+    assert error_of(model, texts, STEPS[steps], expected) < 2e-6
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_float16_model_follows_transformers_in_full(folder, texts, expected, steps):
+    model = get_model(folder, torch.float16, DEVICE)
+
+    assert error_of(model, texts, STEPS[steps], expected) < 0.003
+
+
+@needs_cuda
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_bfloat16_model_follows_transformers_in_full(folder, texts, expected, steps):
+    model = get_model(folder, torch.bfloat16, DEVICE)
+
+    assert error_of(model, texts, STEPS[steps], expected) < 0.025
+
+
+@needs_cuda
+@pytest.mark.parametrize("steps", STEPS)
+def test_without_the_fast_path_a_gpu_computes_the_same(folder, texts, expected, steps):
+    model = get_model(folder, torch.float32, DEVICE)
+
+    assert error_of(model, texts, STEPS[steps], expected, paged=False) < 2e-6
