@@ -153,6 +153,8 @@ class KVCacheManager:
         """
         start = request.num_computed_tokens + len(computed_blocks) * self.block_size
         held = len(request.block_ids) + len(computed_blocks)
+        if start + num_new_tokens <= held * self.block_size and not computed_blocks:
+            return True
         num_new_blocks = max(0, self.num_blocks_for(start + num_new_tokens) - held)
         if num_new_blocks > self._num_free_besides(computed_blocks):
             return False
@@ -181,6 +183,9 @@ class KVCacheManager:
         Once an adapter is loaded anew under a running request, the rest of its blocks belong to no one
         load, and are never found.
         """
+        first, last = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
+        if first == last and request.num_computed_tokens:
+            return  # no block is full yet; whose it is will be asked when one is
         identity = self._identity(request)
         if request.num_computed_tokens == 0:
             self._bind(request, identity)
@@ -188,7 +193,6 @@ class KVCacheManager:
             request.cache_identity = None
         if not self.enable_caching or request.cache_identity is None:
             return
-        first, last = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
         hashes = self._block_hashes(request, last)
         for i in range(first, last):
             self.block_pool.cache_block(request.block_ids[i], hashes[i])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minivllm.core.request import Request
 
@@ -12,8 +13,7 @@ RELOAD_PENDING = "reload pending"
 NO_BLOCKS = "KV blocks"
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """Compute tokens `num_computed_tokens .. + num_new_tokens` of a request.
 
     samples     these tokens reach the end of those known, so that the next one is sampled

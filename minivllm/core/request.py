@@ -10,7 +10,10 @@ from minivllm.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is. Whatever comes after PREEMPTED is finished, as in vLLM."""
+    """Where a request is. Whatever comes after PREEMPTED is finished, as in vLLM.
+
+    is_finished   an attribute of each member, since every request's is read several times a step
+    """
 
     WAITING = 0
     RUNNING = 1
@@ -20,9 +23,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ABORTED = 5
     FINISHED_ERROR = 6
 
-    @property
-    def is_finished(self) -> bool:
-        return self > RequestStatus.PREEMPTED
+    def __init__(self, value: int) -> None:
+        self.is_finished = value > 2  # PREEMPTED
 
     @property
     def finish_reason(self) -> str | None:
@@ -110,10 +112,11 @@ class Request:
 
     def max_num_tokens(self, max_model_len: int | None) -> int:
         """The most tokens, prompt and answer, that it may come to; one is always sampled."""
-        longest = self.num_prompt_tokens + self.sampling_params.max_tokens
-        if max_model_len is not None:
-            longest = min(longest, max_model_len)
-        return max(longest, self.num_prompt_tokens + 1)
+        prompt = len(self.prompt_token_ids)
+        longest = prompt + self.sampling_params.max_tokens
+        if max_model_len is not None and longest > max_model_len:
+            return max(max_model_len, prompt + 1)
+        return longest
 
 
 def check_stop(request: Request, max_model_len: int | None) -> bool:
@@ -123,7 +126,7 @@ def check_stop(request: Request, max_model_len: int | None) -> bool:
     business: it has the text.
     """
     params, last = request.sampling_params, request.output_token_ids[-1]
-    if request.num_output_tokens >= params.min_tokens:
+    if len(request.output_token_ids) >= params.min_tokens:
         if last in request.eos_token_ids and not params.ignore_eos:
             request.status = RequestStatus.FINISHED_STOPPED
         elif last in params.stop_token_ids:

@@ -257,6 +257,8 @@ class Scheduler:
 
     def _held_back(self) -> dict[str, str]:
         """Request id -> why it may not join even if there is room: another load of its adapter is awaited."""
+        if not self.waiting:
+            return {}
         oldest: dict[int, int] = {}
         for request in self.requests.values():
             generation = oldest.get(request.adapter_id, request.adapter_generation)

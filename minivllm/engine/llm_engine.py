@@ -173,16 +173,17 @@ class LLMEngine:
         started = time.perf_counter()
         outputs = self._settle_adapters()
         scheduled = self.scheduler.schedule()
+        self.output_processor.mark_scheduled(scheduled.cached_tokens)
         outputs += [self._finish(request) for request in scheduled.refused]
         if not scheduled.scheduled:
             return outputs
         if failed := self._prepare_adapters(scheduled):
             return outputs + failed
-        self.output_processor.mark_scheduled([entry.request for entry in scheduled.scheduled])
         forward_started = time.perf_counter()
-        sampled = self.runner.execute_model(scheduled)
+        launched = self.runner.launch_model(scheduled)
+        self._record(scheduled, time.monotonic())  # while a GPU is still computing
+        sampled = self.runner.sample_tokens(launched)
         forward_seconds = time.perf_counter() - forward_started
-        self._record(scheduled, time.monotonic())
         tokens = {request_id: [token] for request_id, (token, _) in sampled.items()}
         for request in self.scheduler.update_from_output(scheduled, tokens):
             outputs.append(self._finish(request, sampled[request.request_id][1]))
@@ -213,9 +214,9 @@ class LLMEngine:
         if self.adapters is None:
             return []
         self.adapters.pin_wanted()
-        wanted = {request.lora_request for request in scheduled.running if request.lora_request}
+        wanted = {request.adapter_id: request.lora_request for request in scheduled.running}
         outputs = []
-        for adapter_id, error in self.runner.prepare_loras(wanted).items():
+        for adapter_id, error in self.runner.prepare_loras(wanted.values()).items():
             users = [r.request_id for r in self.scheduler.requests.values() if r.adapter_id == adapter_id]
             outputs += self._fail(users, error)
             self.adapters.release_unused(adapter_id)

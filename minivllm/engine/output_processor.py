@@ -1,6 +1,7 @@
 """From tokens to what a caller sees. Stands for vllm/v1/engine/output_processor.py (v0.22.1)."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +41,11 @@ class OutputProcessor:
         metrics = RequestMetrics(request.arrival_time)
         self.states[request.request_id] = RequestState(request, prompt, detokenizer, metrics)
 
-    def mark_scheduled(self, requests: list[Request]) -> None:
+    def mark_scheduled(self, request_ids: Iterable[str]) -> None:
+        """These requests are admitted, for the first time or after a preemption."""
         now = time.monotonic()
-        for request in requests:
-            metrics = self.states[request.request_id].metrics
+        for request_id in request_ids:
+            metrics = self.states[request_id].metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
 
@@ -80,11 +82,11 @@ class OutputProcessor:
         state.cumulative_logprob += logprobs[token_id].logprob
 
     def _move_clocks(self, state: RequestState) -> None:
-        now, metrics, request = time.monotonic(), state.metrics, state.request
+        metrics, request = state.metrics, state.request
         if metrics.first_token_time is None and request.output_token_ids:
-            metrics.first_token_time = now
+            metrics.first_token_time = time.monotonic()
         if request.is_finished:
-            metrics.finished_time = now
+            metrics.finished_time = time.monotonic()
         metrics.num_preemptions = request.num_preemptions
         metrics.lora_wait_steps = request.lora_wait_steps
 

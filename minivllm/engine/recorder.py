@@ -1,5 +1,8 @@
 """One step as a trace record."""
 
+from functools import lru_cache
+from operator import attrgetter
+
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -33,12 +36,12 @@ def record_step(
         cached = output.cached_tokens.get(request.request_id)
         kind = _kind(entry, admitted=cached is not None)
         adapter = name(request.adapter_id)
-        return TraceRow(request.request_id, adapter, slot, entry.num_new_tokens, kind, cached or 0)
+        return _trace_row(request.request_id, adapter, slot, entry.num_new_tokens, kind, cached or 0)
 
     return StepRecord(
         step=step,
         time_s=time_s,
-        rows=[row(entry) for entry in sorted(output.scheduled, key=lambda e: e.request.adapter_id)],
+        rows=[row(entry) for entry in sorted(output.scheduled, key=attrgetter("request.adapter_id"))],
         slots=[name(adapter_id) for adapter_id in slots],
         pinned=[name(adapter_id) for adapter_id in pinned],
         loads=[name(e.adapter_id) for e in events if e.kind == "load"],
@@ -49,6 +52,12 @@ def record_step(
         waiting=[request.request_id for request in scheduler.waiting],
         running=len(output.running),
     )
+
+
+@lru_cache(maxsize=4096)
+def _trace_row(*values: object) -> TraceRow:
+    """A decode looks the same at every step, so one row stands for all of them: a trace holds many steps."""
+    return TraceRow(*values)
 
 
 def _kind(entry: ScheduledRequest, admitted: bool) -> str:

@@ -30,7 +30,10 @@ class DecodeBuffers:
             self._device
         )
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.host_fields = [field.numpy() for field in self._fields(self._host)]
+        self._host_fields = [field.numpy() for field in self._fields(self._host)]
+        self._rows = np.zeros((max_rows, max_blocks), dtype=np.int32)  # what block_tables is to hold
+        self._row_of: list[list[int]] = [[] for _ in range(max_rows)]  # the list that a row was read from
+        self._held = [0] * max_rows  # and how many blocks it had
 
     def _fields(self, words: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parts of one copy: three (B,) int64, one (B,) int32, and the rest as int32."""
@@ -43,29 +46,37 @@ class DecodeBuffers:
         self,
         token_ids: Sequence[int],
         positions: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
+        block_tables: Sequence[list[int]],
         size: int,
     ) -> None:
         """Write n rows and pad them to `size`, and start the copy to the device.
 
         token_ids, positions   n each: the token to compute and its place in its context
-        block_tables           n, each at least as long as the context
+        block_tables           n, each at least as long as the context, and of W blocks at most
         """
         n = len(token_ids)
-        ids, places, slots, lengths, tables = self.host_fields
+        ids, places, slots, lengths, tables = self._host_fields
         for field in (ids, places, slots, lengths):
             field[n:size] = 0
         ids[:n] = token_ids
         places[:n] = positions
         lengths[:n] = places[:n] + 1
         blocks = int(places[:n].max()) // self.block_size + 1
-        tables = tables[: size * blocks].reshape(size, blocks)
-        for row, table in zip(tables, block_tables):
-            held = min(len(table), blocks)
-            row[:held] = table[:held]
-        last = tables[np.arange(n), places[:n] // self.block_size].astype(np.int64)
-        slots[:n] = last * self.block_size + places[:n] % self.block_size
+        self._read_tables(block_tables)
+        tables[: size * blocks].reshape(size, blocks)[:n] = self._rows[:n, :blocks]
+        last_blocks = self._rows[np.arange(n), places[:n] // self.block_size].astype(np.int64)
+        slots[:n] = last_blocks * self.block_size + places[:n] % self.block_size
         self._copy(size, blocks)
+
+    def _read_tables(self, block_tables: Sequence[list[int]]) -> None:
+        """Bring `_rows` up to date. Lists only grow: a request that lost its blocks comes with another list."""
+        for i, table in enumerate(block_tables):
+            is_known = self._row_of[i] is table
+            if is_known and self._held[i] == len(table):
+                continue
+            first = self._held[i] if is_known else 0
+            self._rows[i, first : len(table)] = table[first:]
+            self._row_of[i], self._held[i] = table, len(table)
 
     def _copy(self, size: int, blocks: int) -> None:
         words = 3 * self.max_rows + -(-self.max_rows // 2) + -(-size * blocks // 2)

@@ -1,10 +1,11 @@
 """The rows of one step. Stands for vllm/v1/worker/gpu_input_batch.py (v0.22.1)."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.lora.request import LoRARequest
 
@@ -33,12 +34,14 @@ class InputBatch:
     @classmethod
     def from_scheduler_output(cls, output: SchedulerOutput) -> "InputBatch":
         """All running requests, with the tokens that the scheduler gave them."""
-        scheduled = {entry.request.request_id: entry for entry in output.scheduled}
-        requests = sorted(output.running, key=lambda request: request.adapter_id)
-        entries = [scheduled.get(request.request_id) for request in requests]
-        tokens = np.array([entry.num_new_tokens if entry else 0 for entry in entries], dtype=np.int64)
-        samples = np.array([bool(entry and entry.samples) for entry in entries], dtype=np.int64)
-        return cls(requests, tokens, samples)
+        entries = list(output.scheduled)
+        if len(entries) < len(output.running):
+            busy = {entry.request.request_id for entry in entries}
+            idle = [request for request in output.running if request.request_id not in busy]
+            entries += [ScheduledRequest(request, 0, False) for request in idle]
+        entries.sort(key=attrgetter("request.adapter_id"))
+        requests, tokens, samples = zip(*entries)
+        return cls(requests, np.array(tokens, dtype=np.int64), np.array(samples, dtype=np.int64))
 
     @property
     def num_reqs(self) -> int:
@@ -65,7 +68,7 @@ class InputBatch:
         ids = np.array([request.adapter_id for request in self.requests], dtype=np.int64)
         prompt_lora_mapping = tuple(ids.repeat(num_sampled_tokens).tolist())
         token_lora_mapping = tuple(ids.repeat(num_scheduled_tokens).tolist())
-        lora_requests = {r.lora_request for r in self.requests if r.lora_request is not None}
-        return prompt_lora_mapping, token_lora_mapping, lora_requests
+        lora_requests = {r.adapter_id: r.lora_request for r in self.requests if r.adapter_id}
+        return prompt_lora_mapping, token_lora_mapping, set(lora_requests.values())
 
     # endregion

@@ -82,11 +82,11 @@ class Round:
     def _watch(self) -> None:
         """See what is in memory at the moment a step is computed, and every reload at the moment it happens."""
         runner, manager = self.engine.runner, self.engine.adapters.manager
-        execute_model, replace_adapter = runner.execute_model, manager.replace_adapter
+        launch_model, replace_adapter = runner.launch_model, manager.replace_adapter
 
-        def watched_execute_model(output: Any) -> Any:
+        def watched_launch_model(output: Any) -> Any:
             self._note_loads()
-            result = execute_model(output)
+            result = launch_model(output)
             check_running_fit_the_slots(self.engine)
             self.loads = {i: lora.load_id for i, lora in manager.list_adapters().items()}
             before, self.running = self.running, {}
@@ -108,7 +108,7 @@ class Round:
             self.report.counts["reloads"] += 1
             replace_adapter(lora)
 
-        runner.execute_model, manager.replace_adapter = watched_execute_model, watched_replace_adapter
+        runner.launch_model, manager.replace_adapter = watched_launch_model, watched_replace_adapter
 
     def _note_loads(self) -> None:
         for adapter_id, lora in self.engine.adapters.manager.list_adapters().items():

@@ -82,6 +82,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_and_no_other(world, tm
 
     for name, adapter in (("good", "all"), ("base", None)):
         assert tokens_of(outputs[name]) == world.oracle().greedy(adapter, [5, 6], 4)
+        assert outputs[name].metrics.first_scheduled_time is not None, "it was in the step that was dropped"
     for name in ("bad 1", "bad 2"):
         assert outputs[name].outputs[0].finish_reason == "error"
         assert "adapter 'bad'" in outputs[name].error and "NaN" in outputs[name].error
@@ -149,7 +150,7 @@ def test_a_step_that_was_interrupted_is_taken_again(world, monkeypatch):
     for name in (None, "qv", "all"):
         engine.add_request(str(name), token_ids(7, 1), greedy(4), lora_request=world.request(name))
 
-    for name in ("execute_model", "_sample"):
+    for name in ("launch_model", "_sample"):
         with monkeypatch.context() as patch:
             patch.setattr(engine.runner, name, lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
