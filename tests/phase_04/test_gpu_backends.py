@@ -21,7 +21,7 @@ LINEARS = {
     "gate_up": lambda dtype: (MergedColumnParallelLinear(WIDTH, [20, 12], True, dtype, DEVICE), ["g", "u"]),
     "qkv": lambda dtype: (QKVParallelLinear(WIDTH, 6, 4, 2, True, dtype, DEVICE), ["q", "k", "v"]),
 }
-BACKENDS = [pytest.param("triton", marks=pytest.mark.lab("4.4")), "folded", "folded, not worth it"]
+BACKENDS = [pytest.param("triton", marks=pytest.mark.lab("4.4")), "folded, wide", "folded, apart", "folded, sgmv"]
 
 
 class Linear:
@@ -78,9 +78,9 @@ class Linear:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
-    name, _, without = request.param.partition(", ")
-    if without:
-        monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.fold_pays", lambda *shape: False)
+    name, _, plan = request.param.partition(", ")
+    if plan:
+        monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.fold_plan", lambda *shape: plan)
     return name
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink
-from minivllm.lora.ops.triton_ops.tuning import fold_pays
+from minivllm.lora.ops.triton_ops.tuning import fold_plan
 from minivllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from minivllm.lora.punica_wrapper.utils import slots_of
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Rows of y and of the folded weight begin at multiples of so many elements: 16 bytes, as matrix products want them.
 ALIGNMENT = 8
+SECTOR_BYTES = 32
 
 
 class PunicaWrapperGPU(PunicaWrapperBase):
@@ -75,9 +76,9 @@ class PunicaWrapperGPU(PunicaWrapperBase):
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         y = layer.base_output(x)  # (T, N)
         if not self.no_lora:
-            tiles, ranks = self.token_meta.meta_args(len(x)), self._ranks_of(layer)
-            h = shrink(x, _flat(layer.lora_a_stacked), tiles, ranks)  # (splits, n, T, R)
-            expand(h, _flat(layer.lora_b_stacked), y, tiles, ranks)
+            tiles = self.token_meta.meta_args(len(x))
+            h = shrink(x, _flat(layer.lora_a_stacked), tiles, self._ranks_of(layer))  # (splits, n, T, R)
+            expand(h, _flat(layer.lora_b_stacked), y, tiles, self._ranks_for_expand(layer))
         return y
 
     # endregion
@@ -86,6 +87,11 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         """(n, S) int32"""
         first = self._layers[layer]
         return self.ranks[first : first + layer.n_slices]
+
+    def _ranks_for_expand(self, layer: BaseLayerWithLoRA) -> torch.Tensor | None:
+        """None where looking a rank up costs more than it saves: memory comes in sectors, so a row of B is one read."""
+        row = layer.lora_b_stacked[0][0, 0, 0]
+        return None if row.nbytes <= SECTOR_BYTES else self._ranks_of(layer)
 
     def add_shrink(
         self,
@@ -149,7 +155,7 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
 
     The shrink then needs no launch of its own, and reads x no second time; each row has its h for every slot, and
     the expand picks the one it wants. The price is S * n * R more columns for every row, whoever uses them: where
-    that costs more than a shrink (`fold_pays`), the SGMV kernels run on the very same buffers. A batch without
+    that costs more than a shrink (`fold_plan`), the SGMV kernels run on the very same buffers. A batch without
     adapters multiplies by the first N rows and pays nothing. Not in vLLM.
     """
 
@@ -177,14 +183,19 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
 
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         slots, _, rank, width = layer.lora_a_stacked[0].shape
-        n = layer.n_slices
-        if self.no_lora or not fold_pays(len(x), slots, n * rank, width):
+        n, columns = layer.n_slices, layer.output_size
+        plan = fold_plan(len(x), slots, n * rank, width, columns)
+        if self.no_lora or plan == "sgmv":
             return super().apply_linear(layer, x)
-        wide = F.linear(x, *layer.storage)  # (T, N + S * n * R)
-        y, h = wide[:, : layer.output_size], wide[:, layer.output_size :]
+        weight, bias = layer.storage
+        if plan == "wide":
+            wide = F.linear(x, weight, bias)  # (T, N + S * n * R)
+            y, h = wide[:, :columns], wide[:, columns:]
+        else:
+            y, h = layer.base_output(x), F.linear(x, weight[columns:])  # (T, N), (T, S * n * R)
         h = h[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]  # (1, n, T, R): slot 0's
-        tiles = self.token_meta.meta_args(len(x))
-        expand(h, _flat(layer.lora_b_stacked), y, tiles, self._ranks_of(layer), h_slot_stride=n * rank)
+        tiles, ranks = self.token_meta.meta_args(len(x)), self._ranks_for_expand(layer)
+        expand(h, _flat(layer.lora_b_stacked), y, tiles, ranks, h_slot_stride=n * rank)
         return y
 
 

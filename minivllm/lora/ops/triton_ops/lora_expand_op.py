@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
-from minivllm.lora.ops.triton_ops.tuning import expand_tiles
+from minivllm.lora.ops.triton_ops.tuning import can_overlap, expand_tiles
 
 
 # region lab 4.3: the expand kernel
@@ -32,6 +32,7 @@ def _lora_expand_kernel(
     WIDTHS: tl.constexpr,
     SPLITS: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -40,6 +41,8 @@ def _lora_expand_kernel(
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile).to(tl.int64)
     if slot < 0:
+        if OVERLAP:  # or what comes after this kernel might not wait for what came before it
+            tl.extra.cuda.gdc_wait()
         return
     first = tl.load(tiles_ptr + capacity + tile)
     length = tl.load(tiles_ptr + 2 * capacity + tile)
@@ -60,6 +63,9 @@ def _lora_expand_kernel(
             b_block = b_ptrs[i] + slot * b_slot_strides[i] + columns[None, :] * b_row_stride + rank[:, None]
             b = tl.load(b_block, mask=is_live[:, None] & is_column[None, :], other=0.0)  # (BLOCK_R, BLOCK_N)
 
+            # Up to here nothing depends on the product before; from here on, its h and its y must be there.
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
             h_block = h_ptr + i * h_slice_stride + slot * h_slot_stride
             h_block += rows[:, None] * h_row_stride + rank[None, :]
             h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
@@ -103,6 +109,8 @@ def expand(
     num_slots, _, rank = lora_b[0].shape
     widths = tuple(b.shape[1] for b in lora_b)
     tuned = expand_tiles(len(y), rank)
+    # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
+    overlap = can_overlap(y.device)
     blocks = sum(triton.cdiv(width, tuned.block_n) for width in widths)
     _lora_expand_kernel[(tiles.count, blocks)](
         h,
@@ -124,10 +132,12 @@ def expand(
         WIDTHS=widths,
         SPLITS=len(h),
         ADD=add_inputs,
+        OVERLAP=overlap,
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_R=max(16, triton.next_power_of_2(rank)),
         BLOCK_N=tuned.block_n,
         num_warps=tuned.num_warps,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 

@@ -83,7 +83,7 @@ def shrink(
 
     Returns (splits, n, T, R) float32: one plane for each share of K. Base rows are not written.
     """
-    num_slots, rank, width = lora_a[0].shape
+    _, rank, width = lora_a[0].shape
     tokens, n = len(x), len(lora_a)
     tuned = shrink_tiles(tokens, width, rank, tiles.count)
     splits = splits or tuned.splits

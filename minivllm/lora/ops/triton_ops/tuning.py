@@ -1,7 +1,9 @@
 """Tile sizes of the LoRA kernels, by shape. Stands for vllm/lora/ops/triton_ops/utils.py (v0.22.1)."""
 
+import functools
 from typing import NamedTuple
 
+import torch
 import triton
 
 # An H100 has 132 multiprocessors; a few programs on each keep its memory busy.
@@ -42,9 +44,15 @@ def expand_tiles(tokens: int, rank: int) -> ExpandTiles:
     return ExpandTiles(128 if rank <= 64 else 64, num_warps=4)
 
 
-def fold_pays(tokens: int, slots: int, rank: int, width: int) -> bool:
-    """Whether S * rank more columns in the base product cost less than a shrink.
+def fold_plan(tokens: int, slots: int, rank: int, width: int, columns: int) -> str:
+    """How the h of all slots is had. "wide": with the base product; "apart": a product of its own; "sgmv": a shrink.
 
-    rank: n * R, of all slices    width: K
+    rank: n * R, of all slices    width: K    columns: N
     """
-    return True
+    return "wide"
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may start before the one it waits for has ended: on Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
