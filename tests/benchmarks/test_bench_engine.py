@@ -25,7 +25,7 @@ def decode_file(tmp_path_factory):
     """Measured in two pieces."""
     path = tmp_path_factory.mktemp("decode") / "decode.json"
     engine.main([*DECODE, "--requests", "1,3", "--cases", "base,none,1", "--json", str(path)])
-    engine.main([*DECODE, "--requests", "3", "--cases", "3", "--json", str(path)])
+    engine.main([*DECODE, "--requests", "1,3", "--cases", "3", "--json", str(path)])
     return path
 
 

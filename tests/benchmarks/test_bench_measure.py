@@ -44,8 +44,9 @@ def test_prefill_lasts_until_the_last_request_has_its_first_token():
 
 def test_a_step_in_which_somebody_decodes_is_no_prompt_step():
     chunk = Step(99.0, 100.0, ())
+    prompt_of_a_preempted_request = Step(116.0, 117.0, ())
 
-    assert prompt_steps([chunk, *STEPS], 2) == [chunk, STEPS[0]]
+    assert prompt_steps([chunk, *STEPS, prompt_of_a_preempted_request], 2) == [chunk, STEPS[0]]
     assert decode_summary([chunk, *STEPS], 2)["prompt_steps_ms"] == pytest.approx(5000)
 
 
