@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from minivllm.layers.batched_draw import draw_tokens
 from minivllm.sampling_params import SamplingParams
 
 
@@ -63,9 +64,13 @@ class Sampler(nn.Module):
         """
         allowed = self._hold_off_stops(logits, rows, num_output_tokens)  # (P, V)
         token_ids = allowed.argmax(dim=-1)  # (P,)
-        for row, (params, generator) in enumerate(zip(rows, generators)):
-            if not params.is_greedy:
-                token_ids[row] = draw_token(allowed[row], params, generator or self.generator)
+        random = [row for row, params in enumerate(rows) if not params.is_greedy]
+        if random and logits.is_cuda:
+            chosen = [rows[row] for row in random], [generators[row] or self.generator for row in random]
+            token_ids[random] = draw_tokens(allowed[random], *chosen)
+        else:
+            for row in random:
+                token_ids[row] = draw_token(allowed[row], rows[row], generators[row] or self.generator)
         return SamplerOutput(token_ids, _raw_logprobs(logits, token_ids, rows))
 
     def _hold_off_stops(

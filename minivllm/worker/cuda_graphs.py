@@ -41,7 +41,7 @@ class CUDAGraphWrapper:
     def __init__(self, step: DecodeStep, pool: tuple[int, int]) -> None:
         step()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=self.pool):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.output = step()
 
     def __call__(self) -> DecodeOutput:

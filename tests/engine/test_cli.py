@@ -59,6 +59,15 @@ def test_jsonl_on_stdin_picks_adapters_too(base, adapter):
     assert [r["adapter"] for r in json.loads(result.stdout)] == ["loud", "base"]
 
 
+def test_weights_may_be_dummies_and_a_device_that_is_not_there_is_an_error(base):
+    real, dummy = (generate(base, "Say hi", "--load-format", f, "--device", "cpu") for f in ("auto", "dummy"))
+
+    assert json.loads(real.stdout)[0]["text"] != json.loads(dummy.stdout)[0]["text"]
+    refused = generate(base, "Say hi", "--device", "cuda:99")
+    assert isinstance(refused.exception, ValueError)
+    assert "cuda:99" in str(refused.exception)
+
+
 def test_a_human_sees_adapter_prompt_and_answer(base, adapter):
     arguments = [
         "generate",

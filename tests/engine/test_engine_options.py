@@ -1,0 +1,230 @@
+"""Options of the engine: where it runs, in which precision, on which weights, with how large a cache."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_engine import OPTIONS, character_tokenizer, greedy, run, tiny_world, tokens_of
+from tiny_models import token_ids
+
+from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams
+from minivllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, parse_device
+from minivllm.worker import model_runner
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def config_only(world, tmp_path):
+    """A folder with nothing but config.json."""
+    shutil.copy(world.base / "config.json", tmp_path)
+    return tmp_path
+
+
+def pretend_gpus(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+class TestDevice:
+    @pytest.mark.parametrize(
+        ("gpus", "asked", "device"),
+        [
+            (0, "auto", "cpu"),
+            (0, "cpu", "cpu"),
+            (2, "auto", "cuda"),
+            (2, "cuda", "cuda"),
+            (2, "cuda:1", "cuda:1"),
+            (2, "cpu", "cpu"),
+            (2, torch.device("cuda", 0), "cuda:0"),
+        ],
+    )
+    def test_is_the_one_asked_for_or_the_gpu_there_is(self, monkeypatch, gpus, asked, device):
+        pretend_gpus(monkeypatch, gpus)
+
+        assert parse_device(asked) == device
+
+    @pytest.mark.parametrize(
+        ("gpus", "asked", "complaint"),
+        [
+            (0, "cuda", "'cuda' was asked for but PyTorch finds no CUDA GPU"),
+            (0, "cuda:0", "finds no CUDA GPU"),
+            (1, "cuda:1", "only 1 GPUs"),
+            (1, "mps", "use auto, cpu, cuda or cuda:N"),
+            (1, "gpu", "'gpu' is not supported"),
+            (1, "", "not supported"),
+        ],
+    )
+    def test_that_is_not_there_is_refused_before_anything_is_loaded(
+        self, monkeypatch, world, gpus, asked, complaint
+    ):
+        pretend_gpus(monkeypatch, gpus)
+
+        with pytest.raises(ValueError, match=complaint):
+            EngineArgs(model=str(world.base), device=asked).create_engine_config()
+
+
+class TestDtype:
+    @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+    def test_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(self, monkeypatch, config_only, stored):
+        pretend_gpus(monkeypatch, 1)
+        path = config_only / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": stored}))
+        model = ModelConfig(str(config_only))
+
+        assert EngineConfig(model, device="cuda").model_config.dtype == getattr(torch, stored)
+        assert EngineConfig(model, device="cpu").model_config.dtype == torch.float32
+
+    def test_that_is_named_holds_on_every_device_and_for_the_adapters(self, monkeypatch, world):
+        pretend_gpus(monkeypatch, 1)
+        model = ModelConfig(str(world.base), "float16")
+
+        for device in ("cpu", "cuda"):
+            config = EngineConfig(model, lora_config=LoRAConfig(), device=device)
+            assert config.model_config.dtype == config.lora_config.lora_dtype == torch.float16
+
+
+class TestDummyWeights:
+    def engine(self, folder, **options):
+        options = {**OPTIONS, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "auto", **options}
+        return LLMEngine.from_engine_args(EngineArgs(model=str(folder), device="cpu", **options))
+
+    def test_need_only_a_config_and_answer_token_ids(self, config_only):
+        engine = self.engine(config_only)
+
+        engine.add_request("a", token_ids(9, 1), greedy(5))
+        output = run(engine)["a"].outputs[0]
+
+        assert len(output.token_ids) == 5
+        assert output.text == ""
+
+    def test_are_random_by_the_seed_nowhere_zero_and_norms_are_one(self, config_only):
+        models = [self.engine(config_only, seed=seed, dtype="float64").runner.model for seed in (1, 1, 2)]
+
+        first, same, other = ({name: p.data for name, p in model.named_parameters()} for model in models)
+        for name, weights in first.items():
+            assert torch.equal(weights, same[name])
+            if name.endswith("norm.weight"):
+                assert (weights == 1).all()
+            else:
+                assert not torch.equal(weights, other[name])
+                assert (weights != 0).all()
+                assert 0.01 < weights.std() < 0.03
+
+    def test_stay_finite_in_bfloat16_over_32_layers(self, config_only):
+        path = config_only / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 32}))
+        engine = self.engine(config_only, dtype="bfloat16")
+
+        engine.add_request("a", token_ids(20, 1), greedy(3, logprobs=2))
+        [logprobs, *_] = run(engine)["a"].outputs[0].logprobs
+
+        assert all(-50 < logprob.logprob < 0 for logprob in logprobs.values())
+
+    def test_real_weights_are_asked_for_by_default(self, config_only):
+        with pytest.raises(FileNotFoundError, match=r"model.safetensors"):
+            self.engine(config_only, load_format="auto")
+
+    def test_another_format_is_refused(self, world):
+        with pytest.raises(ValueError, match="load_format 'gguf' is not supported; use one of auto, dummy"):
+            EngineArgs(model=str(world.base), load_format="gguf").create_engine_config()
+
+
+class TestWithoutTokenizer:
+    def test_answers_are_the_same_tokens_without_text(self, world):
+        prompt = {"prompt_token_ids": token_ids(6, 1)}
+
+        llm = LLM(str(world.base), **OPTIONS, skip_tokenizer_init=True)
+        [output] = llm.generate(prompt, greedy(4), use_tqdm=False)
+
+        assert llm.get_tokenizer() is None
+        assert tokens_of(output) == world.oracle().greedy(None, prompt["prompt_token_ids"], 4)
+        assert output.outputs[0].text == ""
+
+    def test_text_and_chats_are_refused(self, world):
+        llm = LLM(str(world.base), **OPTIONS, skip_tokenizer_init=True)
+
+        with pytest.raises(ValueError, match="there is no tokenizer"):
+            llm.generate("Hi", use_tqdm=False)
+        with pytest.raises(ValueError, match="leave skip_tokenizer_init off"):
+            llm.chat([{"role": "user", "content": "Hi"}], use_tqdm=False)
+
+
+class TestCacheSize:
+    @pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), True, "0.9"])
+    def test_a_share_of_the_gpu_is_a_number_up_to_1(self, share):
+        with pytest.raises(ValueError, match="gpu_memory_utilization must be a number in"):
+            CacheConfig(gpu_memory_utilization=share)
+
+    def runner(self, world, monkeypatch, left, **options):
+        """A runner that believes to be on a GPU with so many bytes left."""
+        engine = world.engine(num_kv_blocks=2)
+        config = EngineArgs(**{"model": str(world.base), **OPTIONS, "num_kv_blocks": None, **options})
+        runner = engine.runner
+        runner.config, runner.on_gpu = config.create_engine_config(), True
+        monkeypatch.setattr(model_runner, "determine_available_memory", lambda *args: left)
+        return runner
+
+    def test_takes_what_is_left_in_whole_blocks(self, world, monkeypatch):
+        runner = self.runner(world, monkeypatch, left=0)
+        runner = self.runner(world, monkeypatch, left=7 * runner.kv_block_bytes + 5)
+
+        assert runner._num_kv_blocks() == 7
+
+    def test_takes_no_more_than_all_requests_can_fill(self, world, monkeypatch):
+        runner = self.runner(world, monkeypatch, left=2**40, max_num_seqs=3, max_model_len=30, block_size=8)
+
+        assert runner._num_kv_blocks() == 3 * 4 + 1
+
+    def test_is_what_was_asked_for_where_it_was(self, world, monkeypatch):
+        runner = self.runner(world, monkeypatch, left=2**40, num_kv_blocks=11)
+        assert runner._num_kv_blocks() == 11
+
+        runner = self.runner(world, monkeypatch, left=2**40, kv_cache_memory_bytes=9 * runner.kv_block_bytes)
+        assert runner._num_kv_blocks() == 9
+
+    @pytest.mark.parametrize("left", [-(2**30), 0, 100])
+    def test_a_gpu_without_room_is_an_error_that_says_what_to_change(self, world, monkeypatch, left):
+        runner = self.runner(world, monkeypatch, left=left)
+
+        with pytest.raises(ValueError, match="raise it, or lower max_num_batched_tokens or max_loras"):
+            runner._num_kv_blocks()
+
+    @pytest.mark.parametrize(
+        ("options", "tokens", "rows"),
+        [
+            ({"max_num_batched_tokens": 40, "max_model_len": 16, "max_num_seqs": 8}, [16, 16, 8], 8),
+            ({"max_num_batched_tokens": 40, "max_model_len": 16, "max_num_seqs": 2}, [16, 16], 2),
+            ({"max_num_batched_tokens": 3, "max_model_len": 16, "max_num_seqs": 8}, [3], 3),
+        ],
+    )
+    def test_is_measured_at_the_largest_step_with_all_rows_sampled(
+        self, world, monkeypatch, options, tokens, rows
+    ):
+        runner = self.runner(world, monkeypatch, 0, **options)
+        seen = {}
+        forward, sampler = runner.model.forward, runner.sampler.forward
+        monkeypatch.setattr(
+            runner.model, "forward", lambda ids, pos, attn: seen.update(attn=attn) or forward(ids, pos, attn)
+        )
+        monkeypatch.setattr(
+            runner.sampler, "forward", lambda logits, *r: seen.update(logits=logits) or sampler(logits, *r)
+        )
+
+        runner._profile_run()
+
+        assert seen["attn"].seq_lens == tokens
+        assert len(seen["logits"]) == rows
+        assert torch.isfinite(seen["logits"]).all()
+
+
+def test_a_tokenizer_of_the_folder_is_used_unless_told_otherwise(world):
+    llm = LLM(str(world.base), **OPTIONS)
+
+    [output] = llm.generate("abc", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+
+    assert output.prompt_token_ids == character_tokenizer()("abc")["input_ids"]
