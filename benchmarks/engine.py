@@ -1,5 +1,6 @@
 """`python -m benchmarks.engine decode|serve|switch`: the whole engine on random weights. See README.md."""
 
+import shutil
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -80,8 +81,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _memory_folder() -> str | None:
-    """Where files are in memory, on Linux: adapters are written and read in no time."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    """Where files are in memory, if there is such a place with room: adapters are written and read in no time."""
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 4 * 2**30
+    return str(shared) if roomy else None
 
 
 COMMANDS = {
