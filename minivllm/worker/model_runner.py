@@ -49,7 +49,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         model_config = config.model_config
         self.on_gpu = torch.device(self.device).type == "cuda"
         if self.on_gpu:
-            torch.cuda.set_device(self.device)  # Triton launches on the current one
+            torch.cuda.set_device(torch.device(self.device).index or 0)  # Triton launches on the current one
         self.use_paged_attention = self.on_gpu and model_config.dtype in (torch.float16, torch.bfloat16)
         self.decode_graphs: DecodeGraphs | None = None
         self.model = get_model(

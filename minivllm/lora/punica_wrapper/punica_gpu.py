@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink
-from minivllm.lora.ops.triton_ops.tuning import fold_plan
+from minivllm.lora.ops.triton_ops.tuning import fold_pays
 from minivllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from minivllm.lora.punica_wrapper.utils import slots_of
 
@@ -155,7 +155,7 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
 
     The shrink then needs no launch of its own, and reads x no second time; each row has its h for every slot, and
     the expand picks the one it wants. The price is S * n * R more columns for every row, whoever uses them: where
-    that costs more than a shrink (`fold_plan`), the SGMV kernels run on the very same buffers. A batch without
+    that costs more than a shrink (`fold_pays`), the SGMV kernels run on the very same buffers. A batch without
     adapters multiplies by the first N rows and pays nothing. Not in vLLM.
     """
 
@@ -184,15 +184,10 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         slots, _, rank, width = layer.lora_a_stacked[0].shape
         n, columns = layer.n_slices, layer.output_size
-        plan = fold_plan(len(x), slots, n * rank, width, columns)
-        if self.no_lora or plan == "sgmv":
+        if self.no_lora or not fold_pays(len(x), slots, n * rank, width):
             return super().apply_linear(layer, x)
-        weight, bias = layer.storage
-        if plan == "wide":
-            wide = F.linear(x, weight, bias)  # (T, N + S * n * R)
-            y, h = wide[:, :columns], wide[:, columns:]
-        else:
-            y, h = layer.base_output(x), F.linear(x, weight[columns:])  # (T, N), (T, S * n * R)
+        wide = F.linear(x, *layer.storage)  # (T, N + S * n * R)
+        y, h = wide[:, :columns], wide[:, columns:]
         h = h[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]  # (1, n, T, R): slot 0's
         tiles, ranks = self.token_meta.meta_args(len(x)), self._ranks_for_expand(layer)
         expand(h, _flat(layer.lora_b_stacked), y, tiles, ranks, h_slot_stride=n * rank)

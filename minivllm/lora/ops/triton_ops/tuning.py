@@ -8,6 +8,8 @@ import triton
 
 # An H100 has 132 multiprocessors; a few programs on each keep its memory busy.
 TARGET_PROGRAMS = 512
+# Up to here products are bound by the bytes of their weights, beyond by arithmetic.
+FEW_TOKENS = 512
 
 
 class ShrinkTiles(NamedTuple):
@@ -28,7 +30,7 @@ class ExpandTiles(NamedTuple):
 
 def block_rows(tokens: int) -> int:
     """Rows of a tile. Few rows an adapter: as few as a tensor core takes; many: enough to reuse A and B."""
-    return 16 if tokens <= 512 else 64
+    return 16 if tokens <= FEW_TOKENS else 64
 
 
 def shrink_tiles(tokens: int, width: int, rank: int, tiles: int) -> ShrinkTiles:
@@ -44,12 +46,17 @@ def expand_tiles(tokens: int, rank: int) -> ExpandTiles:
     return ExpandTiles(128 if rank <= 64 else 64, num_warps=4)
 
 
-def fold_plan(tokens: int, slots: int, rank: int, width: int, columns: int) -> str:
-    """How the h of all slots is had. "wide": with the base product; "apart": a product of its own; "sgmv": a shrink.
+def fold_pays(tokens: int, slots: int, rank: int, width: int) -> bool:
+    """Whether S * rank more columns in the base product cost less than a shrink.
 
-    rank: n * R, of all slices    width: K    columns: N
+    rank: n * R, of all slices    width: K
+
+    On an H100 a shrink costs a decode step 7 us more than the columns themselves do, which is the time to read about
+    8 million elements: the A of slots that the batch cannot use must not be more. A prompt pays for all columns.
     """
-    return "wide"
+    if tokens > FEW_TOKENS:
+        return slots * rank <= 1536
+    return (slots - min(slots, tokens)) * rank * width <= 8_000_000
 
 
 @functools.cache
