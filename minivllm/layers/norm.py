@@ -23,32 +23,35 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """x: (..., H) -> (..., H)
+        """x: (..., H), on a GPU (T, H) or (T, heads, H) -> the same shape
 
         With a residual (T, H), x is added to it in place first: normed sum, residual.
         """
+        if x.is_cuda:
+            return self._forward_cuda(x, residual)
         if residual is not None:
-            return self._add_and_norm(x, residual), residual
-        if x.is_cuda:
-            from minivllm.layers.triton_ops.norm import rms_norm
-
-            return rms_norm(x, self.weight, self.eps)
+            residual += x
+            x = residual
         if self.packed is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        weight, root_eps = self.packed
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
-        return torch.mul(x, weight).div_(torch.hypot(length, root_eps))
+            normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        else:
+            weight, root_eps = self.packed
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
+            normed = torch.mul(x, weight).div_(torch.hypot(length, root_eps))
+        return normed if residual is None else (normed, residual)
 
-    def _add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
-            from minivllm.layers.triton_ops.norm import fused_add_rms_norm
+    def _forward_cuda(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        # Imported here, so that a machine without Triton still serves on its CPU.
+        from minivllm.layers.triton_ops.norm import fused_add_rms_norm, rms_norm
 
-            return fused_add_rms_norm(x, residual, self.weight, self.eps)
-        residual += x
-        return self(residual)
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return fused_add_rms_norm(x, residual, self.weight, self.eps), residual
 
     def norm_(self, x: torch.Tensor) -> None:
-        """Norm x in place. x: (..., H), of any strides but the last"""
+        """Norm x in place. x: as `forward` takes it, of any strides but the last"""
         if x.is_cuda:
             from minivllm.layers.triton_ops.norm import rms_norm
 
