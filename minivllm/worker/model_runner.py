@@ -150,7 +150,8 @@ class ModelRunner(LoRAModelRunnerMixin):
     def _graph_size(self, batch: InputBatch) -> int:
         """Rows of the CUDA graph that can run the batch; 0 if it must run eagerly."""
         tokens = batch.num_scheduled_tokens
-        if self.decode_graphs is None or tokens.max() > 1 or (tokens != batch.num_sampled_tokens).any():
+        # Rows with one token that samples, and idle ones; a prompt has more, or does not sample yet.
+        if self.decode_graphs is None or (tokens != batch.num_sampled_tokens).any():
             return 0
         return self.decode_graphs.padded_size(int(tokens.sum())) or 0
 

@@ -165,26 +165,45 @@ def test_requests_that_lose_their_blocks_and_get_others_are_read_anew(world):
     assert engine.replayed
 
 
-def test_rows_that_want_more_than_the_likeliest_token_get_it_from_the_logits(world):
-    params = [
-        SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
-    ]
-    answers = []
+WISHES = {
+    "sampled": {"temperature": 0.9, "seed": 3, "top_p": 0.9},
+    "logprobs": {"temperature": 0, "logprobs": 2},
+    "greedy": {"temperature": 0},
+}
+
+
+@pytest.mark.parametrize("wishes", [["sampled"], ["logprobs"], ["sampled", "logprobs", "greedy"]], ids=str)
+def test_rows_that_want_more_than_the_likeliest_token_get_it_from_the_logits(world, wishes):
+    outputs = []
     for graphs in (True, False):
         engine = paged_engine(world, graphs)
-        for i, param in enumerate(params):
-            engine.add_request(str(i), token_ids(6, i), param, lora_request=world.request("all"))
-        answers.append((engine, run(engine)))
+        for i, wish in enumerate(wishes):
+            params = SamplingParams(max_tokens=5, ignore_eos=True, **WISHES[wish])
+            engine.add_request(wish, token_ids(6, i), params, lora_request=world.request("all"))
+        outputs.append(run(engine))
+        assert bool(engine.replayed) == graphs
 
-    (engine, graphed), (_, eager) = answers
-    assert engine.replayed
-    assert all(tokens_of(graphed[i]) == tokens_of(eager[i]) for i in "012")
-    pairs = zip(graphed["1"].outputs[0].logprobs, eager["1"].outputs[0].logprobs, strict=True)
-    for one, other in pairs:
-        assert one.keys() == other.keys()
-        assert all(abs(one[t].logprob - other[t].logprob) < 1e-4 for t in one)
+    for wish in wishes:
+        graphed, eager = (output[wish].outputs[0] for output in outputs)
+        assert graphed.token_ids == eager.token_ids
+        assert (graphed.logprobs is not None) == (wish == "logprobs")
+        for one, other in zip(graphed.logprobs or [], eager.logprobs or [], strict=True):
+            assert one.keys() == other.keys()
+            assert all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
+
+
+def test_the_backend_is_told_that_padding_is_base(world):
+    """Else the rows of a larger step before would still be some adapter's, and cost it its kernels' time."""
+    engine = paged_engine(world, punica_backend="triton")
+
+    add(engine, world, ["qv", "all", "mlp"])
+    engine.step()
+    engine.step()
+
+    punica = engine.runner.lora_manager.manager.punica_wrapper
+    assert engine.replayed == [(4, True)]
+    assert punica.token_lora_indices.tolist() == [0, 1, 2, -1]
+    assert punica.sampler_indices.tolist() == [0, 1, 2, -1]
 
 
 def test_a_row_that_may_not_stop_yet_does_not(world):
