@@ -82,7 +82,7 @@ class DecodeGraphs:
         buffers = self.buffers
         attn = PagedAttentionMetadata(
             slot_mapping=buffers.slot_mapping[:size],
-            decode_rows=torch.arange(size, dtype=torch.int32, device=buffers.seq_lens.device),
+            decode_rows=buffers.decode_rows[:size],
             block_tables=buffers.block_tables[:size],
             seq_lens=buffers.seq_lens[:size],
             max_seq_len=self.max_model_len,

@@ -14,6 +14,7 @@ class DecodeBuffers:
         input_ids, positions, slot_mapping  (B,) int64
         seq_lens                            (B,) int32, 0 = padding
         block_tables                        (B, W) int32
+        decode_rows                         (B,) int32: 0, 1, 2 .., never refilled
 
     A fill is written into pageable memory and goes to the device in one copy: the driver stages it before the call
     returns, so the next fill may overwrite it. Block tables travel as narrow as the step's longest context allows,
@@ -29,6 +30,7 @@ class DecodeBuffers:
         self.input_ids, self.positions, self.slot_mapping, self.seq_lens, self._tables = self._fields(
             self._device
         )
+        self.decode_rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._host_fields = [field.numpy() for field in self._fields(self._host)]
         self._rows = np.zeros((max_rows, max_blocks), dtype=np.int32)  # what block_tables is to hold

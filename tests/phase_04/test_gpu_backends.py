@@ -235,7 +235,7 @@ def test_folding_refuses_adapters_of_another_dtype():
 
 def test_folding_is_given_up_where_most_slots_are_of_no_use_or_a_prompt_pays_for_all():
     assert tuning.fold_pays(32, 8, 48, 4096)
-    assert tuning.fold_pays(128, 512, 48, 4096)
+    assert tuning.fold_pays(128, 160, 48, 4096)
     assert not tuning.fold_pays(1, 512, 48, 4096)
     assert tuning.fold_pays(8192, 8, 48, 4096)
     assert not tuning.fold_pays(8192, 64, 192, 4096)
