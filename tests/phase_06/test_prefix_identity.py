@@ -61,6 +61,15 @@ def test_an_adapter_that_is_not_loaded_finds_nothing_before_its_load_is_known():
     assert hit(world, 1) == 0
 
 
+def test_a_first_request_shorter_than_a_block_fills_blocks_that_are_found():
+    """Whose its tokens are is known from the first on, though it is looked up again only when a block is full."""
+    world = World(block_size=4)
+    request = world.add(1, prompt=[3, 1], max_tokens=9)
+    world.run()
+
+    assert hit(world, 1, prompt=request.all_token_ids) == 8
+
+
 def test_blocks_computed_before_and_after_a_load_in_mid_request_are_not_mixed():
     """The adapter leaves memory while its request runs and is read again: nobody may find what follows."""
     world = World(block_size=4, max_num_batched_tokens=6)
