@@ -243,6 +243,10 @@ class ModelRunner(LoRAModelRunnerMixin):
             self._dummy_run(query_lens)
         if self.use_paged_attention and not self.config.model_config.enforce_eager:
             self.capture_model()
+        self._forget_dummy_loras()
+
+    def _forget_dummy_loras(self) -> None:
+        """What dummy adapters did is nobody's statistics."""
         if self.lora_manager is not None:
             self.lora_manager.manager.stats = LoRAStats()
 
@@ -268,6 +272,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         logits = self._dummy_run(query_lens, rows)  # (P, V)
         params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5)
         self.sampler(logits, [params] * rows, [None] * rows, [0] * rows)
+        self._forget_dummy_loras()
 
     @torch.inference_mode()
     def capture_model(self, wrapper: Callable[[DecodeStep], DecodeStep] | None = None) -> None:

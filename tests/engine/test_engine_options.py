@@ -220,6 +220,8 @@ class TestCacheSize:
         assert seen["attn"].seq_lens == tokens
         assert len(seen["logits"]) == rows
         assert torch.isfinite(seen["logits"]).all()
+        assert runner.lora_manager.manager.stats.activations == 0
+        assert runner.list_loras() == set()
 
 
 def test_a_tokenizer_of_the_folder_is_used_unless_told_otherwise(world):
