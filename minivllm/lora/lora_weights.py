@@ -1,6 +1,6 @@
 """The A and B of one module, alone or packed. Stands for vllm/lora/lora_weights.py (v0.22.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -63,6 +63,10 @@ class LoRALayerWeights:
     def nbytes(self) -> int:
         """Bytes of A and B."""
         return self.lora_a.nbytes + self.lora_b.nbytes
+
+    def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put `replace(tensor)` in the place of A and of B."""
+        self.lora_a, self.lora_b = replace(self.lora_a), replace(self.lora_b)
 
     @classmethod
     def from_config(
@@ -157,6 +161,10 @@ class PackedLoRALayerWeights(LoRALayerWeights):
     @property
     def is_packed(self) -> bool:
         return True
+
+    def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.lora_a = [None if a is None else replace(a) for a in self.lora_a]
+        self.lora_b = [None if b is None else replace(b) for b in self.lora_b]
 
     @property
     def nbytes(self) -> int:

@@ -100,9 +100,15 @@ class LoRAModelManager(AdapterReports):
             return False
         self.check_adapter(adapter)
         self._make_room_in_memory()
-        self.wrapped.pack(adapter)
+        self._pack(adapter)
         self._registered_adapters.put(adapter.id, adapter)
         return True
+
+    def _pack(self, adapter: LoRAModel) -> None:
+        """Bring it into the form that slots are written from; for a GPU, into memory that it can copy from."""
+        self.wrapped.pack(adapter)
+        if torch.device(self.device).type == "cuda":
+            self.wrapped.pin_memory(adapter)
 
     def _make_room_in_memory(self) -> None:
         """RuntimeError when memory is full."""
@@ -214,6 +220,7 @@ class LoRAModelManager(AdapterReports):
         if (mapping, slots) != self._last_mapping:
             self.punica_wrapper.update_metadata(mapping, slots, self.lora_slots + 1, self.vocab_size)
             self._last_mapping = (mapping, slots)
+        self.punica_wrapper.sync_slots()  # an adapter read again sits in its old slot with other weights
 
     # endregion
 
@@ -295,7 +302,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
                 f"adapter {adapter.id} is not registered, so there is nothing to replace; add it"
             )
         self.check_adapter(adapter)
-        self.wrapped.pack(adapter)
+        self._pack(adapter)
         was_pinned = adapter.id in self.pinned_adapters
         was_active = self.deactivate_adapter(adapter.id)
         self._registered_adapters.put(adapter.id, adapter)

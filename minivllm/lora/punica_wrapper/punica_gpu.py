@@ -163,6 +163,10 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
         super().adopt(layer)
         base, n = layer.base_layer, layer.n_slices
         slots, _, rank, width = layer.lora_a_stacked[0].shape
+        if not base.weight.numel():
+            raise ValueError(
+                "the folded backend needs the base weight itself, which a CPU in float32 has packed; use grouped"
+            )
         if base.weight.dtype != layer.lora_a_stacked[0].dtype:
             raise ValueError(
                 f"the folded backend keeps adapters in the base weight's dtype {base.weight.dtype}, but lora_dtype is "
