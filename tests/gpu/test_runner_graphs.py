@@ -37,7 +37,6 @@ def paged_engine(world, graphs=True, **options):
     options = {"dtype": "float32", "max_num_seqs": 6, "max_loras": 4, "device": DEVICE, **options}
     engine = world.engine(**options)
     engine.runner.use_paged_attention = True
-    engine.replayed = []
     if graphs:
         engine.runner.capture_model(Rerun if DEVICE == "cpu" else None)
         watch_replays(engine)
@@ -45,6 +44,7 @@ def paged_engine(world, graphs=True, **options):
 
 
 def watch_replays(engine):
+    engine.replayed = []
     graphs = engine.runner.decode_graphs
     replay = graphs.replay
 
