@@ -37,6 +37,7 @@ def paged_engine(world, graphs=True, **options):
     options = {"dtype": "float32", "max_num_seqs": 6, "max_loras": 4, "device": DEVICE, **options}
     engine = world.engine(**options)
     engine.runner.use_paged_attention = True
+    engine.replayed = []
     if graphs:
         engine.runner.capture_model(Rerun if DEVICE == "cpu" else None)
         watch_replays(engine)
