@@ -14,6 +14,7 @@
 What `make` does is not timed, what `run` does is.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -37,43 +38,9 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 VOCAB_SIZE = 32_000  # nothing here depends on it
 
 
-def base(
-    w: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    slices: Sequence[int],
-    token_slots: torch.Tensor,
-    ranks: Sequence[int],
-    phase: str,
-) -> Run:
+def base(w: torch.Tensor, *_: object) -> Run:
     """The base product alone: what the others are compared with."""
     return lambda x: x @ w.t()
-
-
-def sgmv(
-    w: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    slices: Sequence[int],
-    token_slots: torch.Tensor,
-    ranks: Sequence[int],
-    phase: str,
-) -> Run:
-    """A shrink and an expand after the base product (punica_backend "triton")."""
-    return engine_linear("triton", w, a, b, slices, token_slots, ranks)
-
-
-def folded(
-    w: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    slices: Sequence[int],
-    token_slots: torch.Tensor,
-    ranks: Sequence[int],
-    phase: str,
-) -> Run:
-    """A folded into the base weight, and an expand (punica_backend "folded")."""
-    return engine_linear("folded", w, a, b, slices, token_slots, ranks)
 
 
 def engine_linear(
@@ -84,6 +51,7 @@ def engine_linear(
     slices: Sequence[int],
     token_slots: torch.Tensor,
     ranks: Sequence[int],
+    phase: str = "decode",  # which makes no difference to the engine
 ) -> Run:
     """A wrapped linear as the engine makes it, its slots filled as the engine fills them."""
     tokens, (slots, _, rank) = len(token_slots), b.shape
@@ -100,6 +68,10 @@ def engine_linear(
     table = list(range(1, slots + 1))
     punica.update_metadata(LoRAMapping(ids, ids, is_prefill=True), table, slots + 1, VOCAB_SIZE)
     return lambda x: layer(x)[0]
+
+
+sgmv = functools.partial(engine_linear, "triton")  # a shrink and an expand after the base product
+folded = functools.partial(engine_linear, "folded")  # A folded into the base weight, and an expand
 
 
 def base_linear(w: torch.Tensor, slices: Sequence[int]) -> LinearBase:

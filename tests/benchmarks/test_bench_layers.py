@@ -1,5 +1,6 @@
 """The layer benchmark on a CPU: its cases, its file, its pictures."""
 
+import functools
 import json
 
 import pytest
@@ -13,8 +14,7 @@ TINY = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--layers", 
 GROUPED = "test_bench_layers:grouped"
 
 
-def grouped(w, a, b, slices, token_slots, ranks, phase):
-    return engine_linear("grouped", w, a, b, slices, token_slots, ranks)
+grouped = functools.partial(engine_linear, "grouped")
 
 
 def without_adapters(w, a, b, slices, token_slots, ranks, phase):
