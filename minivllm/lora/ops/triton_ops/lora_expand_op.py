@@ -161,11 +161,6 @@ def lora_expand(
     offset_start    column of `output` where the first slice begins
     add_inputs      add to what is there, else overwrite; base rows are left alone either way
     """
-    weights = [b.squeeze(1) if b.dim() == 4 else b for b in lora_b_weights]
-    expand(
-        inputs[None],
-        weights,
-        output[:, offset_start:],
-        TileList(rows, tiles, count, block_rows),
-        add_inputs=add_inputs,
-    )
+    weights = [b.flatten(0, -3) for b in lora_b_weights]  # n x (S, N_i, R)
+    output, tile_list = output[:, offset_start:], TileList(rows, tiles, count, block_rows)
+    expand(inputs[None], weights, output, tile_list, add_inputs=add_inputs)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.lora.ops.triton_ops.tuning import block_rows
+from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS, block_rows
 
 
 class TileList(NamedTuple):
@@ -80,7 +80,7 @@ class LoRAKernelMeta:
         captured_lora_counts  of vLLM, which captures a graph for each; here one graph holds for any number
         """
         rows = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
-        longest = max(tile_count(tokens, max_loras) for tokens in {max_num_tokens, min(max_num_tokens, 512)})
+        longest = max(tile_count(n, max_loras) for n in (max_num_tokens, min(max_num_tokens, FEW_TOKENS)))
         tiles = torch.full((3, longest), -1, dtype=torch.int32, device=device)
         return cls(max_loras, rows, tiles)
 

@@ -73,6 +73,7 @@ def shrink(
     ranks: torch.Tensor | None = None,
     scaling: float = 1.0,
     splits: int | None = None,
+    h: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Partial sums of h = scaling * x · Aᵀ, to be added up by `expand`. One launch for all slices.
 
@@ -80,30 +81,16 @@ def shrink(
     lora_a  n x (S, R, K) of one shape and strides, K contiguous
     ranks   (n, S) int32 live rank of each slice and slot; None = R everywhere
     splits  planes, None = by shape
+    h       where to write, None = new memory
 
-    Returns (splits, n, T, R) float32: one plane for each share of K. Base rows are not written.
+    Returns h (splits, n, T, R) float32: one plane for each share of K. Base rows are not written.
     """
-    _, rank, width = lora_a[0].shape
-    tokens, n = len(x), len(lora_a)
-    tuned = shrink_tiles(tokens, width, rank, tiles.count)
-    splits = splits or tuned.splits
-    h = torch.empty(splits, n, tokens, rank, dtype=torch.float32, device=x.device)
-    _launch(x, lora_a, h, tiles, ranks, scaling)
-    return h
-
-
-def _launch(
-    x: torch.Tensor,
-    lora_a: Sequence[torch.Tensor],
-    h: torch.Tensor,
-    tiles: TileList,
-    ranks: torch.Tensor | None,
-    scaling: float,
-) -> None:
     num_slots, rank, width = lora_a[0].shape
     tuned = shrink_tiles(len(x), width, rank, tiles.count)
-    splits = len(h)
-    _lora_shrink_kernel[(tiles.count, splits)](
+    if h is None:
+        size = splits or tuned.splits, len(lora_a), len(x), rank
+        h = torch.empty(size, dtype=torch.float32, device=x.device)
+    _lora_shrink_kernel[(tiles.count, len(h))](
         x,
         tuple(lora_a),
         h,
@@ -123,10 +110,11 @@ def _launch(
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_R=max(16, triton.next_power_of_2(rank)),
         BLOCK_K=tuned.block_k,
-        SPLITS=splits,
+        SPLITS=len(h),
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )
+    return h
 
 
 def lora_shrink(
@@ -147,10 +135,5 @@ def lora_shrink(
     rows .. block_rows  what `LoRAKernelMeta.meta_args` gives
     """
     output.zero_()
-    weights = [_three_dimensional(a) for a in lora_a_weights]
-    _launch(inputs, weights, output[None], TileList(rows, tiles, count, block_rows), None, scaling)
-
-
-def _three_dimensional(weights: torch.Tensor) -> torch.Tensor:
-    """Slot buffers carry a dimension of one after the slots; the kernels do not."""
-    return weights.squeeze(1) if weights.dim() == 4 else weights
+    weights = [a.flatten(0, -3) for a in lora_a_weights]  # n x (S, R, K)
+    shrink(inputs, weights, TileList(rows, tiles, count, block_rows), scaling=scaling, h=output[None])
