@@ -170,10 +170,8 @@ def prefill_attention(
         k, v = kv.chunk(2, dim=1)
     if not _flash_attention_takes(q):
         return _attend_one_by_one(q, k, v, scale, prefill)
-    # It reads 16 bytes at a time, so rows must begin at multiples of that.
-    q, k, v = (
-        x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous().clone() for x in (q, k, v)
-    )
+    # It reads 16 bytes at a time, so rows must begin at multiples of that, as those of a copy do.
+    q, k, v = (x if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
     output = torch.ops.aten._flash_attention_forward(
         q, k, v, prefill.cu_seqlens_q, prefill.cu_seqlens_k, prefill.max_seqlen_q, prefill.max_seqlen_k,
         0.0, True, False, scale=scale,
