@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.adapters import linear_shapes
 from benchmarks.options import model_folder
 from benchmarks.traffic import zipf_shares
+from minivllm.commands.random_adapter import linear_shapes
 from minivllm.models.config import ModelArchitecture
 
 MIXES = ("uniform", "zipf", "half", "ranks")

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from minivllm.commands.common import console, print_json
+from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
@@ -63,7 +64,10 @@ class CpuBench:
     def __init__(self, folder: Path, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.model = str(demo_model_path())
-        self.adapters = {rank: save_random_adapter(folder / f"r{rank}", self.model, rank) for rank in RANKS}
+        self.adapters = {
+            rank: save_random_adapter(folder / f"r{rank}", self.model, rank, seed=rank, dtype=torch.float32)
+            for rank in RANKS
+        }
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(100, 40_000, (len(MIXED), PROMPT_TOKENS), generator=generator).tolist()
         self.lora_engine = self._engine(enable_lora=True, max_loras=len(RANKS), max_lora_rank=max(RANKS))
@@ -209,47 +213,6 @@ class Peers:
         )
         seconds = time.perf_counter() - started
         return output[:, prompts.shape[1] :].numel() / seconds
-
-
-def save_random_adapter(folder: Path, model: str, rank: int) -> Path:
-    """A random adapter over all linear layers, in PEFT's layout, made without PEFT."""
-    import json
-
-    from safetensors.torch import save_file
-
-    from minivllm.models.config import ModelArchitecture
-
-    arch = ModelArchitecture.from_folder(model)
-    hidden, inner = arch.hidden_size, arch.intermediate_size
-    q_width, kv_width = arch.num_attention_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
-    shapes = {
-        "self_attn.q_proj": (hidden, q_width),
-        "self_attn.k_proj": (hidden, kv_width),
-        "self_attn.v_proj": (hidden, kv_width),
-        "self_attn.o_proj": (q_width, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
-    generator = torch.Generator().manual_seed(rank)
-    tensors = {}
-    for layer in range(arch.num_hidden_layers):
-        for name, (width, height) in shapes.items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = 0.02 * torch.randn(rank, width, generator=generator)
-            tensors[f"{prefix}.lora_B.weight"] = 0.02 * torch.randn(height, rank, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": [name.rpartition(".")[2] for name in shapes],
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def show(report: dict[str, Any]) -> None:

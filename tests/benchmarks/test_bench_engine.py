@@ -6,12 +6,13 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks import engine
-from benchmarks.adapters import WEIGHTS, write_adapters
+from benchmarks.adapters import write_adapters
 from benchmarks.decode import Case
 from benchmarks.measure import run_to_end
 from benchmarks.options import SHAPES, model_folder
 from minivllm import EngineArgs, LLMEngine, SamplingParams
 
+WEIGHTS = "adapter_model.safetensors"
 TINY = ["--model", "tiny", "--device", "cpu", "--rank", "4", "--max-model-len", "64"]
 DECODE = ["decode", *TINY, "--prompt-tokens", "6", "--output-tokens", "5", "--repeats", "2"]
 SUMMARY = {
