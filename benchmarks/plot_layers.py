@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
-from benchmarks.plots import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, figure_with, note
+from benchmarks.plots import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, figure_with, legend, note
 
 # Names and colours that stay with an implementation, whichever others are in the picture.
 KNOWN = {
@@ -44,13 +43,8 @@ def draw(content: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
     for axes, (phase, found) in zip(panels, groups.items()):
         _draw_phase(axes, phase, found, ordered)
     panels[0].set_ylabel("added to the base layer (µs)", color=INK)
-    handles = [
-        Line2D([], [], marker="s", linestyle="", markersize=9, color=_look(n, ordered)[1]) for n in ordered
-    ]
-    labels = [_look(name, ordered)[0] for name in ordered]
-    handles.append(Line2D([], [], color=INK, linewidth=2.2))
-    labels.append("reading the adapters once")
-    figure.legend(handles, labels, loc="outside upper left", ncols=3, frameon=False, fontsize=9)
+    labels = dict(_look(name, ordered) for name in ordered)
+    legend(figure, labels, "reading the adapters once", loc="outside upper left", ncols=3)
     if isinstance(content, dict):
         models = ", ".join(dict.fromkeys(row["model"] for row in rows))
         note(figure, content, f"the linears of one {models} layer, {content['options']['dtype']}")

@@ -1,5 +1,6 @@
 """Pictures of the engine benchmarks."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def note(figure: Figure, content: dict[str, Any], text: str) -> None:
     figure.supxlabel(f"{text}  ·  {where}", fontsize=8, color=GREY, x=0.01, ha="left")
 
 
+def legend(where: Axes | Figure, colours: dict[str, str], mark: str | None, **options: Any) -> None:
+    """A square for every label of `colours`, and a line for what is marked beside them."""
+    square = {"marker": "s", "linestyle": "", "markersize": 9}
+    handles = [Line2D([], [], color=colour, label=label, **square) for label, colour in colours.items()]
+    if mark:
+        handles.append(Line2D([], [], color=INK, linewidth=2.2, label=mark))
+    where.legend(handles=handles, frameon=False, fontsize=9, **options)
+
+
 def case_label(case: str) -> str:
     names = {"none": "LoRA on, none used", "1": "1 adapter"}
     return names.get(case, f"{case} adapters")
@@ -80,6 +90,7 @@ def draw_decode(content: dict[str, Any], path: Path) -> None:
     if not requests:
         return
     vllm = vllm_rates(content)
+    colours = dict(zip(cases, itertools.cycle(CASE_COLOURS)))
     figure, (axes,) = figure_with(columns=1)
     left, ticks = 0.0, []
     for count in requests:
@@ -87,9 +98,8 @@ def draw_decode(content: dict[str, Any], path: Path) -> None:
         for place, case in enumerate(shown):
             share = 100 * rates[case, count] / rates["base", count]
             x = left + place
-            colour = CASE_COLOURS[cases.index(case) % len(CASE_COLOURS)]
-            axes.bar(x, share, 0.86, color=colour)
-            style = {"color": "white" if colour in DARK else INK, "fontsize": 9, "fontweight": "bold"}
+            axes.bar(x, share, 0.86, color=colours[case])
+            style = {"color": "white" if colours[case] in DARK else INK, "fontsize": 9, "fontweight": "bold"}
             axes.text(x, 2.5, f"{share:.0f}%", ha="center", **style)
             if (case, count) in vllm:
                 peer = 100 * vllm[case, count] / vllm["base", count]
@@ -100,7 +110,9 @@ def draw_decode(content: dict[str, Any], path: Path) -> None:
     axes.axhline(100, color=GREY, linewidth=1)
     axes.set_ylabel("share of the base engine's throughput (%)", color=INK)
     axes.set_ylim(bottom=0)
-    _decode_legend(axes, cases, bool(vllm))
+    peer_label = "vLLM 0.22.1, of its own base" if vllm else None
+    labels = {case_label(case): colour for case, colour in colours.items()}
+    legend(axes, labels, peer_label, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6)
     options = content["options"]
     shape = f"{options['prompt_tokens']} tokens in, {options['output_tokens']} out, greedy"
     note(figure, content, f"{Path(options['model']).name} shape, rank {options['rank']}, {shape}")
@@ -115,20 +127,6 @@ def _group_label(count: int, rates: dict, vllm: dict) -> str:
     plural = "" if count == 1 else "s"
     label = f"{count} request{plural}\nbase {rates['base', count]:,.0f} tokens/s"
     return f"{label}\n(vLLM {vllm['base', count]:,})" if ("base", count) in vllm else label
-
-
-def _decode_legend(axes: Axes, cases: list[str], with_vllm: bool) -> None:
-    handles = [
-        Line2D([], [], marker="s", linestyle="", markersize=9, color=CASE_COLOURS[i % len(CASE_COLOURS)])
-        for i in range(len(cases))
-    ]
-    labels = [case_label(case) for case in cases]
-    if with_vllm:
-        handles.append(Line2D([], [], color=INK, linewidth=2.2))
-        labels.append("vLLM 0.22.1, of its own base")
-    axes.legend(
-        handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, frameon=False, fontsize=9
-    )
 
 
 def draw_serve(content: dict[str, Any], path: Path) -> None:
