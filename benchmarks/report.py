@@ -65,13 +65,9 @@ class Report:
                     raise ValueError(f"'{path}' has another {key}: {found.get(key)}; give another --json")
             self.content = found
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return self.content["rows"]
-
     def add(self, row: dict[str, Any], text: str | None = None) -> None:
         """Print a row, as `text` or entry by entry, and write the file anew."""
-        self.rows.append(row)
+        self.content["rows"].append(row)
         print(text or one_line(row), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".tmp")
