@@ -1,6 +1,12 @@
 """minivllm: multi-LoRA serving as vLLM's V1 engine does it, small enough to read in a weekend."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+if os.environ.get("MINIVLLM_LABS"):  # before anything else is imported that might be the learner's
+    from minivllm.labs import install_from_environment
+
+    install_from_environment()
 
 if TYPE_CHECKING:
     from minivllm.engine.arg_utils import EngineArgs

@@ -1,0 +1,161 @@
+"""The A and B of one module, alone or packed. Stands for vllm/lora/lora_weights.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+from collections.abc import Callable, Sequence
+
+import torch
+
+from minivllm.lora.peft_helper import PEFTHelper
+
+
+class LoRALayerWeights:
+    """One module's adapter weights. vLLM: `LoRALayerWeights`.
+
+    module_name   as the model calls it
+    rank          r, the rows of A and the columns of B
+    lora_alpha    what the module was trained with; counts only while no `scaling` is given
+    lora_a        (r, K) as PEFT stores it, no transpose; None until it is read
+    lora_b        (N, r) likewise
+    scaling       factor on B·A that is not yet in B; 1 once `optimize` has folded it. None = lora_alpha / rank
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        rank: int,
+        lora_alpha: float,
+        lora_a: torch.Tensor | None,
+        lora_b: torch.Tensor | None,
+        scaling: float | None = None,
+    ) -> None:
+        self.module_name = module_name
+        self.rank = rank
+        self.lora_alpha = lora_alpha
+        self.lora_a = lora_a
+        self.lora_b = lora_b
+        self.scaling = lora_alpha / rank if scaling is None else scaling
+
+    # region lab 1.4: fold the scaling into B, once
+    def optimize(self) -> "LoRALayerWeights":
+        """Multiply B by the scaling, so that no forward pass ever has to. Doing it again changes nothing.
+
+        B is replaced, not written to: a clone of the adapter may share the tensor.
+        """
+        raise Todo("lab 1.4: fold the scaling into B, once")
+
+    # endregion
+
+    @property
+    def input_dim(self) -> int:
+        return self.lora_a.shape[1]
+
+    @property
+    def output_dim(self) -> int:
+        return self.lora_b.shape[0]
+
+    @property
+    def is_packed(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of A and B."""
+        return self.lora_a.nbytes + self.lora_b.nbytes
+
+    def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put `replace(tensor)` in the place of A and of B."""
+        self.lora_a, self.lora_b = replace(self.lora_a), replace(self.lora_b)
+
+    @classmethod
+    def from_config(
+        cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None
+    ) -> "LoRALayerWeights":
+        """Without tensors yet; alpha and scaling are the config's for this module.
+
+        module_name   as Hugging Face names it, since the config's patterns do
+        rank          of the module's tensors, None = the config's r
+        """
+        rank = peft_helper.r if rank is None else rank
+        scaling = peft_helper.scaling(module_name, rank)
+        return cls(module_name, rank, peft_helper.alpha(module_name), None, None, scaling)
+
+    @classmethod
+    def create_dummy_lora_weights(
+        cls,
+        module_name: str,
+        input_dim: int,
+        output_dim: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "LoRALayerWeights":
+        """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
+        lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
+        lora_b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
+        return cls(module_name, rank, 1, lora_a, lora_b, scaling=1)
+
+
+class PackedLoRALayerWeights(LoRALayerWeights):
+    """The adapters of the parts of a fused module, e.g. q, k and v of qkv_proj. vLLM: the same name.
+
+    lora_a, lora_b, scaling and lora_alphas are lists with one entry a part, None where the adapter leaves that
+    part alone. `rank` is the largest of the parts'; each A and B keeps its own.
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        rank: int,
+        lora_alphas: list[float | None],
+        lora_a: list[torch.Tensor | None],
+        lora_b: list[torch.Tensor | None],
+        scaling: list[float | None] | None = None,
+    ) -> None:
+        if scaling is None:
+            # Each part's own rank: the largest would make the scaling of the others too small.
+            scaling = [
+                None if a is None or alpha is None else alpha / len(a)
+                for alpha, a in zip(lora_alphas, lora_a)
+            ]
+        super().__init__(module_name, rank, 0, lora_a, lora_b, scaling)
+        self.lora_alphas = lora_alphas
+
+    # region lab 1.5: pack the parts of a fused module
+    @classmethod
+    def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> "PackedLoRALayerWeights":
+        """Put the parts of a fused module side by side, each with its own A, B and rank.
+
+        loras   one entry a part, in the order of the fused module's slices; None for a part without an
+                adapter, but not for all. Each is optimized, so what is packed needs no scaling any more.
+        """
+        raise Todo("lab 1.5: pack the parts of a fused module")
+
+    # endregion
+
+    def optimize(self) -> "PackedLoRALayerWeights":
+        """As for one module, part by part."""
+        for part, scaling in enumerate(self.scaling):
+            if scaling is not None and scaling != 1:
+                self.lora_b[part] = self.lora_b[part] * scaling  # (N_i, r_i)
+                self.scaling[part] = 1
+        return self
+
+    @property
+    def input_dim(self) -> int:
+        raise NotImplementedError("a packed module has one input width a part")
+
+    @property
+    def output_dim(self) -> int:
+        raise NotImplementedError("a packed module has one output width a part")
+
+    @property
+    def is_packed(self) -> bool:
+        return True
+
+    def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.lora_a = [None if a is None else replace(a) for a in self.lora_a]
+        self.lora_b = [None if b is None else replace(b) for b in self.lora_b]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.lora_a, *self.lora_b) if t is not None)

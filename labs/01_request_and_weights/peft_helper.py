@@ -1,0 +1,205 @@
+"""What adapter_config.json says, and what we refuse. Stands for vllm/lora/peft_helper.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+import json
+import math
+import os
+import re
+import sys
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from minivllm.config import LoRAConfig
+
+# Initialisations that move part of the base weight into the adapter: on an unmoved base they are wrong.
+BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+# Wider than any model. A rank from a file goes into float arithmetic, which a JSON int can overflow.
+LARGEST_RANK = 2**20
+
+
+@dataclass
+class PEFTHelper:
+    """An adapter's `adapter_config.json`: the fields that change what is computed. vLLM: `PEFTHelper`.
+
+    Unlike vLLM 0.22.1, `rank_pattern` and `alpha_pattern` are honoured: scaling is a matter of the module, so it
+    is asked for by `scaling(module_name, rank)`, the one place that computes it. `vllm_lora_scaling_factor` is
+    the scaling of a module that no pattern names.
+
+    `target_modules` is kept for people to read; which modules an adapter has is told by its tensors.
+
+    Raises ValueError naming the field when a rank, alpha or pattern is not what its type says. What we know but
+    do not serve is refused later, by `validate_legal`.
+    """
+
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str | None
+
+    bias: str = "none"
+    modules_to_save: list[str] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    peft_type: str = "LORA"
+    init_lora_weights: bool | str | None = True
+    lora_bias: bool = False
+    layer_replication: list | None = None
+    trainable_token_indices: list | dict | None = None
+    alora_invocation_tokens: list[int] | None = None
+    target_parameters: list[str] | None = None
+    use_qalora: bool = False
+    use_bdlora: Any = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
+    vllm_lora_scaling_factor: float = 1.0
+    vllm_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        self.rank_pattern = self._checked_pattern("rank_pattern")
+        self.alpha_pattern = self._checked_pattern("alpha_pattern")
+        for name, rank in [("r", self.r), *self.rank_pattern.items()]:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
+                raise ValueError(f"LoRA rank {name} must be an int from 1 to {LARGEST_RANK}, got {rank!r}")
+        for name, alpha in [("lora_alpha", self.lora_alpha), *self.alpha_pattern.items()]:
+            is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+            if not is_number or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
+                raise ValueError(f"LoRA alpha {name} must be a finite number, got {alpha!r}")
+        if not isinstance(self.use_rslora, bool | None):
+            raise ValueError(f"use_rslora must be true or false, got {self.use_rslora!r}")
+        self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
+
+    def _checked_pattern(self, name: str) -> dict[str, Any]:
+        """The pattern, {} for None. ValueError unless it is a dict whose keys are regular expressions."""
+        pattern = getattr(self, name)
+        if pattern is None:
+            return {}
+        if not isinstance(pattern, dict):
+            raise ValueError(f"{name} must map module names to numbers, got {pattern!r}")
+        for key in pattern:
+            try:
+                self._matches(key, "")
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(
+                    f"{name} has key '{key}', which is no regular expression: {error}"
+                ) from error
+        return pattern
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "PEFTHelper":
+        """From the parsed JSON; fields that no LoRA server needs are passed over. ValueError: a field missing."""
+        known = {f.name for f in fields(cls)}
+        required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+        if missing := required - config.keys():
+            raise ValueError(f"Missing required configuration fields: {', '.join(sorted(missing))}")
+        return cls(**{name: value for name, value in config.items() if name in known})
+
+    @classmethod
+    def from_local_dir(cls, lora_path: str, max_position_embeddings: int | None = None) -> "PEFTHelper":
+        """From a folder. FileNotFoundError: no folder or no config. ValueError: not JSON, or not LoRA."""
+        if not os.path.isdir(lora_path):
+            raise FileNotFoundError(f"adapter folder '{lora_path}' does not exist")
+        path = os.path.join(lora_path, "adapter_config.json")
+        if not os.path.isfile(path):
+            raise FileNotFoundError(
+                f"'{lora_path}' has no adapter_config.json, so it is not an adapter folder"
+            )
+        config = _read_json(path)
+        if not isinstance(config, dict):
+            raise ValueError(f"'{path}' holds a {type(config).__name__}, expected a JSON object")
+        # Another kind of adapter (IA3, prompt tuning) lacks LoRA's fields: name the kind, not the fields.
+        if config.get("peft_type", "LORA") != "LORA":
+            raise ValueError(f"'{path}' has peft_type {config['peft_type']!r}; only LORA is supported")
+        config["vllm_max_position_embeddings"] = max_position_embeddings
+        try:
+            return cls.from_dict(config)
+        except ValueError as error:
+            raise ValueError(f"'{path}': {error}") from error
+
+    # region lab 1.3: scaling of one module
+    def scaling(self, module_name: str, rank: int) -> float:
+        """The factor on B·A of one module.
+
+        module_name   as Hugging Face names it, e.g. `model.layers.0.self_attn.q_proj`
+        rank          of the module's own tensors, which a `rank_pattern` may have set
+
+        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732).
+        """
+        raise Todo("lab 1.3: scaling of one module")
+
+    def alpha(self, module_name: str) -> float:
+        """The alpha of one module: the first in `alpha_pattern` whose key matches, else `lora_alpha`."""
+        raise Todo("lab 1.3: scaling of one module")
+
+    def _scale(self, alpha: float, rank: int) -> float:
+        raise Todo("lab 1.3: scaling of one module")
+
+    @staticmethod
+    def _matches(key: str, module_name: str) -> bool:
+        """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name."""
+        raise Todo("lab 1.3: scaling of one module")
+
+    # endregion
+
+    @property
+    def ranks(self) -> list[int]:
+        """Every rank that a module of this adapter may have, in order."""
+        return sorted({self.r, *self.rank_pattern.values()})
+
+    def validate_legal(self, lora_config: LoRAConfig) -> None:
+        """ValueError that lists everything in this adapter that the engine will not serve. vLLM: the same name."""
+        problems = [text for refused, text in self._refusals() if refused]
+        if self.ranks[-1] > lora_config.max_lora_rank:
+            problems.append(
+                f"LoRA rank {self.ranks[-1]} is greater than max_lora_rank {lora_config.max_lora_rank}; "
+                f"pass --max-lora-rank {self.ranks[-1]}."
+            )
+        if problems:
+            raise ValueError(" ".join(problems))
+
+    def _refusals(self) -> list[tuple[Any, str]]:
+        """(whether it applies, what we say) for each thing that PEFT can do and this engine cannot."""
+        init = str(self.init_lora_weights).lower()
+        return [
+            (self.peft_type != "LORA", f"peft_type {self.peft_type!r} is not supported, only LORA."),
+            (
+                self.modules_to_save,
+                f"The engine only supports modules_to_save being None, got {self.modules_to_save!r}.",
+            ),
+            (self.use_dora, "The engine does not yet support DoRA; train without use_dora."),
+            (
+                self.bias != "none",
+                f"Adapter bias is not supported: bias {self.bias!r} changes the base model that all adapters "
+                "share; train with bias='none'.",
+            ),
+            (self.lora_bias, "lora_bias (a bias on B) is not supported; train with lora_bias=False."),
+            (
+                init.startswith(BASE_CHANGING_INITIALISATIONS),
+                f"init_lora_weights {self.init_lora_weights!r} changes the base model that all adapters share; "
+                "train with another initialisation, or convert the adapter with PEFT's "
+                "save_pretrained(path_initial_model_for_weight_conversion=...).",
+            ),
+            (self.layer_replication, "layer_replication changes the base model and is not supported."),
+            (self.trainable_token_indices, "trainable_token_indices is not supported."),
+            (self.alora_invocation_tokens is not None, "aLoRA (alora_invocation_tokens) is not supported."),
+            (self.target_parameters, f"target_parameters {self.target_parameters!r} is not supported."),
+            (self.use_qalora, "QALoRA (use_qalora) is not supported."),
+            (self.use_bdlora, "BD-LoRA (use_bdlora) is not supported."),
+            (self.arrow_config, "Arrow (arrow_config) is not supported."),
+            (self.kasa_config, "KaSA (kasa_config) changes the base model and is not supported."),
+            (self.monteclora_config, "MonteCLoRA (monteclora_config) is not supported."),
+        ]
+
+
+def _read_json(path: str) -> Any:
+    """What a JSON file holds; ValueError names the file if that cannot be told."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from error
+    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not valid JSON: {error}") from error

@@ -1,0 +1,47 @@
+"""The adapter that a request names. Stands for vllm/lora/request.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+import os
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Names one adapter: what it is called, its number, and where its folder is. vLLM: `LoRARequest`.
+
+    lora_name       what people call it; not empty
+    lora_int_id     its number in this engine, from 1 (0 means "base" in a batch mapping) and within 64 bits
+    lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
+    load_inplace    read it again although the id is loaded, once, when this request arrives
+
+    Two requests are equal, and hash alike, when name, id and path are: vLLM compares names alone, so that
+    there an adapter with the same name and other weights counts as the same. The same id and path under
+    another name is an alias: not equal, but one adapter, since everything below a request goes by the id.
+
+    Raises ValueError for an empty name or path, or an id out of range.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = field(default=None, compare=False)
+    load_inplace: bool = field(default=False, compare=False)
+
+    # region lab 1.1: refuse what names no adapter
+    def __post_init__(self) -> None:
+        """Check name, id and path; a `pathlib.Path` becomes a string."""
+        raise Todo("lab 1.1: refuse what names no adapter")
+
+    # endregion
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str:
+        return self.lora_path

@@ -1,0 +1,142 @@
+"""What every wrapped layer can do. Stands for vllm/lora/layers/base.py and base_linear.py (v0.22.1)."""
+
+from __future__ import annotations
+
+from minivllm.labs import Todo
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import LinearBase
+
+if TYPE_CHECKING:
+    from minivllm.lora.punica_wrapper import PunicaWrapperBase
+
+Weights = torch.Tensor | list[torch.Tensor | None]
+
+
+class BaseLayerWithLoRA(nn.Module):
+    """A base linear with room for S adapters. vLLM: `BaseLayerWithLoRA` and `BaseLinearLayerWithLoRA`.
+
+    Layers are wrapped once, when the model is loaded. From then on adapters come and go by writing slots.
+
+    n_slices         n: how many projections the layer fuses (3 for q, k and v)
+    output_slices    their widths N_i
+    lora_a_stacked   n buffers (S, 1, R, K); a slot's A in rows 0..r-1, zeros past them
+    lora_b_stacked   n buffers (S, 1, N_i, R)
+    live_ranks       [slice][slot] rank in use, 0 where the slot holds nothing for this slice
+    wraps            kinds of base layer it takes -> parts the checkpoint must name, None = any number
+    slot_memo        for the backend: slot -> what it worked out, until it is told that the slot has changed
+
+    The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
+    nor separate. Only `set_lora` and `reset_lora` write them. What a layer adds is decided by the backend alone;
+    scaling is in B already.
+    """
+
+    wraps: ClassVar[dict[type[LinearBase], int | None]] = {}
+
+    def __init__(self, base_layer: LinearBase) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        # Called directly: nn.Module's own call costs a no-LoRA batch more than everything else in here.
+        self._base_forward = base_layer.forward
+        self.input_size = base_layer.input_size
+        self.output_size = base_layer.output_size
+        self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
+        self.output_slices: tuple[int, ...] = (base_layer.output_size,)
+        self.punica_wrapper: PunicaWrapperBase | None = None
+        self.slot_memo: dict[int, object] = {}
+
+    @property
+    def n_slices(self) -> int:
+        return len(self.output_slices)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base_layer.bias
+
+    # region lab 2.1: room for S adapters
+    def create_lora_weights(
+        self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
+    ) -> None:
+        """Allocate the slots, all empty. Done once: no adapter that comes later allocates or frees anything."""
+        raise Todo("lab 2.1: room for S adapters")
+
+    # endregion
+
+    # region lab 2.2: write and clear a slot
+    def reset_lora(self, index: int) -> None:
+        """Empty a slot, as far as there is anything in it."""
+        raise Todo("lab 2.2: write and clear a slot")
+
+    def set_lora(self, index: int, lora_a: Weights, lora_b: Weights) -> None:
+        """Put an adapter into a slot.
+
+        lora_a: (r, K) or a list of n, None where a slice has no adapter    lora_b: (N_i, r) likewise
+
+        Ranks may differ by slice. Raises ValueError for a list of another length than n.
+        """
+        raise Todo("lab 2.2: write and clear a slot")
+
+    def _clear_past(self, index: int, i: int, rank: int) -> None:
+        """Zero what the last adapter had beyond `rank`: one of rank 4 does not overwrite all of one of rank 16."""
+        raise Todo("lab 2.2: write and clear a slot")
+
+    # endregion
+
+    def _tell_backend(self, index: int) -> None:
+        if self.punica_wrapper is not None:
+            self.punica_wrapper.slot_changed(self, index)
+
+    def slice_lora_a(self, lora_a: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """This tensor-parallel rank's part of each A: all of it, since there is one rank."""
+        return lora_a
+
+    def slice_lora_b(self, lora_b: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """This tensor-parallel rank's part of each B: all of it, since there is one rank."""
+        return lora_b
+
+    def set_mapping(self, punica_wrapper: PunicaWrapperBase) -> None:
+        """Hand the layer, slots allocated, to the backend that does its arithmetic and may move its buffers."""
+        self.punica_wrapper = punica_wrapper
+        punica_wrapper.adopt(self)
+
+    def re_home(
+        self, lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]
+    ) -> None:
+        """For backends: move what the slots hold into buffers of the same shapes that live elsewhere."""
+        held = (*self.lora_a_stacked, *self.lora_b_stacked)
+        for home, buffer in zip((*lora_a_stacked, *lora_b_stacked), held, strict=True):
+            home.copy_(buffer)
+        self.lora_a_stacked, self.lora_b_stacked = lora_a_stacked, lora_b_stacked
+        self.slot_memo.clear()
+
+    def base_output(self, x: torch.Tensor) -> torch.Tensor:
+        """What the base layer alone gives, its bias included.   x: (T, K) -> (T, N)"""
+        return self._base_forward(x)[0]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Base output plus each row's own adapter, in the base layer's form.   x: (T, K) -> (T, N), None"""
+        return self.punica_wrapper.apply_linear(self, x), None
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """Whether this class wraps that layer; `packed_modules_list` are the parts the checkpoint names."""
+        kind = type(source_layer)
+        return kind in cls.wraps and cls.wraps[kind] in (None, len(packed_modules_list))
+
+
+def _as_list(weights: Weights) -> list[torch.Tensor | None]:
+    return weights if isinstance(weights, list) else [weights]

@@ -1,0 +1,55 @@
+"""Wrapping a model's layers. Stands for the module functions of vllm/lora/utils.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import LinearBase
+from minivllm.lora.layers import (
+    BaseLayerWithLoRA,
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+
+_ALL_LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+)
+
+
+# region lab 2.4: the right wrapper for a layer
+def from_layer(
+    layer: nn.Module,
+    max_loras: int,
+    lora_config: LoRAConfig,
+    packed_modules_list: list[str],
+    model_config: object | None = None,
+) -> nn.Module:
+    """The layer wrapped, with empty slots; or the layer itself where no wrapper takes it. vLLM: `from_layer`."""
+    raise Todo("lab 2.4: the right wrapper for a layer")
+
+
+# endregion
+
+
+def replace_submodule(model: nn.Module, module_name: str, new_module: nn.Module) -> nn.Module:
+    """Put `new_module` where `module_name` is, and give it back. vLLM: the same name."""
+    parent_name, _, child = module_name.rpartition(".")
+    setattr(model.get_submodule(parent_name), child, new_module)
+    return new_module
+
+
+def get_supported_lora_modules(model: nn.Module) -> list[str]:
+    """Ends of the names of every linear in the model: what adapters may target. vLLM: the same name."""
+    linears = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase)
+    }
+    return sorted(linears - getattr(model, "embedding_modules", {}).keys())

@@ -1,0 +1,167 @@
+"""The wrapped layers of one model. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+import torch
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.linear import LinearBase
+from minivllm.lora.layers import BaseLayerWithLoRA
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.lora.names import is_in_target_modules, nearest_names
+from minivllm.lora.punica_wrapper import PunicaWrapperBase
+from minivllm.lora.replace import from_layer, replace_submodule
+
+
+class WrappedModules:
+    """Every wrapped layer of a model, by name; checks, packs and writes whole adapters.
+
+    modules          module name -> wrapped layer; a layer with several names is here under its first
+    packed_modules   fused module name -> names of the parts that adapters name, in slice order
+    targets          every name that an adapter may use -> (module name, slice)
+
+    Raises ValueError when the model has no linear, a linear that no wrapper takes, or not what `target_modules`
+    names.
+    """
+
+    def __init__(self, model: nn.Module, lora_config: LoRAConfig, punica_wrapper: PunicaWrapperBase) -> None:
+        self.lora_config = lora_config
+        self.punica_wrapper = punica_wrapper
+        self.packed_mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self.modules: dict[str, BaseLayerWithLoRA] = {}
+        self.packed_modules: dict[str, list[str]] = {}
+        self.targets: dict[str, tuple[str, int]] = {}
+        linears = _linears_by_module(model)
+        if not linears:
+            raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")
+        self._refuse_unknown_targets([name for names in linears.values() for name in names])
+        self._wrap_all(model, linears)
+
+    # region lab 2.5: wrap every linear of a model, once
+    def _wrap_all(self, model: nn.Module, linears: dict[LinearBase, list[str]]) -> None:
+        """Put a wrapper in every place where a wanted linear is, and note what adapters may call it.
+
+        linears   every linear of the model -> its names; it has several where modules share it
+        """
+        raise Todo("lab 2.5: wrap every linear of a model, once")
+
+    # endregion
+
+    def _is_wanted(self, name: str) -> bool:
+        return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)
+
+    def _names_of_parts(self, name: str) -> list[str]:
+        """What a checkpoint calls the slices of a fused module."""
+        prefix, dot, suffix = name.rpartition(".")
+        return [prefix + dot + part for part in self.packed_mapping.get(suffix, [])]
+
+    def _wrap(self, name: str, linear: LinearBase) -> BaseLayerWithLoRA:
+        wrapped = from_layer(linear, self.lora_config.max_loras, self.lora_config, self._names_of_parts(name))
+        if not isinstance(wrapped, BaseLayerWithLoRA):
+            raise ValueError(f"{name} ({type(linear).__name__}) cannot be wrapped for LoRA")
+        wrapped.set_mapping(self.punica_wrapper)
+        return wrapped
+
+    def _refuse_unknown_targets(self, names: list[str]) -> None:
+        """ValueError for a target that is no module here: a typing error would otherwise adapt nothing."""
+        for target in self.lora_config.target_modules or []:
+            if not any(is_in_target_modules(name, [target], self.packed_mapping) for name in names):
+                known = sorted({name.rpartition(".")[2] for name in names})
+                raise ValueError(
+                    f"target_modules names '{target}', but the model has only {', '.join(known)}"
+                )
+
+    # region lab 2.6: refuse an adapter that does not fit
+    def check(self, lora: LoRAModel) -> None:
+        """ValueError unless every module of the adapter exists here, is wrapped, and has fitting shapes.
+
+        All of it is checked before anything changes: an adapter that names other modules would otherwise be
+        dropped in silence and the base model served in its name.
+        """
+        raise Todo("lab 2.6: refuse an adapter that does not fit")
+
+    def _check_shapes(self, name: str, weights: LoRALayerWeights) -> None:
+        raise Todo("lab 2.6: refuse an adapter that does not fit")
+
+    # endregion
+
+    def _unmatched(self, unknown: list[str]) -> str:
+        shown = []
+        for name in unknown[:4]:
+            near = nearest_names(name, list(self.targets))
+            shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
+        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        limit = self.lora_config.target_modules
+        why = f"; the engine wraps only target_modules={limit}" if limit else ""
+        return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"
+
+    def pack(self, lora: LoRAModel) -> None:
+        """One entry for each of `modules`: parts of fused ones together, scaling folded into B.
+
+        Done once, when an adapter is registered: no step pays for it.
+        """
+        parts_of: dict[str, list[LoRALayerWeights | None]] = {}
+        for target, (name, i) in self.targets.items():
+            if (weights := lora.loras.pop(target, None)) is not None:
+                parts_of.setdefault(name, [None] * self.modules[name].n_slices)[i] = weights
+        for name, parts in parts_of.items():
+            is_fused = name in self.packed_modules
+            lora.loras[name] = PackedLoRALayerWeights.pack(parts) if is_fused else parts[0].optimize()
+
+    def pin_memory(self, lora: LoRAModel) -> None:
+        """Move a packed adapter into one piece of page-locked memory, from where a GPU copies at full speed."""
+        nbytes = sum(
+            weights.nbytes + 16 * 2 * self.modules[name].n_slices for name, weights in lora.loras.items()
+        )
+        pool = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        used = 0
+
+        def pinned(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal used
+            place = pool[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            used += -(-tensor.nbytes // 16) * 16  # the next one begins where any dtype may
+            return place.copy_(tensor)
+
+        for weights in lora.loras.values():
+            weights.replace_tensors(pinned)
+
+    # region lab 2.7: a whole adapter into a slot
+    def write(self, lora: LoRAModel, slot: int) -> None:
+        """Copy a packed adapter into one slot of every layer; on any error the slot is left empty.
+
+        A module without weights is cleared: it would keep the last adapter's.
+        """
+        raise Todo("lab 2.7: a whole adapter into a slot")
+
+    # endregion
+
+    def dummy(self, lora_id: int, rank: int) -> LoRAModel:
+        """An adapter of zeros over everything that is wrapped."""
+        loras = {}
+        for target, (name, i) in self.targets.items():
+            module = self.modules[name]
+            dtype = module.lora_a_stacked[0].dtype
+            loras[target] = LoRALayerWeights.create_dummy_lora_weights(
+                target, module.input_size, module.output_slices[i], rank, dtype, "cpu"
+            )
+        return LoRAModel(lora_id, rank, loras)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one more slot takes in all layers, whatever is in it, wherever the backend put it."""
+        buffers = [
+            t for layer in self.modules.values() for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        ]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
+        return sum(storages.values()) // self.lora_config.max_loras
+
+
+def _linears_by_module(model: nn.Module) -> dict[LinearBase, list[str]]:
+    """Every linear but the embeddings' -> all names it can be reached by."""
+    embeddings = getattr(model, "embedding_modules", {})
+    names_of: dict[LinearBase, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LinearBase) and name.rpartition(".")[2] not in embeddings:
+            names_of.setdefault(module, []).append(name)
+    return names_of

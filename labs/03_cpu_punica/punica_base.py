@@ -1,0 +1,133 @@
+"""What every backend of the LoRA arithmetic can do. Stands for vllm/lora/punica_wrapper/punica_base.py (v0.22.1)."""
+
+from __future__ import annotations
+
+from minivllm.labs import Todo
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from minivllm.lora.punica_wrapper.utils import compute_runs, convert_mapping
+
+if TYPE_CHECKING:
+    from minivllm.lora.layers.base import BaseLayerWithLoRA
+    from minivllm.lora.layers.utils import LoRAMapping
+
+
+class PunicaWrapperABC(ABC):
+    """The arithmetic of a mixed batch. vLLM: `PunicaWrapperABC`.
+
+    Letters: T tokens, K input width, S slots, R rank of the slots, n packed slices of widths N_i, N their sum.
+    All `add_*` work in place; base rows stay as they are.
+    """
+
+    @abstractmethod
+    def update_metadata(
+        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
+    ) -> None:
+        """Take in which adapter each row of the coming step has and which slot each adapter sits in."""
+
+    @abstractmethod
+    def add_shrink(
+        self,
+        y: torch.Tensor | tuple[torch.Tensor, ...],
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+    ) -> None:
+        """y[i] = scale * x · A_iᵀ for every slice.   y: (n, T, R) float   x: (T, K)   A_i: (S, 1, R, K)"""
+
+    @abstractmethod
+    def add_expand(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor | tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+    ) -> None:
+        """y[:, slice i] += x[i] · B_iᵀ.   y: (T, >=N)   x: (n, T, R)   B_i: (S, 1, N_i, R)"""
+
+    @abstractmethod
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """y[:, slice i] += scale * x · A_iᵀ · B_iᵀ. It adds to y; the base product is already there."""
+
+
+class PunicaWrapperBase(PunicaWrapperABC):
+    """Keeps the metadata of a step and the two-step product. vLLM: `PunicaWrapperBase`.
+
+    token_lora_indices  (T,) int64 slot of each token, -1 = base
+    sampler_indices     (P,) int64 slot of each sampled row, -1 = base
+    runs                (slot, rows) of every run of tokens that share an adapter
+    no_lora             whether all rows are base rows
+
+    The sizes it is made with are for backends that allocate ahead.
+    """
+
+    def __init__(
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: object
+    ) -> None:
+        self.device = device
+        self.token_lora_indices = torch.empty(0, dtype=torch.long, device=device)
+        self.sampler_indices = torch.empty(0, dtype=torch.long, device=device)
+        self.runs: list[tuple[int, slice]] = []
+        self.no_lora = True
+
+    def update_metadata(
+        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
+    ) -> None:
+        self.token_lora_indices, self.sampler_indices, *_ = convert_mapping(
+            mapping, lora_index_to_id, max_loras, vocab_size, 0, self.device
+        )
+        self.runs = compute_runs(self.token_lora_indices.tolist())
+        self.no_lora = not self.runs
+
+    def adopt(self, layer: BaseLayerWithLoRA) -> None:
+        """Called once a layer: a backend that wants A and B elsewhere calls `layer.re_home` here."""
+
+    def slot_changed(self, layer: BaseLayerWithLoRA, slot: int) -> None:
+        """Called when a slot has been written or cleared: what was worked out from it no longer holds."""
+
+    def sync_slots(self) -> None:
+        """Called before every forward pass: the moment to take in what `slot_changed` told of."""
+
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True
+    ) -> None:
+        """y (+)= x · Bᵀ, where x is what the tokens' rows of A hold.   y: (T, H)   x: (T, R)   B: (S, 1, H, R)"""
+        self.add_expand(y, x[None], (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+
+    # region lab 3.6: the whole product of a wrapped linear
+    def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
+        """Base output plus every row's own adapter.   x: (T, K) -> (T, N)
+
+        A batch without adapters pays for nothing beyond the base layer.
+        """
+        raise Todo("lab 3.6: the whole product of a wrapped linear")
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        raise Todo("lab 3.6: the whole product of a wrapped linear")
+
+    # endregion

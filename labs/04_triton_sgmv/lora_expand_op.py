@@ -1,0 +1,123 @@
+"""y += h · Bᵀ, every row with its own adapter's B. Stands for vllm/lora/ops/triton_ops/lora_expand_op.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
+from minivllm.lora.ops.triton_ops.tuning import can_overlap, expand_tiles
+
+
+# region lab 4.3: the expand kernel
+@triton.jit
+def _lora_expand_kernel(
+    h_ptr,  # (splits, n, T, R), or the columns of a wider product: see the strides
+    b_ptrs,  # n x (S, N_i, R)
+    y_ptr,  # (T, >= N)
+    rows_ptr,  # (T,) rows by slot
+    tiles_ptr,  # (3, capacity) slot, first row, rows
+    ranks_ptr,  # (n, S) live ranks, or None: all R
+    R,
+    capacity,
+    num_slots,
+    h_split_stride,
+    h_slice_stride,
+    h_row_stride,
+    h_slot_stride,
+    b_slot_strides,  # n
+    b_row_stride,
+    y_row_stride,
+    WIDTHS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one tile of rows, one block of columns of one slice."""
+    tl.static_assert(False, "lab 4.3: the expand kernel")
+
+
+# endregion
+
+
+def expand(
+    h: torch.Tensor,
+    lora_b: Sequence[torch.Tensor],
+    y: torch.Tensor,
+    tiles: TileList,
+    ranks: torch.Tensor | None = None,
+    add_inputs: bool = True,
+    h_slot_stride: int = 0,
+) -> None:
+    """y[:, slice i] += h[i] · B_iᵀ, in place. One launch for all slices.
+
+    h       (splits, n, T, R): planes to be added up, rank contiguous
+    lora_b  n x (S, N_i, R) of one row stride, rank contiguous; slice i begins where slice i - 1 ends
+    y       (T, >= N), rows may be further apart than N
+    ranks   (n, S) int32 live rank of each slice and slot; None = R everywhere
+    h_slot_stride  elements from one slot's h to the next, for products that hold h for all slots; 0 = one h a row
+
+    Base rows of y are not touched.
+    """
+    num_slots, _, rank = lora_b[0].shape
+    widths = tuple(b.shape[1] for b in lora_b)
+    tuned = expand_tiles(len(y), rank)
+    # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
+    overlap = can_overlap(y.device)
+    blocks = sum(triton.cdiv(width, tuned.block_n) for width in widths)
+    _lora_expand_kernel[(tiles.count, blocks)](
+        h,
+        tuple(lora_b),
+        y,
+        tiles.rows,
+        tiles.tiles,
+        ranks,
+        rank,
+        tiles.tiles.shape[1],
+        num_slots,
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        h_slot_stride,
+        tuple(b.stride(0) for b in lora_b),
+        lora_b[0].stride(1),
+        y.stride(0),
+        WIDTHS=widths,
+        SPLITS=len(h),
+        ADD=add_inputs,
+        OVERLAP=overlap,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        BLOCK_N=tuned.block_n,
+        num_warps=tuned.num_warps,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+
+
+def lora_expand(
+    inputs: torch.Tensor,
+    lora_b_weights: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    count: int,
+    block_rows: int,
+    offset_start: int = 0,
+    add_inputs: bool = False,
+) -> None:
+    """output[:, slice i] (+)= inputs[i] · B_iᵀ. vLLM: `lora_expand`.
+
+    inputs          (n, T, R)
+    lora_b_weights  n x (S, N_i, R) or (S, 1, N_i, R)
+    output          (T, >= offset_start + N)
+    rows .. block_rows  what `LoRAKernelMeta.meta_args` gives
+    offset_start    column of `output` where the first slice begins
+    add_inputs      add to what is there, else overwrite; base rows are left alone either way
+    """
+    weights = [b.flatten(0, -3) for b in lora_b_weights]  # n x (S, N_i, R)
+    output, tile_list = output[:, offset_start:], TileList(rows, tiles, count, block_rows)
+    expand(inputs[None], weights, output, tile_list, add_inputs=add_inputs)

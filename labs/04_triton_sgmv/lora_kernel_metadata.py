@@ -1,0 +1,97 @@
+"""Which rows a kernel's programs work on. Stands for vllm/lora/ops/triton_ops/lora_kernel_metadata.py (v0.22.1)."""
+
+from __future__ import annotations
+
+from minivllm.labs import Todo
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS, block_rows
+
+
+class TileList(NamedTuple):
+    """The rows of a batch, cut into tiles of one adapter each; all int32 on the kernels' device.
+
+    rows        (T,) row numbers, sorted by slot, base rows last
+    tiles       (3, capacity) of each tile: its slot, its first place in `rows`, how many rows; slot -1 = no tile
+    count       tiles to launch: as many as T rows can need, so that a CUDA graph of T rows holds for any mixture
+    block_rows  most rows of a tile
+    """
+
+    rows: torch.Tensor
+    tiles: torch.Tensor
+    count: int
+    block_rows: int
+
+
+# region lab 4.1: the tile list
+def build_tiles(
+    token_slots: torch.Tensor, max_loras: int, capacity: int, block_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort rows by slot and cut each slot's run into tiles of at most `block_rows` rows.
+
+    token_slots: (T,) int, -1 = base, in any order -> rows (T,) int64, tiles (3, capacity) int64 as in `TileList`
+
+    Nothing here asks the device for a value, so it may run on a GPU without stopping it. Base rows get no tile.
+    """
+    raise Todo("lab 4.1: the tile list")
+
+
+# endregion
+
+
+@dataclass
+class LoRAKernelMeta:
+    """The tile list of a step, in buffers that stay where they are. vLLM: `LoRAKernelMeta`.
+
+    vLLM keeps rows, a start and a length for every slot, and launches programs for each of them. A list of tiles
+    gives every launched program work, however many slots there are and however the rows spread over them.
+    """
+
+    max_loras: int
+    rows: torch.Tensor
+    tiles: torch.Tensor
+
+    @classmethod
+    def make(
+        cls,
+        max_loras: int,
+        max_num_tokens: int,
+        device: torch.device | str,
+        captured_lora_counts: list[int] | None = None,
+    ) -> LoRAKernelMeta:
+        """Room for any batch of `max_num_tokens` rows.
+
+        captured_lora_counts  of vLLM, which captures a graph for each; here one graph holds for any number
+        """
+        rows = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        longest = max(tile_count(n, max_loras) for n in (max_num_tokens, min(max_num_tokens, FEW_TOKENS)))
+        tiles = torch.full((3, longest), -1, dtype=torch.int32, device=device)
+        return cls(max_loras, rows, tiles)
+
+    def prepare_tensors(self, token_lora_mapping: torch.Tensor) -> None:
+        """Take in the slots of a step's rows.
+
+        token_lora_mapping: (T,) int, -1 = base. On the CPU it is sorted there and copied without waiting, on the
+        GPU it is sorted there.
+        """
+        tokens = len(token_lora_mapping)
+        rows, tiles = build_tiles(token_lora_mapping, self.max_loras, self.tiles.shape[1], block_rows(tokens))
+        # Pageable memory: the copy is staged at once, so these tensors may go.
+        self.rows[:tokens].copy_(rows.int(), non_blocking=True)
+        self.tiles.copy_(tiles.int(), non_blocking=True)
+
+    def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> TileList:
+        """What `lora_shrink` and `lora_expand` want between their tensors and their options.
+
+        specialize_active_lora  of vLLM: launch for the active adapters only. A tile list always does
+        """
+        count = tile_count(token_nums, self.max_loras)
+        return TileList(self.rows[:token_nums], self.tiles, count, block_rows(token_nums))
+
+
+def tile_count(tokens: int, max_loras: int) -> int:
+    """The most tiles that `tokens` rows need: full ones, and one that is not for each slot."""
+    return min(tokens, tokens // block_rows(tokens) + min(max_loras, tokens))

@@ -1,0 +1,114 @@
+"""h = x · Aᵀ, every row with its own adapter's A. Stands for vllm/lora/ops/triton_ops/lora_shrink_op.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
+from minivllm.lora.ops.triton_ops.tuning import shrink_tiles
+
+
+# region lab 4.2: the shrink kernel
+@triton.jit
+def _lora_shrink_kernel(
+    x_ptr,  # (T, K)
+    a_ptrs,  # n x (S, R, K)
+    h_ptr,  # (splits, n, T, R) float32
+    rows_ptr,  # (T,) rows by slot
+    tiles_ptr,  # (3, capacity) slot, first row, rows
+    ranks_ptr,  # (n, S) live ranks, or None: all R
+    scaling,
+    K,
+    R,
+    capacity,
+    num_slots,
+    x_row_stride,
+    a_slot_stride,
+    a_rank_stride,
+    h_split_stride,
+    h_slice_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One program: one tile of rows, every SPLITS-th block of K, all slices."""
+    tl.static_assert(False, "lab 4.2: the shrink kernel")
+
+
+# endregion
+
+
+def shrink(
+    x: torch.Tensor,
+    lora_a: Sequence[torch.Tensor],
+    tiles: TileList,
+    ranks: torch.Tensor | None = None,
+    scaling: float = 1.0,
+    splits: int | None = None,
+    h: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Partial sums of h = scaling * x · Aᵀ, to be added up by `expand`. One launch for all slices.
+
+    x       (T, K), rows may be further apart than K
+    lora_a  n x (S, R, K) of one shape and strides, K contiguous
+    ranks   (n, S) int32 live rank of each slice and slot; None = R everywhere
+    splits  planes, None = by shape
+    h       where to write, None = new memory
+
+    Returns h (splits, n, T, R) float32: one plane for each share of K. Base rows are not written.
+    """
+    num_slots, rank, width = lora_a[0].shape
+    tuned = shrink_tiles(len(x), width, rank, tiles.count)
+    if h is None:
+        size = splits or tuned.splits, len(lora_a), len(x), rank
+        h = torch.empty(size, dtype=torch.float32, device=x.device)
+    _lora_shrink_kernel[(tiles.count, len(h))](
+        x,
+        tuple(lora_a),
+        h,
+        tiles.rows,
+        tiles.tiles,
+        ranks,
+        scaling,
+        width,
+        rank,
+        tiles.tiles.shape[1],
+        num_slots,
+        x.stride(0),
+        lora_a[0].stride(0),
+        lora_a[0].stride(1),
+        h.stride(0),
+        h.stride(1),
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        BLOCK_K=tuned.block_k,
+        SPLITS=len(h),
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+    )
+    return h
+
+
+def lora_shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    count: int,
+    block_rows: int,
+    scaling: float,
+) -> None:
+    """output[i] = scaling * inputs · A_iᵀ, complete sums. vLLM: `lora_shrink`.
+
+    inputs          (T, K)
+    lora_a_weights  n x (S, R, K) or (S, 1, R, K)
+    output          (n, T, R) float32, contiguous; base rows become zero
+    rows .. block_rows  what `LoRAKernelMeta.meta_args` gives
+    """
+    output.zero_()
+    weights = [a.flatten(0, -3) for a in lora_a_weights]  # n x (S, R, K)
+    shrink(inputs, weights, TileList(rows, tiles, count, block_rows), scaling=scaling, h=output[None])

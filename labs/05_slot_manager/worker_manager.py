@@ -1,0 +1,198 @@
+"""From requests to adapters in slots. Stands for vllm/lora/worker_manager.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
+from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.request import LoRARequest
+
+
+class WorkerLoRAManager:
+    """Loads what a step needs and forgets everything else. vLLM: `WorkerLoRAManager`.
+
+    vllm_config         read of it: `.lora_config`, `.model_config.get_vocab_size()`,
+                        `.scheduler_config.max_num_seqs` and `.max_num_batched_tokens`
+    embedding_modules   the model's, for dummy adapters
+    """
+
+    _manager_cls: type[LoRAModelManager] = LoRAModelManager
+    _adapter_manager: LoRAModelManager  # made by create_lora_manager
+
+    def __init__(
+        self,
+        vllm_config: object,
+        device: torch.device | str,
+        embedding_modules: dict[str, str] | None = None,
+    ) -> None:
+        self.lora_config = vllm_config.lora_config
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self.max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.device = device
+        self.embedding_modules = embedding_modules or {}
+
+    def create_lora_manager(self, model: nn.Module, vllm_config: object | None = None) -> nn.Module:
+        """Wrap the model's layers and return the model."""
+        self._adapter_manager = create_lora_manager(
+            model,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.vocab_size,
+            self.lora_config,
+            vllm_config,
+            self.device,
+            self._manager_cls,
+        )
+        return self._adapter_manager.model
+
+    @property
+    def manager(self) -> LoRAModelManager:
+        """The manager of memory and slots under this one."""
+        return self._adapter_manager
+
+    # region lab 5.7: read an adapter
+    def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
+        """Read an adapter folder and check all of it; nothing in the engine has changed when this raises.
+
+        FileNotFoundError: no folder, no config, no weights. ValueError: everything else. Both name the adapter.
+        """
+        raise Todo("lab 5.7: read an adapter")
+
+    # endregion
+
+    def _expected_modules(self) -> list[str]:
+        """The ends of module names an adapter may use: the parts of fused modules, not the fused name."""
+        packed = self._adapter_manager.packed_modules_mapping
+        return [
+            part for name in self._adapter_manager.supported_lora_modules for part in packed.get(name, [name])
+        ]
+
+    def check_adapter(self, lora_request: LoRARequest) -> None:
+        """Raise what loading would raise, from the config and the header of the weights file alone.
+
+        It cannot see what only the numbers tell: NaN or Inf.
+        """
+        self._load_adapter(lora_request, shapes_only=True)
+
+    def _timed_load(self, lora_request: LoRARequest) -> LoRAModel:
+        started = time.perf_counter()
+        lora = self._load_adapter(lora_request)
+        self._adapter_manager.stats.count_load(lora.id, time.perf_counter() - started)
+        return lora
+
+    def set_active_adapters(self, requests: Iterable[LoRARequest], mapping: LoRAMapping | None) -> None:
+        """Bring every requested adapter into a slot, *then* translate the batch's ids to slots.
+
+        RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
+        loading pass through.
+        """
+        self._apply_adapters(requests)
+        if mapping is not None:
+            self._adapter_manager.set_adapter_mapping(mapping)
+
+    def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
+        """Load first, forget second: a bad adapter costs no good one its place."""
+        wanted = self._distinct(requests)
+        missing = wanted.keys() - self.list_adapters()
+        loaded = [self._timed_load(wanted[adapter_id]) for adapter_id in missing]
+        for adapter_id in self.list_adapters() - wanted.keys():
+            self.remove_adapter(adapter_id)
+        for lora in loaded:
+            self._adapter_manager.add_adapter(lora)
+        # vLLM goes through a set, too, and its tests know the order: adapters 6, 7, 8 get slots 1, 2, 0.
+        for adapter_id in set(wanted):
+            self._adapter_manager.activate_adapter(adapter_id)
+
+    def _distinct(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
+        """One request for each adapter by id, in the order of ids: sets have none of their own."""
+        wanted = {request.lora_int_id: request for request in requests if request is not None}
+        pinned = self._adapter_manager.pinned_adapters - wanted.keys()
+        slots = self._adapter_manager.lora_slots
+        if len(wanted) + len(pinned) > slots:
+            also = f" plus {len(pinned)} pinned" if pinned else ""
+            raise RuntimeError(
+                f"Number of requested LoRAs ({len(wanted)}{also}) is greater than the number of GPU LoRA slots "
+                f"({slots})."
+            )
+        return dict(sorted(wanted.items()))
+
+    def add_adapter(self, lora_request: LoRARequest) -> bool:
+        """Load and activate. False if it was there already."""
+        if lora_request.lora_int_id in self.list_adapters():
+            return False
+        self._adapter_manager.add_adapter(self._timed_load(lora_request))
+        return self._adapter_manager.activate_adapter(lora_request.lora_int_id)
+
+    def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
+        """Register an adapter of zeros under the request's id, without reading anything. False if it is known."""
+        if lora_request.lora_int_id in self.list_adapters():
+            return False
+        dummy = self._adapter_manager.create_dummy_lora(
+            lora_request.lora_int_id, rank, self.embedding_modules
+        )
+        dummy.name = lora_request.lora_name
+        return self._adapter_manager.add_adapter(dummy)
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        return self._adapter_manager.remove_adapter(adapter_id)
+
+    def remove_all_adapters(self) -> None:
+        self._adapter_manager.remove_all_adapters()
+
+    def pin_adapter(self, adapter_id: int) -> bool:
+        return self._adapter_manager.pin_adapter(adapter_id)
+
+    def list_adapters(self) -> set[int]:
+        """Ids of the adapters in memory."""
+        return set(self._adapter_manager.list_adapters())
+
+
+class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
+    """Loads what a step needs and keeps the rest until there is no room. vLLM: the same name."""
+
+    _manager_cls = LRUCacheLoRAModelManager
+    _adapter_manager: LRUCacheLoRAModelManager
+
+    # region lab 5.8: load on demand, and spare what the step needs
+    def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
+        raise Todo("lab 5.8: load on demand, and spare what the step needs")
+
+    def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
+        """The step's adapters by id, none of which may be evicted from here on.
+
+        With slots [1, 2, 3] and a step that wants 4, 1 and 5, loading 4 would else evict 1, only for 1 to be
+        copied in again. `load_inplace` is not looked at: the same request comes here at every step.
+        """
+        raise Todo("lab 5.8: load on demand, and spare what the step needs")
+
+    def _load_if_missing(self, request: LoRARequest) -> None:
+        raise Todo("lab 5.8: load on demand, and spare what the step needs")
+
+    def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, Exception]:
+        """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
+        raise Todo("lab 5.8: load on demand, and spare what the step needs")
+
+    # endregion
+
+    # region lab 5.9: load when somebody asks for it
+    def add_adapter(self, lora_request: LoRARequest) -> bool:
+        """Load, or with `load_inplace` load again, and activate if a slot can be had. True if it was read.
+
+        Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old weights serving.
+        RuntimeError when memory is full of adapters that are pinned or in use.
+        """
+        raise Todo("lab 5.9: load when somebody asks for it")
+
+    # endregion
+
+    def unpin_adapter(self, adapter_id: int) -> bool:
+        """Let an adapter be evicted again. False if it was not pinned."""
+        return self._adapter_manager.unpin_adapter(adapter_id)

@@ -1,0 +1,122 @@
+"""The max_loras rule. Stands for `scheduled_loras` in vllm/v1/core/sched/scheduler.py (v0.22.1).
+
+vLLM counts the adapters of the requests scheduled in this step. Here an adapter holds a slot as long as one
+of its requests runs, scheduled in this step or not, and as long as it is pinned. vLLM lets a request whose
+adapter does not fit wait while others pass it, without end. Here its wait is bounded.
+"""
+
+from __future__ import annotations
+
+from minivllm.labs import Todo
+from collections import Counter
+from collections.abc import Iterable
+
+from minivllm.core.request import Request
+
+
+class LoRAAdmission:
+    """Deals `max_loras` slots to adapters. It sees adapter ids only (0 = base) and moves no request itself.
+
+    Two clocks, both in steps, decide who makes way for whom:
+    waited[a]   how long adapter a has waited for a slot, since it was first passed over
+    held[a]     how long adapter a has had one, since it brought its first token
+
+    An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
+    one for as long. So nobody waits without end, and nobody loses a slot before it was of use: adapters that
+    want the same slot have it in turns.
+    """
+
+    def __init__(self, max_loras: int, max_wait_steps: int) -> None:
+        self.max_loras = max_loras
+        self.max_wait_steps = max_wait_steps
+        self.waited: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.pinned: set[int] = set()
+        self.num_running: Counter[int] = Counter()
+        self.taken: set[int] = set()
+
+    def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
+        """Count the slots that are taken before anybody is admitted.
+
+        running     the adapter of each running request, also of those that get no tokens in this step
+        """
+        # region lab 6.1: whose adapters hold a slot
+        raise Todo("lab 6.1: whose adapters hold a slot")
+        # endregion
+
+    def fits(self, adapter_id: int) -> bool:
+        """Whether a request of this adapter can join the batch. Base always can: it needs no slot."""
+        # region lab 6.1: who fits
+        raise Todo("lab 6.1: who fits")
+        # endregion
+
+    def take(self, adapter_id: int) -> None:
+        """A request of an adapter that fits has joined, or is about to."""
+        if adapter_id:
+            self.taken.add(adapter_id)
+
+    def pass_over(self, adapter_id: int) -> None:
+        """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
+        self.waited.setdefault(adapter_id, 0)
+
+    def never_fits(self, adapter_id: int) -> bool:
+        """Whether every slot is pinned for others, so that no amount of waiting helps."""
+        return adapter_id not in self.pinned | {0} and len(self.pinned) >= self.max_loras
+
+    def make_room(self, waiting: Iterable[int]) -> list[int]:
+        """Adapters whose running requests must be preempted now. Slots are kept for those that are due.
+
+        waiting     adapters that would run if they had a slot
+        """
+        evicted = []
+        # A pin may have come in under running requests.
+        while len(self.taken) > self.max_loras and (victim := self._victim(min_held=0)) is not None:
+            evicted.append(self._evict(victim))
+        # region lab 6.4: bounded wait
+        raise Todo("lab 6.4: bounded wait")
+        # endregion
+        return evicted
+
+    def line(self, waiting: list[Request]) -> list[Request]:
+        """The order in which requests are considered: one of each adapter that was passed over, the longest
+        wait first, then all others by arrival. The one is its adapter's oldest, so that within an adapter
+        the first to come is the first served.
+
+        waiting     by arrival
+        """
+        oldest: dict[int, Request] = {}
+        for request in waiting:
+            if request.adapter_id in self.waited:
+                oldest.setdefault(request.adapter_id, request)
+        ahead = [oldest[adapter_id] for adapter_id in self._longest_wait_first(oldest)]
+        return ahead + [request for request in waiting if oldest.get(request.adapter_id) is not request]
+
+    def end_step(self, waiting: Iterable[int], ran: Iterable[int], sampled: set[int]) -> None:
+        """A step was computed: move the clocks. All arguments are adapter ids.
+
+        ran         of the requests that ran in this step, also of those that ended with it
+        sampled     of those that got a token
+        """
+        ran = set(ran) - {0}
+        still_waiting = set(waiting) - ran
+        self.waited = {a: steps + 1 for a, steps in self.waited.items() if a in still_waiting}
+        # A turn begins with its first token, or it might end before a long prompt is through, every time.
+        self.held = {a: self.held.get(a, 0) + 1 for a in ran if a in self.held or a in sampled}
+
+    def _longest_wait_first(self, adapter_ids: Iterable[int]) -> list[int]:
+        return sorted(adapter_ids, key=lambda adapter_id: -self.waited[adapter_id])
+
+    def _victim(self, min_held: int) -> int | None:
+        """The adapter that is cheapest to preempt: fewest running requests, then the longest turn."""
+        candidates = [
+            adapter_id
+            for adapter_id in self.num_running
+            if adapter_id not in self.pinned and self.held.get(adapter_id, 0) >= min_held
+        ]
+        return min(candidates, key=lambda a: (self.num_running[a], -self.held.get(a, 0), a), default=None)
+
+    def _evict(self, adapter_id: int) -> int:
+        del self.num_running[adapter_id]
+        self.taken.remove(adapter_id)
+        self.waited[adapter_id] = 0
+        return adapter_id

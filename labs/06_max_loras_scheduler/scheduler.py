@@ -1,0 +1,284 @@
+"""What the next step computes, and for whom. Stands for vllm/v1/core/sched/scheduler.py (v0.22.1)."""
+
+from __future__ import annotations
+
+from minivllm.labs import Todo
+from bisect import insort
+from collections.abc import Callable, Iterable
+
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.core.kv_cache import KVCacheManager
+from minivllm.core.lora_admission import LoRAAdmission
+from minivllm.core.output import (
+    MAX_LORAS,
+    NO_BLOCKS,
+    RELOAD_PENDING,
+    SchedulerOutput,
+    SchedulerStats,
+    Skip,
+)
+from minivllm.core.request import Request, RequestStatus, check_stop
+
+
+class Scheduler:
+    """Continuous batching under a token budget, KV blocks, max_num_seqs and max_loras. vLLM: `Scheduler`.
+
+    `schedule` decides and `update_from_output` commits. schedule() moves requests between the queues,
+    gives and takes KV blocks, sets `num_computed_tokens` of a request it admits to what the prefix cache
+    holds, or of one it preempts to 0, and notes which adapters were passed over. It never counts a token as
+    computed, lets no block be found, and moves no clock. So a step that failed is simply dropped: finish the
+    requests at fault and schedule again.
+
+    waiting     by arrival; a preempted request goes back to its place
+    running     by admission, so that prompts in the making come after all who already answer
+    blocked_adapters    (adapter_id, adapter_generation) -> why its requests may not be admitted now;
+                the engine's, while it reloads or unloads
+
+    adapter_identity    see `KVCacheManager`
+    pinned_adapters     ids of the adapters whose slots are pinned at this moment
+    max_model_len       longest prompt plus answer, in tokens
+    """
+
+    def __init__(
+        self,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        lora_config: LoRAConfig | None = None,
+        *,
+        max_model_len: int | None = None,
+        adapter_identity: Callable[[int], int | None] = lambda adapter_id: None,
+        pinned_adapters: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
+        self.scheduler_config = scheduler_config
+        self.max_model_len = max_model_len
+        self.pinned_adapters = pinned_adapters
+        self.blocked_adapters: dict[tuple[int, int], str] = {}
+        self.kv_cache = KVCacheManager(
+            cache_config.block_size,
+            cache_config.num_blocks,
+            cache_config.enable_prefix_caching,
+            adapter_identity,
+        )
+        self.lora = LoRAAdmission(
+            lora_config.max_loras if lora_config else 0, scheduler_config.max_lora_wait_steps
+        )
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._num_arrived = 0
+        self._num_preemptions = 0
+        self._num_computed_tokens = 0
+        self._num_sampled_tokens = 0
+
+    # Requests come and go.
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. ValueError as in `check_request`."""
+        self.check_request(request)
+        request.arrival_order = self._num_arrived
+        self._num_arrived += 1
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def check_request(self, request: Request) -> None:
+        """ValueError if its id is in use, LoRA is off, or it can never fit in the KV cache."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request id '{request.request_id}' is in use; give every request its own")
+        if request.lora_request and not self.lora.max_loras:
+            raise ValueError(
+                f"request '{request.request_id}' names adapter '{request.lora_request.lora_name}' but LoRA "
+                "is off; start the engine with enable_lora=True"
+            )
+        self.check_fits(request)
+
+    def check_fits(self, request: Request) -> None:
+        """ValueError if the request, with an empty cache all to itself, would still lack blocks."""
+        # The last token is sampled but never computed.
+        num_tokens = request.max_num_tokens(self.max_model_len) - 1
+        num_blocks = self.kv_cache.num_blocks_for(num_tokens)
+        usable = self.kv_cache.block_pool.num_usable_blocks
+        if num_blocks > usable:
+            raise ValueError(
+                f"request '{request.request_id}' may need {num_blocks} KV blocks ({num_tokens} tokens) but "
+                f"the cache has {usable}; shorten the prompt, lower max_tokens, or raise num_blocks"
+            )
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str], status: RequestStatus, error: str | None = None
+    ) -> list[Request]:
+        """End requests wherever they are, also between `schedule` and `update_from_output`.
+
+        Returns those that were ended; unknown and finished ids are passed over.
+        """
+        ids = [request_ids] if isinstance(request_ids, str) else dict.fromkeys(request_ids)
+        requests = [self.requests[request_id] for request_id in ids if request_id in self.requests]
+        for request in requests:
+            self._finish(request, status, error)
+        return requests
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def make_stats(self) -> SchedulerStats:
+        pool, prefix = self.kv_cache.block_pool, self.kv_cache.prefix_cache_stats
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            num_free_blocks=pool.get_num_free_blocks(),
+            num_cached_blocks=len(pool.hash_of),
+            kv_cache_usage=self.kv_cache.usage,
+            prefix_cache_queries=prefix.queries,
+            prefix_cache_hits=prefix.hits,
+            num_preemptions=self._num_preemptions,
+            num_computed_tokens=self._num_computed_tokens,
+            num_sampled_tokens=self._num_sampled_tokens,
+        )
+
+    # One step.
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step: those who run go on, then those who wait may join."""
+        output = SchedulerOutput()
+        self._make_lora_room(output)
+        self._schedule_running(output)
+        if output.halted_by is None:
+            self._schedule_waiting(output)
+        output.running = list(self.running)
+        return output
+
+    def update_from_output(self, output: SchedulerOutput, sampled: dict[str, list[int]]) -> list[Request]:
+        """Commit a step that was computed. Returns the requests that got tokens or ended, in order.
+
+        sampled     request id -> its new tokens, for every request scheduled with `samples`
+        Requests that ended in the meantime are passed over. Ends those whose tokens say so (`check_stop`).
+        """
+        answered = []
+        for scheduled in output.scheduled:
+            request = scheduled.request
+            if request.is_finished:
+                continue
+            num_computed_tokens = request.num_computed_tokens + scheduled.num_new_tokens
+            self.kv_cache.cache_blocks(request, num_computed_tokens)
+            request.num_computed_tokens = num_computed_tokens
+            self._num_computed_tokens += scheduled.num_new_tokens
+            if scheduled.samples:
+                self._append_tokens(request, sampled[request.request_id])
+                answered.append(request)
+        self._move_lora_clocks(output)
+        return answered
+
+    def _make_lora_room(self, output: SchedulerOutput) -> None:
+        """Preempt whoever must give up a slot; refuse whoever can never have one."""
+        self.lora.begin_step((request.adapter_id for request in self.running), self.pinned_adapters())
+        held_back = self._held_back()
+        ready = [request.adapter_id for request in self.waiting if request.request_id not in held_back]
+        output.preempted_adapters = self.lora.make_room(ready)
+        for request in reversed(self.running[:]):
+            if request.adapter_id in output.preempted_adapters:
+                self._preempt(request, output)
+        for request in [r for r in self.waiting if self.lora.never_fits(r.adapter_id)]:
+            self._finish(request, RequestStatus.FINISHED_ERROR, self._refusal(request))
+            output.refused.append(request)
+
+    def _schedule_running(self, output: SchedulerOutput) -> None:
+        """Give running requests their next tokens. Who lacks a block takes it from the last admitted."""
+        # region lab 6.3: token budget
+        raise Todo("lab 6.3: token budget")
+        # endregion
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit whoever fits. One who waits for a slot is passed by; one who lacks blocks stops the queue."""
+        held_back = self._held_back()
+        # region lab 6.2: skip without blocking
+        raise Todo("lab 6.2: skip without blocking")
+        # endregion
+
+    def _budget_left(self, output: SchedulerOutput) -> int:
+        return self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens
+
+    def _full(self, output: SchedulerOutput) -> str | None:
+        """Why nobody more can join this step, whoever it is."""
+        if len(self.running) >= self.scheduler_config.max_num_seqs:
+            return "max_num_seqs"
+        return None if self._budget_left(output) else "token budget"
+
+    def _skip(self, request: Request, reason: str, output: SchedulerOutput) -> None:
+        output.skipped.append(Skip(request.request_id, request.adapter_id, reason))
+
+    def _admit(self, request: Request, output: SchedulerOutput) -> bool:
+        """Let a waiting request run from where the prefix cache ends; False if it lacks blocks."""
+        computed_blocks = self.kv_cache.get_computed_blocks(request)
+        num_cached = len(computed_blocks) * self.kv_cache.block_size
+        num_new_tokens = min(request.num_tokens - num_cached, self._budget_left(output))
+        if not self.kv_cache.can_hold(request, computed_blocks):
+            return False
+        self.kv_cache.allocate_slots(request, num_new_tokens, computed_blocks)
+        self.kv_cache.record_hits(request, num_cached)
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.lora.take(request.adapter_id)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_cached
+        output.cached_tokens[request.request_id] = num_cached
+        output.add(request, num_new_tokens)
+        return True
+
+    def _preempt(self, request: Request, output: SchedulerOutput) -> None:
+        """Take the blocks of a running request, which computes them anew when its turn comes again."""
+        self.running.remove(request)
+        self.kv_cache.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        insort(self.waiting, request, key=lambda waiting: waiting.arrival_order)
+        output.preempted.append(request.request_id)
+
+    def _held_back(self) -> dict[str, str]:
+        """Request id -> why it may not join even if there is room: another load of its adapter is awaited."""
+        if not self.waiting:
+            return {}
+        oldest: dict[int, int] = {}
+        for request in self.requests.values():
+            generation = oldest.get(request.adapter_id, request.adapter_generation)
+            oldest[request.adapter_id] = min(generation, request.adapter_generation)
+        held_back = {}
+        for request in self.waiting:
+            reason = self.blocked_adapters.get((request.adapter_id, request.adapter_generation))
+            if reason is None and request.adapter_generation > oldest[request.adapter_id]:
+                reason = RELOAD_PENDING
+            if reason is not None:
+                held_back[request.request_id] = reason
+        return held_back
+
+    def _append_tokens(self, request: Request, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            request.append_output_token(token_id)
+            self._num_sampled_tokens += 1
+            if check_stop(request, self.max_model_len):
+                return self._finish(request, request.status)
+        return None
+
+    def _finish(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+        queue = self.running if request in self.running else self.waiting
+        queue.remove(request)
+        del self.requests[request.request_id]
+        self.kv_cache.free(request)
+        request.status = status
+        request.error = error
+
+    def _refusal(self, request: Request) -> str:
+        pinned = ", ".join(str(adapter_id) for adapter_id in sorted(self.lora.pinned))
+        return (
+            f"adapter '{request.lora_request.lora_name}' needs a slot but all {self.lora.max_loras} are "
+            f"pinned (adapters {pinned}); unpin one or raise max_loras"
+        )
+
+    def _move_lora_clocks(self, output: SchedulerOutput) -> None:
+        self.lora.end_step(
+            waiting={request.adapter_id for request in self.waiting},
+            ran={request.adapter_id for request in output.running},
+            sampled={s.request.adapter_id for s in output.scheduled if s.samples},
+        )
+        for request in self.waiting:
+            request.lora_wait_steps += request.adapter_id in self.lora.waited

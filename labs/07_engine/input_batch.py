@@ -1,0 +1,71 @@
+"""The rows of one step. Stands for vllm/v1/worker/gpu_input_batch.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from minivllm.core.output import ScheduledRequest, SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.lora.request import LoRARequest
+
+
+class InputBatch:
+    """One row for every running request, in the order of adapters. vLLM: `InputBatch`.
+
+    vLLM keeps its batch from step to step and patches it; here it is built anew from the scheduler's output,
+    which costs microseconds a request and leaves nothing to go stale.
+
+    requests               P rows, base rows first, then by adapter: a run of rows is an adapter
+    num_scheduled_tokens   (P,) tokens of each row in this step; 0 for a running request that gets none
+    num_sampled_tokens     (P,) 1 where the row's tokens reach the end of what is known, else 0
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray,
+    ) -> None:
+        self.requests = list(requests)
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.num_sampled_tokens = num_sampled_tokens
+
+    @classmethod
+    def from_scheduler_output(cls, output: SchedulerOutput) -> "InputBatch":
+        """All running requests, with the tokens that the scheduler gave them."""
+        entries = list(output.scheduled)
+        if len(entries) < len(output.running):
+            busy = {entry.request.request_id for entry in entries}
+            idle = [request for request in output.running if request.request_id not in busy]
+            entries += [ScheduledRequest(request, 0, False) for request in idle]
+        entries.sort(key=attrgetter("request.adapter_id"))
+        requests, tokens, samples = zip(*entries)
+        return cls(requests, np.array(tokens, dtype=np.int64), np.array(samples, dtype=np.int64))
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.requests)
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [request.request_id for request in self.requests]
+
+    # region lab 7.1: adapters of every token and every sampled row
+    def make_lora_inputs(
+        self, num_scheduled_tokens: np.ndarray, num_sampled_tokens: np.ndarray
+    ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
+        """Adapter ids of what the step computes, 0 for base.
+
+        num_scheduled_tokens, num_sampled_tokens   (P,) int, one entry a row
+
+        Returns
+            prompt_lora_mapping   one id a sampled row, sum(num_sampled_tokens) in all
+            token_lora_mapping    one id a token, sum(num_scheduled_tokens) in all
+            lora_requests         the adapters of all rows, also of rows without tokens in this step: they
+                                  run, so their adapters must stay
+        """
+        raise Todo("lab 7.1: adapters of every token and every sampled row")
+
+    # endregion

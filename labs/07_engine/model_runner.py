@@ -1,0 +1,294 @@
+"""Runs the model on what the scheduler decided. Stands for vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from minivllm.config import CPU_KV_CACHE_BYTES, EngineConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.layers.attention import Attention, AttentionMetadata
+from minivllm.layers.sampler import Logprob, Sampler, make_generator
+from minivllm.lora.stats import LoRAStats
+from minivllm.models.registry import get_model
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep
+from minivllm.worker.decode_buffers import DecodeBuffers
+from minivllm.worker.gpu_memory import determine_available_memory
+from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that was launched; its tokens are not read yet.
+
+    requests   the P rows that sample
+    logits     (P or more, V), the rows' own first; None when no row samples
+    tokens     (P or more,) int64, the likeliest of each row if the step has found it already
+    """
+
+    requests: list[Request]
+    logits: torch.Tensor | None
+    tokens: torch.Tensor | None = None
+
+
+class ModelRunner(LoRAModelRunnerMixin):
+    """One model on one device, its KV cache, and its adapters. vLLM: `GPUModelRunner`.
+
+    num_blocks      KV blocks there are, block 0 included, which is never handed out
+    decode_graphs   captured decode steps, once `capture_model` has run; None = every step runs eagerly
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.device = config.device
+        model_config = config.model_config
+        self.on_gpu = torch.device(self.device).type == "cuda"
+        if self.on_gpu:
+            torch.cuda.set_device(torch.device(self.device).index or 0)  # Triton launches on the current one
+        self.use_paged_attention = self.on_gpu and model_config.dtype in (torch.float16, torch.bfloat16)
+        self.decode_graphs: DecodeGraphs | None = None
+        self.model = get_model(
+            model_config.model,
+            model_config.dtype,
+            self.device,
+            load_format=model_config.load_format,
+            seed=model_config.seed,
+        )
+        if config.lora_config is not None:
+            self.model = self.load_lora_model(self.model, config, self.device)
+        self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
+        self._generators: dict[str, torch.Generator | None] = {}
+        self.num_blocks = self._num_kv_blocks()
+        self._allocate_kv_cache(self.num_blocks)
+
+    # ---- the KV cache ---------------------------------------------------------------------------------------
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's keys and values in all layers."""
+        arch = self.config.model_config.architecture
+        per_token = 2 * arch.num_hidden_layers * arch.num_key_value_heads * arch.head_dim
+        return self.config.cache_config.block_size * per_token * self.config.model_config.dtype.itemsize
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return -(-self.config.model_config.max_model_len // self.config.cache_config.block_size)
+
+    def _num_kv_blocks(self) -> int:
+        cache = self.config.cache_config
+        if cache.num_blocks is not None:
+            return cache.num_blocks
+        useful = self.config.scheduler_config.max_num_seqs * self.max_blocks_per_request + 1
+        return max(2, min(useful, self._kv_memory() // self.kv_block_bytes))
+
+    def _kv_memory(self) -> int:
+        """Bytes for keys and values. ValueError when a GPU has not even room for two blocks."""
+        cache = self.config.cache_config
+        if cache.memory_bytes is not None:
+            return cache.memory_bytes
+        if not self.on_gpu:
+            return CPU_KV_CACHE_BYTES
+        left = determine_available_memory(self._profile_run, self.device, cache.gpu_memory_utilization)
+        if left < 2 * self.kv_block_bytes:
+            raise ValueError(
+                f"weights, LoRA slots and the largest step leave {left / 2**20:.0f} MiB of the GPU for keys and "
+                f"values at gpu_memory_utilization {cache.gpu_memory_utilization}; raise it, or lower "
+                "max_num_batched_tokens or max_loras"
+            )
+        return left
+
+    def _allocate_kv_cache(self, num_blocks: int) -> None:
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                shape = module.kv_cache_shape(num_blocks, self.config.cache_config.block_size)
+                dtype = self.config.model_config.dtype
+                module.bind_kv_cache(torch.zeros(shape, dtype=dtype, device=self.device))
+
+    # ---- one step -------------------------------------------------------------------------------------------
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+        """One forward pass for the whole batch, whatever adapters it mixes.
+
+        Returns request id -> (token, its logprobs if asked for), for every row that samples.
+        """
+        return self.sample_tokens(self.launch_model(output))
+
+    # region lab 7.3: one mixed step
+    @torch.inference_mode()
+    def launch_model(self, output: SchedulerOutput) -> PendingStep:
+        """Start the forward pass. On a GPU it runs on while the caller does something else."""
+        raise Todo("lab 7.3: one mixed step")
+
+    # endregion
+
+    @torch.inference_mode()
+    def sample_tokens(self, step: PendingStep) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+        """Pick the tokens of a step that was launched, and wait for them; returns as `execute_model`."""
+        if not step.requests:
+            return {}
+        if step.tokens is not None and all(map(_takes_likeliest, step.requests)):
+            tokens = step.tokens[: len(step.requests)].tolist()
+            return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
+        return self._sample(step.requests, step.logits[: len(step.requests)])
+
+    def _graph_size(self, batch: InputBatch) -> int:
+        """Rows of the CUDA graph that can run the batch; 0 if it must run eagerly."""
+        tokens = batch.num_scheduled_tokens
+        # Rows with one token that samples, and idle ones; a prompt has more, or does not sample yet.
+        if self.decode_graphs is None or (tokens != batch.num_sampled_tokens).any():
+            return 0
+        return self.decode_graphs.padded_size(int(tokens.sum())) or 0
+
+    def _replay(self, batch: InputBatch, size: int) -> PendingStep:
+        rows = [r for r, tokens in zip(batch.requests, batch.num_scheduled_tokens.tolist()) if tokens]
+        self.decode_graphs.buffers.fill(
+            [request.all_token_ids[request.num_computed_tokens] for request in rows],
+            [request.num_computed_tokens for request in rows],
+            [request.block_ids for request in rows],
+            size,
+        )
+        return PendingStep(rows, *self.decode_graphs.replay(size, self._batch_has_loras()))
+
+    def _batch_has_loras(self) -> bool:
+        return self.lora_manager is not None and not self.lora_manager.manager.punica_wrapper.no_lora
+
+    def _build_attention(
+        self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]
+    ) -> AttentionMetadata:
+        block_size = self.config.cache_config.block_size
+        if self.use_paged_attention:
+            from minivllm.layers.paged_attention import PagedAttentionMetadata
+
+            return PagedAttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device)
+        dtype = self.config.model_config.dtype
+        return AttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device, dtype)
+
+    def _prepare_inputs(
+        self, batch: InputBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
+        """(T,) token ids, (T,) positions, the attention's metadata, and the last row of each that samples."""
+        token_ids: list[int] = []
+        positions: list[np.ndarray] = []
+        rows: list[tuple[Request, int]] = []
+        last_rows: list[int] = []
+        for request, tokens, samples in zip(
+            batch.requests, batch.num_scheduled_tokens.tolist(), batch.num_sampled_tokens.tolist()
+        ):
+            if not tokens:
+                continue
+            start = request.num_computed_tokens
+            token_ids += request.all_token_ids[start : start + tokens]
+            positions.append(np.arange(start, start + tokens))
+            rows.append((request, tokens))
+            if samples:
+                last_rows.append(len(token_ids) - 1)
+        attn = self._build_attention(
+            [tokens for _, tokens in rows],
+            [request.num_computed_tokens + tokens for request, tokens in rows],
+            [request.block_ids for request, _ in rows],
+        )
+        return (
+            torch.tensor(token_ids, device=self.device),
+            torch.from_numpy(np.concatenate(positions)).to(self.device),
+            attn,
+            torch.tensor(last_rows, dtype=torch.long, device=self.device),
+        )
+
+    def _sample(
+        self, requests: list[Request], logits: torch.Tensor
+    ) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+        for request in requests:
+            if request.request_id not in self._generators:
+                self._generators[request.request_id] = make_generator(request.sampling_params)
+        sampled = self.sampler(
+            logits,
+            [request.sampling_params for request in requests],
+            [self._generators[request.request_id] for request in requests],
+            [request.num_output_tokens for request in requests],
+        )
+        tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
+        return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop what is kept for a request; call it when the request has ended."""
+        self._generators.pop(request_id, None)
+
+    # ---- before the first step ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one prompt and one decode batch, so that the first request does not pay for first calls.
+
+        On a GPU, decode steps are captured too.
+        """
+        tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
+        rows = min(8, self.config.scheduler_config.max_num_seqs)
+        for query_lens in ([tokens], [1] * rows):
+            self._dummy_run(query_lens)
+        if self.use_paged_attention and not self.config.model_config.enforce_eager:
+            self.capture_model()
+        self._forget_dummy_loras()
+
+    def _forget_dummy_loras(self) -> None:
+        """What dummy adapters did is nobody's statistics."""
+        if self.lora_manager is not None:
+            self.lora_manager.manager.stats = LoRAStats()
+
+    def _dummy_run(self, query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
+        """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
+        scheduled = np.array(query_lens)
+        with self.maybe_dummy_run_with_lora(self.config.lora_config, scheduled, np.ones_like(scheduled)):
+            block_size = self.config.cache_config.block_size
+            tables = [[0] * -(-length // block_size) for length in query_lens]
+            attn = self._build_attention(query_lens, query_lens, tables)
+            positions = torch.from_numpy(np.concatenate([np.arange(n) for n in query_lens])).to(self.device)
+            hidden_states = self.model(torch.zeros_like(positions), positions, attn)  # (T, H)
+            return self.model.compute_logits(hidden_states[-num_logits:])
+
+    @torch.inference_mode()
+    def _profile_run(self) -> None:
+        """The step that needs most memory: as many prompt tokens as fit, and every filter on as many rows."""
+        scheduler, longest = self.config.scheduler_config, self.config.model_config.max_model_len
+        tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * longest)
+        query_lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+        self._allocate_kv_cache(1)
+        rows = min(tokens, scheduler.max_num_seqs)
+        logits = self._dummy_run(query_lens, rows)  # (P, V)
+        params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5)
+        self.sampler(logits, [params] * rows, [None] * rows, [0] * rows)
+        self._forget_dummy_loras()
+
+    @torch.inference_mode()
+    def capture_model(self, wrapper: Callable[[DecodeStep], DecodeStep] | None = None) -> None:
+        """Capture decode steps of every size, without adapters and, if LoRA is on, with. vLLM: the same name.
+
+        wrapper   what a captured step is; None = a CUDA graph
+        """
+        wrapper = wrapper or partial(CUDAGraphWrapper, pool=torch.cuda.graph_pool_handle())
+        lora_config, max_model_len = self.config.lora_config, self.config.model_config.max_model_len
+        buffers = DecodeBuffers(
+            self.config.scheduler_config.max_num_seqs,
+            self.max_blocks_per_request,
+            self.config.cache_config.block_size,
+            self.device,
+        )
+        graphs = DecodeGraphs(self.model, buffers, max_model_len, wrapper)
+        with self.maybe_setup_dummy_loras(lora_config):
+            for size in reversed(graphs.sizes):
+                rows = np.ones(size, dtype=np.int64)
+                for with_lora in (True, False) if lora_config else (False,):
+                    self.select_dummy_loras(lora_config, rows, rows, with_lora)
+                    graphs.capture(size, with_lora)
+        self.decode_graphs = graphs
+
+
+def _takes_likeliest(request: Request) -> bool:
+    """Whether the argmax of the logits is all that a request wants of them."""
+    params = request.sampling_params
+    return params.is_greedy and params.logprobs is None and request.num_output_tokens >= params.min_tokens

@@ -1,0 +1,170 @@
+"""Regions of the engine's source: the exercises they make up, the stubs that stand for them, edits inside them."""
+
+import ast
+import json
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minivllm.labs import ROOT, LabError, Region, find_regions
+
+PHASES = (
+    "01_request_and_weights",
+    "02_lora_layers",
+    "03_cpu_punica",
+    "04_triton_sgmv",
+    "05_slot_manager",
+    "06_max_loras_scheduler",
+    "07_engine",
+)
+
+
+@dataclass
+class Exercise:
+    """number: such as `3.2`; text: of the whole module, as the engine has it"""
+
+    number: str
+    module: str
+    text: str
+    regions: list[Region] = field(default_factory=list)
+
+    @property
+    def phase(self) -> str:
+        return PHASES[int(self.number.partition(".")[0]) - 1]
+
+    @property
+    def title(self) -> str:
+        return "; ".join(dict.fromkeys(region.title for region in self.regions))
+
+    @property
+    def starter(self) -> Path:
+        return ROOT / "labs" / self.phase / (self.module.rpartition(".")[2] + ".py")
+
+    def code(self, text: str | None = None) -> str:
+        """The regions' text, moved to the left; of another version of the module if one is given."""
+        return code_of(self.text if text is None else text, self.number, self.module)
+
+
+def sort_key(number: str) -> tuple[int, ...]:
+    return tuple(map(int, number.split(".")))
+
+
+def code_of(text: str, exercise: str, where: str) -> str:
+    lines = text.splitlines(keepends=True)
+    parts = [
+        textwrap.dedent("".join(lines[region.start : region.stop])).strip("\n")
+        for region in find_regions(text, where)
+        if region.exercise == exercise
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
+    """Every exercise, by number, in order. LabError for regions that break a rule."""
+    exercises: dict[str, Exercise] = {}
+    phase_of: dict[str, str] = {}
+    for path in sorted((root / "minivllm").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "# region lab" not in text or path.name == "labs.py":
+            continue
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        for region in find_regions(text, str(path.relative_to(root))):
+            number, phase = region.exercise, region.exercise.partition(".")[0]
+            if not 1 <= int(phase) <= len(PHASES):
+                raise LabError(f"{module}: lab {number}: there is no phase {phase}")
+            if phase_of.setdefault(module, phase) != phase:
+                raise LabError(
+                    f"{module} has regions of phases {phase_of[module]} and {phase}; split the module"
+                )
+            exercise = exercises.setdefault(number, Exercise(number, module, text))
+            if exercise.module != module:
+                raise LabError(f"the regions of lab {number} lie in {exercise.module} and in {module}")
+            exercise.regions.append(region)
+    return {number: exercises[number] for number in sorted(exercises, key=sort_key)}
+
+
+def starter(text: str, where: str) -> str:
+    """A module's text with a stub in the place of every body in a region."""
+    tree, lines = ast.parse(text), text.splitlines()
+    for region in reversed(find_regions(text, where)):
+        for first, last, column, stub in reversed(list(_stubs(tree, lines, region, where))):
+            lines[first:last] = [" " * column + stub]
+    if any("raise Todo(" in line for line in lines):
+        lines.insert(_first_import(tree), "from minivllm.labs import Todo")
+    result = "\n".join(lines) + "\n"
+    ast.parse(result, where)
+    return result
+
+
+def _stubs(
+    tree: ast.Module, lines: list[str], region: Region, where: str
+) -> Iterator[tuple[int, int, int, str]]:
+    """(first line, line past the last, indentation, stub) of all that is replaced, counted from 0."""
+    title = json.dumps(f"lab {region.exercise}: {region.title}", ensure_ascii=False)
+    functions = list(_functions(tree, region))
+    for function in functions:
+        body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+        if not body or body[0].lineno == function.lineno:
+            raise LabError(
+                f"{where}:{function.lineno}: {function.name} has no body that a stub could replace"
+            )
+        is_kernel = any(ast.unparse(d).startswith("triton.jit") for d in function.decorator_list)
+        stub = f"tl.static_assert(False, {title})" if is_kernel else f"raise Todo({title})"
+        yield body[0].lineno - 1, function.end_lineno, body[0].col_offset, stub
+    if functions:
+        return
+    code = [n for n in range(region.start, region.stop) if lines[n].strip() and lines[n].strip()[0] != "#"]
+    inside = any(
+        isinstance(node, ast.FunctionDef) and node.lineno <= region.start and region.stop <= node.end_lineno
+        for node in ast.walk(tree)
+    )
+    if not code or not inside:
+        raise LabError(
+            f"{where}:{region.start}: the region of lab {region.exercise} holds no function's code"
+        )
+    yield code[0], region.stop, len(lines[code[0]]) - len(lines[code[0]].lstrip()), f"raise Todo({title})"
+
+
+def _functions(node: ast.AST, region: Region) -> Iterator[ast.FunctionDef]:
+    """Functions and methods inside the region that are not part of another function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            if region.start < child.lineno and child.end_lineno <= region.stop:
+                yield child
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, region)
+
+
+def _first_import(tree: ast.Module) -> int:
+    """The line, from 0, where an import may stand: after the docstring and what comes from `__future__`."""
+    for node in tree.body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring and getattr(node, "module", None) != "__future__":
+            return node.lineno - 1
+    return 0
+
+
+def edit(exercise: Exercise, edits: Iterable[tuple[str, str]]) -> str:
+    """The module's text with each (old, new) carried out in the exercise's regions.
+
+    LabError unless every `old` is there exactly once and the code that results is valid and another one.
+    """
+    text = exercise.text
+    for old, new in edits:
+        lines, found = text.splitlines(keepends=True), 0
+        for region in reversed(find_regions(text, exercise.module)):
+            part = "".join(lines[region.start : region.stop])
+            if region.exercise == exercise.number and old:
+                found += part.count(old)
+                lines[region.start : region.stop] = [part.replace(old, new)]
+        if found != 1:
+            raise LabError(f"its old text is in the regions of lab {exercise.number} {found} times, not once")
+        text = "".join(lines)
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise LabError(f"it leaves code that does not parse: {error}") from error
+    if ast.dump(tree) == ast.dump(ast.parse(exercise.text)):
+        raise LabError("it changes nothing but comments and layout")
+    return text

@@ -1,0 +1,83 @@
+"""Writes what is generated from the regions: starters, their hashes, and the code in solutions and chapters."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from labs.kit.regions import Exercise, read_engine, starter
+from minivllm.labs import ROOT, LabError
+
+_BLOCK = re.compile(r"(<!-- code: lab (\S+) -->\n)(.*?)(<!-- /code -->)", re.DOTALL)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sync(root: Path = ROOT, write: bool = True) -> tuple[list[str], list[str]]:
+    """Bring everything generated up to date. Nothing is written when anything is wrong.
+
+    write   False: only find out what would be written
+
+    Returns (files that were out of date, sentences about files that were left alone). LabError for regions and
+    documents that break a rule.
+    """
+    exercises = read_engine(root)
+    files, left_alone = _starters(root, exercises)
+    for path, text in _documents(root, exercises):
+        files[path] = text
+    stale = {path: text for path, text in files.items() if _text(path) != text}
+    for path, text in stale.items() if write else ():
+        if text is None:
+            path.unlink()
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return [str(path.relative_to(root)) for path in stale], left_alone
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _starters(root: Path, exercises: dict[str, Exercise]) -> tuple[dict[Path, str | None], list[str]]:
+    """What every starter and the list of their hashes should hold (None: no such file), and what was spared."""
+    index = root / "labs" / "starters.json"
+    recorded = json.loads(_text(index) or "{}")
+    files: dict[Path, str | None] = {}
+    left_alone: list[str] = []
+    entries: dict[str, dict[str, str]] = {}
+    for exercise in exercises.values():
+        name = str(exercise.starter.relative_to(ROOT / "labs"))
+        if entries.setdefault(name, {"module": exercise.module})["module"] != exercise.module:
+            raise LabError(f"labs/{name} would stand for {entries[name]['module']} and {exercise.module}")
+        files[root / "labs" / name] = starter(exercise.text, exercise.module)
+        entries[name]["sha256"] = sha256(files[root / "labs" / name])
+    files |= {root / "labs" / name: None for name in recorded.keys() - entries.keys()}
+    for path, wanted in list(files.items()):
+        found, name = _text(path), str(path.relative_to(root / "labs"))
+        if found not in (None, wanted) and sha256(found) != recorded.get(name, {}).get("sha256"):
+            left_alone.append(f"labs/{name} is not as it was generated: somebody's work, left as it is")
+            del files[path]
+    files[index] = json.dumps(entries, indent=2) + "\n"
+    return files, left_alone
+
+
+def _documents(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Path, str]]:
+    """Every chapter and solution, its `code` blocks filled from the regions."""
+    for path in sorted([*root.glob("solutions/*/README.md"), *root.glob("phases/*/README.md")]):
+        where, text = path.relative_to(root), path.read_text(encoding="utf-8")
+
+        def fill(match: re.Match, where: Path = where) -> str:
+            if match[2] not in exercises:
+                raise LabError(f"{where}: there is no lab {match[2]}")
+            if "<!-- code:" in match[3]:
+                raise LabError(f"{where}: the code of lab {match[2]} has no '<!-- /code -->'")
+            return f"{match[1]}```python\n{exercises[match[2]].code()}```\n{match[4]}"
+
+        filled, blocks = _BLOCK.subn(fill, text)
+        if blocks != text.count("<!-- code:"):
+            raise LabError(f"{where}: a block is not '<!-- code: lab N.M -->', code, '<!-- /code -->'")
+        yield path, filled
