@@ -5,11 +5,13 @@ the same number of threads, on the same prompts and the same adapters: random on
 8, 16 and 32, made for the benchmark.
 """
 
+import datetime
 import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ def run_bench(against: list[str], max_tokens: int, rounds: int, as_json: bool) -
                 if number:  # the first round warms up
                     rates[name].append(rate)
                 bar.advance(task)
-        report = bench.report({name: statistics.median(values) for name, values in rates.items()})
+        medians = {name: statistics.median(values) for name, values in rates.items()}
+        report = {"date": str(datetime.date.today()), "machine": machine(against), **bench.report(medians)}
     if as_json:
         print_json(report)
     else:
@@ -135,7 +138,6 @@ class CpuBench:
         step_ms = {name: statistics.median(values) for name, values in self.step_ms.items()}
         lora = self.lora_engine.get_metrics()["lora"]
         report: dict[str, Any] = {
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
             "tokens_per_second": rates,
             "step_ms": step_ms,
             "lora_added_ms": step_ms["mixed"] - step_ms["base"],
@@ -215,8 +217,15 @@ class Peers:
         return output[:, prompts.shape[1] :].numel() / seconds
 
 
+def machine(peers: list[str]) -> dict[str, str]:
+    """Device and versions."""
+    device = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+    return {"device": device, "torch": torch.__version__, **{name: metadata.version(name) for name in peers}}
+
+
 def show(report: dict[str, Any]) -> None:
-    table = Table("float32, greedy", "tokens/s", title=report["machine"])
+    where = "{device}, torch {torch}".format_map(report["machine"])
+    table = Table("float32, greedy", "tokens/s", title=where)
     for name, rate in report["tokens_per_second"].items():
         table.add_row(name, f"{rate:.0f}")
     console.print(table)
