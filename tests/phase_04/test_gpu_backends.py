@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu import DEVICE
-from guarded import exact_expand, exact_shrink, random, random_slots, relative_error
+from guarded import DTYPES, TOLERANCE, exact_expand, exact_shrink, random, random_slots, relative_error
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -13,8 +13,6 @@ from minivllm.lora.punica_wrapper import get_punica_wrapper
 from minivllm.lora.replace import from_layer
 
 SLOTS, RANK, WIDTH = 3, 8, 40
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 LINEARS = {
     "row": lambda dtype: (RowParallelLinear(WIDTH, 33, True, dtype, DEVICE), []),
     "no bias": lambda dtype: (RowParallelLinear(WIDTH, 24, False, dtype, DEVICE), []),
@@ -33,8 +31,7 @@ class Linear:
     ids = (11, None, 13)
 
     def __init__(self, backend, kind="qkv", dtype=torch.float32, rank=RANK):
-        config = LoRAConfig(max_lora_rank=rank, max_loras=SLOTS, lora_dtype=dtype)
-        object.__setattr__(config, "punica_backend", backend)
+        config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
         self.punica = get_punica_wrapper(64, 64, DEVICE, lora_config=config)
         base, parts = LINEARS[kind](dtype)
         for i, parameter in enumerate(base.parameters()):
@@ -225,8 +222,7 @@ def test_the_base_weight_stays_what_it_was_when_it_is_folded():
 
 
 def test_folding_refuses_adapters_of_another_dtype():
-    config = LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=torch.float16)
-    object.__setattr__(config, "punica_backend", "folded")
+    config = LoRAConfig(RANK, SLOTS, lora_dtype=torch.float16, punica_backend="folded")
     layer = from_layer(LINEARS["row"](torch.float32)[0], SLOTS, config, [])
 
     with pytest.raises(ValueError, match=r"float32.*lora_dtype is .*float16"):

@@ -3,13 +3,20 @@
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda
-from guarded import exact_expand, exact_shrink, guarded, live_part, random, random_slots, relative_error
+from guarded import (
+    DTYPES,
+    TOLERANCE,
+    exact_expand,
+    exact_shrink,
+    guarded,
+    live_part,
+    random,
+    random_slots,
+    relative_error,
+)
 
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink
 
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
-# Of the update alone. Products of half-precision numbers are summed in float32, h and y are rounded once each.
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # tokens, slots, rank, K, widths: powers of two and anything but
 SHAPES = [
     (1, 1, 8, 64, [48]),
