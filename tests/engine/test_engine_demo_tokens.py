@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_engine import greedy, run, tokens_of
+from tiny_oracle import Oracle
 
 from minivllm import LLM, LoRARequest
 
@@ -38,29 +39,16 @@ def pairs():
     return pairs
 
 
-class Oracle:
-    """transformers + PEFT, one request at a time."""
+class DemoOracle(Oracle):
+    """In float32, with the four adapters and the model's own tokenizer."""
 
     def __init__(self, base):
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
+        super().__init__(base, torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(base)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         for name in NAMES:
-            if name == NAMES[0]:
-                model = PeftModel.from_pretrained(model, ROOT / "adapters" / name, adapter_name=name)
-            else:
-                model.load_adapter(ROOT / "adapters" / name, adapter_name=name)
-        self.model = model.float().eval()
-
-    @torch.inference_mode()
-    def call(self, adapter, function):
-        if adapter is None:
-            with self.model.disable_adapter():
-                return function(self.model)
-        self.model.set_adapter(adapter)
-        return function(self.model)
+            self.load(name, ROOT / "adapters" / name)
 
     def generate(self, adapter, prompt):
         ids = self.tokenizer(prompt, return_tensors="pt")
@@ -75,8 +63,7 @@ class Oracle:
         An answer all of whose tokens are likeliest is the greedy one: each was picked after the same tokens.
         """
         ids = self.tokenizer(prompt)["input_ids"]
-        logits = self.call(adapter, lambda model: model(torch.tensor([ids + tokens])).logits[0])
-        rows = logits[len(ids) - 1 : -1]
+        rows = self.logits(adapter, [ids + tokens])[0, len(ids) - 1 : -1]
         best = rows.max(-1)
         lead = best.values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         return best.indices.tolist(), lead.tolist()
@@ -84,7 +71,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(base):
-    return Oracle(base)
+    return DemoOracle(base)
 
 
 def make_llm(base, **options):

@@ -1,5 +1,6 @@
-"""transformers + PEFT on a tiny model with several adapters, one at a time. Nothing of minivllm is used here."""
+"""transformers + PEFT on a model with several adapters, one at a time. Nothing of minivllm is used here."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,17 +38,21 @@ class Oracle:
         self.known.remove(name)
 
     @torch.inference_mode()
+    def call(self, name: str | None, function: Callable[[torch.nn.Module], torch.Tensor]) -> torch.Tensor:
+        """function(the model with that adapter), None = base."""
+        if self.peft is None:
+            return function(self.base)
+        if name is None:
+            with self.peft.disable_adapter():
+                return function(self.peft)
+        self.peft.set_adapter(name)
+        return function(self.peft)
+
     def logits(self, name: str | None, token_ids: list[list[int]]) -> torch.Tensor:
         """Of texts of one adapter (None = base), padded on the right: (texts, longest, V)"""
         longest = max(map(len, token_ids))
         padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in token_ids])
-        if self.peft is None:
-            return self.base(padded).logits
-        if name is None:
-            with self.peft.disable_adapter():
-                return self.peft(padded).logits
-        self.peft.set_adapter(name)
-        return self.peft(padded).logits
+        return self.call(name, lambda model: model(padded).logits)
 
     def greedy(self, name: str | None, prompt: list[int], max_tokens: int) -> list[int]:
         """What is likeliest, token by token, with no end but the length."""
