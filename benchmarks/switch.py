@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.adapters import write_adapters
 from benchmarks.decode import prompts
-from benchmarks.measure import run_step
+from benchmarks.measure import Step, run_step
 from benchmarks.options import engine_args
 from benchmarks.report import Report
 from minivllm.engine.llm_engine import LLMEngine
@@ -80,11 +80,12 @@ def timed_switch(engine: LLMEngine, adapter: LoRARequest) -> tuple[float, float]
 def measure_steps(
     engine: LLMEngine, adapters: list[LoRARequest], options: Namespace, output_tokens: int
 ) -> dict[str, object]:
-    """Latency of steps while `options.running` requests decode with the first adapter. Medians in ms.
+    """What `options.running` requests that decode with the first adapter feel of a newcomer. Medians in ms.
 
-    decode_ms    nothing else happens
-    arrival_ms   a short request arrives whose adapter is in a slot
-    switch_ms    a short request arrives whose adapter has to be copied into one
+    decode_ms    a step in which nothing else happens
+    arrival_ms   the longest step until a short request is answered whose adapter is in a slot
+    switch_ms    likewise, one whose adapter has to be copied into a slot
+    arrival_ttft_ms, switch_ttft_ms   how long the newcomer itself waits for its token
     """
     put_in_memory(engine, adapters)
     busy, others = adapters[0], cycle(adapters[1:])
@@ -94,27 +95,33 @@ def measure_steps(
         engine.add_request(f"running-{number}", {"prompt_token_ids": prompt}, long, lora_request=busy)
     while len(run_step(engine).emitted) < options.running:
         pass
-    samples: dict[str, list[float]] = {"decode": [], "arrival": [], "switch": []}
+    samples: dict[str, list[float]] = {
+        kind: [] for kind in ("decode", "arrival", "switch", "arrival_ttft", "switch_ttft")
+    }
     for number in range(2 * (options.switches + WARM_UP)):
         samples["decode"] += [1e3 * run_step(engine).seconds for _ in range(STEPS_BETWEEN - 1)]
         kind, adapter = ("switch", next(others)) if number % 2 else ("arrival", busy)
-        samples[kind].append(arrival_ms(engine, f"arrival-{number}", adapter, switches=number % 2))
+        steps = answer_short_request(engine, f"arrival-{number}", adapter, switches=number % 2)
+        samples[kind].append(1e3 * max(step.seconds for step in steps))
+        samples[f"{kind}_ttft"].append(1e3 * (steps[-1].ended - steps[0].started))
     engine.abort_request([f"running-{number}" for number in range(options.running)])
     samples = {kind: values[WARM_UP:] for kind, values in samples.items()}
     medians = {f"{kind}_ms": float(np.median(values)) for kind, values in samples.items()}
     return {**medians, "samples_ms": samples}
 
 
-def arrival_ms(engine: LLMEngine, request_id: str, adapter: LoRARequest, switches: int) -> float:
-    """Milliseconds of the step that answers a short request with one token."""
+def answer_short_request(
+    engine: LLMEngine, request_id: str, adapter: LoRARequest, switches: int
+) -> list[Step]:
+    """The steps until a short request that wants one token is answered."""
     (prompt,) = prompts(1, ARRIVAL_TOKENS, engine.config.model_config.get_vocab_size())
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=adapter)
     with Switches(engine, switches):
-        step = run_step(engine)
-    if request_id not in step.emitted:
-        raise RuntimeError(f"request '{request_id}' was not answered at once")
-    return 1e3 * step.seconds
+        steps = [run_step(engine)]
+        while request_id not in steps[-1].emitted:
+            steps.append(run_step(engine))
+    return steps
 
 
 class Switches:

@@ -10,6 +10,7 @@ from minivllm.core.request import Request
 # Why a request was passed over, and why the queue stopped.
 MAX_LORAS = "max_loras"
 RELOAD_PENDING = "reload pending"
+ADAPTER_COPY = "adapter copy"
 NO_BLOCKS = "KV blocks"
 
 
@@ -28,7 +29,8 @@ class ScheduledRequest(NamedTuple):
 class Skip:
     """A request was passed over; those behind it were not.
 
-    reason      MAX_LORAS, RELOAD_PENDING, or what the engine put into `Scheduler.blocked_adapters`
+    reason      MAX_LORAS, RELOAD_PENDING, ADAPTER_COPY (see `SchedulerOutput.prefetch`), or what the engine put
+                into `Scheduler.blocked_adapters`
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class SchedulerOutput:
     skipped         requests passed over, with the reason
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
                     The caller answers them; a second call of `schedule` does not name them again
+    prefetch        adapters that get a slot while this step runs, for requests that join the next one
     halted_by       what kept the rest of the queue waiting: "max_num_seqs", "token budget", "KV blocks"
     """
 
@@ -58,6 +61,7 @@ class SchedulerOutput:
     preempted_adapters: list[int] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
     refused: list[Request] = field(default_factory=list)
+    prefetch: list[int] = field(default_factory=list)
     halted_by: str | None = None
     total_num_scheduled_tokens: int = 0
 

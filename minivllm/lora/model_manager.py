@@ -1,6 +1,9 @@
 """Adapters in memory and in slots. Stands for vllm/lora/model_manager.py (v0.22.1)."""
 
+from __future__ import annotations
+
 import time
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +16,9 @@ from minivllm.lora.punica_wrapper import PunicaWrapperBase, get_punica_wrapper
 from minivllm.lora.replace import get_supported_lora_modules
 from minivllm.lora.stats import AdapterReports, LoRAStats
 from minivllm.lora.wrapped_modules import WrappedModules
+
+if TYPE_CHECKING:
+    from minivllm.lora.slot_writer import SlotWriter
 
 DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"
 
@@ -53,6 +59,9 @@ class LoRAModelManager(AdapterReports):
             )
         }
         self.wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
+        self.slot_writer: SlotWriter | None = None
+        if torch.device(device).type == "cuda":
+            self.write_slots_beside_steps()
         self.stats = LoRAStats()
         self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
         self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
@@ -107,8 +116,8 @@ class LoRAModelManager(AdapterReports):
     def _pack(self, adapter: LoRAModel) -> None:
         """Bring it into the form that slots are written from; for a GPU, into memory that it can copy from."""
         self.wrapped.pack(adapter)
-        if torch.device(self.device).type == "cuda":
-            self.wrapped.pin_memory(adapter)
+        if self.slot_writer is not None:
+            self.slot_writer.take(adapter)
 
     def _make_room_in_memory(self) -> None:
         """RuntimeError when memory is full."""
@@ -178,13 +187,19 @@ class LoRAModelManager(AdapterReports):
             )
         slot = self._find_slot()
         started = time.perf_counter()
-        self.wrapped.write(lora, slot)
+        (self.slot_writer or self.wrapped).write(lora, slot)
         self._active_adapters.put(lora_id, slot)
         self.touch_adapter(lora_id)
         self.stats.count_activation(lora_id, slot, time.perf_counter() - started)
         return True
 
     # endregion
+
+    def write_slots_beside_steps(self) -> None:
+        """Write slots as a GPU can, from here on; adapters must not have been registered yet."""
+        from minivllm.lora.slot_writer import SlotWriter  # which imports Triton
+
+        self.slot_writer = SlotWriter(self.wrapped, self.device)
 
     def _find_slot(self) -> int:
         """A free slot; ValueError when there is none."""
@@ -221,8 +236,18 @@ class LoRAModelManager(AdapterReports):
             self.punica_wrapper.update_metadata(mapping, slots, self.lora_slots + 1, self.vocab_size)
             self._last_mapping = (mapping, slots)
         self.punica_wrapper.sync_slots()  # an adapter read again sits in its old slot with other weights
+        self._begin_step(mapping)
 
     # endregion
+
+    def _begin_step(self, mapping: LoRAMapping) -> None:
+        if self.slot_writer is None:
+            return
+        if self.slot_writer.written:
+            used = set(mapping.index_mapping)
+            slots = [slot for adapter_id, slot in self.list_active_adapters().items() if adapter_id in used]
+            self.slot_writer.wait_for(slots)
+        self.slot_writer.mark_step()
 
 
 class LRUCacheLoRAModelManager(LoRAModelManager):
@@ -267,6 +292,17 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         """Whether `activate_adapter` would find a slot: its own, a free one, or one that may be evicted."""
         kept = self.in_use | self.pinned_adapters
         return adapter_id in self._active_adapters or any(held not in kept for held in self.lora_index_to_id)
+
+    def can_prefetch(self, adapter_id: int) -> bool:
+        """Whether an adapter is in memory, in no slot, and could come into one beside a running step."""
+        waits = adapter_id in self._registered_adapters and adapter_id not in self._active_adapters
+        return waits and self.slot_writer is not None
+
+    def prefetch_adapter(self, adapter_id: int) -> None:
+        """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
+        if self.can_prefetch(adapter_id) and self.has_room_for(adapter_id):
+            with self.slot_writer.behind_step():
+                self.activate_adapter(adapter_id)
 
     # region lab 5.5: a pin holds a slot
     def pin_adapter(self, lora_id: int) -> bool:

@@ -16,7 +16,7 @@ NUM_ADAPTERS = 5
 
 def random_world(rng):
     block_size = rng.choice([1, 2, 4, 7])
-    return World(
+    world = World(
         max_loras=rng.randint(1, 4),
         max_num_seqs=rng.randint(1, 8),
         max_num_batched_tokens=rng.choice([1, 3, 8, 30]),
@@ -26,6 +26,9 @@ def random_world(rng):
         enable_prefix_caching=rng.random() < 0.8,
         max_model_len=30,
     )
+    share, coin = rng.choice([0, 0.5]), random.Random(rng.random())
+    world.scheduler.can_prefetch = lambda adapter_id: adapter_id > 0 and coin.random() < share
+    return world
 
 
 def random_request(world, rng, prompts):
