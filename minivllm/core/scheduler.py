@@ -228,7 +228,9 @@ class Scheduler:
         For one step only: whatever became of the copy, the next one does not wait for it.
         """
         if adapter_id not in output.prefetch:
-            if not output.scheduled or adapter_id in self._prefetched or not self.can_prefetch(adapter_id):
+            if not (adapter_id and output.scheduled) or adapter_id in self._prefetched:
+                return False
+            if not self.can_prefetch(adapter_id):
                 return False
             self.lora.take(adapter_id)
             output.prefetch.append(adapter_id)

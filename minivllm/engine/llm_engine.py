@@ -43,7 +43,7 @@ class LLMEngine:
             max_model_len=config.model_config.max_model_len,
             adapter_identity=self._adapter_identity,
             pinned_adapters=self._pinned_adapters,
-            can_prefetch=self._can_prefetch,
+            can_prefetch=self.runner.can_prefetch_lora,
         )
         self.adapters = AdapterRegistry(self.scheduler, self.runner) if config.lora_config else None
         self.output_processor = OutputProcessor(tokenizer)
@@ -69,9 +69,6 @@ class LLMEngine:
 
     def _pinned_adapters(self) -> set[int]:
         return self.adapters.pinned_adapters() if self.adapters else set()
-
-    def _can_prefetch(self, adapter_id: int) -> bool:
-        return self.adapters is not None and self.adapters.manager.can_prefetch(adapter_id)
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -188,7 +185,7 @@ class LLMEngine:
         # What comes now, a GPU's computing hides.
         self._record(scheduled, time.monotonic())
         for adapter_id in scheduled.prefetch:
-            self.adapters.manager.prefetch_adapter(adapter_id)
+            self.runner.prefetch_lora(adapter_id)
         sampled = self.runner.sample_tokens(launched)
         forward_seconds = time.perf_counter() - forward_started
         tokens = {request_id: [token] for request_id, (token, _) in sampled.items()}

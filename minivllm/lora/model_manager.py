@@ -236,18 +236,10 @@ class LoRAModelManager(AdapterReports):
             self.punica_wrapper.update_metadata(mapping, slots, self.lora_slots + 1, self.vocab_size)
             self._last_mapping = (mapping, slots)
         self.punica_wrapper.sync_slots()  # an adapter read again sits in its old slot with other weights
-        self._begin_step(mapping)
+        if self.slot_writer is not None:
+            self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
 
     # endregion
-
-    def _begin_step(self, mapping: LoRAMapping) -> None:
-        if self.slot_writer is None:
-            return
-        if self.slot_writer.written:
-            used = set(mapping.index_mapping)
-            slots = [slot for adapter_id, slot in self.list_active_adapters().items() if adapter_id in used]
-            self.slot_writer.wait_for(slots)
-        self.slot_writer.mark_step()
 
 
 class LRUCacheLoRAModelManager(LoRAModelManager):
@@ -292,17 +284,6 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         """Whether `activate_adapter` would find a slot: its own, a free one, or one that may be evicted."""
         kept = self.in_use | self.pinned_adapters
         return adapter_id in self._active_adapters or any(held not in kept for held in self.lora_index_to_id)
-
-    def can_prefetch(self, adapter_id: int) -> bool:
-        """Whether an adapter is in memory, in no slot, and could come into one beside a running step."""
-        waits = adapter_id in self._registered_adapters and adapter_id not in self._active_adapters
-        return waits and self.slot_writer is not None
-
-    def prefetch_adapter(self, adapter_id: int) -> None:
-        """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
-        if self.can_prefetch(adapter_id) and self.has_room_for(adapter_id):
-            with self.slot_writer.behind_step():
-                self.activate_adapter(adapter_id)
 
     # region lab 5.5: a pin holds a slot
     def pin_adapter(self, lora_id: int) -> bool:

@@ -1,6 +1,6 @@
 """Adapters into slots on a GPU: one transfer and one launch each, beside the steps that do not need them.
 
-vLLM 0.22.1 copies tensor by tensor, on the stream that computes.
+vLLM 0.22.1 copies tensor by tensor, on the stream that computes (`set_lora`, vllm/lora/layers/base_linear.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SlotWriter:
     the GPU, and one kernel brings everything from there to its place.
 
     Two orders are kept. A slot is written when the steps that may read it are through: those launched before the
-    write or, inside `behind_step`, before the last `mark_step`. And a step that uses a slot waits until it is
-    written (`wait_for`); others do not.
+    write or, inside `behind_step`, before the last `begin_step`. And a step that uses a slot waits until it is
+    written; others do not.
 
     places     (P, 6) int64, see `write_slot`: A and B of every slice of every module
-    written    slot -> event of its last write, until somebody has waited for it
+    written    slot -> event of its last write, until a step has waited for it
     """
 
     def __init__(self, wrapped: WrappedModules, device: torch.device | str) -> None:
@@ -112,15 +112,17 @@ class SlotWriter:
         finally:
             self._behind_step = False
 
-    def mark_step(self) -> None:
-        """All is launched that comes before the next step."""
+    def begin_step(self, adapter_ids: Iterable[int], slots: dict[int, int]) -> None:
+        """What is launched from now on finds its adapters written.
+
+        adapter_ids   of all rows    slots   adapter id -> slot
+        """
+        if self.written:
+            for adapter_id in slots.keys() & set(adapter_ids):
+                if (event := self.written.pop(slots[adapter_id], None)) is not None:
+                    torch.cuda.current_stream().wait_event(event)
         if self.on_gpu:
             self._step.record()
-
-    def wait_for(self, slots: Iterable[int]) -> None:
-        """What is launched from now on finds these slots written."""
-        for slot in self.written.keys() & set(slots):
-            torch.cuda.current_stream().wait_event(self.written.pop(slot))
 
     @contextmanager
     def _beside_steps(self, slot: int) -> Iterator[None]:
@@ -128,7 +130,7 @@ class SlotWriter:
             yield
             return
         if not self._behind_step:
-            self.mark_step()
+            self._step.record()
         self._stream.wait_event(self._step)
         with torch.cuda.stream(self._stream):
             yield

@@ -3,6 +3,8 @@
 Without a GPU the kernel runs through Triton's interpreter; the order of streams is then not verified here.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda
@@ -19,6 +21,7 @@ from small_model import (
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 
 def make_manager(slots=3, memory=8, backend="grouped", adopt=None):
@@ -141,17 +144,24 @@ def test_an_adapter_of_another_dtype_is_converted():
             torch.testing.assert_close(got, want)
 
 
+def runner_of(manager):
+    runner = LoRAModelRunnerMixin()
+    runner.lora_manager = SimpleNamespace(manager=manager)
+    return runner
+
+
 class TestPrefetch:
     def test_brings_an_adapter_into_a_slot(self):
         manager = make_manager(slots=1)
         weights = random_weights(1)
         manager.add_adapter(adapter_of(1, weights))
-        assert manager.can_prefetch(1)
+        runner = runner_of(manager)
+        assert runner.can_prefetch_lora(1)
 
-        manager.prefetch_adapter(1)
+        runner.prefetch_lora(1)
 
         assert_slot_holds(manager, 0, weights)
-        assert not manager.can_prefetch(1)
+        assert not runner.can_prefetch_lora(1)
 
     def test_does_nothing_when_the_running_step_uses_all_slots(self):
         manager = make_manager(slots=1)
@@ -160,12 +170,12 @@ class TestPrefetch:
         manager.activate_adapter(1)
         manager.in_use = frozenset({1})
 
-        manager.prefetch_adapter(2)
+        runner_of(manager).prefetch_lora(2)
 
         assert manager.lora_index_to_id == [1]
 
     def test_is_for_adapters_in_memory_alone(self):
-        assert not make_manager().can_prefetch(1)
+        assert not runner_of(make_manager()).can_prefetch_lora(1)
 
 
 @needs_cuda
@@ -189,7 +199,7 @@ class TestOrder:
 
     def test_behind_a_step_it_does_not(self):
         manager, _, new = self.two_adapters()
-        manager.slot_writer.mark_step()
+        manager.slot_writer.begin_step([1], {1: 0})
         self.busy()
 
         with manager.slot_writer.behind_step():
@@ -206,7 +216,7 @@ class TestOrder:
             self.busy()
         manager.activate_adapter(2)
 
-        manager.slot_writer.wait_for([0])
+        manager.slot_writer.begin_step([0, 2], manager.list_active_adapters())
         seen = manager.modules["attn.o_proj"].lora_a_stacked[0][0, 0].clone()
 
         assert torch.equal(seen.cpu(), expected_slot(new)["attn.o_proj", 0][0])

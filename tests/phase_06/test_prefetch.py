@@ -11,7 +11,7 @@ class CopyingWorld(World):
     def __init__(self, in_slots=(), broken=(), **options):
         super().__init__(**options)
         self.in_slots, self.broken, self.copies = set(in_slots), set(broken), []
-        self.scheduler.can_prefetch = lambda adapter_id: adapter_id not in self.in_slots | {0}
+        self.scheduler.can_prefetch = lambda adapter_id: adapter_id not in self.in_slots
 
     def step(self):
         output = super().step()

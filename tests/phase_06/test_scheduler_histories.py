@@ -27,7 +27,7 @@ def random_world(rng):
         max_model_len=30,
     )
     share, coin = rng.choice([0, 0.5]), random.Random(rng.random())
-    world.scheduler.can_prefetch = lambda adapter_id: adapter_id > 0 and coin.random() < share
+    world.scheduler.can_prefetch = lambda adapter_id: coin.random() < share
     return world
 
 
