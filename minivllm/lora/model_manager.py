@@ -1,9 +1,6 @@
 """Adapters in memory and in slots. Stands for vllm/lora/model_manager.py (v0.22.1)."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,11 +11,9 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lru_cache import LRUCache
 from minivllm.lora.punica_wrapper import PunicaWrapperBase, get_punica_wrapper
 from minivllm.lora.replace import get_supported_lora_modules
+from minivllm.lora.slot_writer import SlotWriter
 from minivllm.lora.stats import AdapterReports, LoRAStats
 from minivllm.lora.wrapped_modules import WrappedModules
-
-if TYPE_CHECKING:
-    from minivllm.lora.slot_writer import SlotWriter
 
 DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"
 
@@ -59,9 +54,8 @@ class LoRAModelManager(AdapterReports):
             )
         }
         self.wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
-        self.slot_writer: SlotWriter | None = None
-        if torch.device(device).type == "cuda":
-            self.write_slots_beside_steps()
+        on_gpu = torch.device(device).type == "cuda"
+        self.slot_writer = SlotWriter(self.wrapped, device) if on_gpu else None
         self.stats = LoRAStats()
         self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
         self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
@@ -194,12 +188,6 @@ class LoRAModelManager(AdapterReports):
         return True
 
     # endregion
-
-    def write_slots_beside_steps(self) -> None:
-        """Write slots as a GPU can, from here on; adapters must not have been registered yet."""
-        from minivllm.lora.slot_writer import SlotWriter  # which imports Triton
-
-        self.slot_writer = SlotWriter(self.wrapped, self.device)
 
     def _find_slot(self) -> int:
         """A free slot; ValueError when there is none."""

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.ops.triton_ops.write_slot_op import write_slot
 from minivllm.lora.wrapped_modules import WrappedModules
 
 ALIGNMENT = 16  # bytes; a piece that begins at a multiple is read at full speed whatever its dtype
@@ -94,6 +93,8 @@ class SlotWriter:
 
     def write(self, lora: LoRAModel, slot: int) -> None:
         """Copy an adapter that was taken into one slot of every layer, zeros past its ranks."""
+        from minivllm.lora.ops.triton_ops.write_slot_op import write_slot  # Triton is not everywhere
+
         with self._beside_steps(slot):
             arrived = self.arrived[: len(lora.pool)].copy_(lora.pool, non_blocking=True)
             table, weights = self._split(arrived)

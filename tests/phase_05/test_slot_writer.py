@@ -21,6 +21,7 @@ from small_model import (
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.slot_writer import SlotWriter
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 
@@ -29,7 +30,7 @@ def make_manager(slots=3, memory=8, backend="grouped", adopt=None):
     manager = LRUCacheLoRAModelManager(SmallModel().to(DEVICE), 8, 64, 97, config, DEVICE)
     for module in manager.modules.values() if adopt else ():
         adopt(module)
-    manager.write_slots_beside_steps()
+    manager.slot_writer = SlotWriter(manager.wrapped, DEVICE)
     return manager
 
 

@@ -1,4 +1,7 @@
-"""All weights of an adapter into one slot of every layer, in one launch. vLLM copies tensor by tensor."""
+"""All weights of an adapter into one slot of every layer, in one launch.
+
+Stands for `set_lora` in vllm/lora/layers/base_linear.py (v0.22.1), which copies tensor by tensor.
+"""
 
 import torch
 import triton
