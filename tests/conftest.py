@@ -4,6 +4,8 @@ import os
 
 import torch
 
+pytest_plugins = ["labs.kit.plugin"]
+
 # Two cores: one thread a test leaves room for what else runs, and tiny models gain nothing from more.
 torch.set_num_threads(1)
 

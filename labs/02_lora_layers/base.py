@@ -31,8 +31,8 @@ class BaseLayerWithLoRA(nn.Module):
     slot_memo        for the backend: slot -> what it worked out, until it is told that the slot has changed
 
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
-    nor separate. Only `set_lora` and `reset_lora` write them. What a layer adds is decided by the backend alone;
-    scaling is in B already.
+    nor separate. Only `set_lora`, `reset_lora` and a `SlotWriter` write them. What a layer adds is decided by the
+    backend alone; scaling is in B already.
     """
 
     wraps: ClassVar[dict[type[LinearBase], int | None]] = {}
@@ -89,6 +89,12 @@ class BaseLayerWithLoRA(nn.Module):
         raise Todo("lab 2.2: write and clear a slot")
 
     # endregion
+
+    def slot_written(self, index: int, ranks: list[int]) -> None:
+        """Somebody else has filled a slot of all n slices, zeros past these ranks."""
+        for i, rank in enumerate(ranks):
+            self.live_ranks[i][index] = rank
+        self._tell_backend(index)
 
     def _tell_backend(self, index: int) -> None:
         if self.punica_wrapper is not None:

@@ -1,7 +1,6 @@
 """The wrapped layers of one model. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
 
 from minivllm.labs import Todo
-import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -108,23 +107,6 @@ class WrappedModules:
         for name, parts in parts_of.items():
             is_fused = name in self.packed_modules
             lora.loras[name] = PackedLoRALayerWeights.pack(parts) if is_fused else parts[0].optimize()
-
-    def pin_memory(self, lora: LoRAModel) -> None:
-        """Move a packed adapter into one piece of page-locked memory, from where a GPU copies at full speed."""
-        nbytes = sum(
-            weights.nbytes + 16 * 2 * self.modules[name].n_slices for name, weights in lora.loras.items()
-        )
-        pool = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        used = 0
-
-        def pinned(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal used
-            place = pool[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            used += -(-tensor.nbytes // 16) * 16  # the next one begins where any dtype may
-            return place.copy_(tensor)
-
-        for weights in lora.loras.values():
-            weights.replace_tensors(pinned)
 
     # region lab 2.7: a whole adapter into a slot
     def write(self, lora: LoRAModel, slot: int) -> None:

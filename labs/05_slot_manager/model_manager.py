@@ -12,6 +12,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lru_cache import LRUCache
 from minivllm.lora.punica_wrapper import PunicaWrapperBase, get_punica_wrapper
 from minivllm.lora.replace import get_supported_lora_modules
+from minivllm.lora.slot_writer import SlotWriter
 from minivllm.lora.stats import AdapterReports, LoRAStats
 from minivllm.lora.wrapped_modules import WrappedModules
 
@@ -54,6 +55,8 @@ class LoRAModelManager(AdapterReports):
             )
         }
         self.wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
+        on_gpu = torch.device(device).type == "cuda"
+        self.slot_writer = SlotWriter(self.wrapped, device) if on_gpu else None
         self.stats = LoRAStats()
         self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
         self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
@@ -108,8 +111,8 @@ class LoRAModelManager(AdapterReports):
     def _pack(self, adapter: LoRAModel) -> None:
         """Bring it into the form that slots are written from; for a GPU, into memory that it can copy from."""
         self.wrapped.pack(adapter)
-        if torch.device(self.device).type == "cuda":
-            self.wrapped.pin_memory(adapter)
+        if self.slot_writer is not None:
+            self.slot_writer.take(adapter)
 
     def _make_room_in_memory(self) -> None:
         """RuntimeError when memory is full."""

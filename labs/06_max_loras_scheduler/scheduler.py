@@ -10,6 +10,7 @@ from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import (
+    ADAPTER_COPY,
     MAX_LORAS,
     NO_BLOCKS,
     RELOAD_PENDING,
@@ -36,6 +37,7 @@ class Scheduler:
 
     adapter_identity    see `KVCacheManager`
     pinned_adapters     ids of the adapters whose slots are pinned at this moment
+    can_prefetch        whether an adapter could be copied into a slot while a step runs
     max_model_len       longest prompt plus answer, in tokens
     """
 
@@ -48,10 +50,13 @@ class Scheduler:
         max_model_len: int | None = None,
         adapter_identity: Callable[[int], int | None] = lambda adapter_id: None,
         pinned_adapters: Callable[[], Iterable[int]] = tuple,
+        can_prefetch: Callable[[int], bool] = lambda adapter_id: False,
     ) -> None:
         self.scheduler_config = scheduler_config
         self.max_model_len = max_model_len
         self.pinned_adapters = pinned_adapters
+        self.can_prefetch = can_prefetch
+        self._prefetched: list[int] = []  # by the step before
         self.blocked_adapters: dict[tuple[int, int], str] = {}
         self.kv_cache = KVCacheManager(
             cache_config.block_size,
@@ -144,6 +149,7 @@ class Scheduler:
         if output.halted_by is None:
             self._schedule_waiting(output)
         output.running = list(self.running)
+        self._prefetched = output.prefetch
         return output
 
     def update_from_output(self, output: SchedulerOutput, sampled: dict[str, list[int]]) -> list[Request]:
@@ -192,6 +198,20 @@ class Scheduler:
         # region lab 6.2: skip without blocking
         raise Todo("lab 6.2: skip without blocking")
         # endregion
+
+    def _prefetches(self, adapter_id: int, output: SchedulerOutput) -> bool:
+        """Whether an adapter that fits comes into its slot beside this step, rather than hold up all who run in it.
+
+        For one step only: whatever became of the copy, the next one does not wait for it.
+        """
+        if adapter_id not in output.prefetch:
+            if not (adapter_id and output.scheduled) or adapter_id in self._prefetched:
+                return False
+            if not self.can_prefetch(adapter_id):
+                return False
+            self.lora.take(adapter_id)
+            output.prefetch.append(adapter_id)
+        return True
 
     def _budget_left(self, output: SchedulerOutput) -> int:
         return self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens

@@ -44,6 +44,7 @@ class LLMEngine:
             max_model_len=config.model_config.max_model_len,
             adapter_identity=self._adapter_identity,
             pinned_adapters=self._pinned_adapters,
+            can_prefetch=self.runner.can_prefetch_lora,
         )
         self.adapters = AdapterRegistry(self.scheduler, self.runner) if config.lora_config else None
         self.output_processor = OutputProcessor(tokenizer)

@@ -108,6 +108,19 @@ class LoRAModelRunnerMixin:
         """Load an adapter ahead of its first request; with `load_inplace`, again. Errors as when loading."""
         return self._manager().add_adapter(lora_request)
 
+    def can_prefetch_lora(self, lora_id: int) -> bool:
+        """Whether an adapter is in memory, in no slot, and could come into one beside a running step."""
+        manager = self._manager().manager
+        waits = lora_id in manager.list_adapters() and lora_id not in manager.list_active_adapters()
+        return waits and manager.slot_writer is not None
+
+    def prefetch_lora(self, lora_id: int) -> None:
+        """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
+        manager = self._manager().manager
+        if self.can_prefetch_lora(lora_id) and manager.has_room_for(lora_id):
+            with manager.slot_writer.behind_step():
+                manager.activate_adapter(lora_id)
+
     def remove_lora(self, lora_id: int) -> bool:
         return self._manager().remove_adapter(lora_id)
 

@@ -1,0 +1,186 @@
+"""Runs exercises' tests in forks of this process, where torch is loaded already: each starts in no time."""
+
+import importlib
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from labs.kit.plugin import exercises_of, steady_hypothesis, todo_in
+from minivllm.labs import ROOT, Overlay, Source
+
+NO_TEST = "no test carries its mark"
+TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
+LIMIT = 60.0  # seconds an exercise's tests may take
+WANTED_BY_ALL = ("torch", "safetensors.torch", "hypothesis")
+WANTED_BY_SOME = ("transformers", "peft")
+
+
+class Result(NamedTuple):
+    """Of one test. outcome: passed, failed, todo or skipped; place: the learner's file:line"""
+
+    test: str
+    outcome: str
+    message: str = ""
+    place: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The tests of an exercise, on the engine with some modules from elsewhere.
+
+    key     what the caller knows the job by
+    """
+
+    key: Any
+    exercise: str
+    sources: dict[str, Source]
+    stop_at_first: bool = False
+
+
+@dataclass
+class Outcome:
+    """trouble: why the tests did not run to their end, if they did not"""
+
+    results: list[Result] = field(default_factory=list)
+    trouble: str | None = None
+    seconds: float = 0.0
+
+    def of(self, *outcomes: str) -> list[Result]:
+        return [result for result in self.results if result.outcome in outcomes]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test that can run here passed, and there is one."""
+        return not self.trouble and bool(self.of("passed")) and not self.of("failed", "todo")
+
+
+def test_files(exercise: str) -> list[Path]:
+    """Files with tests of the exercise."""
+    folder = ROOT / "tests" / f"phase_{int(exercise.partition('.')[0]):02}"
+    mark = f'mark.lab("{exercise}")'
+    return [path for path in sorted(folder.glob("test_*.py")) if mark in path.read_text(encoding="utf-8")]
+
+
+def run(
+    jobs: Iterable[Job], on_test: Callable[[Job, Result], None] | None = None, limit: float = LIMIT
+) -> Iterator[tuple[Job, Outcome]]:
+    """Every job in a fork of its own, as many at a time as there are cores; yielded as they end."""
+    _import(WANTED_BY_ALL)
+    waiting = [(job, test_files(job.exercise)) for job in jobs]
+    running: dict[Connection, _Child] = {}
+    used = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                job, files = waiting.pop(0)
+                used += any(re.search("peft|tiny_", path.read_text(encoding="utf-8")) for path in files)
+                if used > 2:  # from here on it pays to import them once, in this process
+                    _import(WANTED_BY_SOME)
+                child = _Child(job, files)
+                running[child.receiver] = child
+            ready = wait(running, timeout=0.2)
+            for receiver, child in list(running.items()):
+                if receiver in ready and (result := child.receive()):
+                    if on_test:
+                        on_test(child.job, result)
+                elif receiver in ready or child.is_late(limit):
+                    del running[receiver]
+                    yield child.job, child.outcome
+    finally:
+        for child in running.values():
+            child.kill()
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
+class _Child:
+    """A fork that runs one job's tests and sends the result of each."""
+
+    def __init__(self, job: Job, files: list[Path]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.job = job
+        self.outcome = Outcome()
+        self.started = time.monotonic()
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process = context.Process(target=_run_tests, args=(job, files, sender), daemon=True)
+        self.process.start()
+        sender.close()  # so that the pipe ends where the child does
+
+    def receive(self) -> Result | None:
+        """A test's result; None when there are no more."""
+        with suppress(EOFError):
+            result = self.receiver.recv()
+            if isinstance(result, Result):
+                self.outcome.results.append(result)
+                return result
+            self._end(TROUBLE.get(result))
+            return None
+        self._end("the tests' process ended before they did")
+        return None
+
+    def is_late(self, limit: float) -> bool:
+        """Whether it has run too long; it is then stopped."""
+        if time.monotonic() - self.started < limit:
+            return False
+        self.kill()
+        self._end(f"no end in {limit:.0f} s")
+        return True
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def _end(self, trouble: str | None) -> None:
+        self.process.join()
+        self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.started
+
+
+def _run_tests(job: Job, files: list[Path], sender: Connection) -> None:
+    """What a child does."""
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(silence, descriptor)
+    os.chdir(ROOT)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
+    Overlay(job.sources).install()
+    steady_hypothesis()
+    options = ["-p", "no:cacheprovider", *["-x"] * job.stop_at_first]
+    plugins = [_Recorder(job.exercise, sender)]
+    sender.send(int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5)
+
+
+class _Recorder:
+    """A pytest plugin: of all tests only the exercise's, and the result of each through the pipe."""
+
+    def __init__(self, exercise: str, sender: Connection) -> None:
+        self.exercise = exercise
+        self.sender = sender
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if self.exercise in exercises_of(item)]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            outcome = "todo" if getattr(report, "todo", None) else report.outcome
+            message, place = getattr(report, "message", ""), getattr(report, "place", None)
+            self.sender.send(Result(report.nodeid, outcome, message, place))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            text = "\n".join(
+                line[4:] for line in str(report.longrepr).splitlines() if line.startswith("E   ")
+            )
+            self.sender.send(Result(report.nodeid, "todo" if todo_in(text) else "failed", text))

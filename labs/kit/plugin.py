@@ -1,0 +1,130 @@
+"""A pytest plugin: what is unfinished is TODO, not FAILED, and what a learner got wrong is said in a few lines."""
+
+import os
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from minivllm.labs import ROOT, Todo, active
+
+_TITLE = re.compile(r"lab \d+\.\d+: [^\"'\n]+")
+LONGEST = 16  # lines of a message that are shown
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if active():
+        steady_hypothesis()
+        if config.option.tbstyle == "auto" and not config.option.fulltrace:
+            config.option.tbstyle = "native"  # what is said instead is below, and this is quick to make
+
+
+def steady_hypothesis() -> None:
+    """The same examples in every run, however slow the machine: grades must not change by chance."""
+    from hypothesis import settings
+
+    settings.register_profile(
+        "labs", deadline=None, derandomize=True, database=None, report_multiple_bugs=False, print_blob=False
+    )
+    settings.load_profile("labs")
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and everything it was raised from or because of."""
+    seen: list[BaseException] = []
+    ahead = [error]
+    while ahead:
+        here = ahead.pop(0)
+        if here not in seen:
+            seen.append(here)
+            yield here
+            ahead += [e for e in (here.__cause__, here.__context__, *getattr(here, "exceptions", ())) if e]
+
+
+def todo_of(error: BaseException) -> str | None:
+    """The `lab N.M: title` of the unsolved exercise that an error comes from, if it comes from one.
+
+    A Triton kernel cannot raise `Todo`; there the text of an assertion says it, at compile time on a GPU.
+    """
+    for link in chain(error):
+        if isinstance(link, Todo):
+            return str(link)
+        is_assertion = isinstance(link, AssertionError) or type(link).__module__.startswith("triton")
+        if is_assertion and (title := todo_in(str(link))):
+            return title
+    return None
+
+
+def todo_in(text: str) -> str | None:
+    """The first `lab N.M: title` in a text."""
+    found = _TITLE.search(text)
+    return found and found[0]
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says, in so many lines at most; of errors that wrap others, what the first one says."""
+    if type(error).__module__.startswith("triton") and error.__cause__:
+        error = error.__cause__
+    text = str(error)
+    if not isinstance(error, AssertionError | pytest.fail.Exception):
+        text = f"{type(error).__name__}: {text}"
+    lines = [
+        *text.splitlines(),
+        *(line for note in getattr(error, "__notes__", ()) for line in note.splitlines()),
+    ]
+    more = [f"... {len(lines) - LONGEST} more lines"] if len(lines) > LONGEST else []
+    return "\n".join(lines[:LONGEST] + more)
+
+
+def learners_place(error: BaseException) -> str | None:
+    """`file:line` of the innermost line of a learner's file that an error passed through."""
+    files = {source.path for source in active().values()}
+    for link in reversed(list(chain(error))):
+        for frame, line in reversed(list(traceback.walk_tb(link.__traceback__))):
+            if frame.f_code.co_filename in files:
+                return f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{line}"
+    return None
+
+
+def exercises_of(item: pytest.Item) -> list[str]:
+    """The exercises that a test grades, the one marked closest to it first."""
+    return [mark.args[0] for mark in item.iter_markers("lab")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    report = yield
+    if call.excinfo is None or not report.failed:
+        return report
+    error = call.excinfo.value
+    report.todo, report.message = todo_of(error), message_of(error)
+    report.place = learners_place(error)
+    if active() and exercises_of(item) and not item.config.option.fulltrace:
+        place = f"your code: {report.place}\n" if report.place else ""
+        report.longrepr = (
+            f"lab {exercises_of(item)[0]}: {report.message}\n{place}asked in {place_in_test(item, error)}"
+        )
+    return report
+
+
+def place_in_test(item: pytest.Item, error: BaseException) -> str:
+    """`file:line` where the test was when it failed."""
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == str(item.path)
+    ]
+    return f"{os.path.relpath(item.path, ROOT)}:{lines[-1] if lines else item.location[1] + 1}"
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple | None:
+    # The report stays a failure, so that the exit status is 1.
+    return ("todo", "T", ("TODO", {"yellow": True})) if getattr(report, "todo", None) else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    todo = Counter(report.todo for report in terminalreporter.getreports("todo"))
+    for exercise, tests in sorted(todo.items()):
+        terminalreporter.write_line(f"TODO {exercise} ({tests} test{'s' * (tests > 1)})", yellow=True)
