@@ -54,7 +54,7 @@ def find_regions(text: str, where: str) -> list[Region]:
     """
     regions: list[Region] = []
     opened: tuple[str, str, int] | None = None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip().startswith("# region lab"):
             match = _OPEN.fullmatch(line.rstrip())
             if not match:
@@ -96,7 +96,7 @@ def splice(base: str, other: str, keep: Collection[str], where: str) -> tuple[st
     Returns the text and, for each of its lines, the line of `base` it stands for. LabError when the two do not
     have the same regions.
     """
-    lines, theirs = base.splitlines(keepends=True), other.splitlines(keepends=True)
+    lines, theirs = base.split("\n"), other.split("\n")
     regions, others = find_regions(base, where), find_regions(other, where)
     if [region.exercise for region in regions] != [region.exercise for region in others]:
         wanted = ", ".join(region.exercise for region in others)
@@ -112,7 +112,7 @@ def splice(base: str, other: str, keep: Collection[str], where: str) -> tuple[st
         numbers += range(done + 1, mine.start + 1)
         numbers += (min(mine.start + 1 + i, mine.stop + 1) for i in range(len(new)))
         done = mine.stop
-    return "".join(text + lines[done:]), [*numbers, *range(done + 1, len(lines) + 1)]
+    return "\n".join(text + lines[done:]), [*numbers, *range(done + 1, len(lines) + 1)]
 
 
 def compile_source(source: Source) -> ast.Module:

@@ -51,9 +51,9 @@ def sort_key(number: str) -> tuple[int, ...]:
 
 
 def code_of(text: str, exercise: str, where: str) -> str:
-    lines = text.splitlines(keepends=True)
+    lines = text.split("\n")
     parts = [
-        textwrap.dedent("".join(lines[region.start : region.stop])).strip("\n")
+        textwrap.dedent("\n".join(lines[region.start : region.stop])).strip("\n")
         for region in find_regions(text, where)
         if region.exercise == exercise
     ]
@@ -86,13 +86,13 @@ def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
 
 def starter(text: str, where: str) -> str:
     """A module's text with a stub in the place of every body in a region."""
-    tree, lines = ast.parse(text), text.splitlines()
+    tree, lines = ast.parse(text), text.split("\n")
     for region in reversed(find_regions(text, where)):
         for first, last, column, stub in reversed(list(_stubs(tree, lines, region, where))):
             lines[first:last] = [" " * column + stub]
     if any("raise Todo(" in line for line in lines):
         lines.insert(_first_import(tree), "from minivllm.labs import Todo")
-    result = "\n".join(lines) + "\n"
+    result = "\n".join(lines)
     ast.parse(result, where)
     return result
 
@@ -152,15 +152,15 @@ def edit(exercise: Exercise, edits: Iterable[tuple[str, str]]) -> str:
     """
     text = exercise.text
     for old, new in edits:
-        lines, found = text.splitlines(keepends=True), 0
+        lines, found = text.split("\n"), 0
         for region in reversed(find_regions(text, exercise.module)):
-            part = "".join(lines[region.start : region.stop])
+            part = "".join(line + "\n" for line in lines[region.start : region.stop])
             if region.exercise == exercise.number and old:
                 found += part.count(old)
-                lines[region.start : region.stop] = [part.replace(old, new)]
+                lines[region.start : region.stop] = part.replace(old, new).removesuffix("\n").split("\n")
         if found != 1:
             raise LabError(f"its old text is in the regions of lab {exercise.number} {found} times, not once")
-        text = "".join(lines)
+        text = "\n".join(lines)
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
