@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from minivllm.labs import Todo, describe
+
 # A quiet terminal: what the libraries below would say of themselves is not the user's business.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -132,11 +134,18 @@ def bench_cpu(
 
 def main() -> None:
     """The entry point: errors of the user's doing are one sentence and exit status 2."""
+    for sentence in describe():
+        print(sentence, file=sys.stderr)
     try:
         app()
+    except Todo as error:
+        problem = f"{error} is still TODO"
+    except SyntaxError as error:
+        problem = f"{error.filename}:{error.lineno}: {error.msg}"
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        problem = str(error)
+    Console(stderr=True).print(f"[red]error:[/red] {escape(problem)}", highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,275 @@
-"""The `lab` command."""
+"""The `lab` command. What takes long to import is imported after the first line is out."""
 
+import json
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
 
-from labs.kit.regions import Exercise, read_engine
-from minivllm.labs import LabError
+from labs.kit.hints import hints_of
+from labs.kit.progress import Progress, learners_code, place, reset, shown
+from labs.kit.regions import PHASES, Exercise, read_engine
+from minivllm.labs import LabError, starters
 
 app = typer.Typer(help="Your path through the course.", add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=True)
 
+SIGNS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
+
 Which = Annotated[
     str | None, typer.Argument(help="A phase, such as 3, or an exercise, such as 3.2; none: all.")
 ]
+Number = Annotated[str, typer.Argument(help="An exercise, such as 3.2.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Whole tracebacks.")]
 
 
 def choose(which: str | None) -> list[Exercise]:
     """The exercises of a phase, one exercise, or all. LabError for what is neither."""
+    starters()  # says so where there is no checkout
     exercises = read_engine()
-    found = [e for n, e in exercises.items() if which in (None, n, n.partition(".")[0])]
+    found = [e for number, e in exercises.items() if which in (None, number, number.partition(".")[0])]
     if not found:
-        raise LabError(f"there is no lab {which}; give a phase, 1 to 7, or one of {', '.join(exercises)}")
+        near = [n for n in exercises if n.partition(".")[0] == which.partition(".")[0]] or list(exercises)
+        raise LabError(
+            f"there is no lab '{which}': give a phase, 1 to {len(PHASES)}, or an exercise, {near[0]} to {near[-1]}"
+        )
     return found
 
 
+def choose_one(number: str) -> Exercise:
+    [first, *others] = choose(number)
+    if others or first.number != number:
+        raise LabError(f"{number} is a phase; name one exercise, such as {first.number}")
+    return first
+
+
 @app.callback(invoke_without_command=True)
-def path(context: typer.Context) -> None:
-    """Where you are in the course."""
-    if context.invoked_subcommand is None:
-        for exercise in choose(None):
-            console.print(f"{exercise.number}  {escape(exercise.title)}")
+def overview(context: typer.Context) -> None:
+    """Your path through the course, and how far along it you are."""
+    if context.invoked_subcommand:
+        return
+    progress, exercises = Progress(), choose(None)
+    states = {exercise.number: progress.state(exercise) for exercise in exercises}
+    passed = sum(state == "passed" for state in states.values())
+    console.print(
+        f"{passed} of {len(exercises)} exercises solved. ✓ solved  ~ started or changed since  · TODO\n"
+    )
+    for phase in PHASES:
+        console.print(f"[bold]{phase}[/]")
+        for exercise in (e for e in exercises if e.phase == phase):
+            console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {escape(exercise.title)}")
+    console.print()
+    say_next(next((e for e in exercises if states[e.number] != "passed"), None))
+
+
+def say_next(exercise: Exercise | None) -> None:
+    if exercise is None:
+        console.print("[green]All solved.[/] `lab run -- minivllm demo` serves with your code.")
+        return
+    hints = hints_of(exercise)
+    minutes = f", about {hints.minutes} minutes" if hints else ""
+    console.print(f"Next: lab {exercise.number}, {escape(exercise.title)}{minutes}")
+    console.print(f"  {place(exercise)}\n  lab check {exercise.number}    lab hint {exercise.number}")
+
+
+@app.command()
+def check(which: Which = None, trace: Trace = False) -> None:
+    """Run the tests of exercises on your code. Exit status 1 unless all pass."""
+    chosen = choose(which)
+    numbers = chosen[0].number if len(chosen) == 1 else f"{chosen[0].number} to {chosen[-1].number}"
+    console.print(f"Checking {numbers}: your code in labs/, ours for everything else")
+    raise typer.Exit(0 if check_all(chosen, trace) else 1)
+
+
+def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
+    """Grade, say what came out, remember what passed; whether all did."""
+    from labs.kit.grade import grade
+
+    progress, states = Progress(), {}
+    with console.status("") as status:
+        for result in grade(
+            chosen, trace, lambda job, test: status.update(f"{job.exercise} {test.test[-60:]}")
+        ):
+            states[result.exercise.number] = result.state
+            say_grade(result, trace)
+            if result.state == "passed":
+                progress.passed[result.exercise.number] = result.digest
+    progress.save()
+    if len(chosen) > 1:
+        counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
+        console.print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['todo']} TODO")
+    left = [exercise for exercise in chosen if states[exercise.number] != "passed"]
+    if left:
+        console.print(f"[dim]stuck? lab hint {left[0].number}[/]")
+    elif len(chosen) == 1:
+        console.print(f"[dim]lab diff {chosen[0].number} shows your code beside ours[/]")
+    return not left
+
+
+def say_grade(result: "Grade", trace: bool) -> None:  # noqa: F821
+    from labs.kit.grade import misconceptions
+
+    exercise, outcome = result.exercise, result.outcome
+    tests = len(outcome.results)
+    wrong = outcome.of("failed")
+    said = {
+        "passed": f"{tests} test{'s' * (tests != 1)}, {outcome.seconds:.1f} s",
+        "failed": f"{len(wrong)} of {tests} tests fail" if wrong else "",
+        "todo": f"TODO {place(exercise)}",
+    }[result.state]
+    console.print(f"{SIGNS[result.state]} {exercise.number} {escape(exercise.title)}  [dim]{said}[/]")
+    if outcome.trouble:
+        console.print(f"    [red]{escape(outcome.trouble)}[/]")
+    shown_messages = set()
+    for test in wrong:
+        if test.message in shown_messages or len(shown_messages) == 2:
+            continue
+        shown_messages.add(test.message)
+        console.print(f"    [bold]{escape(test.test.partition('::')[2] or test.test)}[/]")
+        console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
+        yours = f"your code: {test.place}   " if test.place else ""
+        console.print(f"      [dim]{yours}asked in {test.asked}[/]")
+    if wrong and not trace:
+        for mutant in misconceptions(result):
+            console.print(f"    [yellow]It looks like this:[/] {escape(mutant.misconception)}")
+
+
+@app.command()
+def watch(which: Which = None) -> None:
+    """Check again whenever you save."""
+    from labs.kit.progress import digest
+
+    chosen, progress = choose(which), Progress()
+    files = {exercise.starter for exercise in chosen}
+    known = {exercise.number: digest(exercise) for exercise in chosen}
+    console.print(f"Watching {', '.join(sorted({f'labs/{e.phase}' for e in chosen}))}; Ctrl-C ends it")
+    changed = [exercise for exercise in chosen if progress.state(exercise) == "started"]
+    try:
+        while True:
+            if changed:
+                check_all(changed)
+            saved = [file.stat().st_mtime_ns for file in files if file.exists()]
+            while saved == [file.stat().st_mtime_ns for file in files if file.exists()]:
+                time.sleep(0.2)
+            now = {exercise.number: digest(exercise) for exercise in chosen}
+            changed = [exercise for exercise in chosen if now[exercise.number] != known[exercise.number]]
+            known = now
+    except KeyboardInterrupt:
+        console.print()
+
+
+@app.command()
+def hint(number: Number) -> None:
+    """The next of three hints: a nudge, the approach, pseudocode."""
+    exercise, progress = choose_one(number), Progress()
+    hints = hints_of(exercise)
+    if not hints:
+        raise LabError(f"there are no hints for lab {number} yet")
+    given = min(progress.hints.get(number, 0) + 1, len(hints.hints))
+    progress.hints[number] = given
+    progress.save()
+    console.print(f"[bold]Hint {given} of {len(hints.hints)}, lab {number}: {escape(exercise.title)}[/]")
+    console.print(hints.hints[given - 1].strip("\n"), markup=False)
+
+
+@app.command()
+def diff(
+    number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
+) -> None:
+    """Your code beside ours."""
+    exercise = choose_one(number)
+    if not spoil and Progress().state(exercise) != "passed":
+        raise LabError(
+            f"lab {number} has not passed as it is now; `lab check {number}`, or --spoil to see ours"
+        )
+    yours, ours = (
+        Syntax(code, "python", theme="ansi_dark", word_wrap=True)
+        for code in (learners_code(exercise), exercise.code())
+    )
+    if console.width >= 160:
+        table = Table("yours", "ours")
+        table.add_row(yours, ours)
+        Console().print(table)
+    else:
+        Console().print("[bold]yours[/]", yours, "[bold]ours[/]", ours)
+    console.print(f"[dim]why it is so: solutions/{exercise.phase}/README.md[/]")
+
+
+@app.command("reset")
+def reset_command(
+    number: Annotated[str, typer.Argument(help="An exercise, such as 3.2; or a phase: all of its files.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Put the stub back. What was there is kept under .lab/backup."""
+    chosen = choose(number)
+    is_phase = "." not in number
+    what = f"all of labs/{chosen[0].phase}" if is_phase else f"lab {number} in {shown(chosen[0].starter)}"
+    if not yes and not typer.confirm(f"Put back {what} as it was at the start?"):
+        raise typer.Exit(1)
+    for path in reset(chosen, whole_files=is_phase):
+        console.print(f"kept: {shown(path)}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def run(
+    command: Annotated[list[str], typer.Argument(help="Any command, such as `-- minivllm demo`.")],
+    labs: Annotated[
+        str | None, typer.Option(help="What is yours: 3,5 or 3.2 or all. None: what you began.")
+    ] = None,
+) -> None:
+    """Run a command on your code, and ours for what you have not begun."""
+    progress = Progress()
+    begun = [e.number for e in choose(None) if progress.state(e) != "todo"]
+    yours = labs or ",".join(begun)
+    console.print(f"yours: {yours or 'nothing yet, this is our code'}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    try:
+        status = subprocess.run(command, env={**os.environ, "MINIVLLM_LABS": yours, "PATH": path}).returncode
+    except OSError as error:
+        raise LabError(f"'{command[0]}' cannot be run: {error.strerror}") from None
+    raise typer.Exit(status)
+
+
+@app.command()
+def doctor() -> None:
+    """Whether everything is there that the course needs."""
+    from labs.kit.doctor import examine
+
+    is_well = True
+    for finding in examine():
+        is_well &= finding.is_good is not False
+        sign = {True: SIGNS["passed"], False: SIGNS["failed"], None: "[yellow]-[/]"}[finding.is_good]
+        console.print(f"{sign} {finding.name}: {escape(finding.text)}")
+    raise typer.Exit(0 if is_well else 1)
+
+
+@app.command("grade")
+def grade_command(
+    which: Which = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit's XML here too.")] = None,
+) -> None:
+    """For instructors: points for every exercise."""
+    from labs.kit.grade import grade, report, write_junit
+
+    points = report(list(grade(choose(which))))
+    if junit:
+        write_junit(points, junit)
+    if as_json:
+        print(json.dumps(points, indent=2))
+        return
+    for entry in points["exercises"]:
+        sign = SIGNS[entry["state"]]
+        console.print(f"{sign} {entry['exercise']} {escape(entry['title'])}  {entry['points']}/{entry['of']}")
+    console.print(f"{points['points']} of {points['of']} points")
 
 
 @app.command()
@@ -45,7 +282,7 @@ def mutants(which: Which = None) -> None:
         total += verdict.mutant is not None
         bad += not verdict.is_good
         name = verdict.mutant.name if verdict.mutant else "(the engine)"
-        sign = "[green]✓[/]" if verdict.is_good else "[red]✗[/]"
+        sign = SIGNS["passed" if verdict.is_good else "failed"]
         console.print(f"{sign} {verdict.exercise} {name}: {escape(verdict.text)}")
     console.print(f"{total} mutants, {bad} to look at")
     raise typer.Exit(1 if bad else 0)
@@ -53,21 +290,21 @@ def mutants(which: Which = None) -> None:
 
 @app.command()
 def sync(
-    check: Annotated[
+    only_look: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")
     ] = False,
 ) -> None:
     """For maintainers: generate starters, their hashes and the code in solutions and chapters."""
     from labs.kit.sync import sync as sync_files
 
-    stale, left_alone = sync_files(write=not check)
+    stale, left_alone = sync_files(write=not only_look)
     for name in stale:
-        console.print(f"{'out of date' if check else 'written'}: {name}")
+        console.print(f"{'out of date' if only_look else 'written'}: {name}")
     for sentence in left_alone:
         console.print(f"[yellow]{escape(sentence)}[/]")
     if not stale:
         console.print("everything generated is up to date")
-    raise typer.Exit(1 if check and stale else 0)
+    raise typer.Exit(1 if only_look and stale else 0)
 
 
 def main() -> None:

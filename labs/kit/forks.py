@@ -26,12 +26,18 @@ WANTED_BY_SOME = ("transformers", "peft")
 
 
 class Result(NamedTuple):
-    """Of one test. outcome: passed, failed, todo or skipped; place: the learner's file:line"""
+    """Of one test.
+
+    outcome   passed, failed, todo or skipped
+    place     file:line of the learner's where it failed
+    asked     file:line of the test's
+    """
 
     test: str
     outcome: str
     message: str = ""
     place: str | None = None
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,14 @@ class Job:
     """The tests of an exercise, on the engine with some modules from elsewhere.
 
     key     what the caller knows the job by
+    trace   messages are whole tracebacks
     """
 
     key: Any
     exercise: str
     sources: dict[str, Source]
     stop_at_first: bool = False
+    trace: bool = False
 
 
 @dataclass
@@ -156,16 +164,17 @@ def _run_tests(job: Job, files: list[Path], sender: Connection) -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
     Overlay(job.sources).install()
     steady_hypothesis()
-    options = ["-p", "no:cacheprovider", *["-x"] * job.stop_at_first]
-    plugins = [_Recorder(job.exercise, sender)]
+    options = ["-p", "no:cacheprovider", *["-x"] * job.stop_at_first, *["--tb=long"] * job.trace]
+    plugins = [_Recorder(job.exercise, job.trace, sender)]
     sender.send(int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5)
 
 
 class _Recorder:
     """A pytest plugin: of all tests only the exercise's, and the result of each through the pipe."""
 
-    def __init__(self, exercise: str, sender: Connection) -> None:
+    def __init__(self, exercise: str, trace: bool, sender: Connection) -> None:
         self.exercise = exercise
+        self.trace = trace
         self.sender = sender
 
     @pytest.hookimpl(trylast=True)
@@ -175,8 +184,9 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             outcome = "todo" if getattr(report, "todo", None) else report.outcome
-            message, place = getattr(report, "message", ""), getattr(report, "place", None)
-            self.sender.send(Result(report.nodeid, outcome, message, place))
+            message = report.longreprtext if self.trace else getattr(report, "message", "")
+            place, asked = getattr(report, "place", None), getattr(report, "asked", "")
+            self.sender.send(Result(report.nodeid, outcome, message, place, asked))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -11,14 +11,19 @@ import pytest
 from minivllm.labs import ROOT, Todo, active
 
 _TITLE = re.compile(r"lab \d+\.\d+: [^\"'\n]+")
+IS_SHORT = pytest.StashKey[bool]()
 LONGEST = 16  # lines of a message that are shown
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """With a learner's code: say little of a failure, unless a kind of traceback is asked for."""
+    config.stash[IS_SHORT] = (
+        bool(active()) and config.option.tbstyle == "auto" and not config.option.fulltrace
+    )
+    if config.stash[IS_SHORT]:
+        config.option.tbstyle = "native"  # it will not be shown, and is quick to make
     if active():
         steady_hypothesis()
-        if config.option.tbstyle == "auto" and not config.option.fulltrace:
-            config.option.tbstyle = "native"  # what is said instead is below, and this is quick to make
 
 
 def steady_hypothesis() -> None:
@@ -100,12 +105,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         return report
     error = call.excinfo.value
     report.todo, report.message = todo_of(error), message_of(error)
-    report.place = learners_place(error)
-    if active() and exercises_of(item) and not item.config.option.fulltrace:
+    report.place, report.asked = learners_place(error), place_in_test(item, error)
+    if item.config.stash[IS_SHORT] and exercises_of(item):
         place = f"your code: {report.place}\n" if report.place else ""
-        report.longrepr = (
-            f"lab {exercises_of(item)[0]}: {report.message}\n{place}asked in {place_in_test(item, error)}"
-        )
+        report.longrepr = f"lab {exercises_of(item)[0]}: {report.message}\n{place}asked in {report.asked}"
     return report
 
 

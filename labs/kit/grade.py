@@ -1,0 +1,119 @@
+"""Grades exercises: the learner's code for one at a time, ours for all others."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labs.kit.forks import Job, Outcome, Result, run
+from labs.kit.mutants import Mutant, mutants_of
+from labs.kit.progress import digest, is_untouched, learners_exercise
+from labs.kit.regions import Exercise, sort_key
+from minivllm.labs import LabError
+
+
+@dataclass(frozen=True)
+class Grade:
+    """state: passed, failed or todo; digest: of the code that was graded"""
+
+    exercise: Exercise
+    state: str
+    outcome: Outcome
+    digest: str
+
+    @property
+    def points(self) -> int:
+        return int(self.state == "passed")
+
+    @property
+    def message(self) -> str:
+        """Why it did not pass, in a few lines; empty where that needs no saying."""
+        failed = [result.message for result in self.outcome.of("failed")]
+        return self.outcome.trouble or (failed[0] if failed else "")
+
+
+def grade(
+    exercises: Iterable[Exercise], trace: bool = False, on_test: Callable[[Job, Result], None] | None = None
+) -> Iterator[Grade]:
+    """As they come: first those that need no tests to tell.
+
+    trace   messages are whole tracebacks
+    """
+    jobs: list[Job] = []
+    for exercise in exercises:
+        if is_untouched(exercise):
+            yield Grade(exercise, "todo", Outcome(), "")
+            continue
+        try:
+            sources = learners_exercise(exercise)
+            jobs.append(Job((exercise, digest(exercise)), exercise.number, sources, trace=trace))
+        except LabError as error:
+            yield Grade(exercise, "failed", Outcome(trouble=str(error)), "")
+    for job, outcome in run(jobs, on_test) if jobs else ():
+        is_todo = outcome.of("todo") and not outcome.of("failed") and not outcome.trouble
+        state = "passed" if outcome.passed else "todo" if is_todo else "failed"
+        yield Grade(job.key[0], state, outcome, job.key[1])
+
+
+def misconceptions(grade: Grade) -> list[Mutant]:
+    """The classic mistakes that fail the same tests with the same words."""
+    jobs = []
+    for mutant in mutants_of(grade.exercise):
+        with suppress(LabError):  # `lab mutants` is where that is said
+            jobs.append(Job(mutant, grade.exercise.number, mutant.sources()))
+    mine = _signature(grade.outcome)
+    alike = [job.key.name for job, outcome in run(jobs, limit=20) if _signature(outcome) == mine]
+    return [mutant for mutant in mutants_of(grade.exercise) if mutant.name in alike]
+
+
+def _signature(outcome: Outcome) -> Any:
+    wrong = {
+        result.test: re.sub("0x[0-9a-f]+", "", result.message) for result in outcome.of("failed", "todo")
+    }
+    return wrong, outcome.trouble
+
+
+def report(grades: list[Grade]) -> dict[str, Any]:
+    """For instructors: points of every exercise and in all."""
+    exercises = [
+        {
+            "exercise": grade.exercise.number,
+            "title": grade.exercise.title,
+            "phase": grade.exercise.phase,
+            "state": grade.state,
+            "points": grade.points,
+            "of": 1,
+            "tests": Counter(result.outcome for result in grade.outcome.results),
+            "seconds": round(grade.outcome.seconds, 2),
+            "message": grade.message,
+        }
+        for grade in sorted(grades, key=lambda grade: sort_key(grade.exercise.number))
+    ]
+    return {"points": sum(grade.points for grade in grades), "of": len(grades), "exercises": exercises}
+
+
+def write_junit(grades: dict[str, Any], path: Path) -> None:
+    """A `report` in JUnit's XML, an exercise a test case."""
+    suite = ElementTree.Element(
+        "testsuite",
+        name="minivllm labs",
+        tests=str(grades["of"]),
+        failures=str(grades["of"] - grades["points"]),
+    )
+    for entry in grades["exercises"]:
+        case = ElementTree.SubElement(
+            suite,
+            "testcase",
+            classname=entry["phase"],
+            name=f"{entry['exercise']} {entry['title']}",
+            time=str(entry["seconds"]),
+        )
+        if not entry["points"]:
+            ElementTree.SubElement(case, "failure", type=entry["state"]).text = (
+                entry["message"] or entry["state"]
+            )
+    ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)

@@ -1,0 +1,26 @@
+"""What the course says about an exercise: how long it takes, and three hints."""
+
+import tomllib
+from typing import NamedTuple
+
+from labs.kit.regions import Exercise
+from minivllm.labs import ROOT, LabError
+
+
+class Hints(NamedTuple):
+    """minutes: for a good engineer to whom this is new; hints: a nudge, the approach, pseudocode"""
+
+    minutes: int
+    hints: list[str]
+
+
+def hints_of(exercise: Exercise) -> Hints | None:
+    """None where nobody has written any. LabError for a file that is not as it should be."""
+    path = ROOT / "labs" / exercise.phase / "hints.toml"
+    if not path.is_file():
+        return None
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get(exercise.number)
+        return table and Hints(table["minutes"], table["hints"])
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        raise LabError(f"{path.relative_to(ROOT)}: {error}") from None

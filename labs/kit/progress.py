@@ -1,0 +1,102 @@
+"""What a learner has done so far: in the files under `labs/`, and in `.lab/`, which git does not see."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from labs.kit.regions import Exercise, code_of, read_engine, starter
+from labs.kit.sync import sha256
+from minivllm.labs import ROOT, LabError, Source, compile_source, learners_sources, read, splice
+
+FOLDER = ROOT / ".lab"
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+class Progress:
+    """passed: exercise -> hash of the code that passed; hints: exercise -> how many were given"""
+
+    def __init__(self) -> None:
+        self.file = FOLDER / "progress.json"
+        held: dict[str, Any] = json.loads(self.file.read_text()) if self.file.is_file() else {}
+        self.passed: dict[str, str] = held.get("passed", {})
+        self.hints: dict[str, int] = held.get("hints", {})
+
+    def save(self) -> None:
+        FOLDER.mkdir(exist_ok=True)
+        self.file.write_text(json.dumps({"passed": self.passed, "hints": self.hints}, indent=1))
+
+    def state(self, exercise: Exercise) -> str:
+        """passed, if this very code did; todo, if the stub stands untouched; else started."""
+        if is_untouched(exercise):
+            return "todo"
+        return "passed" if self.passed.get(exercise.number) == digest(exercise) else "started"
+
+
+def learners_text(exercise: Exercise) -> str:
+    """Its module with the learner's code for it and ours for its other exercises. LabError without markers."""
+    return splice(read(exercise.starter), exercise.text, {exercise.number}, shown(exercise.starter))[0]
+
+
+def digest(exercise: Exercise) -> str:
+    try:
+        return sha256(learners_text(exercise))
+    except LabError as error:
+        return str(error)
+
+
+def is_untouched(exercise: Exercise) -> bool:
+    """Whether the stub stands as it was generated."""
+    try:
+        return learners_code(exercise) == code_of(stubs(exercise), exercise.number, exercise.module)
+    except LabError:
+        return False
+
+
+def learners_code(exercise: Exercise) -> str:
+    return code_of(learners_text(exercise), exercise.number, shown(exercise.starter))
+
+
+def stubs(exercise: Exercise) -> str:
+    """The starter of its module."""
+    return starter(exercise.text, exercise.module)
+
+
+def learners_exercise(exercise: Exercise) -> dict[str, Source]:
+    """What it is graded on. LabError, in a sentence, for a file that Python cannot read."""
+    sources = learners_sources(exercise.number)
+    for source in sources.values():
+        try:
+            compile(compile_source(source), source.path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise LabError(f"{shown(exercise.starter)}:{error.lineno}: {error.msg}") from None
+    return sources
+
+
+def place(exercise: Exercise) -> str:
+    """`file:line` where its first region begins in the learner's file."""
+    marker = f"# region lab {exercise.number}:"
+    lines = read(exercise.starter).split("\n")
+    return f"{shown(exercise.starter)}:{next((n for n, line in enumerate(lines, 1) if marker in line), 1)}"
+
+
+def reset(chosen: list[Exercise], whole_files: bool) -> list[Path]:
+    """Put the stubs back, of these exercises or in whole files; returns where the files are kept that were."""
+    kept = []
+    for path in dict.fromkeys(exercise.starter for exercise in chosen):
+        [*exercises] = [exercise for exercise in chosen if exercise.starter == path]
+        fresh = stubs(exercises[0])
+        if path.is_file():
+            backup = FOLDER / "backup" / f"{path.parent.name}-{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.py"
+            backup.parent.mkdir(parents=True, exist_ok=True)
+            backup.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+            kept.append(backup)
+        if not whole_files:
+            numbers = {exercise.number for exercise in exercises}
+            others = {number for number in read_engine() if number not in numbers}
+            fresh, _ = splice(read(path), fresh, others, shown(path))
+        path.write_text(fresh, encoding="utf-8")
+    return kept
