@@ -57,10 +57,13 @@ class PagedAttentionMetadata:
         block_tables: list[list[int]],
         block_size: int,
         device: torch.device | str = "cpu",
+        max_seq_len: int | None = None,
     ) -> "PagedAttentionMetadata":
         """Rows are any mixture of decodes (query length 1) and prompt chunks, in any order.
 
         query_lens, seq_lens, block_tables: one per request. A block table may be longer than its context.
+        max_seq_len: None = the longest context among the decodes. The same number at every step keeps launches the
+            same, so that no step has to wait for a kernel to be compiled
         """
         queries, contexts = np.array(query_lens), np.array(seq_lens)
         widest = -(-int(contexts.max()) // block_size)
@@ -77,7 +80,7 @@ class PagedAttentionMetadata:
             _int32(starts[decodes], device),
             _int32(tables[decodes], device),
             _int32(contexts[decodes], device),
-            int(contexts[decodes].max(initial=0)),
+            int(contexts[decodes].max(initial=0)) if max_seq_len is None else max_seq_len,
             prefill,
         )
 

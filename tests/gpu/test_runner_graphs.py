@@ -275,3 +275,9 @@ def test_on_a_gpu_the_cache_takes_what_is_left_and_no_more_than_is_useful(world)
     )
 
     assert engine.runner.num_blocks == 4 * 64 // 4 + 1
+
+
+def test_no_graph_has_more_rows_than_a_step_may_have_tokens(world):
+    engine = paged_engine(world, max_num_batched_tokens=3, max_num_seqs=6)
+
+    assert engine.runner.decode_graphs.sizes == [1, 2, 3]

@@ -26,7 +26,11 @@ def _tiles_per_split(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILE
     return tl.maximum(tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS), MIN_TILES)
 
 
-@triton.jit
+# One compiled kernel for tables of any form: a further variant would stall the first step that wants it.
+@triton.jit(
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["rows_ptr", "block_tables_ptr", "seq_lens_ptr"],
+)
 def _paged_decode_kernel(
     q_ptr, cache_ptr, rows_ptr, block_tables_ptr, seq_lens_ptr, out_ptr, lse_ptr,
     scale,  # of the scores, times log2(e)
@@ -89,7 +93,7 @@ def _paged_decode_kernel(
         tl.store(lse_ptr + partial, highest + tl.log2(weights_sum), mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _reduce_splits_kernel(
     partial_ptr, lse_ptr, rows_ptr, seq_lens_ptr, out_ptr, out_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -11,7 +11,9 @@ from minivllm.lora.ops.triton_ops.tuning import can_overlap, expand_tiles
 
 
 # region lab 4.3: the expand kernel
-@triton.jit
+@triton.jit(
+    do_not_specialize=["h_split_stride", "h_slice_stride"]
+)  # they differ by step: no variant for each
 def _lora_expand_kernel(
     h_ptr,  # (splits, n, T, R), or the columns of a wider product: see the strides
     b_ptrs,  # n x (S, N_i, R)
