@@ -22,6 +22,7 @@ from minivllm.labs import LabError, starters
 app = typer.Typer(help="Your path through the course.", add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=True)
 
+WIPE = "\x1b[2K"  # what a terminal takes for: empty this line
 SIGNS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
 
 Which = Annotated[
@@ -94,14 +95,11 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     from labs.kit.grade import grade
 
     progress, states = Progress(), {}
-    with console.status("") as status:
-        for result in grade(
-            chosen, trace, lambda job, test: status.update(f"{job.exercise} {test.test[-60:]}")
-        ):
-            states[result.exercise.number] = result.state
-            say_grade(result, trace)
-            if result.state == "passed":
-                progress.passed[result.exercise.number] = result.digest
+    for result in grade(chosen, trace, say_test if console.is_terminal else None):
+        states[result.exercise.number] = result.state
+        say_grade(result, trace)
+        if result.state == "passed":
+            progress.passed[result.exercise.number] = result.digest
     progress.save()
     if len(chosen) > 1:
         counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
@@ -114,9 +112,17 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     return not left
 
 
+def say_test(job: "Job", result: "Result") -> None:  # noqa: F821
+    """On a line that is wiped before the next."""
+    name = f"{job.exercise} {result.test.rpartition('::')[2]}"[: console.width - 1]
+    print(f"{WIPE}{name}\r", end="", flush=True)
+
+
 def say_grade(result: "Grade", trace: bool) -> None:  # noqa: F821
     from labs.kit.grade import misconceptions
 
+    if console.is_terminal:
+        print(WIPE, end="")
     exercise, outcome = result.exercise, result.outcome
     tests = len(outcome.results)
     wrong = outcome.of("failed")
@@ -130,7 +136,7 @@ def say_grade(result: "Grade", trace: bool) -> None:  # noqa: F821
         console.print(f"    [red]{escape(outcome.trouble)}[/]")
     shown_messages = set()
     for test in wrong:
-        if test.message in shown_messages or len(shown_messages) == 2:
+        if test.message in shown_messages or len(shown_messages) == (1 if trace else 2):
             continue
         shown_messages.add(test.message)
         console.print(f"    [bold]{escape(test.test.partition('::')[2] or test.test)}[/]")
@@ -314,3 +320,7 @@ def main() -> None:
     except LabError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

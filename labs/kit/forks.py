@@ -21,7 +21,7 @@ from minivllm.labs import ROOT, Overlay, Source
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 LIMIT = 60.0  # seconds an exercise's tests may take
-WANTED_BY_ALL = ("torch", "safetensors.torch", "hypothesis")
+WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 WANTED_BY_SOME = ("transformers", "peft")
 
 
@@ -110,6 +110,13 @@ def run(
 
 
 def _import(names: tuple[str, ...]) -> None:
+    """Import here what forks would import. Some of it imports Triton, whose interpreter is chosen before."""
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # a GPU in use here could not be used in forks
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     for name in names:
         importlib.import_module(name)
 
