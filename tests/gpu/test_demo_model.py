@@ -1,0 +1,111 @@
+"""The demo model and its four adapters on a GPU: float32 as on a CPU, bfloat16 as good as PEFT's."""
+
+import random
+
+import pytest
+import torch
+from gpu import needs_cuda
+from tiny_engine import greedy, run, tokens_of
+from tiny_oracle import Oracle
+
+from minivllm import LLM, LoRARequest
+
+pytestmark = needs_cuda
+
+NAMES = ("json", "sql", "bullets", "dates")
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def base():
+    from minivllm.models.demo_model import demo_model_path
+
+    return demo_model_path(progress=False)
+
+
+@pytest.fixture(scope="module")
+def folders(pytestconfig):
+    return {name: str(pytestconfig.rootpath / "adapters" / name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def pairs(pytestconfig):
+    """(adapter, prompt): each adapter's task for itself, and for base."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(pytestconfig.rootpath))
+        from adapters.recipe.tasks import examples, prompt
+
+    pairs = [(name, prompt(name, e.text)) for name in NAMES for e in examples(name, 3, seed=7)]
+    pairs += [(None, prompt(name, examples(name, 1, seed=8)[0].text)) for name in NAMES]
+    random.Random(0).shuffle(pairs)
+    return pairs
+
+
+def serve(base, folders, pairs, device, dtype, watch=None):
+    """Answers in the order of the pairs, served in one mixed batch on two slots."""
+    llm = LLM(
+        base,
+        device=device,
+        dtype=dtype,
+        enable_lora=True,
+        max_loras=2,
+        max_cpu_loras=4,
+        max_lora_rank=32,
+        max_model_len=512,
+        num_kv_blocks=600,
+    )
+    engine = llm.llm_engine
+    if watch is not None:
+        watch(engine.runner)
+    for number, (name, prompt) in enumerate(pairs):
+        adapter = name and LoRARequest(name, NAMES.index(name) + 1, folders[name])
+        engine.add_request(str(number), prompt, greedy(NUM_TOKENS, ignore_eos=False), lora_request=adapter)
+    outputs = run(engine)
+    return [outputs[str(number)] for number in range(len(pairs))]
+
+
+def test_float32_gives_the_tokens_of_the_cpu(base, folders, pairs):
+    on_cpu = serve(base, folders, pairs, "cpu", "float32")
+
+    on_gpu = serve(base, folders, pairs, "cuda", "float32")
+
+    assert [tokens_of(output) for output in on_gpu] == [tokens_of(output) for output in on_cpu]
+
+
+def test_bfloat16_is_as_close_to_float32_as_transformers_and_peft(base, folders, pairs):
+    logits = {}
+    outputs = serve(base, folders, pairs, "cuda", "bfloat16", watch=lambda runner: keep(logits, runner))
+    oracles = {dtype: Oracle(base, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for oracle in oracles.values():
+        for name, folder in folders.items():
+            oracle.load(name, folder)
+
+    ours, theirs = [], []
+    for number, (name, _) in enumerate(pairs):
+        prompt, answer = outputs[number].prompt_token_ids, tokens_of(outputs[number])
+        rows = {
+            dtype: oracle.logits(name, [prompt + answer])[0, len(prompt) - 1 : -1].float()
+            for dtype, oracle in oracles.items()
+        }
+        exact = rows[torch.float32]
+        ours.append((torch.stack(logits[str(number)]) - exact).abs())
+        theirs.append((rows[torch.bfloat16] - exact).abs())
+
+    ours, theirs = torch.cat(ours), torch.cat(theirs)
+    print(
+        f"mean error {ours.mean():.4f} ours, {theirs.mean():.4f} PEFT; largest {ours.max():.3f}, {theirs.max():.3f}"
+    )
+    assert ours.mean() <= 1.1 * theirs.mean()
+    assert ours.max() <= 1.5 * theirs.max()
+
+
+def keep(logits, runner):
+    """Note every row of logits that a token is picked from, by request."""
+    sample = runner.sample_tokens
+
+    def watched(step):
+        for request, row in zip(step.requests, step.logits if step.requests else ()):
+            logits.setdefault(request.request_id, []).append(row.float().cpu())
+        return sample(step)
+
+    runner.sample_tokens = watched
