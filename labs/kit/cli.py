@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,9 +15,13 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from labs.kit.hints import hints_of
-from labs.kit.progress import Progress, learners_code, place, reset, shown
+from labs.kit.progress import Progress, digest, is_untouched, learners_code, place, reset, shown
 from labs.kit.regions import PHASES, Exercise, read_engine
 from minivllm.labs import LabError, starters
+
+if TYPE_CHECKING:
+    from labs.kit.forks import Job, Result
+    from labs.kit.grade import Grade
 
 app = typer.Typer(help="Your path through the course.", add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=True)
@@ -112,13 +116,13 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     return not left
 
 
-def say_test(job: "Job", result: "Result") -> None:  # noqa: F821
+def say_test(job: "Job", result: "Result") -> None:
     """On a line that is wiped before the next."""
     name = f"{job.exercise} {result.test.rpartition('::')[2]}"[: console.width - 1]
     print(f"{WIPE}{name}\r", end="", flush=True)
 
 
-def say_grade(result: "Grade", trace: bool) -> None:  # noqa: F821
+def say_grade(result: "Grade", trace: bool) -> None:
     from labs.kit.grade import misconceptions
 
     if console.is_terminal:
@@ -151,25 +155,26 @@ def say_grade(result: "Grade", trace: bool) -> None:  # noqa: F821
 @app.command()
 def watch(which: Which = None) -> None:
     """Check again whenever you save."""
-    from labs.kit.progress import digest
-
     chosen, progress = choose(which), Progress()
-    files = {exercise.starter for exercise in chosen}
-    known = {exercise.number: digest(exercise) for exercise in chosen}
+    saved, known = saved_at(chosen), {exercise.number: digest(exercise) for exercise in chosen}
     console.print(f"Watching {', '.join(sorted({f'labs/{e.phase}' for e in chosen}))}; Ctrl-C ends it")
     changed = [exercise for exercise in chosen if progress.state(exercise) == "started"]
     try:
         while True:
             if changed:
                 check_all(changed)
-            saved = [file.stat().st_mtime_ns for file in files if file.exists()]
-            while saved == [file.stat().st_mtime_ns for file in files if file.exists()]:
+            while (latest := saved_at(chosen)) == saved:
                 time.sleep(0.2)
-            now = {exercise.number: digest(exercise) for exercise in chosen}
-            changed = [exercise for exercise in chosen if now[exercise.number] != known[exercise.number]]
-            known = now
+            before, saved = known, latest
+            known = {exercise.number: digest(exercise) for exercise in chosen}
+            changed = [e for e in chosen if known[e.number] != before[e.number] and not is_untouched(e)]
     except KeyboardInterrupt:
         console.print()
+
+
+def saved_at(chosen: list[Exercise]) -> list[int]:
+    files = sorted({exercise.starter for exercise in chosen})
+    return [file.stat().st_mtime_ns for file in files if file.exists()]
 
 
 @app.command()
