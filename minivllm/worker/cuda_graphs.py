@@ -1,7 +1,9 @@
 """Decode steps as CUDA graphs. Stands for vllm/compilation/cuda_graph.py, v1/cudagraph_dispatcher.py (v0.22.1)."""
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,19 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     """Rows that graphs are captured for, ascending: close together where padding would cost most."""
     sizes = {1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Inside, nothing is collected: an engine of before may be garbage, and freeing its memory breaks a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CUDAGraphWrapper:

@@ -15,7 +15,7 @@ from minivllm.layers.sampler import Logprob, Sampler, make_generator
 from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep
+from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory
 from minivllm.worker.input_batch import InputBatch
@@ -297,7 +297,7 @@ class ModelRunner(LoRAModelRunnerMixin):
             self.device,
         )
         graphs = DecodeGraphs(self.model, buffers, max_model_len, wrapper)
-        with self.maybe_setup_dummy_loras(lora_config):
+        with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
             for size in reversed(graphs.sizes):
                 rows = np.ones(size, dtype=np.int64)
                 for with_lora in (True, False) if lora_config else (False,):

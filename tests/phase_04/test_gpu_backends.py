@@ -241,7 +241,7 @@ def test_tile_sizes_are_what_tensor_cores_take():
     for tokens in (1, 16, 512, 513, 8192):
         assert tuning.block_rows(tokens) >= 16
         for rank in (1, 16, 64, 256):
-            assert tuning.expand_tiles(tokens, rank).block_n >= 16
+            assert tuning.expand_tiles(tokens, rank, 14336).block_n >= 16
             for width in (16, 4096, 14336):
                 tiles = tuning.shrink_tiles(tokens, width, rank, 8)
                 assert tiles.block_k >= 16

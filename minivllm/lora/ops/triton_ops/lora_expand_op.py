@@ -110,7 +110,7 @@ def expand(
     """
     num_slots, _, rank = lora_b[0].shape
     widths = tuple(b.shape[1] for b in lora_b)
-    tuned = expand_tiles(len(y), rank)
+    tuned = expand_tiles(len(y), rank, max(widths))
     # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
     overlap = can_overlap(y.device)
     blocks = sum(triton.cdiv(width, tuned.block_n) for width in widths)

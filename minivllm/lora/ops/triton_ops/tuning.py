@@ -41,9 +41,12 @@ def shrink_tiles(tokens: int, width: int, rank: int, tiles: int) -> ShrinkTiles:
     return ShrinkTiles(block_k, splits, num_warps=4, num_stages=3)
 
 
-def expand_tiles(tokens: int, rank: int) -> ExpandTiles:
-    """tokens: T"""
-    return ExpandTiles(128 if rank <= 64 else 64, num_warps=4)
+def expand_tiles(tokens: int, rank: int, widest: int) -> ExpandTiles:
+    """tokens: T, widest: the largest N_i"""
+    if rank > 64:
+        return ExpandTiles(64, num_warps=4)
+    # A program that finds out whose rows it has, only to add few columns to few rows, has hardly begun.
+    return ExpandTiles(256 if tokens <= 16 and widest > 8192 else 128, num_warps=4)
 
 
 def fold_pays(tokens: int, slots: int, rank: int, width: int) -> bool:
