@@ -11,7 +11,9 @@ from minivllm.lora.ops.triton_ops.tuning import can_overlap, expand_tiles
 
 
 # region lab 4.3: the expand kernel
-@triton.jit
+@triton.jit(
+    do_not_specialize=["h_split_stride", "h_slice_stride"]
+)  # they differ by step: no variant for each
 def _lora_expand_kernel(
     h_ptr,  # (splits, n, T, R), or the columns of a wider product: see the strides
     b_ptrs,  # n x (S, N_i, R)
@@ -65,7 +67,7 @@ def expand(
     """
     num_slots, _, rank = lora_b[0].shape
     widths = tuple(b.shape[1] for b in lora_b)
-    tuned = expand_tiles(len(y), rank)
+    tuned = expand_tiles(len(y), rank, max(widths))
     # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
     overlap = can_overlap(y.device)
     blocks = sum(triton.cdiv(width, tuned.block_n) for width in widths)

@@ -11,7 +11,9 @@ from minivllm.lora.ops.triton_ops.tuning import shrink_tiles
 
 
 # region lab 4.2: the shrink kernel
-@triton.jit
+@triton.jit(
+    do_not_specialize=["h_split_stride", "h_slice_stride"]
+)  # they differ by step: no variant for each
 def _lora_shrink_kernel(
     x_ptr,  # (T, K)
     a_ptrs,  # n x (S, R, K)

@@ -16,7 +16,7 @@ from minivllm.layers.sampler import Logprob, Sampler, make_generator
 from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep
+from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory
 from minivllm.worker.input_batch import InputBatch
@@ -165,7 +165,10 @@ class ModelRunner(LoRAModelRunnerMixin):
         if self.use_paged_attention:
             from minivllm.layers.paged_attention import PagedAttentionMetadata
 
-            return PagedAttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device)
+            longest = self.config.model_config.max_model_len
+            return PagedAttentionMetadata.build(
+                query_lens, seq_lens, block_tables, block_size, self.device, longest
+            )
         dtype = self.config.model_config.dtype
         return AttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device, dtype)
 
@@ -225,11 +228,11 @@ class ModelRunner(LoRAModelRunnerMixin):
     def warm_up(self) -> None:
         """Run one prompt and one decode batch, so that the first request does not pay for first calls.
 
-        On a GPU, decode steps are captured too.
+        On a GPU, the largest step runs too, since it has kernels of its own, and decode steps are captured.
         """
         tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
         rows = min(8, self.config.scheduler_config.max_num_seqs)
-        for query_lens in ([tokens], [1] * rows):
+        for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
             self._dummy_run(query_lens)
         if self.use_paged_attention and not self.config.model_config.enforce_eager:
             self.capture_model()
@@ -251,14 +254,18 @@ class ModelRunner(LoRAModelRunnerMixin):
             hidden_states = self.model(torch.zeros_like(positions), positions, attn)  # (T, H)
             return self.model.compute_logits(hidden_states[-num_logits:])
 
+    def _largest_step(self) -> list[int]:
+        """As many prompt tokens as a step may have, in as few requests as there can be."""
+        scheduler, longest = self.config.scheduler_config, self.config.model_config.max_model_len
+        tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * longest)
+        return [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+
     @torch.inference_mode()
     def _profile_run(self) -> None:
         """The step that needs most memory: as many prompt tokens as fit, and every filter on as many rows."""
-        scheduler, longest = self.config.scheduler_config, self.config.model_config.max_model_len
-        tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * longest)
-        query_lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+        query_lens = self._largest_step()
         self._allocate_kv_cache(1)
-        rows = min(tokens, scheduler.max_num_seqs)
+        rows = min(sum(query_lens), self.config.scheduler_config.max_num_seqs)
         logits = self._dummy_run(query_lens, rows)  # (P, V)
         params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5)
         self.sampler(logits, [params] * rows, [None] * rows, [0] * rows)
@@ -272,14 +279,15 @@ class ModelRunner(LoRAModelRunnerMixin):
         """
         wrapper = wrapper or partial(CUDAGraphWrapper, pool=torch.cuda.graph_pool_handle())
         lora_config, max_model_len = self.config.lora_config, self.config.model_config.max_model_len
+        scheduler = self.config.scheduler_config
         buffers = DecodeBuffers(
-            self.config.scheduler_config.max_num_seqs,
+            min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
             self.max_blocks_per_request,
             self.config.cache_config.block_size,
             self.device,
         )
         graphs = DecodeGraphs(self.model, buffers, max_model_len, wrapper)
-        with self.maybe_setup_dummy_loras(lora_config):
+        with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
             for size in reversed(graphs.sizes):
                 rows = np.ones(size, dtype=np.int64)
                 for with_lora in (True, False) if lora_config else (False,):

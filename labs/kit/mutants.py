@@ -58,11 +58,11 @@ class Verdict(NamedTuple):
     text: str
 
 
-def check_mutants(exercises: Iterable[Exercise]) -> Iterator[Verdict]:
-    """A verdict on each mutant of the exercises and on each exercise's tests, as they come."""
+def check_mutants(exercises: Iterable[Exercise], engine_too: bool = True) -> Iterator[Verdict]:
+    """A verdict on each mutant of the exercises, and one on their tests on the engine, as they come."""
     jobs, names = [], set()
     for exercise in exercises:
-        jobs.append(Job(None, exercise.number, {}))
+        jobs += [Job(None, exercise.number, {})] * engine_too
         for mutant in mutants_of(exercise):
             try:
                 if mutant.name in names:

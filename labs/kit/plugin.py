@@ -51,21 +51,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def todo_of(error: BaseException) -> str | None:
     """The `lab N.M: title` of the unsolved exercise that an error comes from, if it comes from one.
 
-    A Triton kernel cannot raise `Todo`; there the text of an assertion says it, at compile time on a GPU.
+    A Triton kernel cannot raise `Todo`: the interpreter has an assertion that says it, a GPU an error while compiling.
     """
     for link in chain(error):
-        if isinstance(link, Todo):
+        if isinstance(link, Todo) or (isinstance(link, AssertionError) and _TITLE.fullmatch(str(link))):
             return str(link)
-        is_assertion = isinstance(link, AssertionError) or type(link).__module__.startswith("triton")
-        if is_assertion and (title := todo_in(str(link))):
-            return title
+        if type(link).__module__.startswith("triton") and (found := _TITLE.search(str(link))):
+            return found[0]
     return None
-
-
-def todo_in(text: str) -> str | None:
-    """The first `lab N.M: title` in a text."""
-    found = _TITLE.search(text)
-    return found and found[0]
 
 
 def message_of(error: BaseException) -> str:

@@ -1,0 +1,88 @@
+"""What holds for all exercises: each can be solved, fails before it is, and is looked after."""
+
+import ast
+
+import pytest
+from checkout import Checkout
+
+from labs.kit.regions import read_engine
+from labs.kit.sync import sync
+from minivllm.labs import ROOT, find_regions, splice
+
+EXERCISES = read_engine()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("course"))
+
+
+def test_what_is_generated_is_up_to_date():
+    assert sync(write=False)[0] == []
+
+
+def test_the_exercises_of_a_phase_are_numbered_without_gaps():
+    for phase in range(1, 8):
+        numbers = [int(n.partition(".")[2]) for n in EXERCISES if n.startswith(f"{phase}.")]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert numbers
+
+
+def test_every_exercise_is_todo_on_a_fresh_starter(checkout):
+    code = (
+        "from labs.kit.forks import Job, run\n"
+        "from labs.kit.regions import read_engine\n"
+        "from minivllm.labs import learners_sources\n"
+        "for job, outcome in run([Job(None, n, learners_sources(n)) for n in read_engine()]):\n"
+        "    print(job.exercise, len(outcome.of('todo')), len(outcome.of('failed')), outcome.trouble)\n"
+    )
+    lines = checkout.run("-c", code).stdout.strip().split("\n")
+
+    assert len(lines) == len(EXERCISES)
+    for line in lines:
+        _, todo, failed, trouble = line.split(" ", 3)
+        assert trouble == "None", line
+        assert int(todo) > int(failed), line
+
+
+def test_starters_filled_with_the_regions_are_the_engine(checkout):
+    for exercise in EXERCISES.values():
+        starter = (checkout.root / exercise.starter.relative_to(ROOT)).read_text()
+        filled, _ = splice(starter, exercise.text, (), exercise.number)
+
+        assert without_todo(filled) == without_todo(exercise.text)
+        assert [r.exercise for r in find_regions(starter, "")] == [
+            r.exercise for r in find_regions(filled, "")
+        ]
+
+
+def without_todo(text):
+    tree = ast.parse(text)
+    tree.body = [node for node in tree.body if ast.unparse(node) != "from minivllm.labs import Todo"]
+    return ast.dump(tree)
+
+
+def test_the_engine_made_of_filled_starters_generates_what_the_engine_does(checkout):
+    checkout.forget()
+    checkout.solve()
+
+    result = checkout.pytest("tests/phase_07", labs="all")
+
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout
+
+
+def test_grades_are_all_or_nothing_for_each_exercise_alone(checkout):
+    checkout.forget()
+    assert {entry["points"] for entry in checkout.grade().values()} == {0}
+
+    checkout.solve(*(EXERCISES.keys() - {"2.2"}))
+    checkout.file("5.1").write_text(
+        checkout.file("5.1").read_text().replace("self._entries.move_to_end(key)", "pass")
+    )
+    grades = checkout.grade()
+
+    assert {number: entry["state"] for number, entry in grades.items() if not entry["points"]} == {
+        "2.2": "todo",
+        "5.1": "failed",
+    }

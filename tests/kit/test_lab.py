@@ -1,0 +1,303 @@
+"""The `lab` command, as a learner and an instructor use it."""
+
+import json
+import subprocess
+import sys
+import time
+from xml.etree import ElementTree
+
+import pytest
+from checkout import Checkout
+
+# A classic: the base row's -1 taken as an index.
+LAST_SLOT = ("if slot >= 0:", "if slot >= -1:")
+MUTANTS = """
+[[mutant]]
+name = "first_slot_is_none"
+misconception = "Slot 0 is a slot like any other."
+old = "if slot >= 0:"
+new = "if slot > 0:"
+
+[[mutant]]
+name = "last_slot_for_base_rows"
+misconception = "Slot -1 means no adapter; as an index it is the last slot."
+old = "if slot >= 0:"
+new = "if slot >= -1:"
+"""
+HINTS = """
+["3.2"]
+minutes = 15
+hints = ["a nudge", "the approach", '''
+for token, slot in ...:
+    y = A @ x'''
+]
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("lab"))
+    mutants = checkout.root / "labs/03_cpu_punica/mutants/3.2.toml"
+    mutants.parent.mkdir(exist_ok=True)
+    mutants.write_text(MUTANTS)
+    (checkout.root / "labs/03_cpu_punica/hints.toml").write_text(HINTS)
+    return checkout
+
+
+@pytest.fixture
+def checkout(shared):
+    shared.forget()
+    return shared
+
+
+def test_the_path_shows_what_is_solved_and_what_comes_next(checkout):
+    checkout.solve("1.1", "3.2")
+    checkout.lab("check", "3.2")
+
+    said = checkout.lab().stdout
+
+    assert said.startswith("1 of ")
+    assert "\n  ✓ 3.2 shrink, one token at a time\n" in said
+    assert "\n  ~ 1.1 " in said
+    assert "\n  · 3.3 " in said
+    assert "Next: lab 1.1" in said
+
+
+def test_the_first_line_comes_before_anything_slow(checkout):
+    code = "import sys, labs.kit.cli\nprint([m for m in ('torch', 'pytest') if m in sys.modules])"
+
+    assert checkout.run("-c", code).stdout == "[]\n"
+
+
+def test_an_untouched_exercise_is_todo(checkout):
+    result = checkout.lab("check", "3.2")
+
+    assert result.returncode == 1
+    place = checkout.place("3.2", "# region lab 3.2")
+    assert f"· 3.2 shrink, one token at a time  TODO {place}\n" in result.stdout
+
+
+def test_a_right_answer_passes_whatever_else_is_unfinished_or_broken(checkout):
+    checkout.solve("3.2")
+    path = checkout.file("3.3")
+    path.write_text(path.read_text().replace('raise Todo("lab 3.3', 'raise (Todo("lab 3.3'))
+
+    result = checkout.lab("check", "3.2")
+
+    assert result.returncode == 0
+    assert "✓ 3.2 shrink, one token at a time" in result.stdout
+
+
+def test_a_pass_expires_with_the_code_that_passed(checkout):
+    checkout.solve("3.2")
+    checkout.lab("check", "3.2")
+    path = checkout.file("3.2")
+
+    path.write_text(path.read_text().replace('raise Todo("lab 3.3', 'pass; raise Todo("lab 3.3'))
+    assert "✓ 3.2" in checkout.lab().stdout
+
+    path.write_text(path.read_text().replace("shrunk = ", "shrunk = 2 * "))
+    assert "~ 3.2" in checkout.lab().stdout
+
+
+def test_a_classic_mistake_is_recognised(checkout):
+    checkout.answer("3.2", LAST_SLOT)
+
+    result = checkout.lab("check", "3.2")
+
+    assert result.returncode == 1
+    assert "✗ 3.2" in result.stdout
+    assert "It looks like this: Slot -1 means no adapter; as an index it is the last slot." in result.stdout
+    assert "Slot 0 is a slot" not in result.stdout
+
+
+def test_a_mistake_of_ones_own_is_not(checkout):
+    checkout.answer("3.2", ("shrunk = ", "shrunk = 1.5 * "))
+
+    result = checkout.lab("check", "3.2")
+
+    assert "✗ 3.2" in result.stdout
+    assert "It looks like this" not in result.stdout
+
+
+def test_a_trace_is_shown_when_it_is_asked_for(checkout):
+    checkout.answer("3.2", ("shrunk = ", "shrunk = undefined * "))
+
+    short, long = checkout.lab("check", "3.2").stdout, checkout.lab("check", "3.2", "--trace").stdout
+
+    place = checkout.place("3.2", "undefined")
+    assert f"NameError: name 'undefined' is not defined\n      your code: {place}" in short
+    assert ">               shrunk = undefined" not in short
+    assert ">               shrunk = undefined" in long
+
+
+def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
+    checkout.answer("3.2", ("shrunk = ", "import os; os.abort(); shrunk = "))
+
+    result = checkout.lab("check", "3.2")
+
+    assert "the tests' process ended before they did" in result.stdout
+
+    checkout.forget()
+    checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
+    code = (
+        "from labs.kit.forks import Job, run\nfrom minivllm.labs import learners_sources\n"
+        "job = Job(None, '3.2', learners_sources('3.2'))\n"
+        "print([o.trouble for _, o in run([job], limit=2)])"
+    )
+    assert checkout.run("-c", code).stdout == "['no end in 2 s']\n"
+
+
+def test_hints_come_one_after_another_and_the_last_stays(checkout):
+    said = [checkout.lab("hint", "3.2").stdout.split("\n", 1) for _ in range(4)]
+
+    assert [head.split(",")[0] for head, _ in said] == [f"Hint {n} of 3" for n in (1, 2, 3, 3)]
+    assert [text for _, text in said[:2]] == ["a nudge\n", "the approach\n"]
+    assert said[2][1] == said[3][1] == "for token, slot in ...:\n    y = A @ x\n"
+
+
+def test_our_code_is_shown_after_a_pass_or_to_whom_it_spoils_nothing(checkout):
+    refused = checkout.lab("diff", "3.2")
+    spoilt = checkout.lab("diff", "3.2", "--spoil")
+    checkout.solve("3.2")
+    checkout.lab("check", "3.2")
+    earned = checkout.lab("diff", "3.2")
+
+    assert refused.returncode == 2
+    assert "has not passed" in refused.stderr
+    assert "if slot >= 0:" in spoilt.stdout
+    assert 'raise Todo("lab 3.2' in spoilt.stdout
+    assert earned.stdout.count("if slot >= 0:") == 2
+
+
+def test_reset_puts_back_one_stub_and_keeps_what_was_there(checkout):
+    fresh = checkout.file("3.2").read_text()
+    checkout.solve("3.3")
+    with_one = checkout.file("3.2").read_text()
+    checkout.solve("3.2")
+    with_both = checkout.file("3.2").read_text()
+
+    assert checkout.lab("reset", "3.2", stdin="n\n").returncode == 1
+    assert checkout.file("3.2").read_text() == with_both
+
+    result = checkout.lab("reset", "3.2", stdin="y\n")
+    assert checkout.file("3.2").read_text() == with_one
+    [kept] = result.stdout.strip().split("kept: ")[1:]
+    assert (checkout.root / kept).read_text() == with_both
+
+    checkout.lab("reset", "3", "--yes")
+    assert checkout.file("3.2").read_text() == fresh
+
+
+def test_a_phase_can_be_reset_when_its_markers_are_lost(checkout):
+    fresh = checkout.file("3.2").read_text()
+    checkout.file("3.2").write_text(fresh.replace("# region lab 3.2", "# shrink"))
+
+    assert "`lab reset 3` starts the phase again" in checkout.lab("check", "3.2").stdout
+
+    checkout.lab("reset", "3", "--yes")
+    assert checkout.file("3.2").read_text() == fresh
+
+
+def test_a_command_runs_on_what_was_begun(checkout):
+    checkout.solve("3.2", "5.1")
+    code = "import os; print(os.environ['MINIVLLM_LABS'])"
+
+    begun = checkout.lab("run", "--", "python", "-c", code)
+    chosen = checkout.lab("run", "--labs", "3,4", "--", "python", "-c", code + "; raise SystemExit(3)")
+
+    assert begun.stdout == "yours: 3.2,5.1\n3.2,5.1\n"
+    assert chosen.stdout == "yours: 3,4\n3,4\n"
+    assert chosen.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["check", "9"], "there is no lab '9': give a phase, 1 to 7, or an exercise, 1.1 to 7."),
+        (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 7, or an exercise, 3.1 to 3."),
+        (["hint", "foo"], "there is no lab 'foo'"),
+        (["hint", "3"], "3 is a phase; name one exercise, such as 3.1"),
+        (["hint", "4.1"], "there are no hints for lab 4.1 yet"),
+        (["reset", "x", "--yes"], "there is no lab 'x'"),
+        (["run", "--labs", "3", "--", "no-such-command"], "'no-such-command' cannot be run"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_a_sentence(checkout, arguments, sentence):
+    (checkout.root / "labs/04_triton_sgmv/hints.toml").unlink(missing_ok=True)
+
+    result = checkout.lab(*arguments)
+
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: {sentence}")
+
+
+def test_a_syntax_error_is_said_in_a_sentence_for_its_exercise_alone(checkout):
+    checkout.solve("3.2", "3.3")
+    path = checkout.file("3.2")
+    path.write_text(path.read_text().replace("shrunk = lora_a", "shrunk = = lora_a"))
+
+    result = checkout.lab("check", "3")
+
+    place = checkout.place("3.2", "= =")
+    assert f"✗ 3.2 shrink, one token at a time  \n    {place}: invalid syntax\n" in result.stdout
+    assert "✓ 3.3" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_without_a_checkout_there_is_a_sentence(tmp_path):
+    checkout = Checkout(tmp_path)
+    (checkout.root / "labs" / "starters.json").unlink()
+
+    result = checkout.lab("check", "3")
+
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "run this from a checkout" in result.stderr
+
+
+def test_the_doctor_says_what_is_there(checkout):
+    result = checkout.lab("doctor")
+
+    assert result.returncode == 0, result.stdout
+    assert "✓ PyTorch: " in result.stdout
+    assert "✓ Triton's interpreter, float32: triton" in result.stdout
+    assert " Triton's interpreter, bfloat16: triton" in result.stdout
+
+
+def test_watching_grades_what_was_saved(checkout):
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "labs.kit.cli", "watch", "3"],
+        cwd=checkout.root,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline().startswith("Watching labs/03_cpu_punica")
+        checkout.solve("3.2")
+        assert process.stdout.readline().startswith("✓ 3.2")
+        time.sleep(0.01)
+        process.stdout.readline()
+        checkout.answer("3.3", ("kept + expanded", "expanded"))
+        assert process.stdout.readline().startswith("✗ 3.3")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_instructors_get_points_as_json_and_junit(checkout):
+    checkout.solve("3.2", "3.3")
+    checkout.answer("3.4", ("start = row", "start = row + 1"))
+
+    result = checkout.lab("grade", "3", "--json", "--junit", "junit.xml")
+
+    report = json.loads(result.stdout)
+    states = {entry["exercise"]: (entry["state"], entry["points"]) for entry in report["exercises"]}
+    assert states.pop("3.2") == states.pop("3.3") == ("passed", 1)
+    assert states.pop("3.4") == ("failed", 0)
+    assert set(states.values()) == {("todo", 0)}
+    assert (report["points"], report["of"]) == (2, len(report["exercises"]))
+    cases = {c.get("name")[:3]: c for c in ElementTree.parse(checkout.root / "junit.xml").getroot()}
+    assert cases["3.2"].find("failure") is None
+    assert cases["3.4"].find("failure").get("type") == "failed"
+    assert cases["3.1"].find("failure").get("type") == "todo"

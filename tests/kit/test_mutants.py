@@ -1,0 +1,109 @@
+"""`lab mutants`: a mistake must apply, change something, and be caught."""
+
+import pytest
+from checkout import Checkout
+
+GOOD = '''
+[[mutant]]
+name = "last_slot_for_base_rows"
+misconception = "Slot -1 means no adapter; as an index it is the last slot."
+old = """
+        if slot >= 0:
+            shrunk ="""
+new = """
+        if slot >= -1:
+            shrunk ="""
+'''
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.fixture
+def judge(shared):
+    """Verdicts on the mutants of a file, by name, and the exit status."""
+
+    def judge(number, text):
+        path = shared.file(number).parent / "mutants" / f"{number}.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        result = shared.lab("mutants", number)
+        lines = [line for line in result.stdout.split("\n") if line[:1] in ("✓", "✗")]
+        named = {line.split(": ")[0].split(" ", 2)[2]: (line[0], line.partition(": ")[2]) for line in lines}
+        return named, result
+
+    return judge
+
+
+def mutant(old, new, name="tried"):
+    return f"[[mutant]]\nname = '{name}'\nmisconception = 'None.'\nold = '''{old}'''\nnew = '''{new}'''\n"
+
+
+def test_a_mistake_that_the_tests_see_is_caught(judge):
+    verdicts, result = judge("3.2", GOOD)
+
+    sign, text = verdicts["last_slot_for_base_rows"]
+    assert (sign, result.returncode) == ("✓", 0)
+    assert text.startswith("caught by test_")
+    assert verdicts["(the engine)"][0] == "✓"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ("if slot >= 0:", "if slot > -1:", "SURVIVED"),
+        ("if slot >= 0:", "if slot >= 0:  # is it?", "changes nothing but comments"),
+        ("if slot >= 1:", "if slot >= 0:", "0 times, not once"),
+        ("slot", "row", "times, not once"),
+        ("kept + expanded", "expanded", "0 times, not once"),  # it is lab 3.3's
+    ],
+)
+def test_a_mistake_that_is_none_or_goes_unseen_is_reported(judge, old, new, verdict):
+    verdicts, result = judge("3.2", mutant(old, new))
+
+    assert verdicts["tried"][0] == "✗"
+    assert verdict in verdicts["tried"][1]
+    assert result.returncode == 1
+
+
+def test_two_mutants_of_one_name_are_reported(judge):
+    _, result = judge("3.2", GOOD + GOOD)
+
+    assert "two mutants are called last_slot_for_base_rows" in result.stdout
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[[mutant]]\nname = 'x'\n", "labs/03_cpu_punica/mutants/3.2.toml: a mutant has no 'misconception'"),
+        ("[[mutant]\n", "labs/03_cpu_punica/mutants/3.2.toml: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(judge, text, sentence):
+    result = judge("3.2", text)[1]
+
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_mistake_in_several_places_is_one_mutant(judge):
+    edits = mutant("", "").replace("old = ''''''\nnew = ''''''\n", "")
+    for old, new in (("if slot >= 0:", "if slot >= -1:"), ("scaling * shrunk", "shrunk")):
+        edits += f"[[mutant.edit]]\nold = '''{old}'''\nnew = '''{new}'''\n"
+
+    assert judge("3.2", edits)[0]["tried"][0] == "✓"
+
+
+def test_a_mistake_in_a_kernel_is_run_and_shown_by_triton(judge):
+    wrong = mutant("h * scaling, mask", "h * 1.0, mask", "forgotten") + mutant(
+        "tl.store(out", "tl.nothing(out", "odd"
+    )
+
+    verdicts, result = judge("4.2", wrong)
+
+    assert result.returncode == 0, result.stdout
+    assert verdicts["forgotten"][1].startswith("caught by test_")

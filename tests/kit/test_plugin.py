@@ -1,0 +1,92 @@
+"""What pytest says when the code is a learner's."""
+
+import pytest
+from checkout import Checkout
+
+MARKED = """
+import pytest
+import torch
+from minivllm.lora.lru_cache import LRUCache
+
+
+@pytest.fixture
+def full():
+    cache = LRUCache(1)
+    cache.put(1, "a")
+    return cache
+
+
+@pytest.mark.lab("5.1")
+def test_fixture(full):
+    pass
+
+
+@pytest.mark.lab("5.1")
+def test_wrapped():
+    try:
+        LRUCache(1).touch(1)
+    except Exception as error:
+        raise RuntimeError("wrapped") from error
+
+
+@pytest.mark.lab("5.1")
+def test_wrong():
+    [1, 2].index(3)
+
+
+@pytest.mark.lab("5.1")
+def test_right():
+    assert LRUCache(1).peek(3) is None
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("plugin"))
+    (checkout.root / "tests" / "phase_05" / "test_marked.py").write_text(MARKED)
+    return checkout
+
+
+def test_what_is_unfinished_is_todo_and_what_is_wrong_has_failed(checkout):
+    result = checkout.pytest("tests/phase_05/test_marked.py", labs="5")
+
+    assert result.returncode == 1
+    assert "TODO lab 5.1: use, and forget what was used longest ago (2 tests)" in result.stdout
+    assert "1 failed, 1 passed, 2 todo" in result.stdout
+
+
+def test_todo_alone_is_no_success_either(checkout):
+    result = checkout.pytest("tests/phase_05/test_marked.py::test_wrapped", labs="5.1")
+
+    assert result.returncode == 1
+    assert "1 todo" in result.stdout
+    assert "FAILURES" not in result.stdout
+
+
+def test_a_kernel_that_is_unfinished_is_todo(checkout):
+    result = checkout.pytest("tests/phase_04/test_kernels.py", "-k", "add_up and 1-1-8", labs="4.2")
+
+    assert " todo in " in result.stdout
+    assert "failed" not in result.stdout
+
+
+def test_a_failure_is_a_few_lines_with_the_learners_place(checkout):
+    path = checkout.file("5.1")
+    path.write_text(path.read_text().replace("raise Todo(", "self.nothing(", 1))
+    place = checkout.place("5.1", "self.nothing(")
+    asked = 1 + MARKED.split("\n").index('        raise RuntimeError("wrapped") from error')
+
+    short = checkout.pytest("tests/phase_05/test_marked.py::test_wrapped", labs="5.1").stdout
+    long = checkout.pytest("tests/phase_05/test_marked.py::test_wrapped", "--full-trace", labs="5.1").stdout
+    path.write_text(path.read_text().replace("self.nothing(", "raise Todo(", 1))
+
+    assert "\nlab 5.1: RuntimeError: wrapped\n" in short
+    assert f"\nyour code: {place}\nasked in tests/phase_05/test_marked.py:{asked}\n" in short
+    assert short.count("\n") < 12
+    assert "def touch" in long
+
+
+def test_the_engine_itself_fails_as_anything_else_does(checkout):
+    result = checkout.pytest("tests/phase_05/test_marked.py::test_wrong")
+
+    assert ">       [1, 2].index(3)" in result.stdout

@@ -1,0 +1,60 @@
+"""Every exercise has hints, a solution and mutants, and every mutant is caught."""
+
+import re
+
+import pytest
+from checkout import Checkout
+
+from labs.kit.forks import test_files as files_of
+from labs.kit.hints import hints_of
+from labs.kit.mutants import mutants_of
+from labs.kit.regions import read_engine
+from minivllm.labs import ROOT
+
+EXERCISES = read_engine()
+each = pytest.mark.parametrize("number", EXERCISES)
+
+
+@each
+def test_an_exercise_has_tests_hints_and_a_solution(number):
+    exercise = EXERCISES[number]
+    hints = hints_of(exercise)
+    solutions = (ROOT / "solutions" / exercise.phase / "README.md").read_text()
+    part = re.search(rf"^## {number} .*?(?=^## |\Z)", solutions, re.DOTALL | re.MULTILINE)
+
+    assert files_of(number)
+    assert hints, "no hints"
+    assert len(hints.hints) == 3
+    assert all(hint.strip() for hint in hints.hints)
+    assert 3 <= hints.minutes <= 120
+    assert part, "no solution"
+    assert f"<!-- code: lab {number} -->" in part[0]
+    assert len(part[0].partition("<!-- /code -->")[2].split()) >= 60, "the solution says too little"
+
+
+@each
+def test_an_exercise_has_mutants(number):
+    assert mutants_of(EXERCISES[number])
+
+
+def test_there_are_enough_mutants_and_each_has_a_name_of_its_own():
+    names = [mutant.name for exercise in EXERCISES.values() for mutant in mutants_of(exercise)]
+
+    assert len(names) >= 90
+    assert len(names) == len(set(names))
+
+
+def test_every_mutant_is_caught_by_its_own_exercises_tests(tmp_path):
+    code = (
+        "from labs.kit.mutants import check_mutants\n"
+        "from labs.kit.regions import read_engine\n"
+        "for verdict in check_mutants(read_engine().values(), engine_too=False):\n"
+        "    print(verdict.is_good, verdict.exercise, verdict.mutant.name, verdict.text)\n"
+    )
+
+    verdicts = Checkout(tmp_path).run("-c", code)
+
+    lines = verdicts.stdout.strip().split("\n")
+    assert verdicts.returncode == 0, verdicts.stderr
+    assert len(lines) == sum(len(mutants_of(exercise)) for exercise in EXERCISES.values())
+    assert [line for line in lines if not line.startswith("True")] == []
