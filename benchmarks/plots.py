@@ -179,8 +179,9 @@ def draw_switch(content: dict[str, Any], path: Path) -> None:
     samples, running = rows["steps"]["samples_ms"], rows["steps"]["running"]
     kinds = {
         "decode": "decode\nalone",
+        "copy": "an adapter\ncomes beside it",
         "arrival": "a request\narrives",
-        "switch": "a request arrives\nand switches",
+        "switch": "a request whose\nadapter came",
     }
     _points(steps, {label: samples[kind] for kind, label in kinds.items()}, GREEN)
     copies.set_ylabel("one switch (ms)", color=INK)

@@ -28,7 +28,8 @@ def run(options: Namespace, report: Report, folder: Path) -> None:
     if not 2 <= options.slots < options.adapters:
         raise ValueError("a switch beside running requests needs two slots, and more adapters than slots")
     adapters = write_adapters(folder, options.model, options.adapters, options.rank)
-    prompt_and_answer = options.prompt_tokens + 2 * STEPS_BETWEEN * (options.switches + WARM_UP) + 8
+    # Two steps at most until a newcomer is answered, then some without one.
+    prompt_and_answer = options.prompt_tokens + 2 * (STEPS_BETWEEN + 1) * (options.switches + WARM_UP) + 8
     args = engine_args(
         options, options.running + 1, prompt_and_answer, options.slots, cpu_loras=options.adapters
     )
@@ -83,8 +84,9 @@ def measure_steps(
     """What `options.running` requests that decode with the first adapter feel of a newcomer. Medians in ms.
 
     decode_ms    a step in which nothing else happens
-    arrival_ms   the longest step until a short request is answered whose adapter is in a slot
-    switch_ms    likewise, one whose adapter has to be copied into a slot
+    copy_ms      one beside which the newcomer's adapter comes into its slot; on a CPU the step that answers it
+    arrival_ms   one that answers a short request whose adapter was in a slot
+    switch_ms    likewise, one whose adapter was not
     arrival_ttft_ms, switch_ttft_ms   how long the newcomer itself waits for its token
     """
     put_in_memory(engine, adapters)
@@ -96,13 +98,15 @@ def measure_steps(
     while len(run_step(engine).emitted) < options.running:
         pass
     samples: dict[str, list[float]] = {
-        kind: [] for kind in ("decode", "arrival", "switch", "arrival_ttft", "switch_ttft")
+        kind: [] for kind in ("decode", "copy", "arrival", "switch", "arrival_ttft", "switch_ttft")
     }
     for number in range(2 * (options.switches + WARM_UP)):
         samples["decode"] += [1e3 * run_step(engine).seconds for _ in range(STEPS_BETWEEN - 1)]
         kind, adapter = ("switch", next(others)) if number % 2 else ("arrival", busy)
         steps = answer_short_request(engine, f"arrival-{number}", adapter, switches=number % 2)
-        samples[kind].append(1e3 * max(step.seconds for step in steps))
+        samples[kind].append(1e3 * steps[-1].seconds)
+        if kind == "switch":
+            samples["copy"].append(1e3 * steps[0].seconds)
         samples[f"{kind}_ttft"].append(1e3 * (steps[-1].ended - steps[0].started))
     engine.abort_request([f"running-{number}" for number in range(options.running)])
     samples = {kind: values[WARM_UP:] for kind, values in samples.items()}

@@ -123,7 +123,7 @@ def test_switch_measures_the_copy_alone_and_in_a_step(tmp_path):
     assert 0 < switch["call_ms"] <= switch["complete_ms"] and len(switch["samples_ms"]) == 3
     assert switch["bytes"] > 0
     assert {kind: len(samples) >= 3 for kind, samples in steps["samples_ms"].items()} == dict.fromkeys(
-        ("decode", "arrival", "switch", "arrival_ttft", "switch_ttft"), True
+        ("decode", "copy", "arrival", "switch", "arrival_ttft", "switch_ttft"), True
     )
     assert path.with_suffix(".png").stat().st_size > 10_000
 
