@@ -10,7 +10,8 @@ class LoRARequest:
     """Names one adapter: what it is called, its number, and where its folder is. vLLM: `LoRARequest`.
 
     lora_name       what people call it; not empty
-    lora_int_id     its number in this engine, from 1 (0 means "base" in a batch mapping) and within 64 bits
+    lora_int_id     its number in this engine: an int (a bool is none) from 1, since 0 means "base" in a batch
+                    mapping, to 2**63 - 1, the largest that a mapping holds
     lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
     load_inplace    read it again although the id is loaded, once, when this request arrives
 
@@ -29,7 +30,10 @@ class LoRARequest:
 
     # region lab 1.1: refuse what names no adapter
     def __post_init__(self) -> None:
-        """Check name, id and path; a `pathlib.Path` becomes a string."""
+        """Check name, id and path, in this order; a `pathlib.Path` becomes the string it stands for.
+
+        ValueError names the field and shows what it was given; for id and path it also names the adapter.
+        """
         raise Todo("lab 1.1: refuse what names no adapter")
 
     # endregion
