@@ -1,16 +1,22 @@
 """A copy of the checkout to try things on, with fresh starters and no pass remembered."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from labs.kit.regions import Exercise, edit, read_engine
 from labs.kit.sync import sync
 from minivllm.labs import ROOT, splice
 
+# Processes that start with torch in them: most of what `lab` and pytest take is its import.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "safetensors.torch", "hypothesis", "pytest"])
 PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "pyproject.toml")
 
 
@@ -34,26 +40,32 @@ class Checkout:
         shutil.rmtree(self.root / ".lab", ignore_errors=True)
         sync(self.root)
 
-    def run(
-        self, *command: str, labs: str | None = None, stdin: str | None = None
-    ) -> subprocess.CompletedProcess:
+    def run(self, *command: str, labs: str | None = None) -> subprocess.CompletedProcess:
         """A Python command on the copy; `labs` is what MINIVLLM_LABS is set to."""
         environment = {k: v for k, v in os.environ.items() if k not in ("MINIVLLM_LABS", "COLUMNS")}
         environment |= {"PYTHONPATH": str(self.root)} | ({"MINIVLLM_LABS": labs} if labs is not None else {})
         return subprocess.run(
-            [sys.executable, *command],
-            cwd=self.root,
-            env=environment,
-            capture_output=True,
-            text=True,
-            input=stdin,
+            [sys.executable, *command], cwd=self.root, env=environment, capture_output=True, text=True
         )
 
-    def lab(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess:
-        return self.run("-m", "labs.kit.cli", *arguments, stdin=stdin)
+    def lab(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
+        return self._serve(["labs.kit.cli", *arguments], stdin=stdin)
 
     def pytest(self, *arguments: str, labs: str | None = None) -> subprocess.CompletedProcess:
-        return self.run("-m", "pytest", "-p", "no:cacheprovider", *arguments, labs=labs)
+        return self._serve(["pytest", "-p", "no:cacheprovider", "-p", "no:warnings", *arguments], labs)
+
+    def _serve(
+        self, command: list[str], labs: str | None = None, stdin: str = ""
+    ) -> subprocess.CompletedProcess:
+        """What `run` would give for `-m` and the command."""
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
+            files[0].write_text(stdin)
+            process = SERVER.Process(target=run_module, args=(command, self.root, files, labs))
+            process.start()
+            process.join()
+            _, stdout, stderr = (file.read_text() for file in files)
+            return subprocess.CompletedProcess(command, process.exitcode, stdout, stderr)
 
     def grade(self) -> dict[str, dict]:
         """Exercise -> what `lab grade` says of it."""
@@ -85,3 +97,18 @@ class Checkout:
     def _put(self, number: str, text: str, exercises: dict[str, Exercise]) -> None:
         path = self.file(number)
         path.write_text(splice(path.read_text(), text, exercises.keys() - {number}, path.name)[0])
+
+
+def run_module(command: list[str], root: Path, files: list[Path], labs: str | None) -> None:
+    """Be `python -m COMMAND` in the checkout `root`."""
+    for descriptor, file in enumerate(files):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("labs", "minivllm")]:
+        del sys.modules[name]
+    os.environ.pop("MINIVLLM_LABS", None)
+    os.environ |= {"PYTHONPATH": str(root)} | ({"MINIVLLM_LABS": labs} if labs is not None else {})
+    sys.argv = command
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
