@@ -87,15 +87,21 @@ class BlockPool:
         return self.block_of.get(block_hash)
 
 
+# region lab 6.5: whose keys and values these are
 def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: int) -> bytes:
-    """Digest of a block: all tokens up to its end, and who computed them. vLLM: `hash_block_tokens`.
+    """The key a block is found by: a blake2b digest of 16 bytes. vLLM: `hash_block_tokens`.
 
+    parent      key of the block before, which stands for all tokens up to it; None for the first block
+    token_ids   the block's own, int64
     identity    0 for base, else the number of this *load* of the adapter. vLLM 0.22.1 puts the
                 adapter's name here, and serves stale keys and values once other weights come under it.
+
+    Equal arguments give equal keys; any difference gives another key.
     """
-    # region lab 6.5: whose keys and values these are
     raise Todo("lab 6.5: whose keys and values these are")
-    # endregion
+
+
+# endregion
 
 
 class KVCacheManager:
@@ -126,22 +132,21 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    # region lab 6.5: whose keys and values these are
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Blocks that hold the longest known prefix of a request which has none yet.
+        """Blocks that hold the longest known prefix of a request which has none yet; [] with caching off.
 
-        Never the whole of it: the last token is computed, or there would be no logits to sample from.
+        Never the whole of it: the last token is computed, or there would be no logits to sample from. Blocks
+        are found one after the other (`_block_hashes`), up to the first that is not there. Nothing can be
+        found for an adapter that is not loaded; else the request is bound (`_bind`) to the present load first.
         """
-        identity = self._identity(request)
-        if not self.enable_caching or identity is None:
-            return []
-        self._bind(request, identity)
-        found = []
-        for block_hash in self._block_hashes(request, (request.num_tokens - 1) // self.block_size):
-            block_id = self.block_pool.get_cached_block(block_hash)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+        raise Todo("lab 6.5: whose keys and values these are")
+
+    def _identity(self, request: Request) -> int | None:
+        """Who computes the request's tokens now: base, or which load of its adapter; None if not loaded."""
+        raise Todo("lab 6.5: whose keys and values these are")
+
+    # endregion
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = ()
@@ -204,9 +209,6 @@ class KVCacheManager:
     def _num_free_besides(self, block_ids: Sequence[int]) -> int:
         """Free blocks, less those of `block_ids`, which may be free themselves."""
         return self.block_pool.get_num_free_blocks() - sum(b in self.block_pool.free for b in block_ids)
-
-    def _identity(self, request: Request) -> int | None:
-        return self.adapter_identity(request.adapter_id) if request.adapter_id else BASE_IDENTITY
 
     def _bind(self, request: Request, identity: int | None) -> None:
         """What the request computes from its first token on is known under this identity."""

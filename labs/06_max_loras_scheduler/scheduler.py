@@ -186,18 +186,35 @@ class Scheduler:
             self._finish(request, RequestStatus.FINISHED_ERROR, self._refusal(request))
             output.refused.append(request)
 
+    # region lab 6.3: token budget
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """Give running requests their next tokens. Who lacks a block takes it from the last admitted."""
-        # region lab 6.3: token budget
-        raise Todo("lab 6.3: token budget")
-        # endregion
+        """Give running requests their next tokens, first come first served, while the budget lasts.
 
+        A request gets all tokens that it has and that are not computed, or as many as the budget has left
+        (`_budget_left`); `output.add` notes them. They need KV blocks: `kv_cache.allocate_slots`. If those
+        are lacking, the request admitted last is preempted (`_preempt`), as often as it takes, and nobody
+        is admitted in this step: `halted_by` is NO_BLOCKS. When it is the request itself that made way,
+        all before it have their tokens and the step is decided.
+        """
+        raise Todo("lab 6.3: token budget")
+
+    # endregion
+
+    # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever fits. One who waits for a slot is passed by; one who lacks blocks stops the queue."""
-        held_back = self._held_back()
-        # region lab 6.2: skip without blocking
+        """Admit whoever can join, in the order of `lora.line`, until the step is `_full`.
+
+        Who may not join yet is passed by, with the reason (`_skip`), and those behind get their chance:
+        one whose adapter is about to change (`_held_back` knows, and why); one whose adapter does not fit
+        (MAX_LORAS), which counts as waiting from now on; one whose adapter comes into its slot beside this
+        step (`_prefetches`: ADAPTER_COPY).
+
+        Who lacks blocks (`_admit` says so) stops the queue, since blocks come free little by little: were
+        small requests to pass, a big one might wait for ever. `halted_by` says what ended it, if anything.
+        """
         raise Todo("lab 6.2: skip without blocking")
-        # endregion
+
+    # endregion
 
     def _prefetches(self, adapter_id: int, output: SchedulerOutput) -> bool:
         """Whether an adapter that fits comes into its slot beside this step, rather than hold up all who run in it.

@@ -23,6 +23,11 @@ class LoRAAdmission:
     An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
     one for as long. So nobody waits without end, and nobody loses a slot before it was of use: adapters that
     want the same slot have it in turns.
+
+    What a step begins with, and what it changes as it goes:
+    pinned        adapters whose slots are nobody else's, whether their requests run or not
+    num_running   adapter -> how many of its requests run; base is not in it
+    taken         adapters that have a slot, or for which one is kept
     """
 
     def __init__(self, max_loras: int, max_wait_steps: int) -> None:
@@ -34,46 +39,50 @@ class LoRAAdmission:
         self.num_running: Counter[int] = Counter()
         self.taken: set[int] = set()
 
+    # region lab 6.1: whose adapters hold a slot
     def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
-        """Count the slots that are taken before anybody is admitted.
+        """Count afresh what is taken before anybody is admitted: `pinned`, `num_running` and `taken`.
 
         running     the adapter of each running request, also of those that get no tokens in this step
+        pinned      adapters whose slots are pinned, also those that no request uses
         """
-        # region lab 6.1: whose adapters hold a slot
         self.pinned = set(pinned)
         self.num_running = Counter(adapter_id for adapter_id in running if adapter_id)
         self.taken = self.pinned | set(self.num_running)
-        # endregion
 
     def fits(self, adapter_id: int) -> bool:
         """Whether a request of this adapter can join the batch. Base always can: it needs no slot."""
-        # region lab 6.1: who fits
         return adapter_id == 0 or adapter_id in self.taken or len(self.taken) < self.max_loras
-        # endregion
 
     def take(self, adapter_id: int) -> None:
-        """A request of an adapter that fits has joined, or is about to."""
+        """A request of an adapter that fits, or of base, has joined, or is about to."""
         if adapter_id:
             self.taken.add(adapter_id)
-
-    def pass_over(self, adapter_id: int) -> None:
-        """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
-        self.waited.setdefault(adapter_id, 0)
 
     def never_fits(self, adapter_id: int) -> bool:
         """Whether every slot is pinned for others, so that no amount of waiting helps."""
         return adapter_id not in self.pinned | {0} and len(self.pinned) >= self.max_loras
 
+    # endregion
+
+    def pass_over(self, adapter_id: int) -> None:
+        """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
+        self.waited.setdefault(adapter_id, 0)
+
+    # region lab 6.4: bounded wait
     def make_room(self, waiting: Iterable[int]) -> list[int]:
         """Adapters whose running requests must be preempted now. Slots are kept for those that are due.
 
-        waiting     adapters that would run if they had a slot
+        waiting     adapters that would run if they had a slot, each once or more, in any order
+
+        First, while more slots are taken than there are (a pin came in under running requests), the cheapest
+        adapter makes way, however short its turn was. Then every waiting adapter that is due takes a slot, the
+        longest wait first: one that is free, else that of the cheapest adapter which has had its turn. Where
+        there is neither, those that are left wait on. `_victim` says who is cheapest, `_evict` frees its slot.
         """
         evicted = []
-        # A pin may have come in under running requests.
         while len(self.taken) > self.max_loras and (victim := self._victim(min_held=0)) is not None:
             evicted.append(self._evict(victim))
-        # region lab 6.4: bounded wait
         due = [a for a in dict.fromkeys(waiting) if self.waited.get(a, 0) >= self.max_wait_steps]
         for adapter_id in self._longest_wait_first(due):
             if not self.fits(adapter_id):
@@ -82,8 +91,9 @@ class LoRAAdmission:
                     break
                 evicted.append(self._evict(victim))
             self.take(adapter_id)
-        # endregion
         return evicted
+
+    # endregion
 
     def line(self, waiting: list[Request]) -> list[Request]:
         """The order in which requests are considered: one of each adapter that was passed over, the longest
@@ -115,7 +125,11 @@ class LoRAAdmission:
         return sorted(adapter_ids, key=lambda adapter_id: -self.waited[adapter_id])
 
     def _victim(self, min_held: int) -> int | None:
-        """The adapter that is cheapest to preempt: fewest running requests, then the longest turn."""
+        """The adapter that is cheapest to preempt: fewest running requests, then the longest turn.
+
+        Only adapters with running requests and no pin, which have held their slot for `min_held` steps; None if
+        there is none.
+        """
         candidates = [
             adapter_id
             for adapter_id in self.num_running
@@ -124,6 +138,7 @@ class LoRAAdmission:
         return min(candidates, key=lambda a: (self.num_running[a], -self.held.get(a, 0), a), default=None)
 
     def _evict(self, adapter_id: int) -> int:
+        """Its slot is free, and its wait begins; gives the id back."""
         del self.num_running[adapter_id]
         self.taken.remove(adapter_id)
         self.waited[adapter_id] = 0

@@ -19,6 +19,13 @@ VOCAB = 7
 TOO_LONG = 3000  # no world here has that many steps of work
 
 
+class ShownRequest(Request):
+    """A request that a failing test shows in a few words."""
+
+    def __repr__(self):
+        return f"{self.request_id} of {f'adapter {self.adapter_id}' if self.adapter_id else 'base'}"
+
+
 def lora(adapter_id):
     """The LoRARequest of an adapter; None for base (0)."""
     return LoRARequest(f"adapter-{adapter_id}", adapter_id, f"/adapters/{adapter_id}") if adapter_id else None
@@ -82,7 +89,7 @@ class World:
         )
 
     def add(self, adapter_id=0, prompt=(1,), max_tokens=4, request_id=None, **params):
-        request = Request(
+        request = ShownRequest(
             request_id or f"r{next(self._ids)}",
             list(prompt),
             SamplingParams(max_tokens=max_tokens, **params),
@@ -120,7 +127,9 @@ class World:
         sampled = self.execute(output, tokens_each)
         changed = self.scheduler.update_from_output(output, sampled)
         self.now += 1
-        assert self.now < TOO_LONG, f"still waiting after {self.now} steps: {self.scheduler.waiting}"
+        assert self.now < TOO_LONG, (
+            f"no end after {self.now} steps: running {self.scheduler.running}, waiting {self.scheduler.waiting}"
+        )
         self.check_state()
         return changed
 
@@ -139,7 +148,9 @@ class World:
         live = [s for s in output.scheduled if not s.request.is_finished]
         for scheduled in live:
             request, first = scheduled.request, scheduled.request.num_computed_tokens
-            assert self.in_place[request.adapter_id] == request.adapter_generation, "other weights in place"
+            assert self.in_place[request.adapter_id] == request.adapter_generation, (
+                f"{request} runs while another load of its adapter is in place"
+            )
             for position in range(first, first + scheduled.num_new_tokens):
                 self.memory[self._place(request, position)] = self._checksums(request)[position]
         sampled = {}
@@ -147,7 +158,11 @@ class World:
             request = scheduled.request
             context = request.num_computed_tokens + scheduled.num_new_tokens
             read = [self.memory.get(self._place(request, position)) for position in range(context)]
-            assert read == self._checksums(request)[:context], f"{request.request_id} reads another's context"
+            right = [mine == known for mine, known in zip(read, self._checksums(request))]
+            assert all(right), (
+                f"{request} reads keys and values at position {right.index(False)} that are not its own: "
+                "computed for other weights or other tokens, or not at all"
+            )
             assert scheduled.samples == (context == request.num_tokens)
             if scheduled.samples:
                 sampled[request.request_id] = served_alone(
@@ -157,19 +172,30 @@ class World:
 
     def check_output(self, output, waiting_before):
         scheduler = self.scheduler
-        tokens = [s.num_new_tokens for s in output.scheduled]
-        assert all(n > 0 for n in tokens)
-        assert sum(tokens) == output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
-        assert len({s.request.request_id for s in output.scheduled}) == len(output.scheduled)
+        tokens = {s.request: s.num_new_tokens for s in output.scheduled}
+        total = sum(tokens.values())
+        assert all(n > 0 for n in tokens.values()), f"scheduled without a token: {tokens}"
+        assert len(tokens) == len(output.scheduled), f"scheduled twice: {output.scheduled}"
+        assert total == output.total_num_scheduled_tokens, (
+            f"{total} tokens, total_num_scheduled_tokens says {output.total_num_scheduled_tokens}: {tokens}"
+        )
+        budget = self.config.max_num_batched_tokens
+        assert total <= budget, f"{total} tokens in a step that may have {budget}: {tokens}"
         assert output.running == scheduler.running
-        assert {s.request for s in output.scheduled} <= set(scheduler.running)
-        assert len(scheduler.running) <= self.config.max_num_seqs
+        assert tokens.keys() <= set(scheduler.running), (
+            f"scheduled though not running: {sorted(map(str, tokens.keys() - set(scheduler.running)))}"
+        )
+        assert len(scheduler.running) <= self.config.max_num_seqs, f"too many run: {scheduler.running}"
         taken = self.pinned | {r.adapter_id for r in scheduler.running} - {0}
-        assert len(taken) <= max(self.max_loras, len(self.pinned)), f"{taken} in {self.max_loras} slots"
+        assert len(taken) <= max(self.max_loras, len(self.pinned)), (
+            f"adapters {sorted(taken)} are to have a slot, and there are {self.max_loras}"
+        )
         for request in scheduler.running:
             if request.request_id in waiting_before:
                 overtaken = [r for r in scheduler.waiting if r.adapter_id == request.adapter_id]
-                assert all(r.arrival_order > request.arrival_order for r in overtaken)
+                assert all(r.arrival_order > request.arrival_order for r in overtaken), (
+                    f"{request} was admitted before {overtaken[0]}, which came first for the same adapter"
+                )
 
     def check_state(self):
         scheduler, pool = self.scheduler, self.scheduler.kv_cache.block_pool
@@ -179,7 +205,7 @@ class World:
         unfinished = [*scheduler.running, *scheduler.waiting]
         assert sorted(scheduler.requests) == sorted(r.request_id for r in unfinished)
         orders = [r.arrival_order for r in scheduler.waiting]
-        assert orders == sorted(orders)
+        assert orders == sorted(orders), f"not by arrival any more: {scheduler.waiting}"
         owners = Counter(block_id for r in self.requests.values() for block_id in r.block_ids)
         assert all(len(set(r.block_ids)) == len(r.block_ids) for r in scheduler.running)
         assert owners[0] == 0, "the null block was handed out"

@@ -21,41 +21,8 @@ def subsets(items):
     return (set(chosen) for size in range(len(items) + 1) for chosen in combinations(items, size))
 
 
-def test_a_request_fits_exactly_when_its_adapter_can_be_given_a_slot():
-    for max_loras in (1, 2, 3):
-        for running in product((0, 1, 2, 3), repeat=3):
-            for pinned in subsets((1, 3, 4)):
-                if not can_place({*running, *pinned}, max_loras):
-                    continue
-                admission = LoRAAdmission(max_loras, max_wait_steps=8)
-                admission.begin_step(running, pinned)
-
-                fits = {adapter_id: admission.fits(adapter_id) for adapter_id in range(6)}
-
-                expected = {a: can_place({*running, *pinned, a}, max_loras) for a in range(6)}
-                assert fits == expected, (max_loras, running, pinned)
-
-
-def test_the_first_batch_is_the_first_in_line_of_all_batches_that_can_be_placed():
-    """Of all subsets of the queue that can be placed, the one that prefers whoever came first."""
-    for max_loras, max_num_seqs, pinned in product((1, 2), (2, 4), ((), (1,), (3,))):
-        for adapter_ids in product((0, 1, 2, 3), repeat=4):
-            if len(pinned) == max_loras:
-                adapter_ids = tuple(a if a in (0, *pinned) else 0 for a in adapter_ids)
-            world = World(max_loras=max_loras, max_num_seqs=max_num_seqs, num_blocks=20)
-            world.pinned = set(pinned)
-            world.add_all(*adapter_ids)
-
-            output = world.schedule()
-
-            placeable = [
-                chosen
-                for chosen in product((True, False), repeat=4)
-                if sum(chosen) <= max_num_seqs
-                and can_place({*pinned, *(a for a, taken in zip(adapter_ids, chosen) if taken)}, max_loras)
-            ]
-            running = {r.request_id for r in output.running}
-            assert tuple(f"r{i}" in running for i in range(4)) == max(placeable), (adapter_ids, pinned)
+def adapters(requests):
+    return [request.adapter_id for request in requests]
 
 
 def test_requests_of_one_adapter_share_its_slot():
@@ -64,7 +31,7 @@ def test_requests_of_one_adapter_share_its_slot():
 
     output = world.step()
 
-    assert len(output.running) == 3
+    assert adapters(output.running) == [5, 5, 5]
 
 
 def test_base_requests_need_no_slot():
@@ -74,7 +41,7 @@ def test_base_requests_need_no_slot():
 
     output = world.step()
 
-    assert [r.adapter_id for r in output.running] == [1, 0, 2, 0]
+    assert adapters(output.running) == [1, 0, 2, 0]
     assert output.skipped == []
 
 
@@ -86,7 +53,7 @@ def test_base_requests_take_no_slot_from_adapters_that_come_later():
 
     output = world.step()
 
-    assert [r.adapter_id for r in output.running] == [0, 0, 7]
+    assert adapters(output.running) == [0, 0, 7]
 
 
 def test_a_pinned_adapter_takes_a_slot_even_when_no_request_uses_it():
@@ -97,18 +64,20 @@ def test_a_pinned_adapter_takes_a_slot_even_when_no_request_uses_it():
 
     output = world.step()
 
-    assert [r.adapter_id for r in output.running] == [1]
+    assert adapters(output.running) == [1]
     assert [(s.adapter_id, s.reason) for s in output.skipped] == [(2, MAX_LORAS)]
 
 
 def test_a_pinned_adapter_that_runs_is_counted_once():
     world = World(max_loras=2)
     world.pinned = {1}
-    world.add_all(1, 2)
+    world.add(1)
+    world.step()
+    world.add(2)
 
     output = world.step()
 
-    assert [r.adapter_id for r in output.running] == [1, 2]
+    assert adapters(output.running) == [1, 2]
 
 
 def test_a_running_request_without_tokens_in_this_step_keeps_its_slot():
@@ -141,4 +110,71 @@ def test_the_count_starts_afresh_at_every_step():
 
     admission.begin_step(running=[0], pinned=[])
 
-    assert admission.fits(4)
+    assert admission.fits(4), "no request of adapter 3 runs any more, and still it has the only slot"
+
+
+def test_a_request_that_must_wait_for_others_to_end_is_not_refused():
+    admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
+
+    admission.begin_step(running=[1, 2], pinned=[1])
+
+    assert not admission.fits(3)
+    assert not admission.never_fits(3), "adapter 2 is not pinned: its slot comes free when its requests end"
+
+
+def test_a_request_is_refused_exactly_when_the_pins_leave_no_slot_for_its_adapter():
+    for max_loras in (1, 2, 3):
+        for running, pinned in product(((), (2,), (0, 1, 5)), subsets((1, 3, 4))):
+            if len(pinned) > max_loras:
+                continue
+            admission = LoRAAdmission(max_loras, max_wait_steps=8)
+            admission.begin_step(running, pinned)
+
+            for adapter_id in range(6):
+                assert admission.never_fits(adapter_id) != can_place({*pinned, adapter_id}, max_loras), (
+                    f"never_fits({adapter_id}) is {admission.never_fits(adapter_id)} with max_loras {max_loras}, "
+                    f"requests of {running} running and {pinned or 'nobody'} pinned"
+                )
+
+
+def test_a_request_fits_exactly_when_its_adapter_can_be_given_a_slot():
+    for max_loras in (1, 2, 3):
+        for running in product((0, 1, 2, 3), repeat=3):
+            for pinned in subsets((1, 3, 4)):
+                if not can_place({*running, *pinned}, max_loras):
+                    continue
+                admission = LoRAAdmission(max_loras, max_wait_steps=8)
+                admission.begin_step(running, pinned)
+
+                for adapter_id in range(6):
+                    assert admission.fits(adapter_id) == can_place(
+                        {*running, *pinned, adapter_id}, max_loras
+                    ), (
+                        f"fits({adapter_id}) is {admission.fits(adapter_id)} with max_loras {max_loras}, "
+                        f"requests of {running} running and {pinned or 'nobody'} pinned"
+                    )
+
+
+def test_the_first_batch_is_the_first_in_line_of_all_batches_that_can_be_placed():
+    """Of all subsets of the queue that can be placed, the one that prefers whoever came first."""
+    for max_loras, max_num_seqs, pinned in product((1, 2), (2, 4), ((), (1,), (3,))):
+        for adapter_ids in product((0, 1, 2, 3), repeat=4):
+            if len(pinned) == max_loras:
+                adapter_ids = tuple(a if a in (0, *pinned) else 0 for a in adapter_ids)
+            world = World(max_loras=max_loras, max_num_seqs=max_num_seqs, num_blocks=20)
+            world.pinned = set(pinned)
+            requests = world.add_all(*adapter_ids)
+
+            output = world.schedule()
+
+            placeable = [
+                chosen
+                for chosen in product((True, False), repeat=4)
+                if sum(chosen) <= max_num_seqs
+                and can_place({*pinned, *(a for a, taken in zip(adapter_ids, chosen) if taken)}, max_loras)
+            ]
+            expected = [request for request, taken in zip(requests, max(placeable)) if taken]
+            assert output.running == expected, (
+                f"max_loras {max_loras}, pinned {pinned}: of {requests}\n"
+                f"admitted {output.running}\nexpected {expected}"
+            )
