@@ -34,10 +34,12 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
     `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` -> `("model.layers.0.mlp.up_proj", True)`
     `base_model.model.model.embed_tokens.lora_embedding_B` -> `("model.embed_tokens", False)`
 
-    name             with or without PEFT's prefix
-    weights_mapper   renames what is left without the prefix, where the model's names are not Hugging Face's
+    name             with PEFT's prefix or without it; only what leads the name is the prefix
+    weights_mapper   renames what is left without the prefix, where the model's names are not Hugging Face's; None
+                     from it means that this name stays
 
-    Raises ValueError for a name that is neither A nor B. vLLM: `parse_fine_tuned_lora_name`.
+    Raises ValueError, its text `_unsupported(name)`, for a name that is neither A nor B of a module. vLLM: the
+    same name.
     """
     raise Todo("lab 1.2: module and side of an adapter tensor's name")
 

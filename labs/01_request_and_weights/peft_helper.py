@@ -125,7 +125,7 @@ class PEFTHelper:
         module_name   as Hugging Face names it, e.g. `model.layers.0.self_attn.q_proj`
         rank          of the module's own tensors, which a `rank_pattern` may have set
 
-        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732).
+        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732), alpha being the module's.
         """
         raise Todo("lab 1.3: scaling of one module")
 
@@ -134,11 +134,16 @@ class PEFTHelper:
         raise Todo("lab 1.3: scaling of one module")
 
     def _scale(self, alpha: float, rank: int) -> float:
+        """The rule alone, for any alpha and rank; `use_rslora` says which of the two it is."""
         raise Todo("lab 1.3: scaling of one module")
 
     @staticmethod
     def _matches(key: str, module_name: str) -> bool:
-        """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name."""
+        """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name.
+
+        It must begin where a part of the name begins: `q_proj` matches `layers.0.self_attn.q_proj`, `proj` does
+        not. re.error for a key that is no regular expression.
+        """
         raise Todo("lab 1.3: scaling of one module")
 
     # endregion

@@ -124,7 +124,7 @@ class PEFTHelper:
         module_name   as Hugging Face names it, e.g. `model.layers.0.self_attn.q_proj`
         rank          of the module's own tensors, which a `rank_pattern` may have set
 
-        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732).
+        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732), alpha being the module's.
         """
         return self._scale(self.alpha(module_name), rank)
 
@@ -134,11 +134,16 @@ class PEFTHelper:
         return next(matching, self.lora_alpha)
 
     def _scale(self, alpha: float, rank: int) -> float:
+        """The rule alone, for any alpha and rank; `use_rslora` says which of the two it is."""
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     @staticmethod
     def _matches(key: str, module_name: str) -> bool:
-        """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name."""
+        """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name.
+
+        It must begin where a part of the name begins: `q_proj` matches `layers.0.self_attn.q_proj`, `proj` does
+        not. re.error for a key that is no regular expression.
+        """
         return re.match(rf"(.*\.)?({key})$", module_name) is not None
 
     # endregion

@@ -207,7 +207,6 @@ def test_ranks_whose_keys_overlap_are_those_of_the_tensors(peft_adapters):
         assert_close(product(lora.loras[name]), delta)
 
 
-@pytest.mark.lab("1.3")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_scaling_is_what_peft_computes_for_the_module(config, peft_adapters):
     theirs = peft_adapters.ranks_and_scalings(config)
@@ -219,7 +218,6 @@ def test_scaling_is_what_peft_computes_for_the_module(config, peft_adapters):
         assert helper.scaling(name, rank) == pytest.approx(scaling, rel=1e-12)
 
 
-@pytest.mark.lab("1.4")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_optimized_once_or_twice_b_a_is_what_peft_merges(config, peft_adapters):
     folder, deltas = peft_adapters.make(config)
@@ -235,7 +233,6 @@ def test_optimized_once_or_twice_b_a_is_what_peft_merges(config, peft_adapters):
 FUSED = {"self_attn": ["q_proj", "k_proj", "v_proj"], "mlp": ["gate_proj", "up_proj"]}
 
 
-@pytest.mark.lab("1.5")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_packed_parts_add_what_peft_merges_into_each_of_them(config, peft_adapters):
     """q, k, v and gate, up, with parts missing, of different ranks and scalings."""
