@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/minivllm demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

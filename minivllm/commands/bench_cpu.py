@@ -159,9 +159,11 @@ class CpuBench:
         """Milliseconds from disk to slot for the largest adapter of adapters/, None without a checkout."""
         from minivllm.commands.common import checkout_folder
 
-        folders = [path.parent for path in checkout_folder().glob("adapters/*/adapter_model.safetensors")]
-        if not folders:
+        try:
+            checkout = checkout_folder()
+        except ValueError:
             return None
+        folders = [path.parent for path in checkout.glob("adapters/*/adapter_model.safetensors")]
         largest = max(folders, key=lambda folder: (folder / "adapter_model.safetensors").stat().st_size)
         times = []
         for number in range(5):
