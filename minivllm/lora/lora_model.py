@@ -79,13 +79,20 @@ class LoRAModel:
     ) -> "LoRAModel":
         """Pair up the A and B of every module. Ranks are the tensors' own, scaling is the config's.
 
-        tensors           PEFT name -> tensor; A (r, K), B (N, r). PEFT's copies of base embeddings are left out
+        tensors           PEFT name -> tensor; A (r, K), B (N, r), in any order. PEFT's copies of base
+                          embeddings are left out
         dtype             to convert to, None = leave
         model_vocab_size  the width that the A of an embedding must have, None = any
+        weights_mapper    gives the names that modules have in the model. The config's patterns know only the
+                          names without it
         skip_prefixes     tensors of modules under one of these are left out
 
-        Raises ValueError naming the module: a name that is not LoRA's, A or B missing, shapes that do not
-        fit together, a rank that the config does not give, NaN or Inf.
+        Scaling is noted, not applied: that is `optimize`'s work.
+
+        Raises ValueError naming the tensor or the module: a name that is not LoRA's, one side of a module there
+        twice (with PEFT's prefix and without), A or B missing, shapes that do not fit together, a rank that the
+        config does not give, NaN or Inf once converted; and when there are no LoRA weights at all. Most of it is
+        found by `_check_tensor`, `_check_pair` and `_check_numbers`.
         """
         pairs: dict[tuple[str, str], dict[bool, torch.Tensor]] = {}
         for name, tensor in tensors.items():

@@ -36,9 +36,9 @@ class LoRALayerWeights:
 
     # region lab 1.4: fold the scaling into B, once
     def optimize(self) -> "LoRALayerWeights":
-        """Multiply B by the scaling, so that no forward pass ever has to. Doing it again changes nothing.
+        """Multiply B by the scaling, so that no forward pass ever has to, and return self.
 
-        B is replaced, not written to: a clone of the adapter may share the tensor.
+        Doing it again changes nothing. B is replaced, not written to: a clone of the adapter may share the tensor.
         """
         if self.scaling != 1:
             self.lora_b = self.lora_b * self.scaling  # (N, r)
@@ -125,10 +125,12 @@ class PackedLoRALayerWeights(LoRALayerWeights):
     # region lab 1.5: pack the parts of a fused module
     @classmethod
     def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> "PackedLoRALayerWeights":
-        """Put the parts of a fused module side by side, each with its own A, B and rank.
+        """Put the parts of a fused module side by side, each with its own A, B, rank and alpha.
 
         loras   one entry a part, in the order of the fused module's slices; None for a part without an
-                adapter, but not for all. Each is optimized, so what is packed needs no scaling any more.
+                adapter, but not for all. Each is optimized, so what is packed needs no scaling any more: 1.
+
+        The result is named after the first part that is there.
         """
         present = [lora.optimize() for lora in loras if lora is not None]
         return cls(
@@ -142,13 +144,16 @@ class PackedLoRALayerWeights(LoRALayerWeights):
 
     # endregion
 
+    # region lab 1.4: fold the scaling into B, once
     def optimize(self) -> "PackedLoRALayerWeights":
-        """As for one module, part by part."""
+        """As for one module, part by part; a part without an adapter stays None."""
         for part, scaling in enumerate(self.scaling):
             if scaling is not None and scaling != 1:
                 self.lora_b[part] = self.lora_b[part] * scaling  # (N_i, r_i)
                 self.scaling[part] = 1
         return self
+
+    # endregion
 
     @property
     def input_dim(self) -> int:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from adapter_folders import good_config
+from rows import assert_rows_equal
 
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.peft_helper import PEFTHelper
@@ -14,11 +15,11 @@ def random_weights(name="q_proj", rank=3, scaling=2.5, width_in=7, width_out=5, 
         torch.randn(shape, generator=generator, dtype=dtype)
         for shape in ((rank, width_in), (width_out, rank))
     )
-    return LoRALayerWeights(name, rank, 99, lora_a, lora_b, scaling=scaling)
+    return LoRALayerWeights(name, rank, 100 + seed, lora_a, lora_b, scaling=scaling)
 
 
 def delta(lora_a, lora_b, scaling):
-    """The definition, one number at a time."""
+    """The definition of scaling * B @ A, (N, K), one number at a time."""
     product = torch.zeros(len(lora_b), lora_a.shape[1], dtype=torch.float64)
     for row in range(product.shape[0]):
         for column in range(product.shape[1]):
@@ -38,7 +39,17 @@ class TestOptimize:
         assert weights.optimize() is weights
 
         assert weights.scaling == 1
-        torch.testing.assert_close(weights.lora_b @ weights.lora_a, expected, rtol=1e-12, atol=1e-12)
+        assert_rows_equal(
+            weights.lora_b @ weights.lora_a, expected, tolerance=1e-12, what=f"B @ A after scaling {scaling}"
+        )
+
+    def test_leaves_a_alone(self):
+        weights = random_weights(scaling=2.5)
+        before = weights.lora_a.clone()
+
+        weights.optimize()
+
+        assert_rows_equal(weights.lora_a, before, what="A")
 
     def test_a_second_time_changes_nothing(self):
         weights = random_weights().optimize()
@@ -46,7 +57,7 @@ class TestOptimize:
 
         weights.optimize()
 
-        assert torch.equal(weights.lora_b, once)
+        assert_rows_equal(weights.lora_b, once, what="B after a second time")
 
     def test_does_not_write_to_tensors_that_others_hold(self):
         shared = random_weights()
@@ -55,8 +66,8 @@ class TestOptimize:
 
         mine.optimize()
 
-        assert torch.equal(shared.lora_a, before[0])
-        assert torch.equal(shared.lora_b, before[1])
+        assert_rows_equal(shared.lora_a, before[0], what="A of the other holder")
+        assert_rows_equal(shared.lora_b, before[1], what="B of the other holder")
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     def test_keeps_the_dtype(self, dtype):
@@ -73,11 +84,15 @@ class TestOptimize:
             [1.5, None, 0.25],
         )
 
-        packed.optimize().optimize()
+        before = q.lora_b.clone(), v.lora_b.clone()
 
-        assert torch.equal(packed.lora_b[0], q.lora_b * 1.5)
+        assert packed.optimize().optimize() is packed
+
+        assert packed.scaling == [1, None, 1]
         assert packed.lora_b[1] is None
-        assert torch.equal(packed.lora_b[2], v.lora_b * 0.25)
+        for i, (b, scaling) in enumerate(zip(before, (1.5, 0.25))):
+            assert_rows_equal(packed.lora_b[2 * i], b * scaling, what=f"B of part {2 * i}")
+        assert_rows_equal(q.lora_b, before[0], what="B of the other holder")
 
 
 class TestPack:
@@ -93,11 +108,12 @@ class TestPack:
 
         packed = PackedLoRALayerWeights.pack(parts)
 
-        for i, whole in enumerate(expected):
-            product = packed.lora_b[i] @ packed.lora_a[i] * packed.scaling[i]
-            torch.testing.assert_close(product, whole, rtol=1e-12, atol=1e-12)
         assert [len(a) for a in packed.lora_a] == [2, 5, 3]
-        assert packed.rank == 5
+        for part, b, a, whole in zip(parts, packed.lora_b, packed.lora_a, expected):
+            assert_rows_equal(b @ a, whole, tolerance=1e-12, what=f"B @ A of {part.module_name}")
+        assert packed.rank == 5, "the rank of a packed module is the largest of its parts'"
+        assert packed.lora_alphas == [101, 102, 103]
+        assert packed.module_name == "q_proj"
         assert packed.is_packed
 
     def test_folds_the_scaling_of_all_parts_so_that_optimize_has_nothing_left_to_do(self):
@@ -109,7 +125,8 @@ class TestPack:
         packed.optimize()
 
         assert packed.scaling == [1, 1]
-        assert all(torch.equal(now, then) for now, then in zip(packed.lora_b, before, strict=True))
+        for now, then in zip(packed.lora_b, before, strict=True):
+            assert_rows_equal(now, then, what="B after optimize")
 
     @pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
     def test_leaves_a_hole_where_the_adapter_has_no_part(self, missing):
@@ -120,11 +137,14 @@ class TestPack:
 
         packed = PackedLoRALayerWeights.pack(present)
 
-        for of_parts in (packed.lora_a, packed.lora_b, packed.scaling, packed.lora_alphas):
-            assert [i for i, value in enumerate(of_parts) if value is None] == list(missing)
+        for name in ("lora_a", "lora_b", "scaling", "lora_alphas"):
+            holes = [i for i, value in enumerate(getattr(packed, name)) if value is None]
+            assert holes == list(missing), f"{name}: None at {holes}, expected at {list(missing)}"
         kept = [i for i in range(3) if i not in missing]
         assert packed.rank == max(kept) + 2
-        assert all(torch.equal(packed.lora_a[i], parts[i].lora_a) for i in kept)
+        assert packed.module_name == parts[kept[0]].module_name
+        for i in kept:
+            assert_rows_equal(packed.lora_a[i], parts[i].lora_a, what=f"A of part {i}")
 
     def test_a_part_that_was_optimized_before_is_not_scaled_again(self):
         part = random_weights(scaling=3).optimize()
@@ -132,7 +152,15 @@ class TestPack:
 
         packed = PackedLoRALayerWeights.pack([part, None])
 
-        assert torch.equal(packed.lora_b[0], once)
+        assert_rows_equal(packed.lora_b[0], once, what="B")
+
+    def test_leaves_the_tensors_of_the_parts_to_whoever_shares_them(self):
+        part = random_weights(scaling=3)
+        shared, before = part.lora_b, part.lora_b.clone()
+
+        PackedLoRALayerWeights.pack([None, part])
+
+        assert_rows_equal(shared, before, what="B that somebody else holds")
 
 
 def test_scaling_is_alpha_over_rank_unless_given():

@@ -1,16 +1,38 @@
 """An adapter as a whole: modules by name, identity, and weights that are the engine's own (lab 1.6)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from adapter_folders import DOWN, PREFIX, RANK, WIDTHS, Q, V, good_config, good_tensors, load, write
+from rows import assert_rows_equal
 from safetensors.torch import save_file
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
 
+A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 
-def from_tensors(tensors, adapter_id=1, **options):
-    return LoRAModel.from_lora_tensors(adapter_id, tensors, PEFTHelper.from_dict(good_config()), **options)
+
+def from_tensors(tensors, adapter_id=1, config=None, **options):
+    helper = PEFTHelper.from_dict(config or good_config())
+    return LoRAModel.from_lora_tensors(adapter_id, tensors, helper, **options)
+
+
+def assert_modules(lora, expected):
+    """The adapter has these modules and no others."""
+    found = set(lora.loras)
+    lacking, more = sorted(expected - found), sorted(found - expected)
+    assert not lacking and not more, f"modules that are lacking: {lacking}, that should not be there: {more}"
+
+
+def refusal(tensors, **options):
+    """What is said when these tensors are refused."""
+    try:
+        lora = from_tensors(tensors, **options)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(f"it loaded, with {sorted(lora.loras)}; it must raise ValueError")
 
 
 @pytest.mark.lab("1.6")
@@ -20,12 +42,50 @@ def test_every_module_holds_its_own_tensors_whatever_their_order_in_the_file():
 
     lora = from_tensors(b_before_a)
 
-    assert lora.loras.keys() == WIDTHS.keys()
+    assert_modules(lora, WIDTHS.keys())
     for module in WIDTHS:
-        assert torch.equal(lora.loras[module].lora_a, tensors[f"{PREFIX}{module}.lora_A.weight"])
-        assert torch.equal(lora.loras[module].lora_b, tensors[f"{PREFIX}{module}.lora_B.weight"])
-        assert lora.loras[module].module_name == module
-        assert lora.loras[module].scaling == 2
+        weights = lora.loras[module]
+        assert_rows_equal(weights.lora_a, tensors[f"{PREFIX}{module}.lora_A.weight"], what=f"A of {module}")
+        assert_rows_equal(weights.lora_b, tensors[f"{PREFIX}{module}.lora_B.weight"], what=f"B of {module}")
+        assert (weights.module_name, weights.rank, weights.scaling) == (module, RANK, 2)
+
+
+@pytest.mark.lab("1.6")
+def test_a_modules_rank_is_its_tensors_and_its_scaling_goes_by_it():
+    """Incident 9: with the config's r of 3 instead of its own 1, q_proj would be scaled by 2 where training had 6."""
+    tensors = good_tensors()
+    tensors[A], tensors[B] = tensors[A][:1], tensors[B][:, :1]
+    config = good_config(rank_pattern={"q_proj": 1}, alpha_pattern={"down_proj": 15})
+
+    lora = from_tensors(tensors, config=config)
+
+    assert {m: (w.rank, w.scaling) for m, w in lora.loras.items()} == {Q: (1, 6), V: (3, 2), DOWN: (3, 5)}
+    assert lora.rank == 3
+
+
+@pytest.mark.lab("1.6")
+def test_the_rank_of_an_adapter_is_the_largest_of_its_modules():
+    tensors = good_tensors(rank=2)
+
+    lora = from_tensors(
+        tensors, config=good_config(r=8, rank_pattern={"q_proj": 2, "v_proj": 2, "down_proj": 2})
+    )
+
+    assert lora.rank == 2
+
+
+@pytest.mark.lab("1.6")
+def test_patterns_are_asked_by_the_checkpoints_name_where_the_model_has_another():
+    """After renaming, the pattern would match nothing, and the module be scaled by 2."""
+    mapper = SimpleNamespace(_map_name=lambda name: name.replace("self_attn.q_proj", "attention.query"))
+    renamed = Q.replace("self_attn.q_proj", "attention.query")
+
+    lora = from_tensors(
+        good_tensors(), config=good_config(alpha_pattern={"q_proj": 15}), weights_mapper=mapper
+    )
+
+    assert_modules(lora, {renamed, V, DOWN})
+    assert (lora.loras[renamed].module_name, lora.loras[renamed].scaling) == (renamed, 5)
 
 
 @pytest.mark.lab("1.6")
@@ -33,17 +93,77 @@ def test_names_without_pefts_prefix_mean_the_same():
     with_prefix = from_tensors(good_tensors())
     without = from_tensors({name.removeprefix(PREFIX): tensor for name, tensor in good_tensors().items()})
 
-    assert with_prefix.loras.keys() == without.loras.keys()
-    assert all(torch.equal(with_prefix.loras[m].lora_b, without.loras[m].lora_b) for m in WIDTHS)
+    assert_modules(without, with_prefix.loras.keys())
+    for module in WIDTHS:
+        assert_rows_equal(
+            without.loras[module].lora_b, with_prefix.loras[module].lora_b, what=f"B of {module}"
+        )
 
 
 @pytest.mark.lab("1.6")
 def test_the_same_tensor_with_and_without_the_prefix_is_refused():
     tensors = good_tensors()
-    tensors[f"{Q}.lora_A.weight"] = tensors[f"{PREFIX}{Q}.lora_A.weight"] + 1
+    tensors[f"{Q}.lora_A.weight"] = tensors[A] + 1
 
-    with pytest.raises(ValueError, match=f"{Q}.lora_A.weight is there twice"):
-        from_tensors(tensors)
+    message = refusal(tensors)
+
+    assert f"{Q}.lora_A.weight" in message
+
+
+@pytest.mark.lab("1.6")
+@pytest.mark.parametrize(
+    ("changes", "named", "options"),
+    [
+        ({A: None}, Q, {}),
+        ({B: None}, Q, {}),
+        ({A: torch.ones(2, 6)}, Q, {}),
+        ({A: torch.ones(2, 6), B: torch.ones(10, 2)}, Q, {}),
+        ({A: torch.ones(6)}, A, {}),
+        ({A: torch.full((RANK, 6), float("nan"))}, Q, {}),
+        ({A: torch.full((RANK, 6), 1e5)}, Q, {"dtype": torch.float16}),
+        ({f"{PREFIX}model.norm.weight": torch.ones(6)}, "model.norm.weight", {}),
+        ({f"{PREFIX}{Q}.lora_magnitude_vector": torch.ones(10)}, "lora_magnitude_vector", {}),
+        ({f"{PREFIX}{Q}.lora_B.bias": torch.ones(10)}, "lora_B.bias", {}),
+    ],
+    ids=[
+        "no A",
+        "no B",
+        "A and B of different ranks",
+        "a rank that the config does not give",
+        "not a matrix",
+        "NaN",
+        "Inf once converted",
+        "a layer of the base",
+        "DoRA",
+        "a bias",
+    ],
+)
+def test_what_would_be_served_wrongly_is_refused_by_name(changes, named, options):
+    """Incident 8: passed over, it loads, and the base model or something else is served."""
+    tensors = {name: tensor for name, tensor in {**good_tensors(), **changes}.items() if tensor is not None}
+
+    message = refusal(tensors, **options)
+
+    assert named in message
+
+
+@pytest.mark.lab("1.6")
+def test_pefts_copies_of_base_embeddings_are_left_out():
+    tensors = {**good_tensors(), f"{PREFIX}model.embed_tokens.base_layer.weight": torch.ones(97, 6)}
+
+    assert_modules(from_tensors(tensors), WIDTHS.keys())
+
+
+@pytest.mark.lab("1.6")
+@pytest.mark.parametrize("shape", [(RANK, 97), (RANK, 96)])
+def test_an_embeddings_a_has_the_width_of_the_vocabulary(shape):
+    name = f"{PREFIX}model.embed_tokens"
+    tensors = {f"{name}.lora_embedding_A": torch.ones(shape), f"{name}.lora_embedding_B": torch.ones(6, RANK)}
+
+    if shape[1] == 97:
+        assert_modules(from_tensors(tensors, model_vocab_size=97), {"model.embed_tokens"})
+    else:
+        assert "lora_embedding_A" in refusal(tensors, model_vocab_size=97)
 
 
 @pytest.mark.lab("1.6")
@@ -57,11 +177,17 @@ def test_modules_under_skipped_prefixes_are_left_out_whatever_they_hold():
 
     lora = from_tensors(tensors, skip_prefixes=["mtp."])
 
-    assert lora.loras.keys() == WIDTHS.keys()
-    with pytest.raises(ValueError, match="holds no LoRA weights"):
-        from_tensors(tensors, skip_prefixes=["model.", "mtp."])
+    assert_modules(lora, WIDTHS.keys())
 
 
+@pytest.mark.lab("1.6")
+def test_an_adapter_without_weights_is_refused():
+    """Such as one whose modules are all left out."""
+    assert refusal({})
+    assert refusal(good_tensors(), skip_prefixes=["model."])
+
+
+@pytest.mark.lab("1.6")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_weights_come_in_the_dtype_asked_for(dtype):
     lora = from_tensors(good_tensors(torch.float32), dtype=dtype)
