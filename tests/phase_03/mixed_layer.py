@@ -2,6 +2,7 @@
 
 import torch
 from per_token import choose, random_tensor
+from rows import assert_rows_equal
 from scattered_slots import ScatteredSlots
 
 from minivllm.config import LoRAConfig
@@ -133,6 +134,19 @@ class MixedLayer:
                 y = y + torch.cat([self._added(pair, size, row) for pair, size in self._slices(adapter_id)])
             rows.append(y)
         return torch.stack(rows)
+
+    def assert_answers(self, x, ids, tolerance):
+        """A pass over x gives every row what `expected` says; returns what it gave.
+
+        tolerance   as a share of the largest value expected
+        """
+        y = self.run(x)
+        assert_rows_equal(y, self.expected(x, ids), labels=self.labels(ids), tolerance=tolerance)
+        return y
+
+    def labels(self, ids):
+        """Whose each row is."""
+        return [f"adapter {i} in slot {self.table.index(i)}" if i else "a base row" for i in ids]
 
     def _slices(self, adapter_id):
         pairs = self.held[self.table.index(adapter_id)]

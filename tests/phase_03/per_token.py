@@ -1,6 +1,7 @@
-"""What LoRA adds to each token, summed in float64 one number at a time; and buffers between NaN guards."""
+"""What LoRA adds to each token, summed in float64 one number at a time; and random batches."""
 
 import torch
+from rows import assert_rows_equal
 
 
 def shrunk(inputs, lora_a, slots, scaling):
@@ -24,31 +25,26 @@ def expanded(inputs, lora_b, slots):
     return out
 
 
-class Guarded:
-    """A tensor between NaN on all sides, not contiguous: whoever reads or writes past its edge is found out."""
-
-    def __init__(self, content):
-        rows, columns = content.shape
-        self.whole = torch.full((rows + 5, columns + 7), float("nan"), dtype=content.dtype)
-        self.tensor = self.whole[2 : 2 + rows, 3 : 3 + columns]
-        self.tensor.copy_(content)
-        self.before = self.whole.clone()
-
-    def assert_untouched_but(self, written):
-        """Every element is bit for bit what it was, but those of the inner tensor where `written` is True."""
-        allowed = torch.zeros(self.whole.shape, dtype=torch.bool)
-        allowed[2 : 2 + written.shape[0], 3 : 3 + written.shape[1]] = written
-        same = (self.whole == self.before) | (self.whole.isnan() & self.before.isnan())
-        assert (same | allowed).all(), "an element was written that should not have been"
+def has_adapter(slots):
+    return torch.tensor([slot >= 0 for slot in slots], dtype=torch.bool)
 
 
-def assert_close(actual, expected, relative):
-    """Within `relative` of the largest expected value, and no NaN."""
-    assert actual.shape == expected.shape
-    if actual.numel():
-        largest = max(expected.abs().max().item(), 1e-3)
-        worst = (actual.double() - expected).abs().max().item()
-        assert worst <= relative * largest, f"off by {worst}, largest value {largest}"
+def labels_of(slots):
+    """Whose each row is."""
+    return ["a base row" if slot < 0 else f"slot {slot}" for slot in slots]
+
+
+def assert_columns_written(y, first, values, token_slots, tolerance):
+    """Adapter rows hold `values` from column `first` on; the rest of y, and what lies around it, is as it was.
+
+    y: Guarded    values: (T, n) float64
+    """
+    written = torch.zeros(y.view.shape, dtype=torch.bool)
+    written[has_adapter(token_slots), first : first + values.shape[1]] = True
+    expected = y.before.double().clone()
+    expected[written] = values[has_adapter(token_slots)].flatten()
+    assert_rows_equal(y.view, expected, labels=labels_of(token_slots), tolerance=tolerance, what="output")
+    y.assert_written_only_where(written)
 
 
 def random_tensor(generator, *shape, dtype=torch.float32):

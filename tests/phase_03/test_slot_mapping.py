@@ -24,7 +24,9 @@ from minivllm.lora.punica_wrapper.utils import compute_runs, slots_of
     ],
 )
 def test_every_row_gets_its_adapters_slot_and_base_rows_minus_one(ids, table, slots):
-    assert slots_of(ids, table) == slots
+    found = slots_of(ids, table)
+
+    assert list(found) == slots, f"adapters {ids}, slots hold {table}: got {found}, expected {slots}"
 
 
 @pytest.mark.lab("3.1")
@@ -37,18 +39,25 @@ def test_a_row_is_translated_by_where_its_adapter_sits_now():
         held = [adapter for adapter in table if adapter is not None]
         ids = tuple(choose(generator, [0, *held]) for _ in range(6))
 
-        for adapter, slot in zip(ids, slots_of(ids, table), strict=True):
-            assert slot == -1 if adapter == 0 else table[slot] == adapter
+        slots = slots_of(ids, table)
+
+        assert len(slots) == len(ids)
+        for row, (adapter, slot) in enumerate(zip(ids, slots)):
+            is_right = slot == -1 if adapter == 0 else slot >= 0 and table[slot] == adapter
+            assert is_right, f"row {row} of adapter {adapter} got slot {slot}; slots hold {table}"
 
 
 @pytest.mark.lab("3.1")
 @pytest.mark.parametrize(
-    ("ids", "missing"), [((1, 9, 0), "9"), ((8, 9, 8), "8, 9"), ((-1,), "-1"), ((2,), "2")]
+    ("ids", "missing"), [((1, 9, 0), [9]), ((8, 9, 8), [8, 9]), ((-1,), [-1]), ((2,), [2])]
 )
-def test_an_adapter_in_no_slot_is_refused(ids, missing):
+def test_an_adapter_in_no_slot_is_refused_by_name(ids, missing):
     """It would be served by whatever adapter, or none, is there instead."""
-    with pytest.raises(ValueError, match=rf"\[{missing}\] are in the batch but in no slot"):
+    with pytest.raises(ValueError) as refused:
         slots_of(ids, [1, None])
+
+    text = str(refused.value)
+    assert all(str(adapter) in text for adapter in missing), f"{text!r} does not name all of {missing}"
 
 
 @pytest.mark.lab("3.1")
@@ -127,7 +136,9 @@ def test_a_mapping_is_compared_by_its_rows():
     ],
 )
 def test_runs_are_neighbours_with_one_slot(slots, runs):
-    assert compute_runs(slots) == runs
+    found = compute_runs(slots)
+
+    assert found == runs, f"slots of the rows: {slots}; got {found}, expected {runs}"
 
 
 @pytest.mark.lab("3.4")
@@ -139,10 +150,11 @@ def test_runs_hold_every_adapter_row_once_and_cannot_be_longer():
 
         runs = compute_runs(slots)
 
+        said = f"slots of the rows: {slots}; got {runs}"
         rebuilt = [-1] * len(slots)
         for slot, rows in runs:
-            assert rows.stop > rows.start
+            assert rows.stop > rows.start, said
             rebuilt[rows] = [slot] * (rows.stop - rows.start)
-        assert rebuilt == slots
-        assert len(runs) == sum(slot >= 0 for slot, _ in itertools.groupby(slots))
-        assert [rows.start for _, rows in runs] == sorted(rows.start for _, rows in runs)
+        assert rebuilt == slots, said
+        assert len(runs) == sum(slot >= 0 for slot, _ in itertools.groupby(slots)), said
+        assert [rows.start for _, rows in runs] == sorted(rows.start for _, rows in runs), said
