@@ -113,7 +113,7 @@ class PunicaWrapperBase(PunicaWrapperABC):
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         """Base output plus every row's own adapter.   x: (T, K) -> (T, N)
 
-        A batch without adapters pays for nothing beyond the base layer.
+        The scaling is in the layer's B already. A batch without adapters pays for nothing beyond the base layer.
         """
         raise Todo("lab 3.6: the whole product of a wrapped linear")
 
@@ -128,6 +128,12 @@ class PunicaWrapperBase(PunicaWrapperABC):
         *,
         buffer: torch.Tensor | None = None,
     ) -> None:
+        """A shrink of all slices into the buffer, then an expand of it, added to y.   y: (T, N)   x: (T, K)
+
+        A_i: (S, 1, R, K)   B_i: (S, 1, N_i, R)   output_slices: the n widths N_i
+        buffer  (n, T, R) float to work in, whatever it holds; None = a new one in x's dtype, but at least in float32:
+                what is lost between A and B is lost in every column of y
+        """
         raise Todo("lab 3.6: the whole product of a wrapped linear")
 
     # endregion

@@ -35,10 +35,10 @@ def bgmv_shrink(
     lora_indices_tensor: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """output[t] = scaling * A[slot of t] · inputs[t]
+    """output[t] = scaling * A[slot of t] · inputs[t]. Columns past R are left as they are.
 
-    inputs: (T, K) float    lora_a_weights: (S, R, K) float    output_tensor: (T, >=R) float
-    lora_indices_tensor: (T,) int, -1 = base row
+    inputs: (T, K) float    lora_a_weights: (S, R, K) or (S, 1, R, K) float    output_tensor: (T, >=R) float
+    lora_indices_tensor: (T,) int slot of each token, -1 = base row
     """
     raise Todo("lab 3.2: shrink, one token at a time")
 
@@ -56,9 +56,10 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """output[t, offset:offset+size] (+)= B[slot of t] · inputs[t]
+    """output[t, offset:offset+size] (+)= B[slot of t] · inputs[t]. Other columns are left as they are.
 
-    inputs: (T, >=R) float    lora_b_weights: (S, >=size, R) float    output_tensor: (T, N) float
+    inputs: (T, >=R) float    lora_b_weights: (S, >=size, R) or (S, 1, >=size, R) float    output_tensor: (T, N) float
+    lora_indices_tensor: (T,) int slot of each token, -1 = base row
     add_inputs  add to what the output holds, or replace it
     """
     raise Todo("lab 3.3: expand into a slice, one token at a time")

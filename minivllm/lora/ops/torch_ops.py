@@ -34,10 +34,10 @@ def bgmv_shrink(
     lora_indices_tensor: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """output[t] = scaling * A[slot of t] · inputs[t]
+    """output[t] = scaling * A[slot of t] · inputs[t]. Columns past R are left as they are.
 
-    inputs: (T, K) float    lora_a_weights: (S, R, K) float    output_tensor: (T, >=R) float
-    lora_indices_tensor: (T,) int, -1 = base row
+    inputs: (T, K) float    lora_a_weights: (S, R, K) or (S, 1, R, K) float    output_tensor: (T, >=R) float
+    lora_indices_tensor: (T,) int slot of each token, -1 = base row
     """
     lora_a = _matrices(lora_a_weights)  # (S, R, K)
     rank, dtype = lora_a.shape[1], _widest_dtype(inputs, lora_a, output_tensor)
@@ -60,9 +60,10 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """output[t, offset:offset+size] (+)= B[slot of t] · inputs[t]
+    """output[t, offset:offset+size] (+)= B[slot of t] · inputs[t]. Other columns are left as they are.
 
-    inputs: (T, >=R) float    lora_b_weights: (S, >=size, R) float    output_tensor: (T, N) float
+    inputs: (T, >=R) float    lora_b_weights: (S, >=size, R) or (S, 1, >=size, R) float    output_tensor: (T, N) float
+    lora_indices_tensor: (T,) int slot of each token, -1 = base row
     add_inputs  add to what the output holds, or replace it
     """
     lora_b = _matrices(lora_b_weights)[:, :slice_size]  # (S, size, R)

@@ -112,7 +112,7 @@ class PunicaWrapperBase(PunicaWrapperABC):
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         """Base output plus every row's own adapter.   x: (T, K) -> (T, N)
 
-        A batch without adapters pays for nothing beyond the base layer.
+        The scaling is in the layer's B already. A batch without adapters pays for nothing beyond the base layer.
         """
         y = layer.base_output(x)  # (T, N)
         if not self.no_lora:
@@ -130,8 +130,13 @@ class PunicaWrapperBase(PunicaWrapperABC):
         *,
         buffer: torch.Tensor | None = None,
     ) -> None:
+        """A shrink of all slices into the buffer, then an expand of it, added to y.   y: (T, N)   x: (T, K)
+
+        A_i: (S, 1, R, K)   B_i: (S, 1, N_i, R)   output_slices: the n widths N_i
+        buffer  (n, T, R) float to work in, whatever it holds; None = a new one in x's dtype, but at least in float32:
+                what is lost between A and B is lost in every column of y
+        """
         if buffer is None:
-            # Half-precision sums over K stay in float32 until B has been applied.
             dtype = torch.promote_types(x.dtype, torch.float32)
             rank = lora_a_stacked[0].shape[-2]
             buffer = torch.zeros(len(output_slices), len(x), rank, dtype=dtype, device=x.device)  # (n, T, R)

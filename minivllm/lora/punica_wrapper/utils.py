@@ -17,7 +17,7 @@ def slots_of(ids: tuple[int, ...], lora_index_to_id: list[int | None]) -> list[i
     ids               (T,) adapter ids, 0 = base
     lora_index_to_id  (S,) adapter id in each slot, None = free
 
-    Raises ValueError for an id that sits in no slot: it would be served by whatever is there instead.
+    Raises ValueError naming every id that sits in no slot: it would be served by whatever is there instead.
     """
     slot_of_id = {adapter: slot for slot, adapter in enumerate(lora_index_to_id) if adapter is not None}
     slot_of_id[0] = -1
@@ -69,9 +69,11 @@ def convert_mapping(
 
 # region lab 3.4: runs of rows with the same slot
 def compute_runs(token_slots: list[int]) -> list[tuple[int, slice]]:
-    """(slot, rows) of every longest run of neighbouring rows that share an adapter; base rows are in none.
+    """(slot, rows) of every run of neighbouring rows that share an adapter, in their order; base rows are in none.
 
     token_slots: (T,) slot of each row, -1 = base
+
+    A run is as long as it can be: [2, 2, -1, 2] has two, (2, slice(0, 2)) and (2, slice(3, 4)).
     """
     runs: list[tuple[int, slice]] = []
     start = 0
