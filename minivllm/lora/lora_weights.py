@@ -38,7 +38,7 @@ class LoRALayerWeights:
     def optimize(self) -> "LoRALayerWeights":
         """Multiply B by the scaling, so that no forward pass ever has to, and return self.
 
-        Doing it again changes nothing. B is replaced, not written to: a clone of the adapter may share the tensor.
+        Doing it again changes nothing. B is replaced, not written to: whoever read it from a file may still hold it.
         """
         if self.scaling != 1:
             self.lora_b = self.lora_b * self.scaling  # (N, r)
