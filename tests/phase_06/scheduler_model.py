@@ -181,6 +181,12 @@ class World:
         )
         budget = self.config.max_num_batched_tokens
         assert total <= budget, f"{total} tokens in a step that may have {budget}: {tokens}"
+        for request, num_new_tokens in tokens.items():
+            first = request.num_computed_tokens
+            assert first + num_new_tokens <= request.num_tokens, (
+                f"{request} is to compute tokens {first} to {first + num_new_tokens - 1}, "
+                f"and it has {request.num_tokens}"
+            )
         assert output.running == scheduler.running
         assert tokens.keys() <= set(scheduler.running), (
             f"scheduled though not running: {sorted(map(str, tokens.keys() - set(scheduler.running)))}"
@@ -194,7 +200,7 @@ class World:
             if request.request_id in waiting_before:
                 overtaken = [r for r in scheduler.waiting if r.adapter_id == request.adapter_id]
                 assert all(r.arrival_order > request.arrival_order for r in overtaken), (
-                    f"{request} was admitted before {overtaken[0]}, which came first for the same adapter"
+                    f"{request} was admitted before {overtaken[0]}: of those who want the same, first come first served"
                 )
 
     def check_state(self):

@@ -1,8 +1,11 @@
-"""An adapter comes into its slot beside a step; the requests of that step do not wait for it."""
+"""An adapter comes into its slot beside a step; the requests of that step do not wait for it (lab 6.2)."""
 
+import pytest
 from scheduler_model import World
 
 from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, Skip
+
+pytestmark = pytest.mark.lab("6.2")
 
 
 class CopyingWorld(World):
@@ -90,6 +93,18 @@ def test_a_copy_that_never_arrives_holds_nobody_up_for_more_than_a_step():
     world.step()
 
     assert newcomer.request_id in ids(world.step().running)
+
+
+def test_those_behind_who_waits_for_a_copy_are_admitted():
+    world = CopyingWorld(in_slots={2})
+    world.add(0)
+    world.step()
+    waits, *others = world.add_all(1, 2, 0)
+
+    output = world.step()
+
+    assert waits.request_id not in ids(output.running)
+    assert ids(output.running)[1:] == ids(others)
 
 
 def test_no_more_adapters_are_copied_than_there_are_slots_beside_the_running():

@@ -64,6 +64,33 @@ def test_a_request_passed_over_goes_before_those_who_came_later_for_the_same_slo
     assert ids(output.running) == ids([first, second])
 
 
+def test_a_request_passed_over_waits_by_the_step_until_it_has_a_slot():
+    world = World(max_loras=1)
+    world.add(1, max_tokens=3)
+    waiter = world.add(2, max_tokens=9)
+
+    waited = []
+    for _ in range(5):
+        world.step()
+        waited.append(waiter.lora_wait_steps)
+
+    assert waited == [1, 2, 3, 3, 3], "who is skipped for its adapter begins to wait: pass_over"
+
+
+def test_a_slot_goes_to_who_was_passed_over_not_to_who_is_first_by_arrival():
+    world = World(max_loras=1)
+    world.add(3, max_tokens=2)
+    first, passed_over = world.add_all(1, 2)
+    world.scheduler.blocked_adapters[1, 0] = "being read"
+    world.step()
+    world.step()
+    world.scheduler.blocked_adapters.clear()
+
+    output = world.step()
+
+    assert output.running == [passed_over], f"{first} came first, but has not waited: see LoRAAdmission.line"
+
+
 def test_nobody_is_skipped_once_the_batch_is_full():
     """Who would not have got in anyway was not passed over for its adapter."""
     world = World(max_loras=1, max_num_seqs=1)
@@ -71,7 +98,7 @@ def test_nobody_is_skipped_once_the_batch_is_full():
 
     output = world.step()
 
-    assert output.skipped == []
+    assert output.skipped == [], "the batch was full, so nobody lost its place for its adapter"
     assert output.halted_by == "max_num_seqs"
 
 
@@ -137,3 +164,15 @@ def test_an_adapter_blocked_by_the_engine_is_skipped_with_the_engines_reason():
 
     assert output.running == [other]
     assert output.skipped == [Skip(blocked.request_id, 1, "adapter 'adapter-1' is being read")]
+
+
+def test_who_is_held_back_does_not_wait_for_a_slot():
+    """A slot would not help it, and nobody may lose one for it."""
+    world = World(max_loras=1)
+    blocked, other = world.add_all(1, 2, max_tokens=9)
+    world.scheduler.blocked_adapters[1, 0] = "being read"
+
+    outputs = [world.step() for _ in range(3)]
+
+    assert [output.running for output in outputs] == [[other]] * 3
+    assert blocked.lora_wait_steps == 0

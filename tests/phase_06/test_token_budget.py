@@ -116,17 +116,30 @@ def test_the_last_admitted_gives_way_itself_when_it_lacks_a_block():
     assert tokens(outputs[2]) == {first.request_id: 1}
 
 
+def test_as_many_make_way_as_it_takes():
+    world = World(num_blocks=5, block_size=1, enable_prefix_caching=False)
+    first, second, third = world.add_all(0, 0, 0, prompt=[1], max_tokens=4)
+    world.step(tokens_each=3)
+
+    output = world.step(tokens_each=3)
+
+    assert output.preempted == [third.request_id, second.request_id]
+    assert tokens(output) == {first.request_id: 3}
+
+
 def test_nobody_is_admitted_in_a_step_that_took_blocks_away():
     world = World(num_blocks=5, block_size=4)
-    world.add_all(0, 0, prompt=range(7), max_tokens=9)
+    first, _ = world.add_all(0, 0, prompt=range(7), max_tokens=9)
     world.step()
     world.step()
-    newcomer = world.add(prompt=[9], max_tokens=1)
+    world.add(prompt=[9], max_tokens=1)
 
     output = world.step()
 
-    assert output.preempted
-    assert newcomer not in output.running
+    assert output.halted_by == "KV blocks"
+    assert output.running == [first], (
+        "neither the newcomer nor the one that made way has a place in this step"
+    )
 
 
 def test_a_preempted_request_goes_back_to_its_place_in_the_queue():
