@@ -163,7 +163,7 @@ class World:
                 f"{request} reads keys and values at position {right.index(False)} that are not its own: "
                 "computed for other weights or other tokens, or not at all"
             )
-            assert scheduled.samples == (context == request.num_tokens)
+            assert scheduled.samples == (context == request.num_tokens), f"samples is wrong: {scheduled}"
             if scheduled.samples:
                 sampled[request.request_id] = served_alone(
                     self._weights(request), request.all_token_ids, tokens_each
@@ -187,7 +187,7 @@ class World:
                 f"{request} is to compute tokens {first} to {first + num_new_tokens - 1}, "
                 f"and it has {request.num_tokens}"
             )
-        assert output.running == scheduler.running
+        assert output.running == scheduler.running, f"{output.running} is not {scheduler.running}"
         assert tokens.keys() <= set(scheduler.running), (
             f"scheduled though not running: {sorted(map(str, tokens.keys() - set(scheduler.running)))}"
         )
@@ -205,19 +205,37 @@ class World:
 
     def check_state(self):
         scheduler, pool = self.scheduler, self.scheduler.kv_cache.block_pool
-        assert all(r.status == RequestStatus.RUNNING for r in scheduler.running)
-        assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in scheduler.waiting)
-        assert not any(r.block_ids or r.num_computed_tokens for r in scheduler.waiting)
+        for request in scheduler.running:
+            assert request.status == RequestStatus.RUNNING, (
+                f"{request} runs, and its status is {request.status!r}"
+            )
+        for request in scheduler.waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), (
+                f"{request} waits, and its status is {request.status!r}"
+            )
+            assert not request.block_ids, f"{request} waits and keeps blocks {request.block_ids}"
+            assert not request.num_computed_tokens, (
+                f"{request} waits without blocks, yet with computed tokens"
+            )
         unfinished = [*scheduler.running, *scheduler.waiting]
-        assert sorted(scheduler.requests) == sorted(r.request_id for r in unfinished)
+        assert sorted(scheduler.requests) == sorted(r.request_id for r in unfinished), (
+            f"the scheduler knows {sorted(scheduler.requests)}, its queues hold {unfinished}"
+        )
         orders = [r.arrival_order for r in scheduler.waiting]
         assert orders == sorted(orders), f"not by arrival any more: {scheduler.waiting}"
         owners = Counter(block_id for r in self.requests.values() for block_id in r.block_ids)
-        assert all(len(set(r.block_ids)) == len(r.block_ids) for r in scheduler.running)
+        for request in scheduler.running:
+            assert len(set(request.block_ids)) == len(request.block_ids), (
+                f"{request} has a block twice: {request.block_ids}"
+            )
         assert owners[0] == 0, "the null block was handed out"
-        assert pool.ref_cnt == [owners[block_id] for block_id in range(pool.num_blocks)]
-        assert set(pool.free) == {b for b in range(1, pool.num_blocks) if owners[b] == 0}
-        assert {h: b for b, h in pool.hash_of.items()} == pool.block_of
+        counts = [owners[block_id] for block_id in range(pool.num_blocks)]
+        assert pool.ref_cnt == counts, f"requests use the blocks {counts} times, ref_cnt says {pool.ref_cnt}"
+        free = {b for b in range(1, pool.num_blocks) if owners[b] == 0}
+        assert set(pool.free) == free, (
+            f"nobody uses blocks {free}, and those called free are {set(pool.free)}"
+        )
+        assert {h: b for b, h in pool.hash_of.items()} == pool.block_of, "hash_of and block_of disagree"
 
     def expected_tokens(self, request):
         return served_alone(self._weights(request), request.prompt_token_ids, request.num_output_tokens)

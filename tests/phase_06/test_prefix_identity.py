@@ -4,9 +4,10 @@ import random
 from itertools import product
 
 import pytest
-from scheduler_model import World
+from scheduler_model import ShownRequest, World, lora
 
-from minivllm.core.kv_cache import hash_block_tokens
+from minivllm.core.kv_cache import KVCacheManager, hash_block_tokens
+from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lab("6.5")
 
@@ -19,6 +20,15 @@ def hit(world, adapter_id, prompt=PROMPT):
     world.run()
     assert request.output_token_ids == world.expected_tokens(request)
     return request.num_cached_tokens
+
+
+def computed(cache, prompt, lora_request):
+    """A request whose prompt is computed, and can be found."""
+    request = ShownRequest("r", list(prompt), SamplingParams(), lora_request)
+    cache.get_computed_blocks(request)
+    cache.allocate_slots(request, len(prompt))
+    cache.cache_blocks(request, len(prompt))
+    return request
 
 
 def test_a_prompt_seen_before_is_found_in_full_blocks():
@@ -38,9 +48,10 @@ def test_the_same_prompt_is_found_by_the_same_adapter():
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (1, 2)])
 def test_no_hit_crosses_adapters(first, second):
     world = World(block_size=4)
+    world.loads.update({1: 101, 2: 102})
     hit(world, first)
 
-    assert hit(world, second) == 0
+    assert hit(world, second) == 0, "the same prompt, and not the same weights"
 
 
 def test_a_reloaded_adapter_finds_nothing_of_its_former_load():
@@ -81,7 +92,7 @@ def test_blocks_computed_before_and_after_a_load_in_mid_request_are_not_mixed():
 
     cached = world.scheduler.kv_cache.block_pool.hash_of
 
-    assert len(cached) == 1
+    assert len(cached) == 1, "one block was full before the load, and who computed the other is not known"
     assert hit(world, 1) == 0
 
 
@@ -89,16 +100,16 @@ def test_only_what_is_equal_from_the_first_token_on_is_found():
     world = World(block_size=4)
     hit(world, 0)
 
-    assert hit(world, 0, [*PROMPT[:4], 8, 8, 8, 8, 8]) == 4
-    assert hit(world, 0, [7, *PROMPT[1:]]) == 0
-    assert hit(world, 0, PROMPT[4:]) == 0
+    assert hit(world, 0, [*PROMPT[:4], 8, 8, 8, 8, 8]) == 4, "the first block of 4 is the same"
+    assert hit(world, 0, [7, *PROMPT[1:]]) == 0, "the first token differs, and so does all that follows it"
+    assert hit(world, 0, PROMPT[4:]) == 0, "the same tokens at other positions"
 
 
 def test_a_hit_never_covers_the_whole_prompt():
     world = World(block_size=4)
     hit(world, 0, PROMPT[:8])
 
-    assert hit(world, 0, PROMPT[:8]) == 4
+    assert hit(world, 0, PROMPT[:8]) == 4, "the last of the 8 tokens must be computed"
     assert hit(world, 0, PROMPT[:9]) == 8
 
 
@@ -124,7 +135,43 @@ def test_keys_differ_whenever_identity_parent_or_tokens_do():
 
     keys = [hash_block_tokens(p, t, i) for p in parents for t in blocks for i in (0, 1, 2, 256)]
 
-    assert len(set(keys)) == len(keys) == 4 * 30 * 4
+    distinct = len(set(keys))
+    assert distinct == 4 * 30 * 4, f"{4 * 30 * 4} blocks that differ have {distinct} keys"
+
+
+def test_numbers_of_several_digits_do_not_run_together():
+    one, two = [1, 23], [12, 3]
+
+    assert hash_block_tokens(None, one, 5) != hash_block_tokens(None, two, 5), f"tokens {one} and {two}"
+    assert hash_block_tokens(None, [2], 11) != hash_block_tokens(None, [12], 1), "identities 11 and 1"
+
+
+def test_blocks_behind_one_that_is_gone_are_not_found():
+    """A prefix has no holes: what is found second would be read as what comes first."""
+    cache = KVCacheManager(4, 10, True, {}.get)
+    request = computed(cache, PROMPT, lora(0))
+    _, second, _ = request.block_ids
+    cache.block_pool.touch([second])  # somebody goes on using it
+    cache.free(request)
+    cache.block_pool.get_new_blocks(cache.block_pool.get_num_free_blocks())
+
+    found = cache.get_computed_blocks(request)
+
+    assert found == [], f"block {second} holds tokens 4 to 7 of the prompt, and tokens 0 to 3 are gone"
+
+
+def test_a_request_that_comes_back_finds_nothing_of_a_load_that_is_gone():
+    """Preempted, and meanwhile its adapter left memory and was read again: the files may have changed."""
+    loads = {1: 7}
+    cache = KVCacheManager(4, 10, True, loads.get)
+    request = computed(cache, PROMPT, lora(1))
+    cache.free(request)
+    found = len(cache.get_computed_blocks(request))
+
+    loads[1] = 8
+
+    assert found == 2, "while the load is the same, the request finds what it computed"
+    assert cache.get_computed_blocks(request) == [], "load 8 did not compute what load 7 left behind"
 
 
 def test_equal_blocks_have_equal_keys():
@@ -133,7 +180,7 @@ def test_equal_blocks_have_equal_keys():
 
 def test_a_key_is_a_digest_that_does_not_collide_like_pythons_hash():
     """hash(-1) == hash(-2) in Python; a tenant who can choose tokens must not find another's blocks."""
-    assert hash_block_tokens(None, [-1], 0) != hash_block_tokens(None, [-2], 0)
+    assert hash_block_tokens(None, [-1], 0) != hash_block_tokens(None, [-2], 0), "tokens -1 and -2"
     assert len(hash_block_tokens(None, [1], 0)) >= 16
 
 
