@@ -40,9 +40,7 @@ class LoRAModelManager(AdapterReports):
         vllm_config: object | None = None,
     ) -> None:
         if not getattr(model, "supports_lora", False):
-            raise ValueError(
-                f"Model {type(model).__name__} is not supported for LoRA; mark its class with SupportsLoRA"
-            )
+            raise ValueError(f"Model {type(model).__name__} is not supported for LoRA; it needs SupportsLoRA")
         self.model = model
         self.lora_config = lora_config
         self.device = device
@@ -152,14 +150,6 @@ class LoRAModelManager(AdapterReports):
 
     # ---- slots ----------------------------------------------------------------------------------------------
 
-    @property
-    def lora_index_to_id(self) -> list[int | None]:
-        """The slot table: (S,) adapter id in each slot, None = free."""
-        table: list[int | None] = [None] * self.lora_slots
-        for adapter_id, slot in self.list_active_adapters().items():
-            table[slot] = adapter_id
-        return table
-
     def list_active_adapters(self) -> dict[int, int]:
         """Adapter id -> slot, the least recently used first."""
         return self._active_adapters.cache
@@ -168,9 +158,11 @@ class LoRAModelManager(AdapterReports):
     def activate_adapter(self, lora_id: int) -> bool:
         """Copy a registered adapter into a slot. False, and just used, if it is in one already.
 
-        ValueError for an id that is not registered, before anything is evicted for it, or when no slot is free.
-        The slot table names an adapter only once all its weights are there; a failed copy leaves the slot free.
+        ValueError that names an id that is not registered, before `_find_slot` evicts anybody for it. The slot
+        table names an adapter only once all its weights are there; a failed copy leaves the slot free.
         """
+        # `self.slot_writer.write(lora, slot)` copies, without a GPU `self.wrapped.write`; `self.stats` counts the
+        # copy and its seconds by `time.perf_counter`.
         raise Todo("lab 5.2: copy first, then say so")
 
     # endregion
@@ -190,9 +182,7 @@ class LoRAModelManager(AdapterReports):
         return self._active_adapters.pop(adapter_id) is not None
 
     def pin_adapter(self, lora_id: int) -> bool:
-        raise NotImplementedError(
-            "Pinning is not supported in LoRAModelManager. Use LRUCacheLoRAModelManager for pinning"
-        )
+        raise NotImplementedError("LoRAModelManager cannot pin. Use LRUCacheLoRAModelManager for pinning")
 
     @property
     def pinned_adapters(self) -> set[int]:
@@ -200,14 +190,27 @@ class LoRAModelManager(AdapterReports):
         return self._active_adapters.pinned_items
 
     # region lab 5.3: a mapping counts only together with the slots it was made for
-    def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
-        """Tell the backend which adapter each row of the coming step has; nothing to do if nothing moved.
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """The slot table: (S,) adapter id in each slot, None = free. Made of `_active_adapters`, id -> slot."""
+        raise Todo("lab 5.3: a mapping counts only together with the slots it was made for")
 
-        The slot table is part of the memo's key: the same ids may sit in other slots than a step ago.
+    def _translate(self, mapping: LoRAMapping) -> None:
+        """Have the backend translate the rows' adapter ids to slots, unless the last translation still holds.
+
+        The slot table is part of the memo's key: the same ids may sit in other slots than a step ago. What failed
+        is not remembered. The backend is told of one adapter more than there are slots: vLLM counts the base model.
         """
         raise Todo("lab 5.3: a mapping counts only together with the slots it was made for")
 
     # endregion
+
+    def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
+        """Tell the backend which adapter each row of the coming step has."""
+        self._translate(mapping)
+        self.punica_wrapper.sync_slots()  # an adapter read again sits in its old slot with other weights
+        if self.slot_writer is not None:
+            self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
 
 
 class LRUCacheLoRAModelManager(LoRAModelManager):
@@ -227,12 +230,13 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
     def remove_oldest_adapter(self) -> bool:
         """Drop the least recently used adapter from memory. False when memory is empty.
 
-        It leaves its slot, too: an id that is not in memory may come back with other weights.
+        It leaves its slot, too: an id that is not in memory may come back with other weights. `self.stats` counts
+        the drop and, if it had a slot, the eviction.
         """
         raise Todo("lab 5.4: who has to go")
 
     def _find_slot(self) -> int:
-        """A free slot, or that of the active adapter that was used longest ago; it stays in memory."""
+        """A free slot, or that of the active adapter used longest ago, which stays in memory; counted likewise."""
         raise Todo("lab 5.4: who has to go")
 
     # endregion
@@ -246,8 +250,8 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
     def pin_adapter(self, lora_id: int) -> bool:
         """Keep a registered adapter in a slot, and so in memory, until it is unpinned or removed.
 
-        ValueError for an unknown id, RuntimeError when no slot can be had. Nothing is pinned then: the slot,
-        which may fail, comes first, and the pin is noted in one place for both tiers.
+        ValueError that names an unknown id, RuntimeError when no slot can be had. Nothing is pinned then: the slot,
+        which may fail, comes first, and the pin is noted in one place for both tiers, `_active_adapters`.
         """
         raise Todo("lab 5.5: a pin holds a slot")
 
@@ -259,10 +263,10 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
 
     # region lab 5.6: other weights under the same id
     def replace_adapter(self, adapter: LoRAModel) -> None:
-        """Put other weights under a registered id; a pin of the old ones holds for the new.
+        """Put other weights under a registered id, in memory and, if it has a slot, there; a pin holds on.
 
-        ValueError for an unknown id or weights that do not fit, and nothing has changed. If copying fails the old
-        weights are served on: they are back in memory and, if pinned, in a slot.
+        ValueError that names an unknown id or what does not fit, and nothing has changed. If copying fails the
+        old weights are served on: they are back in memory and, if pinned, in a slot.
         """
         raise Todo("lab 5.6: other weights under the same id")
 

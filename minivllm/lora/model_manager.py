@@ -39,9 +39,7 @@ class LoRAModelManager(AdapterReports):
         vllm_config: object | None = None,
     ) -> None:
         if not getattr(model, "supports_lora", False):
-            raise ValueError(
-                f"Model {type(model).__name__} is not supported for LoRA; mark its class with SupportsLoRA"
-            )
+            raise ValueError(f"Model {type(model).__name__} is not supported for LoRA; it needs SupportsLoRA")
         self.model = model
         self.lora_config = lora_config
         self.device = device
@@ -151,14 +149,6 @@ class LoRAModelManager(AdapterReports):
 
     # ---- slots ----------------------------------------------------------------------------------------------
 
-    @property
-    def lora_index_to_id(self) -> list[int | None]:
-        """The slot table: (S,) adapter id in each slot, None = free."""
-        table: list[int | None] = [None] * self.lora_slots
-        for adapter_id, slot in self.list_active_adapters().items():
-            table[slot] = adapter_id
-        return table
-
     def list_active_adapters(self) -> dict[int, int]:
         """Adapter id -> slot, the least recently used first."""
         return self._active_adapters.cache
@@ -167,18 +157,17 @@ class LoRAModelManager(AdapterReports):
     def activate_adapter(self, lora_id: int) -> bool:
         """Copy a registered adapter into a slot. False, and just used, if it is in one already.
 
-        ValueError for an id that is not registered, before anything is evicted for it, or when no slot is free.
-        The slot table names an adapter only once all its weights are there; a failed copy leaves the slot free.
+        ValueError that names an id that is not registered, before `_find_slot` evicts anybody for it. The slot
+        table names an adapter only once all its weights are there; a failed copy leaves the slot free.
         """
+        # `self.slot_writer.write(lora, slot)` copies, without a GPU `self.wrapped.write`; `self.stats` counts the
+        # copy and its seconds by `time.perf_counter`.
         if lora_id in self._active_adapters:
             self.touch_adapter(lora_id)
             return False
         lora = self.get_adapter(lora_id)
         if lora is None:
-            raise ValueError(
-                f"adapter {lora_id} is not registered, so it cannot be activated; "
-                f"registered are {sorted(self.list_adapters())}"
-            )
+            raise ValueError(f"adapter {lora_id} is not registered; known are {sorted(self.list_adapters())}")
         slot = self._find_slot()
         started = time.perf_counter()
         (self.slot_writer or self.wrapped).write(lora, slot)
@@ -204,9 +193,7 @@ class LoRAModelManager(AdapterReports):
         return self._active_adapters.pop(adapter_id) is not None
 
     def pin_adapter(self, lora_id: int) -> bool:
-        raise NotImplementedError(
-            "Pinning is not supported in LoRAModelManager. Use LRUCacheLoRAModelManager for pinning"
-        )
+        raise NotImplementedError("LoRAModelManager cannot pin. Use LRUCacheLoRAModelManager for pinning")
 
     @property
     def pinned_adapters(self) -> set[int]:
@@ -214,20 +201,33 @@ class LoRAModelManager(AdapterReports):
         return self._active_adapters.pinned_items
 
     # region lab 5.3: a mapping counts only together with the slots it was made for
-    def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
-        """Tell the backend which adapter each row of the coming step has; nothing to do if nothing moved.
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """The slot table: (S,) adapter id in each slot, None = free. Made of `_active_adapters`, id -> slot."""
+        table: list[int | None] = [None] * self.lora_slots
+        for adapter_id, slot in self.list_active_adapters().items():
+            table[slot] = adapter_id
+        return table
 
-        The slot table is part of the memo's key: the same ids may sit in other slots than a step ago.
+    def _translate(self, mapping: LoRAMapping) -> None:
+        """Have the backend translate the rows' adapter ids to slots, unless the last translation still holds.
+
+        The slot table is part of the memo's key: the same ids may sit in other slots than a step ago. What failed
+        is not remembered. The backend is told of one adapter more than there are slots: vLLM counts the base model.
         """
         slots = self.lora_index_to_id
         if (mapping, slots) != self._last_mapping:
             self.punica_wrapper.update_metadata(mapping, slots, self.lora_slots + 1, self.vocab_size)
             self._last_mapping = (mapping, slots)
+
+    # endregion
+
+    def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
+        """Tell the backend which adapter each row of the coming step has."""
+        self._translate(mapping)
         self.punica_wrapper.sync_slots()  # an adapter read again sits in its old slot with other weights
         if self.slot_writer is not None:
             self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
-
-    # endregion
 
 
 class LRUCacheLoRAModelManager(LoRAModelManager):
@@ -248,7 +248,8 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
     def remove_oldest_adapter(self) -> bool:
         """Drop the least recently used adapter from memory. False when memory is empty.
 
-        It leaves its slot, too: an id that is not in memory may come back with other weights.
+        It leaves its slot, too: an id that is not in memory may come back with other weights. `self.stats` counts
+        the drop and, if it had a slot, the eviction.
         """
         if not len(self):
             return False
@@ -260,7 +261,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return True
 
     def _find_slot(self) -> int:
-        """A free slot, or that of the active adapter that was used longest ago; it stays in memory."""
+        """A free slot, or that of the active adapter used longest ago, which stays in memory; counted likewise."""
         if not self.get_free_slots():
             victim, slot = self._active_adapters.remove_oldest(spare=self.in_use)
             self.stats.count_eviction(victim, slot)
@@ -277,8 +278,8 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
     def pin_adapter(self, lora_id: int) -> bool:
         """Keep a registered adapter in a slot, and so in memory, until it is unpinned or removed.
 
-        ValueError for an unknown id, RuntimeError when no slot can be had. Nothing is pinned then: the slot,
-        which may fail, comes first, and the pin is noted in one place for both tiers.
+        ValueError that names an unknown id, RuntimeError when no slot can be had. Nothing is pinned then: the slot,
+        which may fail, comes first, and the pin is noted in one place for both tiers, `_active_adapters`.
         """
         if lora_id not in self._registered_adapters:
             raise ValueError(f"Pinning failed. LoRA {lora_id} is not registered.")
@@ -296,16 +297,14 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
 
     # region lab 5.6: other weights under the same id
     def replace_adapter(self, adapter: LoRAModel) -> None:
-        """Put other weights under a registered id; a pin of the old ones holds for the new.
+        """Put other weights under a registered id, in memory and, if it has a slot, there; a pin holds on.
 
-        ValueError for an unknown id or weights that do not fit, and nothing has changed. If copying fails the old
-        weights are served on: they are back in memory and, if pinned, in a slot.
+        ValueError that names an unknown id or what does not fit, and nothing has changed. If copying fails the
+        old weights are served on: they are back in memory and, if pinned, in a slot.
         """
         old = self.get_adapter(adapter.id)
         if old is None:
-            raise ValueError(
-                f"adapter {adapter.id} is not registered, so there is nothing to replace; add it"
-            )
+            raise ValueError(f"adapter {adapter.id} is not registered, so there is nothing to replace")
         self.check_adapter(adapter)
         self._pack(adapter)
         was_pinned = adapter.id in self.pinned_adapters

@@ -57,7 +57,6 @@ class WorkerLoRAManager:
         """The manager of memory and slots under this one."""
         return self._adapter_manager
 
-    # region lab 5.7: read an adapter
     def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
         """Read an adapter folder and check all of it; nothing in the engine has changed when this raises.
 
@@ -86,8 +85,6 @@ class WorkerLoRAManager:
             raise ValueError(f"adapter '{lora_request.lora_name}': {error}") from error
         lora.name = lora_request.lora_name
         return lora
-
-    # endregion
 
     def _expected_modules(self) -> list[str]:
         """The ends of module names an adapter may use: the parts of fused modules, not the fused name."""
@@ -182,8 +179,14 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
     _manager_cls = LRUCacheLoRAModelManager
     _adapter_manager: LRUCacheLoRAModelManager
 
-    # region lab 5.8: load on demand, and spare what the step needs
+    def _load_if_missing(self, request: LoRARequest) -> None:
+        """Read an adapter into memory unless it is there; `load_inplace` is not looked at."""
+        if self._adapter_manager.get_adapter(request.lora_int_id) is None:
+            self._adapter_manager.add_adapter(self._timed_load(request))
+
+    # region lab 5.7: load on demand, and spare what the step needs
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
+        """Bring a step's adapters into memory and slots. The stats count a hit for each that had a slot already."""
         manager = self._adapter_manager
         for adapter_id, request in self._claim(requests).items():
             self._load_if_missing(request)
@@ -191,21 +194,20 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
             manager.stats.count_use(adapter_id, hit=not activated)
 
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
-        """The step's adapters by id, none of which may be evicted from here on.
+        """The step's adapters by id, as `_distinct` has them, none of which may be evicted from here on.
 
         With slots [1, 2, 3] and a step that wants 4, 1 and 5, loading 4 would else evict 1, only for 1 to be
-        copied in again. `load_inplace` is not looked at: the same request comes here at every step.
+        copied in again. The manager evicts nobody of its `in_use`, which a step that is refused leaves as it was.
         """
         wanted = self._distinct(requests)
         self._adapter_manager.in_use = frozenset(wanted)
         return wanted
 
-    def _load_if_missing(self, request: LoRARequest) -> None:
-        if self._adapter_manager.get_adapter(request.lora_int_id) is None:
-            self._adapter_manager.add_adapter(self._timed_load(request))
-
     def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, Exception]:
-        """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
+        """Read into memory what a step needs and is not there, all that can be read.
+
+        Returns adapter id -> the OSError, ValueError or RuntimeError that kept it out.
+        """
         failures: dict[int, Exception] = {}
         for adapter_id, request in self._claim(requests).items():
             try:
@@ -216,12 +218,13 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
 
     # endregion
 
-    # region lab 5.9: load when somebody asks for it
+    # region lab 5.8: load when somebody asks for it
     def add_adapter(self, lora_request: LoRARequest) -> bool:
         """Load, or with `load_inplace` load again, and activate if a slot can be had. True if it was read.
 
-        Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old weights serving.
-        RuntimeError when memory is full of adapters that are pinned or in use.
+        Asking counts as use. Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old
+        weights serving. RuntimeError when memory is full of adapters that are pinned or in use. Without a slot to
+        be had (`has_room_for`) it waits in memory for the step that needs it.
         """
         manager = self._adapter_manager
         adapter_id = lora_request.lora_int_id

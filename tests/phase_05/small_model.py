@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from rows import assert_rows_equal
 from safetensors.torch import save_file
 from torch import nn
 
@@ -164,16 +165,34 @@ def expected_slot(weights):
     return contents
 
 
-def slot_holds(manager, slot, weights):
-    """Whether a slot's buffers are, bit for bit, what these weights make of them; None = an empty slot."""
+def assert_slot_holds(manager, slot, weights, whose):
+    """A slot's buffers are, bit for bit, what these weights make of them; None = an empty slot.
+
+    whose   whose weights they are, in a few words
+    """
+    __tracebackhide__ = True
     expected = expected_slot(weights or SimpleNamespace(pairs={}))
     for (module, i), (a, b) in expected.items():
         layer = manager.modules[module]
-        if not torch.equal(layer.lora_a_stacked[i][slot, 0], a):
-            return False
-        if not torch.equal(layer.lora_b_stacked[i][slot, 0], b):
-            return False
-    return True
+        found = layer.lora_a_stacked[i][slot, 0], layer.lora_b_stacked[i][slot, 0]
+        for side, got, want in zip("AB", found, (a, b)):
+            if not torch.equal(got, want):
+                what = f"slot {slot} should hold {whose}; lora_{side} of {module}, slice {i}"
+                assert_rows_equal(got, want, what=what)
+
+
+def assert_slots(manager, expected, why):
+    """The slot table. `why` says why it should be so."""
+    __tracebackhide__ = True
+    found = manager.lora_index_to_id
+    assert found == expected, f"{why}\n  slots expected {expected}\n  slots found    {found}"
+
+
+def assert_memory(manager, expected, why):
+    """Which adapters are in memory, in whatever order. `why` says why it should be so."""
+    __tracebackhide__ = True
+    found = sorted(manager.list_adapters())
+    assert found == expected, f"{why}\n  memory expected {expected}\n  memory found    {found}"
 
 
 def fail_copies(monkeypatch, manager, module="mlp.gate_up_proj"):

@@ -3,28 +3,19 @@
 import pytest
 import torch
 from small_model import (
-    SmallModel,
     adapter_of,
+    assert_memory,
+    assert_slot_holds,
+    assert_slots,
+    count_copies,
     fail_copies,
     make_adapter,
     make_manager,
     make_plain_manager,
     random_weights,
-    slot_holds,
 )
-from torch import nn
-
-from minivllm.config import LoRAConfig
-from minivllm.lora.model_manager import LoRAModelManager, create_lora_manager
 
 pytestmark = pytest.mark.lab("5.2")
-
-
-def test_a_new_manager_has_empty_slots_only():
-    manager = make_plain_manager(slots=3)
-
-    assert manager.lora_index_to_id == [None, None, None]
-    assert all(slot_holds(manager, slot, None) for slot in range(3))
 
 
 def test_every_slot_holds_the_weights_of_its_own_adapter():
@@ -33,12 +24,11 @@ def test_every_slot_holds_the_weights_of_its_own_adapter():
 
     for adapter_id in weights:
         manager.add_adapter(adapter_of(adapter_id, weights[adapter_id]))
-        assert manager.activate_adapter(adapter_id)
+        assert manager.activate_adapter(adapter_id) is True, f"adapter {adapter_id} was copied: True"
 
-    assert manager.lora_index_to_id == [4, 9, 2]
-    assert manager.list_active_adapters() == {4: 0, 9: 1, 2: 2}
-    for slot, adapter_id in enumerate(manager.lora_index_to_id):
-        assert slot_holds(manager, slot, weights[adapter_id])
+    assert_slots(manager, [4, 9, 2], "4, 9 and 2 were activated, in this order")
+    for slot, adapter_id in enumerate([4, 9, 2]):
+        assert_slot_holds(manager, slot, weights[adapter_id], f"adapter {adapter_id}")
 
 
 @pytest.mark.parametrize("backend", ["loops", "grouped"])
@@ -51,45 +41,74 @@ def test_the_next_adapter_in_a_slot_keeps_nothing_of_the_last(backend):
     for adapter_id in (1, 2, 3, 4, 5, 6, 7, 8, 1, 5):
         manager.activate_adapter(adapter_id)
 
-        assert slot_holds(manager, 0, weights[adapter_id])
+        assert_slot_holds(manager, 0, weights[adapter_id], f"adapter {adapter_id} and nothing else")
 
 
 def test_the_first_free_slot_is_taken():
+    weights = random_weights(4)
     manager = make_plain_manager(slots=3, memory=4)
-    for adapter_id in (1, 2, 3, 4):
-        manager.add_adapter(make_adapter(adapter_id))
     for adapter_id in (1, 2, 3):
+        manager.add_adapter(make_adapter(adapter_id))
         manager.activate_adapter(adapter_id)
-    manager.deactivate_adapter(3)
+    manager.add_adapter(adapter_of(4, weights))
     manager.deactivate_adapter(2)
+    manager.deactivate_adapter(1)
 
     manager.activate_adapter(4)
 
-    assert manager.lora_index_to_id == [1, 4, None]
-    assert manager.get_free_slots() == [2]
+    assert_slots(manager, [4, None, 3], "slots 0 and 1 were free when 4 was activated")
+    assert_slot_holds(manager, 0, weights, "adapter 4")
 
 
 def test_an_adapter_that_is_in_a_slot_is_not_copied_again(monkeypatch):
-    manager = make_plain_manager(slots=2)
+    manager = make_manager(slots=2)
     manager.add_adapter(make_adapter(1))
     manager.activate_adapter(1)
-    fail_copies(monkeypatch, manager)
+    copies = count_copies(monkeypatch, manager)
 
-    assert not manager.activate_adapter(1)
+    assert manager.activate_adapter(1) is False, "adapter 1 was in a slot: nothing was copied, so False"
 
-    assert manager.stats.activations == 1
+    assert copies == [], f"adapter 1 was in slot 0 already, but was copied into {copies}"
+    assert_slots(manager, [1, None], "adapter 1 was activated twice")
 
 
-def test_the_plain_manager_refuses_when_no_slot_is_free():
-    manager = make_plain_manager(slots=1, memory=2)
-    manager.add_adapter(make_adapter(1))
-    manager.add_adapter(make_adapter(2))
-    manager.activate_adapter(1)
+def test_being_activated_counts_as_use_in_memory_too():
+    manager = make_manager(slots=2, memory=2)
+    for adapter_id in (1, 2):
+        manager.add_adapter(make_adapter(adapter_id))
+    for adapter_id in (2, 1):
+        manager.activate_adapter(adapter_id)
 
-    with pytest.raises(ValueError, match="No free lora slots"):
-        manager.activate_adapter(2)
+    manager.add_adapter(make_adapter(3))
 
-    assert manager.lora_index_to_id == [1]
+    assert_memory(manager, [1, 3], "2, then 1 were activated: 2 was used longer ago and makes room for 3")
+
+
+def test_being_found_in_a_slot_counts_as_use_too():
+    manager = make_manager(slots=2, memory=3)
+    for adapter_id in (1, 2, 3):
+        manager.add_adapter(make_adapter(adapter_id))
+    for adapter_id in (1, 2, 1):
+        manager.activate_adapter(adapter_id)
+
+    manager.activate_adapter(3)
+
+    assert_slots(manager, [1, 3], "1, 2, 1 were activated: 2 was used longest ago and makes room for 3")
+
+
+def test_copies_and_their_slots_are_counted():
+    manager = make_manager(slots=2)
+    for adapter_id in (5, 6):
+        manager.add_adapter(make_adapter(adapter_id))
+
+    for adapter_id in (5, 6, 5):
+        manager.activate_adapter(adapter_id)
+
+    counted = [(event.kind, event.adapter_id, event.slot) for event in manager.stats.drain_events()]
+    assert counted == [("activate", 5, 0), ("activate", 6, 1)], (
+        f"two copies, 5 to 0 and 6 to 1, not {counted}"
+    )
+    assert 0 < manager.stats.activate_seconds < 60
 
 
 def test_a_failed_copy_leaves_the_slot_free_and_the_adapter_inactive(monkeypatch):
@@ -101,10 +120,9 @@ def test_a_failed_copy_leaves_the_slot_free_and_the_adapter_inactive(monkeypatch
     with pytest.raises(OSError, match="device lost"):
         manager.activate_adapter(1)
 
-    assert manager.lora_index_to_id == [None, None]
-    assert manager.list_active_adapters() == {}
-    assert manager.stats.activations == 0
-    assert slot_holds(manager, 0, None)
+    assert_slots(manager, [None, None], "copying adapter 1 failed, so it is in no slot")
+    assert manager.stats.activations == 0, "a copy that failed is not counted"
+    assert_slot_holds(manager, 0, None, "nothing")
 
 
 def test_after_a_failed_copy_the_next_attempt_succeeds(monkeypatch):
@@ -116,10 +134,10 @@ def test_after_a_failed_copy_the_next_attempt_succeeds(monkeypatch):
         with pytest.raises(OSError, match="device lost"):
             manager.activate_adapter(1)
 
-    assert manager.activate_adapter(1)
+    assert manager.activate_adapter(1) is True, "the first copy failed, the second is one: True"
 
-    assert manager.lora_index_to_id == [1]
-    assert slot_holds(manager, 0, weights)
+    assert_slots(manager, [1], "adapter 1 was activated once more, after a copy that failed")
+    assert_slot_holds(manager, 0, weights, "adapter 1")
 
 
 @pytest.mark.parametrize("make", [make_plain_manager, make_manager])
@@ -130,12 +148,12 @@ def test_an_unknown_id_is_refused_before_anybody_is_evicted_for_it(make):
     manager.add_adapter(adapter_of(1, weights))
     manager.activate_adapter(1)
 
-    with pytest.raises(ValueError, match="adapter 7 is not registered"):
+    with pytest.raises(ValueError, match="7"):
         manager.activate_adapter(7)
 
-    assert manager.lora_index_to_id == [1]
-    assert slot_holds(manager, 0, weights)
-    assert manager.stats.evictions == 0
+    assert_slots(manager, [1], "7 is not registered: nobody makes room for it")
+    assert_slot_holds(manager, 0, weights, "adapter 1")
+    assert manager.stats.evictions == 0, "7 is not registered: nobody is evicted for it"
 
 
 def test_slots_of_another_dtype_take_what_the_adapter_rounds_to():
@@ -151,31 +169,4 @@ def test_slots_of_another_dtype_take_what_the_adapter_rounds_to():
     assert (manager.lora_dtype, half.lora_dtype) == (torch.float32, torch.bfloat16)
     for name, layer in manager.modules.items():
         for full, rounded in zip(layer.lora_b_stacked, half.modules[name].lora_b_stacked):
-            assert torch.equal(full.to(torch.bfloat16), rounded)
-
-
-def test_a_model_without_the_marker_is_refused():
-    class Unmarked(nn.Sequential):
-        pass
-
-    with pytest.raises(ValueError, match="Model Unmarked is not supported for LoRA"):
-        LoRAModelManager(Unmarked(), 1, 1, 1, LoRAConfig(), "cpu")
-
-
-def test_create_lora_manager_wraps_the_model_once_and_keeps_it():
-    model = SmallModel()
-
-    manager = create_lora_manager(
-        model,
-        max_num_seqs=2,
-        max_num_batched_tokens=8,
-        vocab_size=97,
-        lora_config=LoRAConfig(max_loras=2, max_cpu_loras=3),
-        vllm_config=None,
-        device=torch.device("cpu"),
-    )
-
-    assert manager.model is model
-    assert (manager.lora_slots, manager.capacity, len(manager)) == (2, 3, 0)
-    assert manager.modules["attn.qkv_proj"] is model.attn.qkv_proj
-    assert sorted(manager.supported_lora_modules) == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+            assert torch.equal(full.to(torch.bfloat16), rounded), f"lora_B of {name}"

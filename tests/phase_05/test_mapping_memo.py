@@ -1,7 +1,7 @@
-"""The memo of a batch's mapping (lab 5.3): the same ids may sit in other slots than a step ago."""
+"""The slot table and the memo of a batch's mapping (lab 5.3): the same ids may sit in other slots now."""
 
 import pytest
-from small_model import make_adapter, make_manager
+from small_model import assert_slots, make_adapter, make_manager
 
 from minivllm.lora.layers import LoRAMapping
 
@@ -29,13 +29,46 @@ def count_updates(monkeypatch, manager):
     return calls
 
 
+def assert_rows_go_to(manager, tokens, sampled=None):
+    """Slot of each token's row and, unless None, of each sampled row; -1 = base."""
+    __tracebackhide__ = True
+    backend = manager.punica_wrapper
+    for what, found, expected in (
+        ("tokens", backend.token_lora_indices.tolist(), tokens),
+        ("sampled rows", backend.sampler_indices.tolist(), sampled),
+    ):
+        told = f"slots are {manager.list_active_adapters()} (adapter: slot)"
+        assert expected in (None, found), f"{told}; {what} should go to {expected}, they go to {found}"
+
+
+def test_the_table_names_the_adapter_in_each_slot():
+    manager = manager_with(3, 1, 2, slots=3)
+
+    assert_slots(manager, [3, 1, 2], "3, 1 and 2 were activated, in this order")
+
+
+def test_a_use_moves_nobody_to_another_slot():
+    manager = manager_with(3, 1, 2, slots=3)
+
+    manager.activate_adapter(3)
+
+    assert_slots(manager, [3, 1, 2], "3 was used again: now last in the order of use, still in slot 0")
+
+
+def test_a_slot_that_was_left_stays_where_it_is_and_free():
+    manager = manager_with(3, 1, 2, slots=3)
+
+    manager.deactivate_adapter(1)
+
+    assert_slots(manager, [3, None, 2], "1 left slot 1")
+
+
 def test_rows_go_to_the_slots_that_their_adapters_are_in():
     manager = manager_with(3, 1)
 
     manager.set_adapter_mapping(LoRAMapping((1, 0, 3, 3), (0, 3)))
 
-    assert manager.punica_wrapper.token_lora_indices.tolist() == [1, -1, 0, 0]
-    assert manager.punica_wrapper.sampler_indices.tolist() == [-1, 0]
+    assert_rows_go_to(manager, [1, -1, 0, 0], [-1, 0])
 
 
 def test_a_slot_that_changed_hands_is_seen_though_the_mapping_is_the_same():
@@ -50,8 +83,8 @@ def test_a_slot_that_changed_hands_is_seen_though_the_mapping_is_the_same():
 
     manager.set_adapter_mapping(LoRAMapping((1, 1, 2), (1, 2)))
 
-    assert manager.lora_index_to_id == [2, 1]
-    assert manager.punica_wrapper.token_lora_indices.tolist() == [1, 1, 0]
+    assert_slots(manager, [2, 1], "both left, then 2 and 1 were activated")
+    assert_rows_go_to(manager, [1, 1, 0], [1, 0])
 
 
 def test_an_adapter_that_left_its_slot_is_missed_though_the_mapping_is_the_same():
@@ -59,7 +92,9 @@ def test_an_adapter_that_left_its_slot_is_missed_though_the_mapping_is_the_same(
     manager.set_adapter_mapping(LoRAMapping((1,), (1,)))
     manager.deactivate_adapter(1)
 
-    with pytest.raises(ValueError, match=r"adapters \[1\] are in the batch but in no slot"):
+    with pytest.raises(
+        ValueError, match="in the batch but in no slot"
+    ):  # the backend says so, if it is asked
         manager.set_adapter_mapping(LoRAMapping((1,), (1,)))
 
 
@@ -72,7 +107,7 @@ def test_a_step_like_the_last_translates_nothing(monkeypatch):
     manager.activate_adapter(1)
     manager.set_adapter_mapping(LoRAMapping((1, 2), (1, 2)))
 
-    assert len(calls) == 1
+    assert len(calls) == 1, f"three steps alike, and nobody moved: one translation, not {len(calls)}"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +125,7 @@ def test_another_mapping_is_translated(monkeypatch, other):
 
     manager.set_adapter_mapping(other)
 
-    assert [call[0] for call in calls] == [LoRAMapping((1, 2), (1, 2)), other]
+    assert [call[0] for call in calls] == [LoRAMapping((1, 2), (1, 2)), other], "both have to be translated"
 
 
 def test_the_backend_is_told_the_table_one_more_than_the_slots_and_the_vocabulary(monkeypatch):
@@ -101,7 +136,7 @@ def test_the_backend_is_told_the_table_one_more_than_the_slots_and_the_vocabular
 
     manager.set_adapter_mapping(mapping)
 
-    assert calls == [(mapping, [3, None], 3, 97)]
+    assert calls == [(mapping, [3, None], 3, 97)], "mapping, slot table, slots + 1, vocabulary"
 
 
 def test_a_translation_that_failed_is_not_remembered():
@@ -114,4 +149,4 @@ def test_a_translation_that_failed_is_not_remembered():
     manager.activate_adapter(2)
     manager.set_adapter_mapping(mapping)
 
-    assert manager.punica_wrapper.token_lora_indices.tolist() == [1]
+    assert_rows_go_to(manager, [1], [1])

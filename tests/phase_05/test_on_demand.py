@@ -1,20 +1,36 @@
-"""A step's adapters, loaded on demand (lab 5.8), against two plain lists and the files on disk."""
+"""A step's adapters, loaded on demand (lab 5.7), against two plain lists and the files on disk."""
 
 import random
 import shutil
 
 import pytest
-from small_model import Folders, count_copies, count_reads, fail_copies, make_worker, slot_holds
+from small_model import (
+    Folders,
+    assert_memory,
+    assert_slot_holds,
+    assert_slots,
+    count_copies,
+    count_reads,
+    fail_copies,
+    make_worker,
+)
 from tiers_model import TwoTiers
 
 from minivllm.lora.layers import LoRAMapping
 
-pytestmark = pytest.mark.lab("5.8")
+pytestmark = pytest.mark.lab("5.7")
 
 
 @pytest.fixture
 def folders(tmp_path):
     return Folders(tmp_path)
+
+
+def assert_reads(reads, expected, why):
+    __tracebackhide__ = True
+    assert sorted(reads) == expected, (
+        f"{why}\n  folders read, expected {expected}\n  folders read, found    {reads}"
+    )
 
 
 def test_a_step_reads_what_is_missing_into_a_slot(folders, monkeypatch):
@@ -23,11 +39,11 @@ def test_a_step_reads_what_is_missing_into_a_slot(folders, monkeypatch):
 
     worker.set_active_adapters(folders.requests(3, 1), LoRAMapping((3, 1, 0), (3, 1, 0)))
 
-    assert sorted(reads) == [1, 3]
-    assert worker.manager.lora_index_to_id == [1, 3]
-    assert slot_holds(worker.manager, 0, folders.weights[1])
-    assert slot_holds(worker.manager, 1, folders.weights[3])
-    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [1, 0, -1]
+    assert_reads(reads, [1, 3], "a step that needs 3 and 1")
+    assert_slots(worker.manager, [1, 3], "a step that needs 3 and 1 takes them in the order of their ids")
+    assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
+    assert_slot_holds(worker.manager, 1, folders.weights[3], "adapter 3")
+    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [1, 0, -1], "slots of 3, 1 and base"
 
 
 def test_a_folder_is_read_once_for_all_the_steps_that_use_it(folders, monkeypatch):
@@ -40,7 +56,7 @@ def test_a_folder_is_read_once_for_all_the_steps_that_use_it(folders, monkeypatc
     for _ in range(3):
         worker.set_active_adapters([request], None)
 
-    assert reads == [1]
+    assert_reads(reads, [1], "four steps that need 1")
 
 
 def test_requests_come_as_a_list_or_a_set_repeated_or_none(folders):
@@ -49,7 +65,11 @@ def test_requests_come_as_a_list_or_a_set_repeated_or_none(folders):
 
         worker.set_active_adapters(requests, LoRAMapping([], []))
 
-        assert worker.manager.lora_index_to_id == [1, 2]
+        assert_slots(
+            worker.manager,
+            [1, 2],
+            f"requests for 1 and 2 as a {type(requests).__name__}, repeated or with a None",
+        )
 
 
 def test_a_step_of_base_requests_needs_nothing(folders):
@@ -58,8 +78,8 @@ def test_a_step_of_base_requests_needs_nothing(folders):
 
     worker.set_active_adapters(set(), LoRAMapping((0, 0), (0,)))
 
-    assert worker.manager.lora_index_to_id == [1]
-    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [-1, -1]
+    assert_slots(worker.manager, [1], "a step without adapters moves none")
+    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [-1, -1], "two base rows"
 
 
 def test_slots_are_settled_before_ids_are_translated(folders):
@@ -68,8 +88,8 @@ def test_slots_are_settled_before_ids_are_translated(folders):
 
     worker.set_active_adapters(folders.requests(2), LoRAMapping((2,), (2,)))
 
-    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [0]
-    assert slot_holds(worker.manager, 0, folders.weights[2])
+    assert worker.manager.punica_wrapper.token_lora_indices.tolist() == [0], "2 has the only slot now"
+    assert_slot_holds(worker.manager, 0, folders.weights[2], "adapter 2")
 
 
 @pytest.mark.parametrize("oldest", [1, 7])
@@ -86,8 +106,20 @@ def test_what_the_step_needs_is_not_evicted_for_what_else_it_needs(folders, monk
 
     worker.set_active_adapters(folders.requests(4, oldest, 5), None)
 
-    assert worker.manager.lora_index_to_id == [oldest, 4, 5]
-    assert (copies, reads) == ([1, 2], [4, 5])
+    why = f"slots were {[oldest, 2, 3]}, {oldest} used longest ago; the step needs 4, {oldest} and 5"
+    assert_slots(worker.manager, [oldest, 4, 5], why)
+    assert_reads(reads, [4, 5], why)
+    assert copies == [1, 2], f"{why}: copies into slots 1 and 2, not {copies}"
+
+
+def test_what_a_step_needed_may_go_in_the_next(folders):
+    worker = make_worker(slots=2, memory=2)
+    for wanted in ([1, 2], [3], [4]):
+        worker.set_active_adapters(folders.requests(*wanted), None)
+
+    worker.set_active_adapters(folders.requests(5, 6), None)
+
+    assert_slots(worker.manager, [5, 6], "steps that need 1 and 2, then 3, then 4, then 5 and 6")
 
 
 def test_more_adapters_than_slots_are_refused_before_anything_changes(folders, monkeypatch):
@@ -99,9 +131,9 @@ def test_more_adapters_than_slots_are_refused_before_anything_changes(folders, m
         with pytest.raises(RuntimeError, match=r"requested LoRAs \(3\) is greater than .* slots \(2\)"):
             attempt(folders.requests(3, 4, 5))
 
-    assert reads == []
-    assert worker.manager.lora_index_to_id == [1, 2]
-    assert worker.manager.in_use == {1, 2}
+    assert_reads(reads, [], "a step with three adapters for two slots is refused")
+    assert_slots(worker.manager, [1, 2], "a step with three adapters for two slots is refused")
+    assert worker.manager.in_use == {1, 2}, "a step that is refused leaves `in_use` as it was"
 
 
 def test_slots_that_are_pinned_by_others_are_not_there(folders, monkeypatch):
@@ -114,8 +146,8 @@ def test_slots_that_are_pinned_by_others_are_not_there(folders, monkeypatch):
     with pytest.raises(RuntimeError, match=r"\(2 plus 1 pinned\)"):
         worker.set_active_adapters(folders.requests(2, 3), None)
 
-    assert reads == []
-    assert worker.manager.lora_index_to_id == [1, None]
+    assert_reads(reads, [], "1 is pinned, so 2 and 3 cannot both have a slot")
+    assert_slots(worker.manager, [1, None], "1 is pinned, so 2 and 3 cannot both have a slot")
 
 
 def test_a_pinned_adapter_of_the_step_itself_takes_one_slot(folders):
@@ -126,7 +158,7 @@ def test_a_pinned_adapter_of_the_step_itself_takes_one_slot(folders):
     worker.set_active_adapters(folders.requests(1, 2), None)
     worker.set_active_adapters(folders.requests(3), None)
 
-    assert worker.manager.lora_index_to_id == [1, 3]
+    assert_slots(worker.manager, [1, 3], "1 is pinned; steps that need 1 and 2, then 3")
 
 
 def test_a_bad_adapter_evicts_nobody(folders):
@@ -138,8 +170,8 @@ def test_a_bad_adapter_evicts_nobody(folders):
     with pytest.raises(ValueError, match="adapter 'adapter-3'"):
         worker.set_active_adapters(folders.requests(3), None)
 
-    assert worker.list_adapters() == {1, 2}
-    assert worker.manager.lora_index_to_id == [1, 2]
+    assert_memory(worker.manager, [1, 2], "3 cannot be read, so nobody makes room for it")
+    assert_slots(worker.manager, [1, 2], "3 cannot be read, so nobody makes room for it")
 
 
 def test_preparing_tells_who_failed_and_loads_the_others(folders):
@@ -148,9 +180,12 @@ def test_preparing_tells_who_failed_and_loads_the_others(folders):
 
     failures = worker.prepare_adapters(folders.requests(1, 2, 3))
 
-    assert list(failures) == [2]
-    assert "adapter-2" in str(failures[2])
-    assert worker.list_adapters() == {1, 3}
+    assert list(failures) == [2], f"2 cannot be read, 1 and 3 can; failed: {list(failures)}"
+    why = failures[2]
+    assert isinstance(why, ValueError), f"adapter id -> the error itself, not {type(why).__name__}"
+    assert "adapter-2" in str(why)
+    assert_memory(worker.manager, [1, 3], "2 cannot be read, 1 and 3 can")
+    assert_slots(worker.manager, [None] * 3, "preparing brings adapters into memory, not into slots")
 
 
 def test_preparing_evicts_from_memory_nothing_that_the_step_needs(folders, monkeypatch):
@@ -158,11 +193,12 @@ def test_preparing_evicts_from_memory_nothing_that_the_step_needs(folders, monke
     worker.set_active_adapters(folders.requests(5, 6), None)
     reads = count_reads(monkeypatch)
 
-    assert worker.prepare_adapters(folders.requests(5, 1)) == {}
+    failures = worker.prepare_adapters(folders.requests(5, 1))
     worker.set_active_adapters(folders.requests(5, 1), None)
 
-    assert reads == [1]
-    assert worker.list_adapters() == {1, 5}
+    assert failures == {}, f"1 and 5 can both be in memory; failed: {list(failures)}"
+    assert_reads(reads, [1], "5 and 6 were in memory, the step needs 5 and 1")
+    assert_memory(worker.manager, [1, 5], "5 and 6 were in memory, the step needs 5 and 1")
 
 
 def test_an_adapter_out_of_memory_is_read_again_as_its_files_are_now(folders):
@@ -174,8 +210,8 @@ def test_an_adapter_out_of_memory_is_read_again_as_its_files_are_now(folders):
 
     worker.set_active_adapters(folders.requests(1), None)
 
-    assert slot_holds(worker.manager, 0, folders.weights[1])
-    assert worker.manager.get_adapter(1).load_id != first
+    assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1 as its files are now")
+    assert worker.manager.get_adapter(1).load_id != first, "1 was read again: another load, another identity"
     assert worker.manager.stats.adapter(1).loads == 2
 
 
@@ -188,8 +224,8 @@ def test_an_adapter_out_of_its_slot_alone_is_not_read_again(folders, monkeypatch
 
     worker.set_active_adapters(folders.requests(1), None)
 
-    assert reads == []
-    assert slot_holds(worker.manager, 0, old_weights)
+    assert_reads(reads, [], "1 was out of its slot, but in memory")
+    assert_slot_holds(worker.manager, 0, old_weights, "adapter 1 as it is in memory")
 
 
 def test_a_request_to_load_in_place_does_not_read_at_every_step(folders, monkeypatch):
@@ -201,8 +237,8 @@ def test_a_request_to_load_in_place_does_not_read_at_every_step(folders, monkeyp
         worker.prepare_adapters({request})
         worker.set_active_adapters({request}, LoRAMapping((1,), (1,)))
 
-    assert reads == [1]
-    assert worker.manager.stats.activations == 1
+    assert_reads(reads, [1], "four steps that need 1, each with the same request, load_inplace set")
+    assert worker.manager.stats.activations == 1, "four steps that need 1: one copy"
 
 
 def test_a_copy_that_fails_in_a_step_is_made_up_for_in_the_next(folders, monkeypatch):
@@ -213,11 +249,11 @@ def test_a_copy_that_fails_in_a_step_is_made_up_for_in_the_next(folders, monkeyp
         fail_copies(broken, worker.manager, next(iter(modules_of(folders.weights[3]))))
         with pytest.raises(OSError, match="device lost"):
             worker.set_active_adapters(folders.requests(3), LoRAMapping((3,), (3,)))
-        assert worker.manager.lora_index_to_id == [None]
+        assert_slots(worker.manager, [None], "1 made room for 3, whose copy failed")
 
     worker.set_active_adapters(folders.requests(3), LoRAMapping((3,), (3,)))
 
-    assert slot_holds(worker.manager, 0, folders.weights[3])
+    assert_slot_holds(worker.manager, 0, folders.weights[3], "adapter 3")
 
 
 def modules_of(weights):
@@ -235,19 +271,17 @@ def test_hits_and_misses_are_counted_by_step_and_adapter(folders):
         worker.set_active_adapters(folders.requests(*wanted), None)
 
     stats = worker.manager.stats
-    assert (stats.hits, stats.misses) == (3, 4)  # [1 2] missed, hit; 1 hit, 3 missed; 2 missed
-    assert {adapter_id: history.steps for adapter_id, history in stats.by_adapter.items()} == {
-        1: 3,
-        2: 3,
-        3: 1,
-    }
+    told = "1, 2 miss, then hit; 1 hits and 3 misses; 2 misses: hits, misses"
+    assert (stats.hits, stats.misses) == (3, 4), f"{told} should be (3, 4)"
+    steps = {adapter_id: history.steps for adapter_id, history in stats.by_adapter.items()}
+    assert steps == {1: 3, 2: 3, 3: 1}, "steps by adapter"
 
 
 @pytest.mark.parametrize(("slots", "memory"), [(1, 1), (2, 2), (2, 4), (3, 5)])
 def test_any_history_of_steps_pins_and_changing_files_does_what_two_lists_do(
     folders, monkeypatch, slots, memory
 ):
-    for seed in range(5):
+    for seed in range(3):
         rng = random.Random(seed)
         worker, model = make_worker(slots, memory), TwoTiers(slots, memory)
         manager, reads, loads = worker.manager, count_reads(monkeypatch), []
@@ -262,15 +296,28 @@ def test_any_history_of_steps_pins_and_changing_files_does_what_two_lists_do(
                 folders.write(rng.randrange(1, 8), seed=rng.randrange(10**6))
             wanted = rng.sample(range(1, 8), rng.randint(0, slots + (rng.random() < 0.1)))
             requests = folders.requests(*wanted)
+            told = (
+                f"a step that needs {wanted}, with {memory} places in memory, where before it\n"
+                f"  slots {model.slots}, pinned {sorted(model.pins)}, "
+                f"in memory, oldest first, {model.by_use(model.memory)}"
+            )
 
-            ours = outcome(worker.set_active_adapters, requests, None)
+            found, expected = (
+                outcome(worker.set_active_adapters, requests, None),
+                outcome(model.serve, wanted, read),
+            )
 
-            assert ours == outcome(model.serve, wanted, read)
-            assert manager.lora_index_to_id == model.slots
-            assert list(manager.list_adapters()) == model.by_use(model.memory)
-            assert reads == loads
+            for what, ours, theirs in (
+                ("outcome", found, expected),
+                ("slots", manager.lora_index_to_id, model.slots),
+                ("in memory, oldest first", list(manager.list_adapters()), model.by_use(model.memory)),
+                ("folders read so far", reads, loads),
+            ):
+                assert ours == theirs, f"{told}\n{what}: expected {theirs}\n  found {ours}"
             for slot, adapter_id in enumerate(model.slots):
-                assert adapter_id is None or slot_holds(manager, slot, model.memory[adapter_id])
+                if adapter_id is not None:
+                    whose = f"adapter {adapter_id} after {told}"
+                    assert_slot_holds(manager, slot, model.memory[adapter_id], whose)
 
 
 def change_pins(rng, worker, model):

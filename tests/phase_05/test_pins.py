@@ -3,10 +3,12 @@
 import pytest
 from small_model import (
     adapter_of,
+    assert_memory,
+    assert_slot_holds,
+    assert_slots,
     fail_copies,
     make_adapter,
     make_manager,
-    make_plain_manager,
     random_weights,
 )
 
@@ -22,13 +24,40 @@ def manager_with(*adapter_ids, slots, memory, pinned=()):
     return manager
 
 
+def assert_pinned(manager, expected, why):
+    __tracebackhide__ = True
+    found = manager.pinned_adapters
+    assert found == expected, f"{why}\n  pinned expected {expected}\n  pinned found    {found}"
+
+
 def test_pinning_brings_an_adapter_into_a_slot():
+    weights = random_weights(9)
+    manager = manager_with(1, slots=2, memory=2)
+    manager.add_adapter(adapter_of(9, weights))
+
+    assert manager.pin_adapter(9) is True, "a pin that succeeds is True"
+
+    assert_slots(manager, [9, None], "9 was in memory alone when it was pinned")
+    assert_slot_holds(manager, 0, weights, "adapter 9")
+    assert_pinned(manager, {9}, "9 was pinned")
+
+
+def test_pinning_evicts_if_it_must():
     manager = manager_with(1, 2, slots=1, memory=2)
+    manager.activate_adapter(1)
 
-    assert manager.pin_adapter(1)
+    manager.pin_adapter(2)
 
-    assert manager.lora_index_to_id == [1]
-    assert manager.pinned_adapters == {1}
+    assert_slots(manager, [2], "the only slot was held by 1, which nothing keeps there")
+
+
+def test_pinning_what_is_in_a_slot_copies_nothing():
+    manager = manager_with(1, slots=2, memory=2, pinned=[1])
+
+    assert manager.pin_adapter(1) is True, "a pin that is there already is True, too"
+
+    assert manager.stats.activations == 1, "1 was in slot 0 when it was pinned again"
+    assert_pinned(manager, {1}, "1 was pinned twice")
 
 
 def test_a_pinned_adapter_keeps_its_slot():
@@ -37,7 +66,7 @@ def test_a_pinned_adapter_keeps_its_slot():
     manager.activate_adapter(2)
     manager.activate_adapter(3)
 
-    assert manager.lora_index_to_id == [1, 3]
+    assert_slots(manager, [1, 3], "1 is pinned, so 2 makes room for 3")
 
 
 def test_a_pinned_adapter_keeps_its_place_in_memory():
@@ -46,29 +75,29 @@ def test_a_pinned_adapter_keeps_its_place_in_memory():
     manager.add_adapter(make_adapter(3))
     manager.add_adapter(make_adapter(4))
 
-    assert set(manager.list_adapters()) == {1, 4}
-    assert manager.lora_index_to_id == [1]
+    assert_memory(manager, [1, 4], "1 is pinned, so 2 makes room for 3, and 3 for 4")
+    assert_slots(manager, [1], "1 is pinned")
 
 
 def test_an_unknown_id_cannot_be_pinned():
     manager = manager_with(1, slots=1, memory=1)
 
-    with pytest.raises(ValueError, match="LoRA 7 is not registered"):
+    with pytest.raises(ValueError, match="7"):
         manager.pin_adapter(7)
 
-    assert manager.pinned_adapters == set()
+    assert_pinned(manager, set(), "7 is not registered")
 
 
 def test_a_pin_that_finds_no_slot_leaves_the_adapter_unpinned_everywhere():
     """Incident 20: memory would otherwise never let go of an adapter that nobody calls pinned."""
     manager = manager_with(1, 2, slots=1, memory=2, pinned=[1])
 
-    with pytest.raises(RuntimeError, match="pinned or in use"):
+    with pytest.raises(RuntimeError):
         manager.pin_adapter(2)
 
-    assert manager.pinned_adapters == {1}
+    assert_pinned(manager, {1}, "1 is pinned and holds the only slot, so 2 could not be pinned")
     manager.add_adapter(make_adapter(3))
-    assert set(manager.list_adapters()) == {1, 3}
+    assert_memory(manager, [1, 3], "the pin of 2 failed, so 2 may go from memory")
 
 
 def test_a_pin_whose_copy_fails_leaves_the_adapter_unpinned_everywhere(monkeypatch):
@@ -78,30 +107,31 @@ def test_a_pin_whose_copy_fails_leaves_the_adapter_unpinned_everywhere(monkeypat
     with pytest.raises(OSError, match="device lost"):
         manager.pin_adapter(1)
 
-    assert manager.pinned_adapters == set()
-    assert manager.remove_oldest_adapter()
+    assert_pinned(manager, set(), "the copy of 1 failed, so it is in no slot and not pinned")
+    assert manager.remove_oldest_adapter(), "the pin of 1 failed, so 1 may go from memory"
 
 
 def test_with_all_slots_pinned_no_other_adapter_gets_in():
     manager = manager_with(1, 2, 3, slots=2, memory=3, pinned=[1, 2])
 
-    with pytest.raises(RuntimeError, match="pinned or in use"):
+    with pytest.raises(RuntimeError):
         manager.activate_adapter(3)
 
-    assert manager.lora_index_to_id == [1, 2]
+    assert_slots(manager, [1, 2], "both are pinned")
 
 
 def test_an_unpinned_adapter_may_go_from_slot_and_memory():
     manager = manager_with(1, 2, slots=1, memory=2, pinned=[1])
 
-    assert manager.unpin_adapter(1)
-    assert not manager.unpin_adapter(1)
-    assert not manager.unpin_adapter(7)
+    assert manager.unpin_adapter(1) is True, "1 was pinned: True"
+    assert manager.unpin_adapter(1) is False, "1 was not pinned any more: False"
+    assert manager.unpin_adapter(7) is False, "7 is not even known: False"
 
+    assert_slots(manager, [1], "unpinned it may go, but nobody needs its slot yet")
     manager.activate_adapter(2)
-    assert manager.lora_index_to_id == [2]
+    assert_slots(manager, [2], "1 is not pinned any more and makes room for 2")
     manager.add_adapter(make_adapter(3))
-    assert set(manager.list_adapters()) == {2, 3}
+    assert_memory(manager, [2, 3], "1 is not pinned any more and makes room for 3")
 
 
 @pytest.mark.parametrize("leave", ["deactivate_adapter", "remove_adapter"])
@@ -110,11 +140,11 @@ def test_a_pin_ends_with_the_stay_in_the_slot(leave):
 
     assert getattr(manager, leave)(1)
 
-    assert manager.pinned_adapters == set()
+    assert_pinned(manager, set(), f"1 was pinned before {leave}(1)")
     manager.add_adapter(adapter_of(1, random_weights(5)))
     manager.activate_adapter(1)
     manager.activate_adapter(2)
-    assert manager.lora_index_to_id == [2]  # an old pin would have kept 1 here
+    assert_slots(manager, [2], f"the pin of 1 ended with {leave}(1), so the new 1 makes room for 2")
 
 
 def test_remove_all_asks_no_pin():
@@ -122,15 +152,6 @@ def test_remove_all_asks_no_pin():
 
     manager.remove_all_adapters()
 
-    assert (manager.list_adapters(), manager.lora_index_to_id) == ({}, [None, None])
-    assert manager.pinned_adapters == set()
-
-
-def test_the_plain_manager_knows_no_pins():
-    manager = make_plain_manager(slots=1)
-    manager.add_adapter(make_adapter(1))
-
-    with pytest.raises(NotImplementedError, match="LRUCacheLoRAModelManager"):
-        manager.pin_adapter(1)
-
-    assert manager.pinned_adapters == set()
+    assert_memory(manager, [], "all adapters were removed")
+    assert_slots(manager, [None, None], "all adapters were removed")
+    assert_pinned(manager, set(), "all adapters were removed")

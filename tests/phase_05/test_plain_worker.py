@@ -1,7 +1,7 @@
 """The worker manager that keeps only what the step needs, dummy adapters, and removal."""
 
 import pytest
-from small_model import RANK, SLICES, Folders, count_reads, make_worker, slot_holds
+from small_model import RANK, SLICES, Folders, assert_slot_holds, count_reads, make_worker
 
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.request import LoRARequest
@@ -23,7 +23,8 @@ def test_every_step_keeps_its_own_adapters_only(folders, monkeypatch):
         assert worker.list_adapters() == set(wanted)
         active = worker.manager.list_active_adapters()
         assert active.keys() == set(wanted)
-        assert all(slot_holds(worker.manager, slot, folders.weights[a]) for a, slot in active.items())
+        for adapter_id, slot in active.items():
+            assert_slot_holds(worker.manager, slot, folders.weights[adapter_id], f"adapter {adapter_id}")
 
     assert reads == [1, 2, 3, 1]
 
@@ -80,7 +81,7 @@ class TestBoth:
         assert worker.add_dummy_lora(request, rank=3)
         worker.manager.activate_adapter(1)
 
-        assert slot_holds(worker.manager, 0, None)
+        assert_slot_holds(worker.manager, 0, None, "nothing")
         for module, slices in SLICES.items():
             assert worker.manager.modules[module].live_ranks == [[3]] * len(slices)
         assert worker.manager.get_lora_info(1)["name"] == "warm-up"
@@ -91,7 +92,7 @@ class TestBoth:
 
         assert not worker.add_dummy_lora(folders.request(1), rank=2)
 
-        assert slot_holds(worker.manager, 0, folders.weights[1])
+        assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
 
     def test_a_dummy_of_too_large_a_rank_is_refused(self, cls):
         worker = make_worker(slots=1, cls=cls)
@@ -122,7 +123,7 @@ class TestBoth:
 
         worker.add_adapter(folders.request(1))
 
-        assert slot_holds(worker.manager, 0, folders.weights[1])
+        assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
 
     def test_the_model_comes_back_wrapped(self, cls):
         worker = make_worker(slots=1, cls=cls)

@@ -1,4 +1,4 @@
-"""Reading an adapter folder for this engine (lab 5.7): what it brings, and refusals that name the adapter."""
+"""Reading an adapter folder for this engine: what it brings, and refusals that name the adapter."""
 
 import json
 
@@ -9,16 +9,14 @@ from small_model import (
     SHAPES,
     SLICES,
     Folders,
+    assert_slot_holds,
     make_worker,
     random_weights,
     save_folder,
-    slot_holds,
 )
 from torch import nn
 
 from minivllm.lora.request import LoRARequest
-
-pytestmark = pytest.mark.lab("5.7")
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def test_a_folder_becomes_the_weights_of_its_slot(folders):
 
     worker.add_adapter(folders.request(5))
 
-    assert slot_holds(worker.manager, 0, folders.weights[5])
+    assert_slot_holds(worker.manager, 0, folders.weights[5], "adapter 5")
     assert worker.manager.get_lora_info(5)["name"] == "adapter-5"
 
 
@@ -211,7 +209,7 @@ def test_a_path_relative_to_the_working_directory_is_found(folders, monkeypatch)
 
     worker.add_adapter(LoRARequest("here", 1, "1"))
 
-    assert slot_holds(worker.manager, 0, folders.weights[1])
+    assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
 
 
 def test_a_model_may_rename_and_skip_modules(folders):
@@ -232,4 +230,4 @@ def test_a_model_may_rename_and_skip_modules(folders):
     worker.add_adapter(LoRARequest("renamed", 1, str(folders.root / "renamed")))
 
     weights.pairs = {"attn.o_proj": (a, b)}
-    assert slot_holds(worker.manager, 0, weights)
+    assert_slot_holds(worker.manager, 0, weights, "what was renamed")

@@ -1,7 +1,16 @@
 """Other weights under the same id (lab 5.6)."""
 
 import pytest
-from small_model import adapter_of, fail_copies, make_adapter, make_manager, random_weights, slot_holds
+from small_model import (
+    adapter_of,
+    assert_memory,
+    assert_slot_holds,
+    assert_slots,
+    fail_copies,
+    make_adapter,
+    make_manager,
+    random_weights,
+)
 
 pytestmark = pytest.mark.lab("5.6")
 
@@ -21,9 +30,9 @@ def test_an_active_adapter_is_replaced_in_memory_and_slot():
 
     manager.replace_adapter(new)
 
-    assert manager.get_adapter(1) is new
-    assert manager.lora_index_to_id == [1, None]
-    assert slot_holds(manager, 0, NEW)
+    assert manager.get_adapter(1) is new, "the new weights of 1 are not in memory"
+    assert_slots(manager, [1, None], "1 was in slot 0 when it was replaced")
+    assert_slot_holds(manager, 0, NEW, "the new weights of 1")
 
 
 def test_an_adapter_in_memory_alone_stays_there_alone():
@@ -31,18 +40,35 @@ def test_an_adapter_in_memory_alone_stays_there_alone():
 
     manager.replace_adapter(adapter_of(1, NEW))
 
-    assert manager.lora_index_to_id == [None, None]
+    assert_slots(manager, [None, None], "1 was in no slot when it was replaced")
     manager.activate_adapter(1)
-    assert slot_holds(manager, 0, NEW)
+    assert_slot_holds(manager, 0, NEW, "the new weights of 1")
 
 
-def test_replacing_evicts_nobody_though_memory_is_full():
+def test_replacing_evicts_nobody_though_memory_and_slots_are_full():
     manager = manager_with_old(slots=2, memory=2)
     manager.add_adapter(make_adapter(2))
+    for adapter_id in (2, 1):
+        manager.activate_adapter(adapter_id)
 
     manager.replace_adapter(adapter_of(1, NEW))
 
-    assert set(manager.list_adapters()) == {1, 2}
+    assert_memory(manager, [1, 2], "1 was replaced, which takes no more room")
+    assert_slots(manager, [2, 1], "1 was replaced in its slot")
+    assert (manager.stats.evictions, manager.stats.cpu_evictions) == (0, 0), "nobody had to go for it"
+
+
+def test_replacing_works_while_all_others_are_in_use():
+    manager = manager_with_old(slots=2, memory=2)
+    manager.add_adapter(make_adapter(2))
+    for adapter_id in (2, 1):
+        manager.activate_adapter(adapter_id)
+    manager.in_use = frozenset({1, 2})
+
+    manager.replace_adapter(adapter_of(1, NEW))
+
+    assert_slots(manager, [2, 1], "1 was replaced in its slot")
+    assert_slot_holds(manager, 1, NEW, "the new weights of 1")
 
 
 def test_a_pin_of_the_old_weights_holds_for_the_new():
@@ -51,19 +77,18 @@ def test_a_pin_of_the_old_weights_holds_for_the_new():
 
     manager.replace_adapter(adapter_of(1, NEW))
 
-    assert manager.pinned_adapters == {1}
-    manager.add_adapter(make_adapter(2))
-    with pytest.raises(RuntimeError, match="pinned"):
-        manager.activate_adapter(2)
+    assert manager.pinned_adapters == {1}, "1 was pinned when it was replaced"
+    assert_slots(manager, [1], "1 was pinned when it was replaced")
+    assert_slot_holds(manager, 0, NEW, "the new weights of 1")
 
 
-def test_new_weights_have_an_identity_of_their_own():
+def test_what_was_not_pinned_is_not_pinned_afterwards():
     manager = manager_with_old()
-    old_load = manager.get_adapter(1).load_id
+    manager.activate_adapter(1)
 
-    manager.replace_adapter(adapter_of(1, OLD))
+    manager.replace_adapter(adapter_of(1, NEW))
 
-    assert manager.get_adapter(1).load_id != old_load
+    assert manager.pinned_adapters == set(), "1 was not pinned when it was replaced"
 
 
 def test_weights_that_do_not_fit_leave_the_old_ones_serving():
@@ -72,12 +97,15 @@ def test_weights_that_do_not_fit_leave_the_old_ones_serving():
     wide = adapter_of(1, NEW)
     for lora in wide.loras.values():
         lora.lora_a = lora.lora_a.repeat(1, 2)
+    old = manager.get_adapter(1)
 
     with pytest.raises(ValueError, match="expected"):
         manager.replace_adapter(wide)
 
-    assert manager.pinned_adapters == {1}
-    assert slot_holds(manager, 0, OLD)
+    assert manager.get_adapter(1) is old, "the new weights do not fit, so the old ones stay in memory"
+    assert manager.pinned_adapters == {1}, "the new weights do not fit, so the old ones stay pinned"
+    assert manager.stats.activations == 1, "the new weights do not fit, so nothing is copied"
+    assert_slot_holds(manager, 0, OLD, "the old weights of 1")
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -92,11 +120,13 @@ def test_a_copy_that_fails_leaves_the_old_weights_to_be_served(monkeypatch, pinn
     with pytest.raises(OSError, match="device lost"):
         manager.replace_adapter(adapter_of(1, NEW))
 
-    assert manager.get_adapter(1) is old
-    assert manager.pinned_adapters == ({1} if pinned else set())
-    assert manager.lora_index_to_id == ([1] if pinned else [None])
+    assert manager.get_adapter(1) is old, "the copy failed: the old weights should be in memory again"
+    assert manager.pinned_adapters == ({1} if pinned else set()), "the copy failed; a pin should hold on"
+    assert_slots(
+        manager, [1] if pinned else [None], "the copy failed; only a pin brings the old weights back"
+    )
     manager.activate_adapter(1)
-    assert slot_holds(manager, 0, OLD)
+    assert_slot_holds(manager, 0, OLD, "the old weights of 1")
 
 
 def test_on_a_dead_device_no_slot_names_what_it_does_not_hold(monkeypatch):
@@ -107,16 +137,16 @@ def test_on_a_dead_device_no_slot_names_what_it_does_not_hold(monkeypatch):
     with pytest.raises(OSError, match="device lost"):
         manager.replace_adapter(adapter_of(1, NEW))
 
-    assert manager.lora_index_to_id == [None]
+    assert_slots(manager, [None], "no copy succeeds any more")
 
 
 def test_an_unknown_id_has_nothing_to_replace():
     manager = make_manager(slots=1)
 
-    with pytest.raises(ValueError, match="adapter 3 is not registered"):
+    with pytest.raises(ValueError, match="3"):
         manager.replace_adapter(make_adapter(3))
 
-    assert manager.list_adapters() == {}
+    assert_memory(manager, [], "3 is not registered, so there is nothing to replace")
 
 
 def fail_first_copy(monkeypatch, manager):

@@ -14,6 +14,7 @@ from small_model import (
     make_worker,
     random_weights,
 )
+from tiers_model import TwoTiers
 
 from minivllm.lora.stats import LoRAEvent
 
@@ -193,3 +194,33 @@ def test_the_counters_as_a_dict_are_plain_values(folders):
     counted = {name: counters[name] for name in ("hits", "misses", "evictions", "cpu_evictions", "loads")}
     assert counted == {"hits": 1, "misses": 2, "evictions": 1, "cpu_evictions": 1, "loads": 2}
     assert counters["hit_rate"] == pytest.approx(1 / 3)
+
+
+def test_room_is_promised_exactly_when_a_slot_can_be_had():
+    for pins in ((), (1,), (2,), (1, 2)):
+        for in_use in (set(), {1}, {2}, {1, 2}, {1, 3}):
+            for active in ((), (1,), (1, 2)):
+                manager, model = make_manager(2, 3), TwoTiers(2, 3)
+                for adapter_id in (1, 2, 3):
+                    manager.add_adapter(make_adapter(adapter_id))
+                    model.add(adapter_id, None)
+                for adapter_id in active:
+                    manager.activate_adapter(adapter_id)
+                    model.activate(adapter_id)
+                for adapter_id in set(pins) & set(active):
+                    manager.pin_adapter(adapter_id)
+                    model.pin(adapter_id)
+                manager.in_use = model.in_use = frozenset(in_use)
+
+                promised = [manager.has_room_for(adapter_id) for adapter_id in (1, 2, 3)]
+
+                assert promised == [can_activate(model, adapter_id) for adapter_id in (1, 2, 3)], (
+                    pins,
+                    in_use,
+                )
+
+
+def can_activate(model, adapter_id):
+    if adapter_id in model.slots or None in model.slots:
+        return True
+    return any(held not in model.pins | model.in_use for held in model.slots)

@@ -1,0 +1,115 @@
+"""The manager that refuses where the other evicts, what every manager needs, and refusals in words."""
+
+import random
+
+import pytest
+import torch
+from small_model import (
+    SmallModel,
+    adapter_of,
+    assert_slot_holds,
+    assert_slots,
+    make_adapter,
+    make_manager,
+    make_plain_manager,
+    random_weights,
+)
+from tier_history import History, run
+from tiers_model import TwoTiers
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.model_manager import LoRAModelManager, create_lora_manager
+
+
+def test_a_new_manager_has_empty_slots_only():
+    manager = make_plain_manager(slots=3)
+
+    assert_slots(manager, [None, None, None], "nothing was activated")
+    for slot in range(3):
+        assert_slot_holds(manager, slot, None, "nothing")
+
+
+def test_it_refuses_when_memory_is_full():
+    manager = make_plain_manager(slots=1, memory=1)
+    manager.add_adapter(make_adapter(1))
+
+    with pytest.raises(RuntimeError, match="No free adapter slots"):
+        manager.add_adapter(make_adapter(2))
+
+    assert set(manager.list_adapters()) == {1}
+
+
+def test_it_refuses_when_no_slot_is_free():
+    manager = make_plain_manager(slots=1, memory=2)
+    manager.add_adapter(make_adapter(1))
+    manager.add_adapter(make_adapter(2))
+    manager.activate_adapter(1)
+
+    with pytest.raises(ValueError, match="No free lora slots"):
+        manager.activate_adapter(2)
+
+    assert manager.lora_index_to_id == [1]
+
+
+def test_it_knows_no_pins():
+    manager = make_plain_manager(slots=1)
+    manager.add_adapter(make_adapter(1))
+
+    with pytest.raises(NotImplementedError, match="LRUCacheLoRAModelManager"):
+        manager.pin_adapter(1)
+
+    assert manager.pinned_adapters == set()
+
+
+@pytest.mark.parametrize(("slots", "memory"), [(1, 2), (3, 4)])
+def test_it_does_what_two_lists_do_that_refuse(slots, memory, monkeypatch):
+    names = ["add"] * 3 + ["activate"] * 3 + ["deactivate", "remove", "touch"]
+    for seed in range(8):
+        manager, model = make_plain_manager(slots, memory), TwoTiers(slots, memory, evicts=False)
+
+        run(History(manager, model, random.Random(seed), monkeypatch), names, steps=50)
+
+
+def test_a_model_without_the_marker_is_refused():
+    class Unmarked(nn.Sequential):
+        pass
+
+    with pytest.raises(ValueError, match="Model Unmarked is not supported for LoRA"):
+        LoRAModelManager(Unmarked(), 1, 1, 1, LoRAConfig(), "cpu")
+
+
+def test_create_lora_manager_wraps_the_model_once_and_keeps_it():
+    model = SmallModel()
+
+    manager = create_lora_manager(
+        model,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        vocab_size=97,
+        lora_config=LoRAConfig(max_loras=2, max_cpu_loras=3),
+        vllm_config=None,
+        device=torch.device("cpu"),
+    )
+
+    assert manager.model is model
+    assert (manager.lora_slots, manager.capacity, len(manager)) == (2, 3, 0)
+    assert manager.modules["attn.qkv_proj"] is model.attn.qkv_proj
+    assert sorted(manager.supported_lora_modules) == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+
+
+def test_refusals_say_who_and_why():
+    manager = make_manager(slots=2, memory=3)
+    for adapter_id in (1, 2, 3):
+        manager.add_adapter(adapter_of(adapter_id, random_weights(adapter_id)))
+    for adapter_id in (1, 2):
+        manager.pin_adapter(adapter_id)
+
+    with pytest.raises(RuntimeError, match=r"pinned or in use.*\[1, 2"):
+        manager.activate_adapter(3)
+    with pytest.raises(ValueError, match=r"adapter 7 is not registered; known are \[1, 2, 3\]"):
+        manager.activate_adapter(7)
+    with pytest.raises(ValueError, match="LoRA 7 is not registered"):
+        manager.pin_adapter(7)
+    with pytest.raises(ValueError, match="adapter 7 is not registered"):
+        manager.replace_adapter(make_adapter(7))
