@@ -73,6 +73,7 @@ def test_load_inplace_reads_again_and_makes_a_new_identity(folders, monkeypatch)
     assert worker.add_adapter(folders.request(1, load_inplace=True)) is True, "1 was read again: True"
 
     assert reads == [1], f"load_inplace reads the folder once, not {len(reads)} times"
+    assert worker.manager.stats.loads == 2, "1 was read, then read again: two loads to be counted"
     assert worker.manager.get_adapter(1).load_id != first, "1 was read again: another load, another identity"
     assert_slots(worker.manager, [1, None], "1 was in slot 0 when it was read again")
     assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1 as its files are now")

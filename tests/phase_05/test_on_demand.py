@@ -175,17 +175,21 @@ def test_a_bad_adapter_evicts_nobody(folders):
 
 
 def test_preparing_tells_who_failed_and_loads_the_others(folders):
-    worker = make_worker(slots=3, memory=3)
+    worker = make_worker(slots=4, memory=4)
     folders.damage(2)
+    requests = folders.requests(1, 2, 3, 4)
+    shutil.rmtree(folders.root / "3")
 
-    failures = worker.prepare_adapters(folders.requests(1, 2, 3))
+    failures = worker.prepare_adapters(requests)
 
-    assert list(failures) == [2], f"2 cannot be read, 1 and 3 can; failed: {list(failures)}"
-    why = failures[2]
-    assert isinstance(why, ValueError), f"adapter id -> the error itself, not {type(why).__name__}"
-    assert "adapter-2" in str(why)
-    assert_memory(worker.manager, [1, 3], "2 cannot be read, 1 and 3 can")
-    assert_slots(worker.manager, [None] * 3, "preparing brings adapters into memory, not into slots")
+    kinds = {adapter_id: type(error) for adapter_id, error in failures.items()}
+    expected = {2: ValueError, 3: FileNotFoundError}
+    assert kinds == expected, (
+        f"2 is damaged, 3 gone, 1 and 4 are well\n  expected {expected}\n  found    {kinds}"
+    )
+    assert "adapter-2" in str(failures[2])
+    assert_memory(worker.manager, [1, 4], "2 is damaged, 3 gone, 1 and 4 are well")
+    assert_slots(worker.manager, [None] * 4, "preparing brings adapters into memory, not into slots")
 
 
 def test_preparing_evicts_from_memory_nothing_that_the_step_needs(folders, monkeypatch):
