@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 
-.PHONY: help setup demo test lint soak bench bench-gpu adapters clean
+.PHONY: help setup demo test lint soak bench bench-gpu adapters docs notebooks clean
 
 help:
 	@echo "make demo    serve a mixed batch of four adapters and the base model"
@@ -13,6 +13,8 @@ help:
 	@echo "make bench   decoding speed on this CPU beside transformers and PEFT"
 	@echo "make bench-gpu  engine and layers with random weights on a GPU (MODEL=llama-8b; see benchmarks/README.md)"
 	@echo "make adapters  train the four demo adapters anew and score them (DEVICE=cuda; slow on a CPU)"
+	@echo "make docs    the site, into out/site"
+	@echo "make notebooks  run the notebooks anew and keep their outputs"
 	@echo "make setup   only the virtual environment, the dependencies and the demo model"
 
 setup: $(SETUP)
@@ -35,6 +37,13 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: setup
+	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . out/site
+	@echo "out/site/index.html"
+
+notebooks: setup
+	$(BIN)/python tests/helpers/notebooks.py phases/*/walkthrough.ipynb
 
 N ?= 2000
 SEED ?= 0

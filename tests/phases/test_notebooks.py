@@ -1,0 +1,35 @@
+"""Notebooks run, and their committed outputs are those of a fresh run, outside cells tagged `timing`."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebooks import execute, has_picture, text_of
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted(ROOT.glob("phases/*/walkthrough.ipynb"))
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
+def test_every_code_cell_has_an_output_and_some_a_picture(path):
+    cells = code_cells(nbformat.read(path, as_version=4))
+
+    assert [cell.source for cell in cells if not cell.outputs] == []
+    assert any(map(has_picture, cells))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
+def test_a_fresh_run_gives_the_committed_outputs(path):
+    committed = code_cells(nbformat.read(path, as_version=4))
+
+    fresh = code_cells(execute(path))
+
+    for before, now in zip(committed, fresh, strict=True):
+        assert has_picture(now) == has_picture(before), before.source
+        assert not any(output.get("name") == "stderr" for output in now.outputs), text_of(now)
+        if "timing" not in before.metadata.get("tags", []):
+            assert text_of(now) == text_of(before), before.source
