@@ -14,7 +14,6 @@ project = "minivllm"
 author = "the minivllm authors"
 copyright = "the minivllm authors, Apache-2.0"
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "phases/**", "solutions/**", "*/README.md", "adapters/*/README.md"]
     "docs/**.md",
     "phases/**",
     "solutions/**",
