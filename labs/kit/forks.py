@@ -4,6 +4,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from minivllm.labs import ROOT, Overlay, Source
 
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
-LIMIT = 60.0  # seconds an exercise's tests may take
+LIMIT = 60.0  # seconds that an exercise's tests may compute
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 WANTED_BY_SOME = ("transformers", "peft")
 
@@ -94,26 +95,25 @@ def run(
                 used += any(re.search("peft|tiny_", path.read_text(encoding="utf-8")) for path in files)
                 if used > 2:  # from here on it pays to import them once, in this process
                     _import(WANTED_BY_SOME)
-                child = _Child(job, files)
+                child = _Child(job, files, limit)
                 running[child.receiver] = child
-            ready = wait(running, timeout=0.2)
-            for receiver, child in list(running.items()):
-                if receiver in ready and (result := child.receive()):
+            for receiver in wait(running):
+                child = running[receiver]
+                if result := child.receive():
                     if on_test:
                         on_test(child.job, result)
-                elif receiver in ready or child.is_late(limit):
+                else:
                     del running[receiver]
                     yield child.job, child.outcome
     finally:
         for child in running.values():
-            child.kill()
+            child.process.kill()
 
 
 def _import(names: tuple[str, ...]) -> None:
     """Import here what forks would import. Some of it imports Triton, whose interpreter is chosen before."""
-    os.environ.setdefault(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # a GPU in use here could not be used in forks
+    # Whoever starts to use a GPU cannot be forked; this way nobody has to in order to see that there is one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -124,13 +124,14 @@ def _import(names: tuple[str, ...]) -> None:
 class _Child:
     """A fork that runs one job's tests and sends the result of each."""
 
-    def __init__(self, job: Job, files: list[Path]) -> None:
+    def __init__(self, job: Job, files: list[Path], limit: float) -> None:
         context = multiprocessing.get_context("fork")
         self.job = job
+        self.limit = limit
         self.outcome = Outcome()
         self.started = time.monotonic()
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run_tests, args=(job, files, sender), daemon=True)
+        self.process = context.Process(target=_run_tests, args=(job, files, limit, sender), daemon=True)
         self.process.start()
         sender.close()  # so that the pipe ends where the child does
 
@@ -146,24 +147,17 @@ class _Child:
         self._end("the tests' process ended before they did")
         return None
 
-    def is_late(self, limit: float) -> bool:
-        """Whether it has run too long; it is then stopped."""
-        if time.monotonic() - self.started < limit:
-            return False
-        self.kill()
-        self._end(f"no end in {limit:.0f} s")
-        return True
-
-    def kill(self) -> None:
-        self.process.kill()
-
     def _end(self, trouble: str | None) -> None:
         self.process.join()
         self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.started
+        if self.process.exitcode in (-signal.SIGPROF, -signal.SIGALRM):
+            self.outcome.trouble = f"no end after {self.limit:.0f} s"
 
 
-def _run_tests(job: Job, files: list[Path], sender: Connection) -> None:
-    """What a child does."""
+def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) -> None:
+    """What a child does. Signals end it, whoever else has gone: of its own seconds, or of anybody's if it waits."""
+    signal.setitimer(signal.ITIMER_PROF, limit)
+    signal.setitimer(signal.ITIMER_REAL, 10 * limit)
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)

@@ -84,7 +84,8 @@ def _judge_engine(outcome: Outcome) -> tuple[bool, str]:
 
 def _judge_mutant(outcome: Outcome) -> tuple[bool, str]:
     if caught := outcome.of("failed"):
-        return True, f"caught by {caught[0].test.partition('::')[2]}"
+        file, _, test = caught[0].test.partition("::")
+        return bool(test), f"caught by {test}" if test else f"breaks {file}: {caught[0].message}"
     if outcome.trouble and outcome.trouble != NO_TEST:
         return True, f"caught, but: {outcome.trouble}"
     return False, outcome.trouble or "SURVIVED"

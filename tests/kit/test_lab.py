@@ -145,7 +145,22 @@ def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
         "job = Job(None, '3.2', learners_sources('3.2'))\n"
         "print([o.trouble for _, o in run([job], limit=2)])"
     )
-    assert checkout.run("-c", code).stdout == "['no end in 2 s']\n"
+    assert checkout.run("-c", code).stdout == "['no end after 2 s']\n"
+
+
+def test_an_exercise_is_graded_by_the_tests_that_carry_its_mark(checkout):
+    test = "@pytest.mark.lab('3.2')\ndef test_{}(): pass\n"
+    text = (
+        'import pytest\n# mark.lab("3.2")\n' + test.format("own") + test.format("other").replace("3.2", "3.3")
+    )
+    (checkout.root / "tests/phase_03/test_marks.py").write_text(text + "def test_nobodys(): pass\n")
+    code = (
+        "from labs.kit.forks import Job, run\n"
+        "[(_, outcome)] = run([Job(None, '3.2', {})])\n"
+        "print([r.test.partition('::')[2] for r in outcome.results if 'test_marks' in r.test])"
+    )
+
+    assert checkout.run("-c", code).stdout == "['test_own']\n"
 
 
 def test_hints_come_one_after_another_and_the_last_stays(checkout):

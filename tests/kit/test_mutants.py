@@ -58,6 +58,7 @@ def test_a_mistake_that_the_tests_see_is_caught(judge):
         ("if slot >= 1:", "if slot >= 0:", "0 times, not once"),
         ("slot", "row", "times, not once"),
         ("kept + expanded", "expanded", "0 times, not once"),  # it is lab 3.3's
+        ("lora_a_weights: torch.Tensor", "lora_a_weights: torch.Tensro", "breaks tests/phase_03/test_"),
     ],
 )
 def test_a_mistake_that_is_none_or_goes_unseen_is_reported(judge, old, new, verdict):

@@ -3,6 +3,8 @@
 import pytest
 from checkout import Checkout
 
+from labs.kit.plugin import todo_of
+
 MARKED = """
 import pytest
 import torch
@@ -68,6 +70,18 @@ def test_a_kernel_that_is_unfinished_is_todo(checkout):
 
     assert " todo in " in result.stdout
     assert "failed" not in result.stdout
+
+
+def test_an_error_while_triton_compiles_may_say_todo_and_other_texts_may_not():
+    compilation = type("CompileTimeAssertionFailure", (Exception,), {"__module__": "triton.compiler.errors"})
+
+    assert (
+        todo_of(compilation('at 3:4: static_assert(False, "lab 4.2: a kernel")\nlab 4.2: a kernel'))
+        == "lab 4.2: a kernel"
+    )
+    assert todo_of(AssertionError("lab 4.2: a kernel")) == "lab 4.2: a kernel"
+    assert todo_of(AssertionError("expected lab 4.2: a kernel")) is None
+    assert todo_of(ValueError("lab 4.2: a kernel")) is None
 
 
 def test_a_failure_is_a_few_lines_with_the_learners_place(checkout):
