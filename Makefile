@@ -16,6 +16,7 @@ help:
 	@echo "make docs    the site, into out/site"
 	@echo "make notebooks  run the notebooks anew and keep their outputs"
 	@echo "make setup   only the virtual environment, the dependencies and the demo model"
+	@echo "             the course is then at $(BIN)/lab: your path; lab check, lab watch, lab hint 1.1, lab --help"
 
 setup: $(SETUP)
 
