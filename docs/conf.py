@@ -14,6 +14,7 @@ project = "minivllm"
 author = "the minivllm authors"
 copyright = "the minivllm authors, Apache-2.0"
 root_doc = "docs/index"
+include_patterns = [
     "docs/**.md",
     "phases/**",
     "solutions/**",
