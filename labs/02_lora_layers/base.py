@@ -45,7 +45,7 @@ class BaseLayerWithLoRA(nn.Module):
         self.input_size = base_layer.input_size
         self.output_size = base_layer.output_size
         self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
-        self.output_slices: tuple[int, ...] = (base_layer.output_size,)
+        self.output_slices = self._slice_widths(base_layer)
         self.punica_wrapper: PunicaWrapperBase | None = None
         self.slot_memo: dict[int, object] = {}
 
@@ -65,27 +65,40 @@ class BaseLayerWithLoRA(nn.Module):
     def create_lora_weights(
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
     ) -> None:
-        """Allocate the slots, all empty. Done once: no adapter that comes later allocates or frees anything."""
+        """Allocate the slots, all empty. Done once: no adapter that comes later allocates or frees anything.
+
+        max_loras     S, the number of slots; rows of the base model need none
+        lora_config   gives R, which is `max_lora_rank`, and `lora_dtype`, where "auto" is the base weight's
+
+        Makes `lora_a_stacked`, `lora_b_stacked` and `live_ranks` as the class describes them, on the base weight's
+        device. Widths are `input_size` and `output_slices`: a weight that has been packed has no shape to read.
+        """
         raise Todo("lab 2.1: room for S adapters")
 
     # endregion
 
     # region lab 2.2: write and clear a slot
     def reset_lora(self, index: int) -> None:
-        """Empty a slot, as far as there is anything in it."""
+        """Empty a slot, as far as there is anything in it, and tell the backend."""
         raise Todo("lab 2.2: write and clear a slot")
 
     def set_lora(self, index: int, lora_a: Weights, lora_b: Weights) -> None:
-        """Put an adapter into a slot.
+        """Put an adapter into a slot in the place of what is there, and tell the backend when all is written.
 
         lora_a: (r, K) or a list of n, None where a slice has no adapter    lora_b: (N_i, r) likewise
 
-        Ranks may differ by slice. Raises ValueError for a list of another length than n.
+        Ranks may differ by slice. Each slice's part is copied, and nothing of the last adapter is left beside it.
+        When a copy fails, `live_ranks` covers all that may have been written, so that `reset_lora` clears it.
+
+        Raises ValueError for a list of another length than n.
         """
         raise Todo("lab 2.2: write and clear a slot")
 
     def _clear_past(self, index: int, i: int, rank: int) -> None:
-        """Zero what the last adapter had beyond `rank`: one of rank 4 does not overwrite all of one of rank 16."""
+        """Zero what slice i of a slot has live beyond `rank`, which is its live rank from then on.
+
+        An adapter of rank 4 does not overwrite all of one of rank 16: 12 rows of A and 12 columns of B are left.
+        """
         raise Todo("lab 2.2: write and clear a slot")
 
     # endregion
@@ -131,6 +144,7 @@ class BaseLayerWithLoRA(nn.Module):
         """Base output plus each row's own adapter, in the base layer's form.   x: (T, K) -> (T, N), None"""
         return self.punica_wrapper.apply_linear(self, x), None
 
+    # region lab 2.3: fused linears, with an adapter for each part or one for all
     @classmethod
     def can_replace_layer(
         cls,
@@ -139,9 +153,23 @@ class BaseLayerWithLoRA(nn.Module):
         packed_modules_list: list[str],
         model_config: object | None = None,
     ) -> bool:
-        """Whether this class wraps that layer; `packed_modules_list` are the parts the checkpoint names."""
-        kind = type(source_layer)
-        return kind in cls.wraps and cls.wraps[kind] in (None, len(packed_modules_list))
+        """Whether this class wraps that layer, as `wraps` says: its kind, and the number of parts for that kind.
+
+        packed_modules_list   the parts of the layer that the checkpoint names one by one
+
+        Of exactly that kind: a model's own subclass may compute something else in its forward pass.
+        """
+        raise Todo("lab 2.3: fused linears, with an adapter for each part or one for all")
+
+    def _slice_widths(self, base_layer: LinearBase) -> tuple[int, ...]:
+        """Widths N_i of the slices that adapters are written to.
+
+        Where `wraps` asks for several parts of such a layer, each has a slice of its own, whose widths are the
+        layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all of it.
+        """
+        raise Todo("lab 2.3: fused linears, with an adapter for each part or one for all")
+
+    # endregion
 
 
 def _as_list(weights: Weights) -> list[torch.Tensor | None]:

@@ -33,7 +33,13 @@ def from_layer(
     packed_modules_list: list[str],
     model_config: object | None = None,
 ) -> nn.Module:
-    """The layer wrapped, with empty slots; or the layer itself where no wrapper takes it. vLLM: `from_layer`."""
+    """The layer wrapped, with empty slots; or the layer itself where no wrapper takes it. vLLM: `from_layer`.
+
+    max_loras             how many slots
+    packed_modules_list   the parts of the layer that the checkpoint names one by one, [] for one that is not fused
+
+    At most one of `_ALL_LORA_CLASSES` takes a layer, which its `can_replace_layer` tells.
+    """
     raise Todo("lab 2.4: the right wrapper for a layer")
 
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from minivllm.layers.linear import (
     ColumnParallelLinear,
-    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -34,22 +33,13 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
     wraps: ClassVar = {ReplicatedLinear: None}
 
 
-# region lab 2.3: fused linears, with an adapter for each part or one for all
-class _SlicedLinearWithLoRA(BaseLayerWithLoRA):
-    """A fused linear whose parts the checkpoint names one by one: each part has its own A and B."""
-
-    def __init__(self, base_layer: LinearBase) -> None:
-        super().__init__(base_layer)
-        self.output_slices = tuple(base_layer.output_sizes)
-
-
-class MergedColumnParallelLinearWithLoRA(_SlicedLinearWithLoRA):
-    """gate_proj and up_proj in one. vLLM: the same name."""
+class MergedColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
+    """gate_proj and up_proj in one, with two adapters. vLLM: the same name."""
 
     wraps: ClassVar = {MergedColumnParallelLinear: 2}
 
 
-class MergedQKVParallelLinearWithLoRA(_SlicedLinearWithLoRA):
+class MergedQKVParallelLinearWithLoRA(BaseLayerWithLoRA):
     """q, k and v in one, with three adapters. vLLM: the same name."""
 
     wraps: ClassVar = {QKVParallelLinear: 3}
@@ -59,6 +49,3 @@ class QKVParallelLinearWithLoRA(BaseLayerWithLoRA):
     """q, k and v in one, with one adapter over all three: the checkpoint is fused, too. vLLM: the same name."""
 
     wraps: ClassVar = {QKVParallelLinear: 1}
-
-
-# endregion
