@@ -2,7 +2,7 @@
 
 import torch
 
-GUARD = 64  # elements before and behind, at least
+GUARD = 256  # elements before and behind, at least: as many as a kernel's block has columns
 
 
 class Guarded:

@@ -2,6 +2,7 @@
 
 import torch
 from rows import assert_rows_equal
+from slot_labels import labels_of
 
 
 def shrunk(inputs, lora_a, slots, scaling):
@@ -27,11 +28,6 @@ def expanded(inputs, lora_b, slots):
 
 def has_adapter(slots):
     return torch.tensor([slot >= 0 for slot in slots], dtype=torch.bool)
-
-
-def labels_of(slots):
-    """Whose each row is."""
-    return ["a base row" if slot < 0 else f"slot {slot}" for slot in slots]
 
 
 def assert_columns_written(y, first, values, token_slots, tolerance):

@@ -11,12 +11,12 @@ from per_token import (
     choose,
     expanded,
     has_adapter,
-    labels_of,
     random_slots,
     random_tensor,
     shrunk,
 )
 from rows import assert_rows_equal
+from slot_labels import labels_of
 
 from minivllm.lora.ops.torch_ops import (
     bgmv_expand,

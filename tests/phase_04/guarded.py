@@ -3,18 +3,25 @@
 import torch
 from gpu import DEVICE
 from nan_guard import Guarded
+from rows import assert_rows_equal
+from slot_labels import labels_of
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 # Of the update alone. Products of half-precision numbers are summed in float32, h and y are rounded once each.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
-def guarded(values, row_gap=0):
+def guard(values, row_gap=0):
     """The values on the device, in memory where everything around them is NaN.
 
     row_gap: NaN elements between rows, so that rows are further apart than they are long
     """
-    return Guarded(values.flatten(0, -2), row_gap, DEVICE).view.unflatten(0, values.shape[:-1])
+    return Guarded(values.flatten(0, -2), row_gap, DEVICE)
+
+
+def guarded(values, row_gap=0):
+    """The same, of the values' shape, for tensors that are only read."""
+    return guard(values, row_gap).view.unflatten(0, values.shape[:-1])
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -57,6 +64,11 @@ def exact_expand(h, lora_b, y, token_slots, ranks):
     return result
 
 
-def relative_error(found, expected):
-    """Norm of the difference over the norm of what is expected; NaN counts as wrong."""
-    return ((found.double().cpu() - expected).norm() / expected.norm()).item()
+def assert_rows_close(found, expected, token_slots, tolerance, what="y"):
+    """found, expected: (T, ...)    tolerance: as a share of the largest value expected"""
+    assert_rows_equal(found, expected, labels=labels_of(token_slots), tolerance=tolerance, what=what)
+
+
+def by_row(h):
+    """(n, T, R) -> (T, n, R): what each row has, for `assert_rows_close`."""
+    return h.transpose(0, 1)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from gpu import DEVICE
-from guarded import DTYPES, TOLERANCE, exact_expand, exact_shrink, random, random_slots, relative_error
+from guarded import DTYPES, TOLERANCE, assert_rows_close, exact_expand, exact_shrink, random, random_slots
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.ops.triton_ops import tuning
-from minivllm.lora.punica_wrapper import get_punica_wrapper
+from minivllm.lora.punica_wrapper import get_punica_wrapper, punica_gpu
 from minivllm.lora.replace import from_layer
 
 SLOTS, RANK, WIDTH = 3, 8, 40
@@ -57,13 +57,21 @@ class Linear:
             lora_b.append(b if live else None)
         self.layer.set_lora(slot, lora_a, lora_b)
 
-    def step(self, token_slots):
-        ids = [0 if slot < 0 else self.ids[slot] for slot in token_slots.tolist()]
-        self.punica.update_metadata(LoRAMapping(ids, ids), list(self.ids), SLOTS + 1, 50)
+    def step(self, token_slots, prompt_slots=None):
+        """prompt_slots: of the sampled rows, None = every token is sampled"""
+        tokens, prompts = (
+            [0 if slot < 0 else self.ids[slot] for slot in slots.tolist()]
+            for slots in (token_slots, token_slots if prompt_slots is None else prompt_slots)
+        )
+        self.punica.update_metadata(LoRAMapping(tokens, prompts), list(self.ids), SLOTS + 1, 50)
 
     @torch.inference_mode()
     def run(self, x):
         return self.layer(x.to(DEVICE))[0].cpu()
+
+    def assert_answers(self, x, token_slots, tolerance=3e-6):
+        """A pass over x gives every row what `expected` says."""
+        assert_rows_close(self.run(x), self.expected(x, token_slots), token_slots, tolerance)
 
     def expected(self, x, token_slots):
         y = x.double() @ self.weight.T
@@ -77,7 +85,7 @@ class Linear:
 def backend(request, monkeypatch):
     name, _, without = request.param.partition(", ")
     if without:
-        monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.fold_pays", lambda *shape: False)
+        monkeypatch.setattr(punica_gpu, "fold_pays", lambda *shape: False)
     return name
 
 
@@ -86,18 +94,22 @@ def some_slots(tokens, seed=0):
     return torch.where(slots == 1, 2, slots)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", LINEARS)
-@pytest.mark.parametrize("tokens", [1, 2, 17, 50])
+BATCHES = [
+    *((kind, torch.float32, tokens) for kind in LINEARS for tokens in (1, 18)),
+    ("qkv", torch.float32, 50),
+    *(("gate_up", dtype, 18) for dtype in DTYPES if dtype is not torch.float32),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "tokens"), BATCHES)
 def test_every_row_gets_its_own_adapter(backend, kind, dtype, tokens):
     linear, token_slots = Linear(backend, kind, dtype), some_slots(tokens, seed=tokens)
     token_slots[0] = 2
     x = random(tokens, WIDTH, dtype=dtype, seed=9)
 
     linear.step(token_slots)
-    y = linear.run(x)
 
-    assert relative_error(y, linear.expected(x, token_slots)) < TOLERANCE[dtype]
+    linear.assert_answers(x, token_slots, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("rank", [5, 16, 40])
@@ -107,7 +119,7 @@ def test_any_rank_will_do(backend, rank):
 
     linear.step(token_slots)
 
-    assert relative_error(linear.run(x), linear.expected(x, token_slots)) < 3e-6
+    linear.assert_answers(x, token_slots)
 
 
 def test_base_rows_are_untouched_whatever_shares_the_batch(backend):
@@ -122,18 +134,23 @@ def test_base_rows_are_untouched_whatever_shares_the_batch(backend):
     linear.layer.set_lora(2, [None] * 3, [None] * 3)
     linear.layer.set_lora(0, [None] * 3, [None] * 3)
     linear.step(token_slots)
-    assert torch.equal(mixed[token_slots < 0], linear.run(x)[token_slots < 0])
+    base = token_slots < 0
+    assert_rows_close(
+        mixed[base], linear.run(x)[base], token_slots[base], 0, "base rows with and without adapters"
+    )
 
 
 def test_a_batch_without_adapters_is_the_base_layer_alone(backend, monkeypatch):
     linear, x = Linear(backend), random(20, WIDTH, seed=9)
-    monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.expand", None)
-    monkeypatch.setattr("minivllm.lora.punica_wrapper.punica_gpu.shrink", None)
+    linear.step(some_slots(20))  # what this leaves behind must not be used again
+    linear.run(x)
+    monkeypatch.setattr(punica_gpu, "expand", None)
+    monkeypatch.setattr(punica_gpu, "shrink", None)
 
     linear.step(torch.full((20,), -1))
 
     assert linear.punica.no_lora
-    assert relative_error(linear.run(x), linear.expected(x, torch.full((20,), -1))) < 3e-6
+    linear.assert_answers(x, torch.full((20,), -1))
 
 
 def test_the_highest_slot_counts_beside_base_rows(backend):
@@ -143,7 +160,7 @@ def test_the_highest_slot_counts_beside_base_rows(backend):
 
     linear.step(token_slots)
 
-    assert relative_error(linear.run(x), linear.expected(x, token_slots)) < 3e-6
+    linear.assert_answers(x, token_slots)
 
 
 def test_a_slot_written_anew_is_served_at_once_with_its_new_rank(backend):
@@ -156,21 +173,23 @@ def test_a_slot_written_anew_is_served_at_once_with_its_new_rank(backend):
         linear.put(2, ranks, seed=sum(ranks))
         linear.punica.sync_slots()
 
-        assert relative_error(linear.run(x), linear.expected(x, token_slots)) < 3e-6
+        linear.assert_answers(x, token_slots)
 
 
 def test_several_layers_keep_their_ranks_apart(backend):
     """Layers of one model share the backend, and each has live ranks of its own."""
     first = Linear(backend, "qkv")
     second = Linear(backend, "gate_up")
+    second.put(0, [1, RANK], seed=3)
+    second.put(2, [RANK, 4], seed=4)
     second.layer.set_mapping(first.punica)
     second.punica = first.punica
     token_slots, x = some_slots(20), random(20, WIDTH, seed=9)
 
     first.step(token_slots)
 
-    assert relative_error(first.run(x), first.expected(x, token_slots)) < 3e-6
-    assert relative_error(second.run(x), second.expected(x, token_slots)) < 3e-6
+    first.assert_answers(x, token_slots)
+    second.assert_answers(x, token_slots)
 
 
 def test_vllms_steps_add_up_to_the_same(backend):
@@ -187,18 +206,17 @@ def test_vllms_steps_add_up_to_the_same(backend):
     punica.add_lora_linear(by_steps, x.to(DEVICE), *stacked, buffer=buffer)
 
     expected = linear.expected(x, token_slots)
-    assert relative_error(at_once, expected) < 3e-6
-    assert relative_error(by_steps, expected) < 3e-6
+    assert_rows_close(at_once, expected, token_slots, 3e-6, "y, at once")
+    assert_rows_close(by_steps, expected, token_slots, 3e-6, "y, by steps")
 
 
-def test_embeddings_and_logits():
+@pytest.mark.lab("4.4")
+def test_tokens_and_sampled_rows_have_a_tile_list_each():
+    """Embeddings are adapted token by token, logits by sampled row."""
     linear = Linear("triton", "row")
     a, b, ranks = linear.a[0], linear.b[0], [[RANK] * SLOTS]
     token_slots, prompt_slots = torch.tensor([2, -1, 0, 0, 2]), torch.tensor([0, 2])
-    ids, prompts = (
-        [0 if s < 0 else linear.ids[s] for s in slots.tolist()] for slots in (token_slots, prompt_slots)
-    )
-    linear.punica.update_metadata(LoRAMapping(ids, prompts), list(linear.ids), SLOTS + 1, 50)
+    linear.step(token_slots, prompt_slots)
     h, embedded = random(5, RANK, seed=5), random(5, 33, seed=6)
     x, logits = random(2, WIDTH, seed=7), random(2, 33, seed=8)
 
@@ -206,9 +224,74 @@ def test_embeddings_and_logits():
     linear.punica.add_lora_embedding(y, h.to(DEVICE), b[:, None].to(DEVICE))
     linear.punica.add_lora_logits(z, x.to(DEVICE), a[:, None].to(DEVICE), b[:, None].to(DEVICE), 0.5)
 
-    assert relative_error(y, exact_expand(h[None], [b], embedded, token_slots, ranks)) < 3e-6
+    expected = exact_expand(h[None], [b], embedded, token_slots, ranks)
+    assert_rows_close(y, expected, token_slots, 3e-6, "embeddings")
     shrunk = exact_shrink(x, [a], prompt_slots, ranks, 0.5)
-    assert relative_error(z, exact_expand(shrunk, [b], logits, prompt_slots, ranks)) < 3e-6
+    expected = exact_expand(shrunk, [b], logits, prompt_slots, ranks)
+    assert_rows_close(z, expected, prompt_slots, 3e-6, "logits")
+
+
+@pytest.mark.lab("4.4")
+def test_a_linear_of_three_slices_takes_two_launches(monkeypatch):
+    linear, token_slots = Linear("triton", "qkv"), torch.tensor([2, -1, 0])
+    linear.step(token_slots)
+    launches = []
+    for name in ("shrink", "expand"):
+        kernel = getattr(punica_gpu, name)
+
+        def counted(*args, name=name, kernel=kernel, **kwargs):
+            launches.append(name)
+            return kernel(*args, **kwargs)
+
+        monkeypatch.setattr(punica_gpu, name, counted)
+
+    linear.run(random(3, WIDTH, seed=9))
+
+    assert launches == ["shrink", "expand"], f"launched for one linear: {launches}"
+
+
+@pytest.mark.lab("4.4")
+@pytest.mark.parametrize("rank", [8, 40])
+def test_what_lies_past_an_adapters_rank_is_not_read(rank):
+    """A short adapter does not pay for the longest rank, but for B where rows of it are as short as a read."""
+    linear, token_slots = Linear("triton", "qkv", rank=rank), torch.tensor([2, -1, 0, 2])
+    for i in range(3):
+        for slot in (0, 2):
+            live = linear.ranks[i][slot]
+            linear.layer.lora_a_stacked[i][slot, :, live:] = float("nan")
+            if rank == 40:
+                linear.layer.lora_b_stacked[i][slot, ..., live:] = float("nan")
+
+    linear.step(token_slots)
+
+    linear.assert_answers(random(4, WIDTH, seed=9), token_slots)
+
+
+@pytest.mark.lab("4.4")
+def test_a_step_says_which_slots_it_has_and_whether_any():
+    linear = Linear("triton", "row")
+
+    linear.step(torch.tensor([-1, 2, 0, 0]), torch.tensor([2, -1]))
+
+    punica = linear.punica
+    assert punica.token_lora_indices.tolist() == [-1, 2, 0, 0]
+    assert punica.sampler_indices.tolist() == [2, -1]
+    assert not punica.no_lora
+    linear.step(torch.tensor([-1, -1]))
+    assert punica.no_lora
+
+
+@pytest.mark.lab("4.4")
+@pytest.mark.parametrize(("tokens", "prompts"), [((99, 11), (11,)), ((11, 11), (99,))])
+def test_a_step_with_an_adapter_in_no_slot_is_refused_and_changes_nothing(tokens, prompts):
+    linear, token_slots = Linear("triton", "row"), torch.tensor([2, -1])
+    linear.step(token_slots)
+
+    with pytest.raises(ValueError, match="99"):
+        linear.punica.update_metadata(LoRAMapping(tokens, prompts), list(linear.ids), SLOTS + 1, 50)
+
+    assert linear.punica.token_lora_indices.tolist() == [2, -1]
+    linear.assert_answers(random(2, WIDTH, seed=9), token_slots)
 
 
 def test_the_base_weight_stays_what_it_was_when_it_is_folded():

@@ -6,27 +6,43 @@ from gpu import DEVICE, needs_cuda
 from guarded import (
     DTYPES,
     TOLERANCE,
+    assert_rows_close,
+    by_row,
     exact_expand,
     exact_shrink,
+    guard,
     guarded,
     live_part,
     random,
     random_slots,
-    relative_error,
 )
 
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink
 
-# tokens, slots, rank, K, widths: powers of two and anything but
-SHAPES = [
+# tokens, slots, rank, K, widths: powers of two and anything but. The first are small, and grade.
+SMALL = [
     (1, 1, 8, 64, [48]),
     (5, 3, 5, 37, [19]),
+    (20, 3, 16, 160, [24, 16, 16]),
+    (9, 6, 20, 150, [130, 70]),
+]
+LARGE = [
     (40, 4, 16, 160, [64, 16, 16]),
     (33, 9, 24, 300, [130, 70]),
     (70, 2, 64, 96, [40, 40]),
     (3, 3, 200, 48, [33]),
 ]
-IDS = ["-".join(map(str, (t, s, r, k, *w))) for t, s, r, k, w in SHAPES]
+
+
+def name_of(shape):
+    tokens, slots, rank, width, widths = shape
+    return "-".join(map(str, (tokens, slots, rank, width, *widths)))
+
+
+def shapes(exercise):
+    """All of them; the small ones carry the exercise's mark."""
+    graded = [pytest.param(shape, marks=pytest.mark.lab(exercise), id=name_of(shape)) for shape in SMALL]
+    return [*graded, *(pytest.param(shape, id=name_of(shape)) for shape in LARGE)]
 
 
 def ranks_of(n, slots, rank):
@@ -71,73 +87,109 @@ class Batch:
         self.live_b = [guarded(live_part(b, r, 1)) for b, r in zip(self.b, self.ranks)]
         self.is_adapter = self.token_slots >= 0
 
+    def live_h(self, h):
+        """A copy of h in which base rows, and what is past each row's rank, are NaN.   h: (n, T, R)"""
+        h = h.clone()
+        for i, ranks in enumerate(self.ranks):
+            for row, slot in enumerate(self.token_slots.tolist()):
+                h[i, row, ranks[slot] if slot >= 0 else 0 :] = float("nan")
+        return h
 
-@pytest.mark.lab("4.2")
-@pytest.mark.parametrize("splits", [None, 1, 3])
+
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("shape", shapes("4.2"))
 def test_the_planes_of_a_shrink_add_up_to_every_rows_own_product(shape, dtype, splits):
+    """INCIDENTS 1 and 13: rows of the last slot among them; base rows of h are not written."""
     batch = Batch(shape, dtype)
+    n = len(batch.widths)
+    h = guard(torch.full((splits, n, batch.tokens, batch.rank), float("nan")))
 
-    x = guarded(batch.x, row_gap=7)
-    planes = shrink(x, batch.live_a, batch.tiles, on_device(batch.ranks), 0.5, splits)
+    x, planes = guarded(batch.x, row_gap=7), h.view.view(splits, n, batch.tokens, batch.rank)
+    shrink(x, batch.live_a, batch.tiles, on_device(batch.ranks), 0.5, h=planes)
 
     expected = exact_shrink(batch.x, batch.a, batch.token_slots, batch.ranks, 0.5)
-    found = planes.sum(0).cpu()[:, batch.is_adapter]
-    assert planes.dtype == torch.float32
-    assert splits is None or len(planes) == splits
-    assert relative_error(found, expected[:, batch.is_adapter]) < 1e-6
+    expected[:, ~batch.is_adapter] = float("nan")
+    what = f"h, {splits} planes added up"
+    assert_rows_close(by_row(planes.sum(0)), by_row(expected), batch.token_slots, 1e-6, what)
+    h.assert_written_only_where(batch.is_adapter.repeat(splits * n)[:, None])
 
 
 @pytest.mark.lab("4.2")
 def test_a_shrink_of_more_planes_than_there_is_to_split_leaves_zeros_in_them():
     batch = Batch((4, 2, 8, 40, [16]), torch.float32)
+    h = guarded(torch.full((4, 1, 4, 8), float("nan")))
 
-    planes = shrink(guarded(batch.x), batch.live_a, batch.tiles, on_device(batch.ranks), splits=4)
+    shrink(guarded(batch.x), batch.live_a, batch.tiles, on_device(batch.ranks), h=h)
 
-    assert (planes[1:][:, :, batch.is_adapter] == 0).all()
+    expected = torch.where(batch.is_adapter[None, :, None], torch.zeros(3, 4, 8), float("nan"))
+    assert_rows_close(by_row(h[1:, 0]), by_row(expected), batch.token_slots, 0, "planes past the first")
 
 
-@pytest.mark.lab("4.3")
 @pytest.mark.parametrize("planes", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("shape", shapes("4.3"))
 def test_an_expand_adds_every_rows_own_product_and_leaves_base_rows_alone(shape, dtype, planes):
     batch = Batch(shape, dtype)
     parts = [random(*batch.h.shape, seed=50 + i) for i in range(planes - 1)]
     parts.append(batch.h - sum(parts))
+    h = torch.stack([batch.live_h(part) for part in parts])
 
-    y = guarded(batch.y, row_gap=5)
-    h = torch.stack([live_part(p.transpose(1, 2), [batch.rank] * len(p), 0).transpose(1, 2) for p in parts])
-    h[:, :, ~batch.is_adapter] = float("nan")
-    expand(guarded(h), batch.live_b, y, batch.tiles, on_device(batch.ranks))
+    y = guard(batch.y, row_gap=5)
+    expand(guarded(h), batch.live_b, y.view, batch.tiles, on_device(batch.ranks))
 
     expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
-    assert torch.equal(y.cpu()[~batch.is_adapter], batch.y[~batch.is_adapter])
-    assert relative_error(y, expected) < TOLERANCE[dtype]
+    assert_rows_close(y.view, expected, batch.token_slots, TOLERANCE[dtype])
+    y.assert_written_only_where(batch.is_adapter[:, None])
 
 
 @pytest.mark.lab("4.3")
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_planes_are_added_up_before_they_are_rounded():
+    """Shares of a sum may be large and cancel. In float16 each of these alone is off by a quarter."""
+    batch = Batch((5, 2, 8, 16, [20, 9]), torch.float16)
+    share = 700 * random(*batch.h.shape, seed=50)
+
+    y = guarded(batch.y)
+    h = guarded(torch.stack([batch.live_h(share), batch.live_h(batch.h - share)]))
+    expand(h, batch.live_b, y, batch.tiles, on_device(batch.ranks))
+
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, TOLERANCE[torch.float16])
+
+
+@pytest.mark.lab("4.3")
+def test_an_expand_may_overwrite():
+    batch = Batch((5, 2, 8, 16, [20, 9]), torch.float32)
+
+    y = guard(batch.y, row_gap=5)
+    h = guarded(batch.live_h(batch.h)[None])
+    expand(h, batch.live_b, y.view, batch.tiles, on_device(batch.ranks), add_inputs=False)
+
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    expected -= torch.where(batch.is_adapter[:, None], batch.y, 0)
+    assert_rows_close(y.view, expected, batch.token_slots, 3e-6)
+    y.assert_written_only_where(batch.is_adapter[:, None])
+
+
+@pytest.mark.parametrize("shape", shapes("4.3"))
 def test_an_expand_reads_h_of_the_rows_own_slot_from_a_product_that_holds_all_slots(shape):
     batch = Batch(shape, torch.float32)
     n, slots, rank = len(batch.widths), batch.slots, batch.rank
     wide = torch.full((batch.tokens, slots, n, rank), float("nan"))
     for row, slot in enumerate(batch.token_slots.tolist()):
-        for i in range(n if slot >= 0 else 0):
-            live = batch.ranks[i][slot]
-            wide[row, slot, i, :live] = batch.h[i, row, :live]
+        if slot >= 0:
+            wide[row, slot] = batch.live_h(batch.h)[:, row]
 
     y, wide = guarded(batch.y), guarded(wide.flatten(1))
     h = wide[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]
     expand(h, batch.live_b, y, batch.tiles, on_device(batch.ranks), h_slot_stride=n * rank)
 
     expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
-    assert relative_error(y, expected) < TOLERANCE[torch.float32]
+    assert_rows_close(y, expected, batch.token_slots, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("dimensions", [3, 4])
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+@pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=name_of)
 def test_vllms_entry_points_give_complete_sums_and_overwrite_or_add(shape, dimensions):
     batch = Batch(shape, torch.float32)
     n, full = len(batch.widths), [[batch.rank] * batch.slots] * len(batch.widths)
@@ -153,9 +205,9 @@ def test_vllms_entry_points_give_complete_sums_and_overwrite_or_add(shape, dimen
     exact_h = exact_shrink(batch.x, batch.a, batch.token_slots, full, 2.0)
     expected = exact_expand(exact_h, batch.b, batch.y, batch.token_slots, full)
     overwritten = torch.where(batch.is_adapter[:, None], expected - batch.y.double(), batch.y.double())
-    assert relative_error(h, exact_h) < 1e-6
-    assert relative_error(added, expected) < 3e-6
-    assert relative_error(written, overwritten) < 3e-6
+    assert_rows_close(by_row(h), by_row(exact_h), batch.token_slots, 1e-6, "h")
+    assert_rows_close(added, expected, batch.token_slots, 3e-6, "y that is added to")
+    assert_rows_close(written, overwritten, batch.token_slots, 3e-6, "y that is overwritten")
 
 
 def test_an_expand_may_begin_at_a_later_column():
@@ -170,15 +222,16 @@ def test_an_expand_may_begin_at_a_later_column():
     full = [[batch.rank] * batch.slots]
     expected = wide.double()
     expected[:, 9:33] = exact_expand(batch.h, batch.b, wide[:, 9:33], batch.token_slots, full)
-    assert relative_error(y, expected) < 3e-6
+    assert_rows_close(y, expected, batch.token_slots, 3e-6)
 
 
 @pytest.mark.lab("4.2")
 @pytest.mark.lab("4.3")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_in_another_order_give_the_same_bits(dtype):
-    batch = Batch((50, 6, 16, 200, [70, 30]), dtype)
-    order = torch.randperm(50, generator=torch.Generator().manual_seed(5))
+    """INCIDENTS 17."""
+    batch = Batch((20, 3, 16, 140, [40, 30]), dtype)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(5))
 
     def product(rows):
         tiles = tile_list(batch.token_slots[rows], batch.slots)
@@ -186,13 +239,12 @@ def test_rows_in_another_order_give_the_same_bits(dtype):
         expand(shrink(guarded(batch.x[rows]), batch.live_a, tiles, ranks), batch.live_b, y, tiles, ranks)
         return y.cpu()
 
-    in_order, shuffled = product(torch.arange(50)), product(order)
+    in_order, shuffled = product(torch.arange(20)), product(order)
 
-    assert torch.equal(product(torch.arange(50)), in_order)
-    if DEVICE == "cuda":
-        assert torch.equal(shuffled, in_order[order])
-    else:  # numpy, which does the interpreter's products, sums in an order that depends on a row's place
-        assert relative_error(shuffled, in_order[order].double()) < TOLERANCE[dtype]
+    assert_rows_close(product(torch.arange(20)), in_order, batch.token_slots, 0, "y once more")
+    # numpy, which does the interpreter's products, sums in an order that depends on a row's place
+    tolerance = 0 if DEVICE == "cuda" else TOLERANCE[dtype]
+    assert_rows_close(shuffled, in_order[order], batch.token_slots[order], tolerance, "y, rows shuffled")
 
 
 def test_a_batch_of_base_rows_changes_nothing():
@@ -213,7 +265,8 @@ def test_large_tiles_of_long_batches_are_right_too():
     expand(shrink(guarded(batch.x), batch.live_a, batch.tiles, ranks), batch.live_b, y, batch.tiles, ranks)
 
     h = exact_shrink(batch.x, batch.a, batch.token_slots, batch.ranks)
-    assert relative_error(y, exact_expand(h, batch.b, batch.y, batch.token_slots, batch.ranks)) < 3e-6
+    expected = exact_expand(h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, 3e-6)
 
 
 @needs_cuda
@@ -239,4 +292,4 @@ def test_a_captured_graph_holds_for_another_mixture_of_its_size():
 
         h = exact_shrink(batch.x, batch.a, token_slots, batch.ranks)
         expected = exact_expand(h, batch.b, batch.y, token_slots, batch.ranks)
-        assert relative_error(y, expected) < TOLERANCE[torch.bfloat16]
+        assert_rows_close(y, expected, token_slots, TOLERANCE[torch.bfloat16])

@@ -6,6 +6,7 @@ from gpu import DEVICE
 from guarded import random_slots
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import build_tiles, tile_count
@@ -40,9 +41,22 @@ def tiles_found(rows, tiles):
     """The same, read from what was built. Tiles that are none must come last."""
     slots, firsts, lengths = tiles.tolist()
     used = sum(slot >= 0 for slot in slots)
-    assert all(slot == -1 for slot in slots[used:])
+    assert all(slot == -1 for slot in slots[used:]), f"after the last tile the slots must be -1: {slots}"
     rows = rows.tolist()
     return [(s, rows[f : f + n]) for s, f, n in zip(slots[:used], firsts[:used], lengths[:used])]
+
+
+def assert_tiles(built, token_slots, block_rows):
+    found, expected = tiles_found(*built), expected_tiles(token_slots, block_rows)
+    for i, (mine, theirs) in enumerate(zip(found, expected)):
+        assert mine == theirs, (
+            f"slots of the rows: {token_slots}, {block_rows} rows a tile\n"
+            f"tile {i}, expected: slot {theirs[0]}, rows {theirs[1]}\n"
+            f"tile {i}, got:      slot {mine[0]}, rows {mine[1]}"
+        )
+    assert len(found) == len(expected), (
+        f"slots of the rows: {token_slots}, {block_rows} rows a tile: got {len(found)} tiles, expected {len(expected)}"
+    )
 
 
 @pytest.mark.lab("4.1")
@@ -50,7 +64,7 @@ def tiles_found(rows, tiles):
 def test_every_adapter_row_is_in_one_tile_of_its_slot(token_slots):
     found = build_tiles(torch.tensor(token_slots, device=DEVICE), 4, 12, 16)
 
-    assert tiles_found(*found) == expected_tiles(token_slots, 16)
+    assert_tiles(found, token_slots, 16)
 
 
 @pytest.mark.lab("4.1")
@@ -58,7 +72,7 @@ def test_every_adapter_row_is_in_one_tile_of_its_slot(token_slots):
 def test_any_mixture_gives_full_tiles_in_the_order_of_slots(token_slots, block_rows):
     found = build_tiles(torch.tensor(token_slots), 7, 160, block_rows)
 
-    assert tiles_found(*found) == expected_tiles(token_slots, block_rows)
+    assert_tiles(found, token_slots, block_rows)
 
 
 @pytest.mark.lab("4.1")
@@ -67,9 +81,37 @@ def test_all_rows_are_in_the_order_with_base_rows_last():
 
     rows, _ = build_tiles(token_slots, 5, 20, 16)
 
-    assert sorted(rows.tolist()) == list(range(90))
+    assert sorted(rows.tolist()) == list(range(90)), "a row is missing, or there twice"
     base = int((token_slots < 0).sum())
-    assert (token_slots[rows[90 - base :]] < 0).all()
+    last = token_slots[rows[90 - base :]].tolist()
+    assert last == [-1] * base, f"base rows must come last, but the last {base} have the slots {last}"
+
+
+# On a GPU the size of their result, or the result itself, has to come back before the CPU can go on.
+LOOKS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__index__", "__float__", "__contains__"}
+LOOKS |= {"nonzero", "argwhere", "unique", "unique_consecutive", "bincount", "masked_select"}
+
+
+class NobodyLooks(TorchFunctionMode):
+    """Fails whoever asks a tensor for a value."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        picked = args[1] if func.__name__ == "__getitem__" else None
+        is_mask = isinstance(picked, torch.Tensor) and picked.dtype == torch.bool
+        name = "an index by a bool mask" if is_mask else func.__name__
+        assert not is_mask and name not in LOOKS, f"{name} makes the CPU wait for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.lab("4.1")
+def test_nothing_is_asked_of_the_device():
+    token_slots = random_slots(90, 5, seed=4).to(DEVICE)
+
+    with NobodyLooks():
+        rows, tiles = build_tiles(token_slots, 5, 20, 16)
+
+    assert (rows.shape, rows.dtype, rows.device) == ((90,), torch.int64, token_slots.device)
+    assert (tiles.shape, tiles.dtype, tiles.device) == ((3, 20), torch.int64, token_slots.device)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 100, 512, 513, 700])
