@@ -34,7 +34,10 @@ def build_tiles(
 
     token_slots: (T,) int, -1 = base, in any order -> rows (T,) int64, tiles (3, capacity) int64 as in `TileList`
 
-    Nothing here asks the device for a value, so it may run on a GPU without stopping it. Base rows get no tile.
+    Slots are in ascending order, a slot's rows in that of the batch; base rows come last and get no tile. All tiles
+    of a slot but its last are full. Past the last tile the slot is -1, and the other two numbers may be anything.
+
+    Nothing here asks the device for a value, so it may run on a GPU without stopping it.
     """
     raise Todo("lab 4.1: the tile list")
 

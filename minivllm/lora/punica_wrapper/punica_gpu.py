@@ -60,9 +60,15 @@ class PunicaWrapperGPU(PunicaWrapperBase):
             self.ranks.copy_(torch.tensor(ranks, dtype=torch.int32), non_blocking=True)
             self._ranks_are_stale = False
 
+    # region lab 4.4: tile lists once a step, two launches a linear
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
     ) -> None:
+        """Take in a step: both index tensors, kept on the CPU, `no_lora`, and a tile list of each for the kernels.
+
+        Done once a step, for all layers. A step without adapters launches nothing, so it needs no tile lists. Live
+        ranks come up to date here too (`sync_slots`). A mapping that `slots_of` refuses changes nothing.
+        """
         tokens = torch.tensor(slots_of(mapping.index_mapping, lora_index_to_id), dtype=torch.long)
         prompts = torch.tensor(slots_of(mapping.prompt_mapping, lora_index_to_id), dtype=torch.long)
         self.token_lora_indices, self.sampler_indices = tokens, prompts
@@ -72,8 +78,13 @@ class PunicaWrapperGPU(PunicaWrapperBase):
             self.prompt_meta.prepare_tensors(prompts)
         self.sync_slots()
 
-    # region lab 4.4: both kernels for all slices of a linear
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
+        """Base output plus every row's own adapter, in two launches for all slices.   x: (T, K) -> (T, N)
+
+        A batch without adapters pays for nothing beyond the base layer. A short adapter does not pay for R: the shrink
+        is told the layer's live ranks, the expand where `_ranks_for_expand` has them. `_flat` makes the slot buffers
+        what the kernels take.
+        """
         y = layer.base_output(x)  # (T, N)
         if not self.no_lora:
             tiles = self.token_meta.meta_args(len(x))

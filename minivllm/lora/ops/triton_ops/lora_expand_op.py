@@ -11,9 +11,8 @@ from minivllm.lora.ops.triton_ops.tuning import can_overlap, expand_tiles
 
 
 # region lab 4.3: the expand kernel
-@triton.jit(
-    do_not_specialize=["h_split_stride", "h_slice_stride"]
-)  # they differ by step: no variant for each
+# These strides differ from step to step: not a variant of the kernel for each of their values.
+@triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride"])
 def _lora_expand_kernel(
     h_ptr,  # (splits, n, T, R), or the columns of a wider product: see the strides
     b_ptrs,  # n x (S, N_i, R)
@@ -39,7 +38,16 @@ def _lora_expand_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: one tile of rows, one block of columns of one slice."""
+    """One program: one tile of rows, one block of columns of one slice.
+
+    y[row, offset of slice i + column] += sum over splits of h[split, i, row] · B_i[slot, column]; = without ADD.
+    Axis 0 of the grid counts tiles (slot -1 is none), axis 1 blocks of BLOCK_N columns: those of slice 0, then those of
+    slice 1, and so on. A slice need not fill its last block, nor R its one block of BLOCK_R.
+    h and B past the live rank may hold anything and are not read. A slot's h begins `h_slot_stride` elements past that
+    of the slot before. Planes are summed in float32 and multiplied in B's dtype, with input_precision="ieee", into
+    float32. Row and slot numbers in int64.
+    With OVERLAP the kernels ahead may still run: tl.extra.cuda.gdc_wait() before h or y is read, and before any return.
+    """
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile).to(tl.int64)
     if slot < 0:

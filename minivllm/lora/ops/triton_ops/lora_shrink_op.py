@@ -11,9 +11,8 @@ from minivllm.lora.ops.triton_ops.tuning import shrink_tiles
 
 
 # region lab 4.2: the shrink kernel
-@triton.jit(
-    do_not_specialize=["h_split_stride", "h_slice_stride"]
-)  # they differ by step: no variant for each
+# These strides differ from step to step: not a variant of the kernel for each of their values.
+@triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride"])
 def _lora_shrink_kernel(
     x_ptr,  # (T, K)
     a_ptrs,  # n x (S, R, K)
@@ -36,7 +35,14 @@ def _lora_shrink_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One program: one tile of rows, every SPLITS-th block of K, all slices."""
+    """One program: one tile of rows, every SPLITS-th block of K, all slices.
+
+    h[split, i, row] = scaling * x[row] · A_i[slot]ᵀ, summed over blocks split, split + SPLITS, ... of BLOCK_K columns.
+    Axis 0 of the grid counts tiles, axis 1 splits; a tile of slot -1 is none. K and R need not fill their blocks.
+    A past the live rank may hold anything: it is not read, and h is zero there, also where nothing is live.
+    x is (T, K) with rows `x_row_stride` apart; rows of h are R apart; rows of A `a_rank_stride`. Products in x's dtype
+    with input_precision="ieee", sums in float32. Row and slot numbers in int64: their offsets may not fit in 32 bits.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile).to(tl.int64)
     if slot < 0:
