@@ -3,8 +3,9 @@
 import pytest
 import torch
 from naive_punica import NaivePunica
+from rows import assert_rows_equal
 from torch import nn
-from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, wrap
+from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, wrap
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -90,6 +91,29 @@ def test_a_linear_has_one_slice_for_each_adapter(wrapper, base, slices):
 
     assert layer.output_slices == slices, "widths of the slices"
     assert layer.n_slices == len(slices)
+
+
+@pytest.mark.lab("2.3")
+@pytest.mark.parametrize(
+    ("wrapper", "widths"),
+    [(MergedQKVParallelLinearWithLoRA, [12, 6, 6]), (QKVParallelLinearWithLoRA, [24])],
+)
+def test_a_row_gets_the_adapter_of_each_part_in_that_parts_columns(wrapper, widths):
+    """Grouped heads: k and v are half as wide as q."""
+    layer = wrapper(QKVParallelLinear(HIDDEN, 3, 4, 2, params_dtype=torch.float64))
+    randomize(layer, seed=1)
+    layer.create_lora_weights(2, CONFIG)
+    layer.set_mapping(NaivePunica([1, -1]))
+    pairs = [random_pair(HIDDEN, i + 2, width, seed=2 + i) for i, width in enumerate(widths)]
+    x = random_pair(HIDDEN, 2, 1, seed=5)[0]  # (2, HIDDEN)
+
+    layer.set_lora(1, [a for a, _ in pairs], [b for _, b in pairs])
+    y, _ = layer(x)
+
+    added = torch.cat([b @ (a @ x[0]) for a, b in pairs])
+    expected = x @ layer.weight.T + layer.bias + torch.stack([added, torch.zeros(24)])
+    labels = ["the adapter in slot 1", "the base model"]
+    assert_rows_equal(y, expected, labels=labels, tolerance=1e-12, what="outputs, q then k then v")
 
 
 @pytest.mark.lab("2.4")
