@@ -4,6 +4,7 @@ The expected slot contents are put together from the raw A and B here, with noth
 """
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,6 +180,17 @@ def assert_slot_holds(manager, slot, weights, whose):
             if not torch.equal(got, want):
                 what = f"slot {slot} should hold {whose}; lora_{side} of {module}, slice {i}"
                 assert_rows_equal(got, want, what=what)
+
+
+@contextmanager
+def refusal(kind, why):
+    """What is inside raises such an error. `why` says why it should."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"{why}: a {kind.__name__} was expected, and nothing was raised")
 
 
 def assert_slots(manager, expected, why):

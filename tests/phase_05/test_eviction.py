@@ -9,6 +9,7 @@ from small_model import (
     make_adapter,
     make_manager,
     random_weights,
+    refusal,
 )
 
 pytestmark = pytest.mark.lab("5.4")
@@ -125,13 +126,12 @@ def test_where_all_are_in_use_nobody_goes():
     manager = manager_with(1, 2, 3, slots=2, memory=3, active=(1, 2))
     manager.in_use = frozenset({1, 2, 3})
 
-    for attempt in (
-        lambda: manager.activate_adapter(3),
-        lambda: manager.add_adapter(make_adapter(4)),
-        manager.remove_oldest_adapter,
-    ):
-        with pytest.raises(RuntimeError):
-            attempt()
+    with refusal(RuntimeError, "1 and 2 are in use, so 3 cannot have a slot"):
+        manager.activate_adapter(3)
+    with refusal(RuntimeError, "1, 2 and 3 are in use, so memory has no room for 4"):
+        manager.add_adapter(make_adapter(4))
+    with refusal(RuntimeError, "1, 2 and 3 are in use, so no oldest may go"):
+        manager.remove_oldest_adapter()
 
     assert_slots(manager, [1, 2], "all are in use")
     assert_memory(manager, [1, 2, 3], "all are in use")

@@ -10,6 +10,7 @@ from small_model import (
     make_adapter,
     make_manager,
     random_weights,
+    refusal,
 )
 
 pytestmark = pytest.mark.lab("5.5")
@@ -92,7 +93,7 @@ def test_a_pin_that_finds_no_slot_leaves_the_adapter_unpinned_everywhere():
     """Incident 20: memory would otherwise never let go of an adapter that nobody calls pinned."""
     manager = manager_with(1, 2, slots=1, memory=2, pinned=[1])
 
-    with pytest.raises(RuntimeError):
+    with refusal(RuntimeError, "1 is pinned and holds the only slot, so 2 cannot be pinned"):
         manager.pin_adapter(2)
 
     assert_pinned(manager, {1}, "1 is pinned and holds the only slot, so 2 could not be pinned")
@@ -114,7 +115,7 @@ def test_a_pin_whose_copy_fails_leaves_the_adapter_unpinned_everywhere(monkeypat
 def test_with_all_slots_pinned_no_other_adapter_gets_in():
     manager = manager_with(1, 2, 3, slots=2, memory=3, pinned=[1, 2])
 
-    with pytest.raises(RuntimeError):
+    with refusal(RuntimeError, "1 and 2 are pinned, so 3 cannot have a slot"):
         manager.activate_adapter(3)
 
     assert_slots(manager, [1, 2], "both are pinned")

@@ -138,7 +138,14 @@ def test_an_adapter_that_leaves_memory_from_its_slot_is_evicted_and_dropped(fold
 
     kinds = [event.kind for event in worker.manager.stats.drain_events()]
 
-    assert kinds == ["load", "activate", "load", "evict", "drop", "activate"]
+    assert kinds[:3] + sorted(kinds[3:5]) + kinds[5:] == [
+        "load",
+        "activate",
+        "load",
+        "drop",
+        "evict",
+        "activate",
+    ]
     assert (worker.manager.stats.evictions, worker.manager.stats.cpu_evictions) == (1, 1)
 
 
