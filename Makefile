@@ -44,7 +44,7 @@ docs: setup
 	@echo "out/site/index.html"
 
 notebooks: setup
-	$(BIN)/python tests/helpers/notebooks.py phases/*/walkthrough.ipynb
+	$(BIN)/python tests/helpers/notebooks.py docs/*.ipynb phases/*/walkthrough.ipynb
 
 N ?= 2000
 SEED ?= 0

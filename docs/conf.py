@@ -15,7 +15,8 @@ author = "the minivllm authors"
 copyright = "the minivllm authors, Apache-2.0"
 root_doc = "docs/index"
 include_patterns = [
-    "docs/**.md",
+    "docs/*.md",
+    "docs/*.ipynb",
     "phases/**",
     "solutions/**",
     "benchmarks/README.md",

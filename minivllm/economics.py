@@ -98,8 +98,8 @@ def plan(
     if tokens < context:
         raise ValueError(
             f"weights ({weights / GIB:.1f} GiB), {max_loras} slots ({slots / GIB:.1f} GiB) and activations "
-            f"({activations / GIB:.1f} GiB) leave {max(kv_cache, 0) / GIB:.1f} GiB, which is not enough for the keys and "
-            f"values of {context} tokens; lower max_loras, max_lora_rank or the context"
+            f"({activations / GIB:.1f} GiB) leave {max(kv_cache, 0) / GIB:.1f} GiB, too little for the keys "
+            f"and values of {context} tokens; lower max_loras, max_lora_rank or the context"
         )
     return Plan(weights, slots, kv_cache, tokens, tokens // context)
 

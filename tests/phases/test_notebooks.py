@@ -7,7 +7,7 @@ import pytest
 from notebooks import execute, has_picture, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted(ROOT.glob("phases/*/walkthrough.ipynb"))
+NOTEBOOKS = [ROOT / "docs" / "economics.ipynb", *sorted(ROOT.glob("phases/*/walkthrough.ipynb"))]
 
 
 def code_cells(notebook):
