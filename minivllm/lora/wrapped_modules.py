@@ -41,6 +41,10 @@ class WrappedModules:
         """Put a wrapper in every place where a wanted linear is, and note what adapters may call it.
 
         linears   every linear of the model -> its names; it has several where modules share it
+
+        A linear is wanted if any of its names is. It gets one wrapper (`_wrap`), which then stands under all of its
+        names; `modules` and `packed_modules` have it under the first. In `targets` are its names, all of them, with
+        slice 0; of a wrapper with several slices instead the names of the parts, each with its slice.
         """
         for linear, names in linears.items():
             if not any(self._is_wanted(name) for name in names):
@@ -84,8 +88,9 @@ class WrappedModules:
     def check(self, lora: LoRAModel) -> None:
         """ValueError unless every module of the adapter exists here, is wrapped, and has fitting shapes.
 
-        All of it is checked before anything changes: an adapter that names other modules would otherwise be
-        dropped in silence and the base model served in its name.
+        An adapter that names other modules, even one of them, would otherwise lose those in silence, and the base
+        model be served in its name. `_unmatched` words the error for all such names together. What is already
+        packed has been checked before. Nothing changes here, whatever is found.
         """
         known = self.targets.keys() | self.packed_modules.keys()
         if unknown := [name for name in lora.loras if name not in known]:
@@ -95,6 +100,12 @@ class WrappedModules:
                 self._check_shapes(name, weights)
 
     def _check_shapes(self, name: str, weights: LoRALayerWeights) -> None:
+        """ValueError that names the module unless it is a target, its rank fits a slot, and A and B fit their slice.
+
+        For a fused module the message lists the parts to name instead (`packed_modules`), for a rank `max_lora_rank`
+        and the option `--max-lora-rank r` that would admit it, for A, (r, K), and B, (N_i, r), the shapes they have
+        and should have, as tuples.
+        """
         if name not in self.targets:
             raise ValueError(
                 f"{name} is fused here; the adapter must name its parts {self.packed_modules[name]}"
@@ -141,9 +152,10 @@ class WrappedModules:
 
     # region lab 2.7: a whole adapter into a slot
     def write(self, lora: LoRAModel, slot: int) -> None:
-        """Copy a packed adapter into one slot of every layer; on any error the slot is left empty.
+        """Copy a packed adapter into one slot of every layer.
 
-        A module without weights is cleared: it would keep the last adapter's.
+        A module for which the adapter has no weights is cleared: it would keep the last adapter's. Whatever stops the
+        copy on its way, Ctrl-C included, is raised on, with the slot left empty in every layer.
         """
         try:
             for name, module in self.modules.items():

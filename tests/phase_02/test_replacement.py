@@ -164,14 +164,19 @@ def wrappers(model):
     return {name: module for name, module in named if isinstance(module, BaseLayerWithLoRA)}
 
 
+def assert_names(found, expected, what):
+    lacking, more = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    assert not lacking and not more, f"{what}: lacking {lacking}, there and not expected {more}"
+
+
 @pytest.mark.lab("2.5")
 def test_every_linear_of_a_model_is_wrapped_but_the_head():
     model = ToyModel(num_layers=3)
 
     wrapped = wrap(model, NaivePunica())
 
-    expected = {f"layers.{i}.{name}" for i in range(3) for name in FUSED}
-    assert wrapped.modules.keys() == expected
+    assert_names(wrapped.modules, [f"layers.{i}.{name}" for i in range(3) for name in FUSED], "modules")
+    assert_names(wrappers(model), wrapped.modules, "wrappers in the model")
     assert wrappers(model) == wrapped.modules
     assert type(model.lm_head) is ParallelLMHead
 
@@ -227,12 +232,29 @@ def test_a_module_with_two_names_gets_one_wrapper_in_both_places():
 
     wrapped = wrap(model, NaivePunica())
 
-    assert model.layers[0].mlp.down_proj is model.layers[1].mlp.down_proj
-    assert model.layers[1].router is model.layers[1].runner.gate
     found = wrappers(model)
+    assert "layers.1.runner.gate" in found, "the router's other name, layers.1.runner.gate, has no wrapper"
+    assert model.layers[1].router is model.layers[1].runner.gate
+    assert model.layers[0].mlp.down_proj is model.layers[1].mlp.down_proj
     assert {id(module) for module in found.values()} == {id(module) for module in wrapped.modules.values()}
     assert len(wrapped.modules) == len({id(module) for module in found.values()})
     assert not any(isinstance(m.base_layer, BaseLayerWithLoRA) for m in wrapped.modules.values())
+
+
+@pytest.mark.lab("2.5")
+def test_a_shared_fused_module_is_known_by_its_first_name():
+    """Whoever packs an adapter looks a module up by the name it has in `modules`."""
+    wrapped = wrap(SharingModel(), NaivePunica())
+
+    assert_names(
+        wrapped.packed_modules,
+        ["layers.0.attn.qkv_proj", "layers.0.mlp.gate_up_proj", "layers.1.attn.qkv_proj"],
+        "packed_modules",
+    )
+    assert wrapped.packed_modules["layers.0.mlp.gate_up_proj"] == [
+        "layers.0.mlp.gate_proj",
+        "layers.0.mlp.up_proj",
+    ]
 
 
 @pytest.mark.lab("2.5")
@@ -249,7 +271,7 @@ def test_a_module_with_two_names_gets_one_wrapper_in_both_places():
 def test_adapters_may_use_either_name_of_a_shared_module(name, module, slice_):
     wrapped = wrap(SharingModel(), NaivePunica())
 
-    assert wrapped.targets[name] == (module, slice_)
+    assert wrapped.targets.get(name) == (module, slice_)
 
 
 @pytest.mark.lab("2.5")
@@ -267,7 +289,7 @@ def test_only_the_servers_target_modules_are_wrapped(target_modules, expected):
 
     wrapped = wrap(model, NaivePunica(), target_modules=target_modules)
 
-    assert wrapped.modules.keys() == {f"layers.{i}.{name}" for i in range(2) for name in expected}
+    assert_names(wrapped.modules, [f"layers.{i}.{name}" for i in range(2) for name in expected], "modules")
     assert wrappers(model) == wrapped.modules
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from naive_punica import NaivePunica
+from rows import assert_rows_equal
 from toy_model import CHECKPOINT_SHAPES, FUSED, SharingModel, ToyModel, random_pair, toy_adapter, wrap
 
 from minivllm.lora.lora_model import LoRAModel
@@ -42,13 +43,24 @@ def expected_products(wrapped, lora, scaling):
 def assert_same_products(actual, expected):
     assert actual.keys() == expected.keys()
     for name, product in expected.items():
-        torch.testing.assert_close(actual[name], product, rtol=1e-12, atol=1e-12)
+        assert_rows_equal(
+            actual[name], product, tolerance=1e-12, what=f"B @ A that the slot holds for {name}"
+        )
 
 
-def is_empty(wrapped, slot):
-    buffers = [buffer for m in wrapped.modules.values() for buffer in (*m.lora_a_stacked, *m.lora_b_stacked)]
-    ranks = [ranks[slot] for m in wrapped.modules.values() for ranks in m.live_ranks]
-    return not any(buffer[slot].any() for buffer in buffers) and not any(ranks)
+def holding(wrapped, slot):
+    """Names of the layers that have anything in a slot."""
+    return [
+        name
+        for name, module in wrapped.modules.items()
+        if any(ranks[slot] for ranks in module.live_ranks)
+        or any(buffer[slot].any() for buffer in (*module.lora_a_stacked, *module.lora_b_stacked))
+    ]
+
+
+def assert_empty(wrapped, slot):
+    left = holding(wrapped, slot)
+    assert not left, f"slot {slot} must be empty in every layer, and is not in {left}"
 
 
 def test_packing_leaves_one_entry_for_each_wrapped_module(wrapped):
@@ -97,7 +109,8 @@ def test_an_adapter_is_written_to_its_slot_of_every_layer_and_no_other(wrapped, 
     wrapped.write(packed(wrapped, lora), slot)
 
     assert_same_products(products(wrapped, slot), expected)
-    assert [other for other in range(3) if is_empty(wrapped, other)] == [s for s in range(3) if s != slot]
+    for other in {0, 1, 2} - {slot}:
+        assert_empty(wrapped, other)
 
 
 @pytest.mark.lab("2.7")
@@ -129,7 +142,7 @@ def test_a_copy_that_fails_on_the_way_leaves_the_slot_empty_and_the_others_alone
     with pytest.raises(RuntimeError, match="out of memory"):
         wrapped.write(packed(wrapped, toy_adapter(seed=3)), 1)
 
-    assert is_empty(wrapped, 1)
+    assert_empty(wrapped, 1)
     assert_same_products(products(wrapped, 0), expected)
 
 
@@ -142,7 +155,7 @@ def test_a_copy_that_fails_within_a_layer_leaves_the_slot_empty(wrapped):
     with pytest.raises(RuntimeError, match="size of tensor"):
         wrapped.write(lora, 1)
 
-    assert is_empty(wrapped, 1)
+    assert_empty(wrapped, 1)
 
 
 @pytest.mark.lab("2.7")
@@ -154,7 +167,7 @@ def test_an_interrupted_copy_leaves_the_slot_empty(wrapped, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         wrapped.write(packed(wrapped, toy_adapter(seed=3)), 1)
 
-    assert is_empty(wrapped, 1)
+    assert_empty(wrapped, 1)
 
 
 @pytest.mark.lab("2.7")
@@ -192,7 +205,8 @@ def test_a_shared_module_keeps_its_weights_whichever_of_its_names_the_adapter_us
 
     router = wrapped.modules["layers.1.router"]
     assert router.live_ranks == [[0, 2, 0]]
-    assert torch.equal(router.lora_b_stacked[0][1, 0] @ router.lora_a_stacked[0][1, 0], lora_b @ lora_a)
+    product = router.lora_b_stacked[0][1, 0] @ router.lora_a_stacked[0][1, 0]
+    assert_rows_equal(product, lora_b @ lora_a, what="B @ A that the slot holds for the shared router")
 
 
 def test_a_dummy_adapter_targets_everything_and_changes_nothing(wrapped):
