@@ -1,0 +1,82 @@
+"""Chapters have their five parts, speak of every exercise, and cite what exists."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import vllm_names
+from vllm_names import CODE_BLOCK, PATH, ROOT, cited, looks_like_a_name, pages, parts_of
+
+CHAPTERS = sorted(ROOT.glob("phases/*/README.md"))
+PARTS = ["Idea", "In vLLM", "Mini-build", "Labs", "Check yourself"]
+VLLM = json.loads(vllm_names.FILE.read_text())
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def short(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+@pytest.fixture(scope="module")
+def our_names():
+    """Every identifier of our sources, and the names of our files."""
+    files = [
+        path
+        for folder in ("minivllm", "labs/kit", "tests", "benchmarks", "adapters")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    return words | {path.name for path in files} | {path.stem for path in files}
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=short)
+def test_a_chapter_has_its_five_parts(path):
+    text = CODE_BLOCK.sub("", path.read_text())
+
+    assert re.findall(r"^## (.*)$", text, re.M) == PARTS
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=short)
+def test_a_chapter_has_a_place_for_every_exercise(path):
+    exercises = tomllib.loads((ROOT / "labs" / path.parent.name / "hints.toml").read_text())
+    labs = path.read_text().split("## Labs")[1].split("## Check yourself")[0]
+
+    assert [number for number in exercises if number not in labs] == []
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=short)
+def test_questions_have_answers_that_are_folded(path):
+    questions = path.read_text().split("## Check yourself")[1]
+
+    assert 5 <= questions.count("<details>") <= 8
+
+
+@pytest.mark.parametrize("path", pages(), ids=short)
+def test_names_that_are_cited_exist(path, our_names):
+    known = our_names | set(VLLM["names"]) | set(dir(torch)) | set(dir(torch.Tensor))
+    tokens = [token for token in cited(path.read_text()) if looks_like_a_name(token)]
+
+    missing = {token for token in tokens if not set(parts_of(token)) <= known and not (ROOT / token).exists()}
+
+    assert missing == set()
+
+
+@pytest.mark.parametrize("path", pages(), ids=short)
+def test_files_of_vllm_that_are_cited_exist(path):
+    paths = {token.rstrip("/") for token in cited(path.read_text()) if PATH.fullmatch(token)}
+
+    assert paths - set(VLLM["paths"]) == set()
+
+
+@pytest.mark.parametrize("path", pages(), ids=short)
+def test_relative_links_lead_somewhere(path):
+    targets = [
+        link.partition("#")[0]
+        for link in LINK.findall(CODE_BLOCK.sub("", path.read_text()))
+        if "://" not in link
+    ]
+
+    assert [target for target in targets if target and not (path.parent / target).exists()] == []
