@@ -1,7 +1,7 @@
 """Which names vLLM 0.22.1 has, for those that the chapters cite.
 
-`python tests/helpers/vllm_names.py <package folder of vLLM 0.22.1>` writes vllm_names.json. Tests read that file: they need no
-vLLM themselves.
+`python tests/helpers/vllm_names.py <package folder of vLLM 0.22.1>` writes vllm_names.json, and only that needs vLLM.
+Tests read the file.
 """
 
 import json
