@@ -117,7 +117,9 @@ class MixedLayer:
 
     @torch.inference_mode()
     def run(self, x):
-        return self.layer(x)[0]
+        y = self.layer(x)[0]
+        assert isinstance(y, torch.Tensor), f"apply_linear returned {y!r}, not the (T, N) output"
+        return y
 
     @torch.inference_mode()
     def base_output(self, x):

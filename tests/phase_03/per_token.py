@@ -30,7 +30,7 @@ def has_adapter(slots):
     return torch.tensor([slot >= 0 for slot in slots], dtype=torch.bool)
 
 
-def assert_columns_written(y, first, values, token_slots, tolerance):
+def assert_columns_written(y, first, values, token_slots, tolerance, what="output"):
     """Adapter rows hold `values` from column `first` on; the rest of y, and what lies around it, is as it was.
 
     y: Guarded    values: (T, n) float64
@@ -39,7 +39,7 @@ def assert_columns_written(y, first, values, token_slots, tolerance):
     written[has_adapter(token_slots), first : first + values.shape[1]] = True
     expected = y.before.double().clone()
     expected[written] = values[has_adapter(token_slots)].flatten()
-    assert_rows_equal(y.view, expected, labels=labels_of(token_slots), tolerance=tolerance, what="output")
+    assert_rows_equal(y.view, expected, labels=labels_of(token_slots), tolerance=tolerance, what=what)
     y.assert_written_only_where(written)
 
 

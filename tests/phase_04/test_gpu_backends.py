@@ -67,11 +67,13 @@ class Linear:
 
     @torch.inference_mode()
     def run(self, x):
-        return self.layer(x.to(DEVICE))[0].cpu()
+        y = self.layer(x.to(DEVICE))[0]
+        assert isinstance(y, torch.Tensor), f"apply_linear returned {y!r}, not the (T, N) output"
+        return y.cpu()
 
-    def assert_answers(self, x, token_slots, tolerance=3e-6):
+    def assert_answers(self, x, token_slots, tolerance=3e-6, what="y"):
         """A pass over x gives every row what `expected` says."""
-        assert_rows_close(self.run(x), self.expected(x, token_slots), token_slots, tolerance)
+        assert_rows_close(self.run(x), self.expected(x, token_slots), token_slots, tolerance, what)
 
     def expected(self, x, token_slots):
         y = x.double() @ self.weight.T
@@ -144,8 +146,12 @@ def test_a_batch_without_adapters_is_the_base_layer_alone(backend, monkeypatch):
     linear, x = Linear(backend), random(20, WIDTH, seed=9)
     linear.step(some_slots(20))  # what this leaves behind must not be used again
     linear.run(x)
-    monkeypatch.setattr(punica_gpu, "expand", None)
-    monkeypatch.setattr(punica_gpu, "shrink", None)
+    for name in ("shrink", "expand"):
+        monkeypatch.setattr(
+            punica_gpu,
+            name,
+            lambda *args, name=name, **kwargs: pytest.fail(f"a batch of base rows ran {name}"),
+        )
 
     linear.step(torch.full((20,), -1))
 
@@ -264,7 +270,7 @@ def test_what_lies_past_an_adapters_rank_is_not_read(rank):
 
     linear.step(token_slots)
 
-    linear.assert_answers(random(4, WIDTH, seed=9), token_slots)
+    linear.assert_answers(random(4, WIDTH, seed=9), token_slots, what="y, all past the live ranks being NaN")
 
 
 @pytest.mark.lab("4.4")

@@ -111,7 +111,7 @@ def test_the_planes_of_a_shrink_add_up_to_every_rows_own_product(shape, dtype, s
     expected = exact_shrink(batch.x, batch.a, batch.token_slots, batch.ranks, 0.5)
     expected[:, ~batch.is_adapter] = float("nan")
     what = f"h, {splits} planes added up"
-    assert_rows_close(by_row(planes.sum(0)), by_row(expected), batch.token_slots, 1e-6, what)
+    assert_rows_close(by_row(planes.sum(0)), by_row(expected), batch.token_slots, 2e-6, what)
     h.assert_written_only_where(batch.is_adapter.repeat(splits * n)[:, None])
 
 

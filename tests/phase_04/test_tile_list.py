@@ -79,7 +79,7 @@ def test_any_mixture_gives_full_tiles_in_the_order_of_slots(token_slots, block_r
 def test_all_rows_are_in_the_order_with_base_rows_last():
     token_slots = random_slots(90, 5, seed=4)
 
-    rows, _ = build_tiles(token_slots, 5, 20, 16)
+    rows, _ = build_tiles(token_slots.int(), 5, 20, 16)
 
     assert sorted(rows.tolist()) == list(range(90)), "a row is missing, or there twice"
     base = int((token_slots < 0).sum())
