@@ -32,18 +32,6 @@ class InputBatch:
         self.num_scheduled_tokens = num_scheduled_tokens
         self.num_sampled_tokens = num_sampled_tokens
 
-    @classmethod
-    def from_scheduler_output(cls, output: SchedulerOutput) -> "InputBatch":
-        """All running requests, with the tokens that the scheduler gave them."""
-        entries = list(output.scheduled)
-        if len(entries) < len(output.running):
-            busy = {entry.request.request_id for entry in entries}
-            idle = [request for request in output.running if request.request_id not in busy]
-            entries += [ScheduledRequest(request, 0, False) for request in idle]
-        entries.sort(key=attrgetter("request.adapter_id"))
-        requests, tokens, samples = zip(*entries)
-        return cls(requests, np.array(tokens, dtype=np.int64), np.array(samples, dtype=np.int64))
-
     @property
     def num_reqs(self) -> int:
         return len(self.requests)
@@ -53,18 +41,29 @@ class InputBatch:
         return [request.request_id for request in self.requests]
 
     # region lab 7.1: adapters of every token and every sampled row
+    @classmethod
+    def from_scheduler_output(cls, output: SchedulerOutput) -> "InputBatch":
+        """A row for each request of `output.running`, of which there is at least one, in the order of adapters.
+
+        Those in `output.scheduled` have the tokens that the scheduler gave them, and sample if it says so;
+        the others have none of either. Rows of one adapter keep the scheduler's order.
+        """
+        raise Todo("lab 7.1: adapters of every token and every sampled row")
+
     def make_lora_inputs(
         self, num_scheduled_tokens: np.ndarray, num_sampled_tokens: np.ndarray
     ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
-        """Adapter ids of what the step computes, 0 for base.
+        """Adapter ids of what the step computes, 0 for base. vLLM: the same name.
 
         num_scheduled_tokens, num_sampled_tokens   (P,) int, one entry a row
 
         Returns
-            prompt_lora_mapping   one id a sampled row, sum(num_sampled_tokens) in all
+            prompt_lora_mapping   one id a sampled token, sum(num_sampled_tokens) in all
             token_lora_mapping    one id a token, sum(num_scheduled_tokens) in all
             lora_requests         the adapters of all rows, also of rows without tokens in this step: they
                                   run, so their adapters must stay
+
+        The mappings are tuples of plain ints, in the order of the rows: they become part of a memo's key.
         """
         raise Todo("lab 7.1: adapters of every token and every sampled row")
 

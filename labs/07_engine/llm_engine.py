@@ -167,10 +167,19 @@ class LLMEngine:
 
     # region lab 7.4: one step of the engine
     def step(self) -> list[RequestOutput]:
-        """Schedule, run, sample; what is new of every request that got a token or ended.
+        """Schedule, run, sample; what is new of every request that got a token or ended. vLLM: the same name.
 
-        A request whose adapter cannot be loaded ends with finish_reason "error"; the others go on with the
-        next step.
+        First reloads and unloads are settled (`_settle_adapters`), then the scheduler decides. The output
+        processor hears who was admitted (`mark_scheduled`), and the refused are finished (`_finish`). A step in
+        which nothing is scheduled ends here.
+
+        Then the adapters are read (`_prepare_adapters`). Requests whose adapter cannot be loaded end with
+        finish_reason "error", and the step is dropped with them: the others go on with the next one.
+
+        Between the launch and the sampling of what was launched the step is recorded (`_record`) and the
+        adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
+        `update_from_output` takes request id -> [token], and whoever it names gets an output with its logprobs.
+        `metrics.observe_step` counts the step, the seconds from its beginning, and those from launch to tokens.
         """
         raise Todo("lab 7.4: one step of the engine")
 

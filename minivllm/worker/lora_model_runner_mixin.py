@@ -39,11 +39,18 @@ class LoRAModelRunnerMixin:
         num_sampled_tokens: np.ndarray | None = None,
         pad_to: int = 0,
     ) -> None:
-        """Before a forward pass: adapters into slots, then ids into slots, then the backend's metadata.
+        """Before every forward pass: adapters into slots, then ids into slots, then the backend's metadata.
 
-        pad_to   rows of the CUDA graph that the step runs in; those past the batch are base rows
+        num_scheduled_tokens   (P,) int, tokens of each row of the batch
+        num_sampled_tokens     (P,) int; None = every row samples one
+        pad_to                 rows of the CUDA graph that the step runs in, 0 = none; those past the batch are
+                               base rows, in both mappings (`_pad`)
 
-        The order matters. Translating first would use the slots as they were before this step's evictions.
+        All of it is one call of the manager's `set_active_adapters`, which keeps the order: ids that are
+        translated first would be translated to the slots as they were before this step's evictions. It gets
+        adapter *ids*, as a `LoRAMapping` with `is_prefill=True`, as in vLLM; no backend here asks.
+
+        RuntimeError when LoRA is off (`_manager`).
         """
         if num_sampled_tokens is None:
             num_sampled_tokens = np.ones_like(num_scheduled_tokens)

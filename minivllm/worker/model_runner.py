@@ -121,7 +121,13 @@ class ModelRunner(LoRAModelRunnerMixin):
     # region lab 7.3: one mixed step
     @torch.inference_mode()
     def launch_model(self, output: SchedulerOutput) -> PendingStep:
-        """Start the forward pass. On a GPU it runs on while the caller does something else."""
+        """Start the forward pass. On a GPU it runs on while the caller does something else.
+
+        With LoRA on, the batch's adapters are made active first, padded to `_graph_size`. Where that is not 0 a
+        captured step is replayed (`_replay`); else the model runs on all tokens of all rows at once, and logits
+        are computed for the rows that sample, and for no other. Returns them in the order of the batch, and
+        PendingStep([], None) if no row samples.
+        """
         batch = InputBatch.from_scheduler_output(output)
         graph_size = self._graph_size(batch)
         if self.lora_manager is not None:
@@ -134,6 +140,44 @@ class ModelRunner(LoRAModelRunnerMixin):
         if not sampling:
             return PendingStep([], None)
         return PendingStep(sampling, self.model.compute_logits(hidden_states[last_rows]))  # (P, V)
+
+    def _prepare_inputs(
+        self, batch: InputBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
+        """What the model is given: the rows' new tokens end to end, T in all; rows without tokens are left out.
+
+        Returns
+            input_ids   (T,) int64, of each row the tokens that follow those computed
+            positions   (T,) int64, of each token in its own request
+            attn        `_build_attention` of the rows: new tokens, context lengths with them, and block tables
+            last_rows   (P,) int64, where among the T the last token of each row that samples is
+        """
+        token_ids: list[int] = []
+        positions: list[np.ndarray] = []
+        rows: list[tuple[Request, int]] = []
+        last_rows: list[int] = []
+        for request, tokens, samples in zip(
+            batch.requests, batch.num_scheduled_tokens.tolist(), batch.num_sampled_tokens.tolist()
+        ):
+            if not tokens:
+                continue
+            start = request.num_computed_tokens
+            token_ids += request.all_token_ids[start : start + tokens]
+            positions.append(np.arange(start, start + tokens))
+            rows.append((request, tokens))
+            if samples:
+                last_rows.append(len(token_ids) - 1)
+        attn = self._build_attention(
+            [tokens for _, tokens in rows],
+            [request.num_computed_tokens + tokens for request, tokens in rows],
+            [request.block_ids for request, _ in rows],
+        )
+        return (
+            torch.tensor(token_ids, device=self.device),
+            torch.from_numpy(np.concatenate(positions)).to(self.device),
+            attn,
+            torch.tensor(last_rows, dtype=torch.long, device=self.device),
+        )
 
     # endregion
 
@@ -181,37 +225,6 @@ class ModelRunner(LoRAModelRunnerMixin):
             )
         dtype = self.config.model_config.dtype
         return AttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device, dtype)
-
-    def _prepare_inputs(
-        self, batch: InputBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
-        """(T,) token ids, (T,) positions, the attention's metadata, and the last row of each that samples."""
-        token_ids: list[int] = []
-        positions: list[np.ndarray] = []
-        rows: list[tuple[Request, int]] = []
-        last_rows: list[int] = []
-        for request, tokens, samples in zip(
-            batch.requests, batch.num_scheduled_tokens.tolist(), batch.num_sampled_tokens.tolist()
-        ):
-            if not tokens:
-                continue
-            start = request.num_computed_tokens
-            token_ids += request.all_token_ids[start : start + tokens]
-            positions.append(np.arange(start, start + tokens))
-            rows.append((request, tokens))
-            if samples:
-                last_rows.append(len(token_ids) - 1)
-        attn = self._build_attention(
-            [tokens for _, tokens in rows],
-            [request.num_computed_tokens + tokens for request, tokens in rows],
-            [request.block_ids for request, _ in rows],
-        )
-        return (
-            torch.tensor(token_ids, device=self.device),
-            torch.from_numpy(np.concatenate(positions)).to(self.device),
-            attn,
-            torch.tensor(last_rows, dtype=torch.long, device=self.device),
-        )
 
     def _sample(
         self, requests: list[Request], logits: torch.Tensor

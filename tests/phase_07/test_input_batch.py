@@ -24,7 +24,7 @@ def test_every_token_has_its_requests_adapter():
 
     _, tokens, _ = batch.make_lora_inputs(np.array([2, 1, 3]), np.array([1, 1, 1]))
 
-    assert tokens == (0, 0, 5, 2, 2, 2)
+    assert tokens == (0, 0, 5, 2, 2, 2), "base computes 2 tokens, adapter 5 computes 1, adapter 2 computes 3"
 
 
 @lab
@@ -33,7 +33,7 @@ def test_every_sampled_row_has_its_requests_adapter():
 
     prompts, _, _ = batch.make_lora_inputs(np.array([4, 4, 4]), np.array([1, 1, 1]))
 
-    assert prompts == (3, 0, 7)
+    assert prompts == (3, 0, 7), "each of the three rows samples one token"
 
 
 @lab
@@ -42,8 +42,8 @@ def test_a_row_that_does_not_sample_is_in_no_prompt_mapping():
 
     prompts, tokens, _ = batch.make_lora_inputs(np.array([2, 6, 1]), np.array([1, 0, 1]))
 
-    assert prompts == (3, 5)
-    assert len(tokens) == 9
+    assert tokens == (3, 3, 4, 4, 4, 4, 4, 4, 5), "adapters 3, 4 and 5 compute 2, 6 and 1 tokens"
+    assert prompts == (3, 5), "the row of adapter 4 is a chunk that does not sample"
 
 
 @lab
@@ -52,7 +52,7 @@ def test_a_row_that_samples_more_than_once_counts_as_often():
 
     prompts, _, _ = batch.make_lora_inputs(np.array([3, 3]), np.array([3, 1]))
 
-    assert prompts == (3, 3, 3, 4)
+    assert prompts == (3, 3, 3, 4), "adapter 3 samples three tokens, adapter 4 one"
 
 
 @lab
@@ -70,7 +70,7 @@ def test_the_adapter_of_a_row_without_tokens_must_stay_too():
 
     prompts, tokens, loras = batch.make_lora_inputs(np.array([1, 0, 1]), np.array([1, 0, 1]))
 
-    assert loras == {lora(2), lora(9)}
+    assert loras == {lora(2), lora(9)}, "adapter 9 has no tokens in this step, but its request runs"
     assert (prompts, tokens) == ((2, 0), (2, 0))
 
 
@@ -110,6 +110,7 @@ def test_any_batch_is_mapped_as_one_would_by_hand(seed):
     assert {request.lora_int_id for request in loras} == set(adapter_ids) - {0}
 
 
+@lab
 def test_rows_are_ordered_by_adapter_with_base_first_so_that_a_run_is_an_adapter():
     requests = [
         make_request(str(i), [1, 2], lora(a) if a else None) for i, a in enumerate([7, 0, 3, 7, 0, 3])
@@ -117,10 +118,22 @@ def test_rows_are_ordered_by_adapter_with_base_first_so_that_a_run_is_an_adapter
 
     batch = InputBatch.from_scheduler_output(make_output(*((request, 2) for request in requests)))
 
+    assert [request.adapter_id for request in batch.requests] == [0, 0, 3, 3, 7, 7]
     assert batch.req_ids == ["1", "4", "2", "5", "0", "3"]
-    assert batch.num_reqs == 6
 
 
+@lab
+def test_every_row_keeps_its_own_tokens():
+    requests = [make_request(f"of {a}", [1] * 9, lora(a) if a else None) for a in (7, 0, 3)]
+    steps = dict(zip(["of 7", "of 0", "of 3"], [9, 2, 1]))
+
+    batch = InputBatch.from_scheduler_output(make_output(*((r, steps[r.request_id]) for r in requests)))
+
+    assert dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist())) == steps
+    assert dict(zip(batch.req_ids, batch.num_sampled_tokens.tolist())) == {"of 7": 1, "of 0": 0, "of 3": 0}
+
+
+@lab
 def test_running_requests_without_tokens_are_rows_with_none():
     busy, idle = make_request("busy", [1, 2, 3], lora(2)), make_request("idle", [1, 2, 3], lora(1))
 
@@ -131,6 +144,7 @@ def test_running_requests_without_tokens_are_rows_with_none():
     assert batch.num_sampled_tokens.tolist() == [0, 1]
 
 
+@lab
 def test_a_row_samples_only_if_its_tokens_reach_the_end():
     part, whole = make_request("part", [1, 2, 3, 4]), make_request("whole", [1, 2, 3, 4])
 

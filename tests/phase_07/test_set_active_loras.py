@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from hand_made_steps import lora, make_output, make_request
-from tiny_engine import tiny_world
+from rows import assert_rows_equal
+from small_engine import SmallWorld
 
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -19,6 +20,11 @@ class RecordingManager:
 
     def set_active_adapters(self, requests, mapping):
         self.calls.append((set(requests), mapping))
+
+    def only_call(self):
+        """The adapters and the mapping of the one call that a step makes."""
+        assert len(self.calls) == 1, f"set_active_adapters was called {len(self.calls)} times, not once"
+        return self.calls[0]
 
 
 @pytest.fixture
@@ -39,10 +45,10 @@ def test_adapters_and_mapping_go_to_the_manager_in_one_call_as_ids(runner):
 
     runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
 
-    [(requests, mapping)] = runner.lora_manager.calls
+    requests, mapping = runner.lora_manager.only_call()
     assert requests == {lora(40)}
-    assert mapping.index_mapping == (0, 0, 40, 40)
-    assert mapping.prompt_mapping == (40,)
+    assert mapping.index_mapping == (0, 0, 40, 40), "one id a token: base computes 2, adapter 40 computes 2"
+    assert mapping.prompt_mapping == (40,), "only the row of adapter 40 samples"
 
 
 @lab
@@ -51,8 +57,8 @@ def test_without_word_on_sampling_every_row_samples_once(runner):
 
     runner.set_active_loras(batch, np.array([2, 1]))
 
-    [(_, mapping)] = runner.lora_manager.calls
-    assert mapping.prompt_mapping == (0, 3)
+    _, mapping = runner.lora_manager.only_call()
+    assert mapping.prompt_mapping == (0, 3), "one id a row"
 
 
 @lab
@@ -61,9 +67,9 @@ def test_rows_past_the_batch_are_base_rows(runner):
 
     runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens, pad_to=4)
 
-    [(_, mapping)] = runner.lora_manager.calls
-    assert mapping.index_mapping == (3, 5, 0, 0)
-    assert mapping.prompt_mapping == (3, 5, 0, 0)
+    _, mapping = runner.lora_manager.only_call()
+    assert mapping.index_mapping == (3, 5, 0, 0), "two rows in a graph of four"
+    assert mapping.prompt_mapping == (3, 5, 0, 0), "two rows in a graph of four"
 
 
 @lab
@@ -73,7 +79,7 @@ def test_a_batch_without_adapters_tells_the_manager_so(runner):
 
     runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
 
-    [(requests, mapping)] = runner.lora_manager.calls
+    requests, mapping = runner.lora_manager.only_call()
     assert requests == set()
     assert mapping.index_mapping == (0, 0)
 
@@ -91,55 +97,65 @@ class TestWithAModel:
     """The slots as they are after the step's evictions are those the backend must use."""
 
     @pytest.fixture
-    def world(self, tmp_path_factory):
-        return tiny_world(tmp_path_factory)
+    def world(self, tmp_path):
+        return SmallWorld(tmp_path)
 
-    def activate(self, runner, world, *names, idle=()):
-        requests = [make_request(name, [1, 2, 3], world.request(name)) for name in names]
-        waiting = [make_request(name, [1, 2, 3], world.request(name)) for name in idle]
+    def activate(self, runner, world, *adapter_ids, idle=()):
+        """One step of 3 tokens for each; what the backend knows after it."""
+        requests = [make_request(f"r{a}", [1, 2, 3], world.request(a)) for a in adapter_ids]
+        waiting = [make_request(f"idle{a}", [1, 2, 3], world.request(a)) for a in idle]
         batch = batch_of([(request, 3) for request in requests], waiting)
         runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
         return runner.lora_manager.manager
 
+    def assert_tokens_are_of(self, manager, *adapter_ids):
+        """3 tokens each; which slot an adapter has is read from the table."""
+        table = manager.lora_index_to_id
+        slots = [table.index(a) if a else -1 for a in adapter_ids for _ in range(3)]
+        assert_rows_equal(
+            manager.punica_wrapper.token_lora_indices,
+            slots,
+            labels=[
+                f"a token of adapter {a}" if a else "a base token" for a in adapter_ids for _ in range(3)
+            ],
+            what=f"slots of tokens, with the slot table {table}",
+        )
+
     @lab
     def test_ids_are_translated_after_the_adapters_are_in_their_slots(self, world):
-        runner = world.engine(max_loras=2).runner
-        self.activate(runner, world, "qv", "all")
+        runner = world.engine().runner
+        self.activate(runner, world, 1, 2)
 
-        manager = self.activate(runner, world, "mlp", "patterns")
+        manager = self.activate(runner, world, 3, 4)
 
-        slot_of = manager.list_active_adapters()
-        assert manager.punica_wrapper.token_lora_indices.tolist() == [slot_of[3]] * 3 + [slot_of[4]] * 3
-        assert sorted(slot_of) == [3, 4]
+        assert sorted(manager.list_active_adapters()) == [3, 4]
+        self.assert_tokens_are_of(manager, 3, 4)
 
     @lab
     def test_the_same_batch_after_an_eviction_is_translated_anew(self, world):
-        runner = world.engine(max_loras=2).runner
-        self.activate(runner, world, "qv")
-        self.activate(runner, world, "all", "mlp")
+        runner = world.engine().runner
+        self.activate(runner, world, 1)
+        self.activate(runner, world, 2, 3)
 
-        manager = self.activate(runner, world, "qv")
+        manager = self.activate(runner, world, 1)
 
-        slot = manager.lora_index_to_id.index(1)
-        assert manager.punica_wrapper.token_lora_indices.tolist() == [slot] * 3
+        self.assert_tokens_are_of(manager, 1)
 
     @lab
     def test_the_adapter_of_a_running_request_without_tokens_is_not_evicted(self, world):
-        runner = world.engine(max_loras=2).runner
-        self.activate(runner, world, "qv", "all")
+        runner = world.engine().runner
+        self.activate(runner, world, 1, 2)
 
-        manager = self.activate(runner, world, "mlp", idle=["qv"])
+        manager = self.activate(runner, world, 3, idle=[1])
 
         assert set(manager.lora_index_to_id) == {1, 3}
 
     @lab
     def test_base_rows_after_adapter_rows_use_no_slot(self, world):
-        runner = world.engine(max_loras=2).runner
-        self.activate(runner, world, "qv", "all")
-        batch = batch_of([(make_request("base", [1, 2]), 2)])
+        runner = world.engine().runner
+        self.activate(runner, world, 1, 2)
 
-        runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
+        manager = self.activate(runner, world, 0)
 
-        punica = runner.lora_manager.manager.punica_wrapper
-        assert punica.token_lora_indices.tolist() == [-1, -1]
-        assert punica.no_lora
+        self.assert_tokens_are_of(manager, 0)
+        assert manager.punica_wrapper.no_lora

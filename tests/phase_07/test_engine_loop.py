@@ -1,0 +1,241 @@
+"""The order of things in one step of the engine, and who hears of it (lab 7.4). No oracle: weights are random."""
+
+import math
+
+import pytest
+from small_engine import SmallWorld, write_adapter
+
+from minivllm import LoRARequest, SamplingParams
+
+pytestmark = pytest.mark.lab("7.4")
+
+
+@pytest.fixture
+def world(tmp_path):
+    return SmallWorld(tmp_path)
+
+
+def greedy(max_tokens=4, **params):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **params)
+
+
+def bad_adapter(world):
+    """An adapter that is found bad only when its weights are read."""
+    folder = world.folder / "bad"
+    write_adapter(folder, seed=9, factor=math.nan)
+    return LoRARequest("bad", 9, str(folder))
+
+
+def run(engine, max_steps=100):
+    """Step until nothing is left: request id -> its outputs."""
+    outputs = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished_requests():
+            return outputs
+        for output in step(engine):
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError(f"{engine.get_num_unfinished_requests()} requests are left after {max_steps} steps")
+
+
+def step(engine):
+    """Its outputs; an error of one request must not end the step of all."""
+    try:
+        return engine.step()
+    except (OSError, ValueError) as error:
+        pytest.fail(
+            f"step() raises {type(error).__name__}: whose request it is will never know, and the rest stop"
+        )
+
+
+def ids(outputs):
+    return [output.request_id for output in outputs]
+
+
+def test_a_step_without_requests_does_nothing(world):
+    engine = world.engine()
+
+    assert engine.step() == []
+    assert engine.get_metrics()["steps"] == 0
+    assert len(engine.trace) == 0
+
+
+def test_every_request_that_samples_is_heard_of_once_a_step(world):
+    engine = world.engine()
+    engine.add_request("a", [5, 6, 7], greedy(3), lora_request=world.request(1))
+    engine.add_request("b", [5, 6, 7], greedy(2))
+
+    steps = [engine.step() for _ in range(4)]
+
+    seen = [[(o.request_id, len(o.outputs[0].token_ids), o.finished) for o in step] for step in steps]
+    assert seen == [
+        [("a", 1, False), ("b", 1, False)],
+        [("a", 2, False), ("b", 2, True)],
+        [("a", 3, True)],
+        [],
+    ], "(request, tokens so far, finished) of every output, step by step"
+
+
+def test_a_chunk_that_samples_nothing_has_no_output(world):
+    engine = world.engine(max_num_batched_tokens=4)
+    engine.add_request("a", list(range(10, 19)), greedy(1))
+
+    steps = [ids(engine.step()) for _ in range(3)]
+
+    assert steps == [[], [], ["a"]], "9 tokens of a prompt, 4 a step"
+
+
+def test_nothing_counts_as_computed_before_the_tokens_are_there(world, monkeypatch):
+    engine = world.engine()
+    engine.add_request("a", [5, 6, 7], greedy(2))
+    sample, seen = engine.runner.sample_tokens, []
+
+    def watched(step):
+        seen.append(engine.scheduler.requests["a"].num_computed_tokens)
+        return sample(step)
+
+    monkeypatch.setattr(engine.runner, "sample_tokens", watched)
+    engine.step()
+    engine.step()
+
+    assert seen == [0, 3], "tokens computed, as the scheduler knew before each step's tokens were read"
+
+
+def test_logprobs_go_to_who_asked_for_them(world):
+    engine = world.engine()
+    engine.add_request("with", [5, 6, 7], greedy(2, logprobs=2), lora_request=world.request(1))
+    engine.add_request("without", [5, 6, 7], greedy(2))
+
+    outputs = run(engine)
+
+    [*_, last] = outputs["with"]
+    logprobs = last.outputs[0].logprobs
+    assert logprobs is not None and len(logprobs) == 2, "one dict of logprobs a token"
+    assert all(token in of for token, of in zip(last.outputs[0].token_ids, logprobs))
+    assert outputs["without"][-1].outputs[0].logprobs is None
+
+
+def test_an_admission_is_noted_with_its_time(world):
+    engine = world.engine()
+    engine.add_request("a", [5, 6, 7], greedy(1))
+
+    [output] = engine.step()
+
+    admitted, answered = output.metrics.first_scheduled_time, output.metrics.first_token_time
+    assert admitted is not None, "the output processor was not told: mark_scheduled"
+    assert admitted <= answered
+
+
+def test_a_request_that_can_never_have_a_slot_is_answered_with_the_reason(world):
+    engine = world.engine(max_loras=1)
+    engine.add_lora(world.request(1))
+    engine.add_request("waits", [5, 6], greedy(), lora_request=world.request(2))
+    engine.pin_lora(1)
+
+    outputs = engine.step()
+
+    assert ids(outputs) == ["waits"]
+    assert outputs[0].finished
+    assert "all 1 are pinned" in outputs[0].error
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_adapter_that_cannot_be_read_ends_its_requests_and_drops_the_step(world):
+    engine = world.engine()
+    engine.add_request("good", [5, 6], greedy(2), lora_request=world.request(1))
+    engine.add_request("bad 1", [5, 6], greedy(2), lora_request=bad_adapter(world))
+    engine.add_request("bad 2", [5, 6, 7], greedy(2), lora_request=bad_adapter(world))
+
+    first, second = step(engine), step(engine)
+
+    assert ids(first) == ["bad 1", "bad 2"], "the step is dropped: nobody gets a token in it"
+    for output in first:
+        assert output.outputs[0].finish_reason == "error"
+        assert "adapter 'bad'" in output.error and "NaN" in output.error
+    assert ids(second) == ["good"], "the others go on with the next step"
+
+
+def test_a_step_that_was_dropped_is_neither_counted_nor_recorded(world):
+    engine = world.engine()
+    engine.add_request("bad", [5, 6], greedy(), lora_request=bad_adapter(world))
+
+    step(engine)
+
+    assert engine.get_metrics()["steps"] == len(engine.trace) == 0
+    assert engine.get_metrics()["finished"] == {"error": 1}
+
+
+def test_requests_that_waited_for_a_reload_that_fails_end_with_the_reason(world):
+    engine = world.engine()
+    engine.add_request("old", [5, 6], greedy(2), lora_request=world.request(1))
+    engine.step()
+    write_adapter(world.folder / "adapter1", seed=1, factor=math.nan)
+    engine.add_request("new", [5, 6], greedy(2), lora_request=world.request(1, load_inplace=True))
+
+    outputs = run(engine)
+
+    assert outputs["old"][-1].outputs[0].finish_reason == "length"
+    assert sorted(outputs) == ["new", "old"], "each of the two must be answered"
+    assert outputs["new"][-1].outputs[0].finish_reason == "error", "see _settle_adapters"
+    assert "NaN" in outputs["new"][-1].error
+
+
+def test_everybody_who_ends_in_a_dropped_step_is_answered(world):
+    """One waited for a reload that fails, another's adapter cannot be read, in the same step."""
+    engine = world.engine()
+    engine.add_request("old", [5, 6], greedy(2), lora_request=world.request(1))
+    engine.step()
+    write_adapter(world.folder / "adapter1", seed=1, factor=math.nan)
+    engine.add_request("reload", [5, 6], greedy(2), lora_request=world.request(1, load_inplace=True))
+    engine.step()
+    engine.add_request("bad", [5, 6], greedy(), lora_request=bad_adapter(world))
+
+    outputs = step(engine)
+
+    assert sorted(ids(outputs)) == ["bad", "reload"]
+    assert all(output.finished for output in outputs)
+
+
+def test_adapters_for_the_next_step_are_copied_while_this_one_runs(world, monkeypatch):
+    engine = world.engine()
+    log = []
+    for name in ("launch_model", "sample_tokens"):
+        function = getattr(engine.runner, name)
+        monkeypatch.setattr(
+            engine.runner, name, lambda step, function=function, name=name: log.append(name) or function(step)
+        )
+    monkeypatch.setattr(engine.runner, "prefetch_lora", lambda adapter_id: log.append(f"copy {adapter_id}"))
+    engine.scheduler.can_prefetch = lambda adapter_id: adapter_id == 2
+    engine.add_request("runs", [5, 6], greedy(3))
+    engine.step()
+    engine.add_request("next", [5, 6], greedy(2), lora_request=world.request(2))
+
+    log.clear()
+    engine.step()
+
+    assert log == ["launch_model", "copy 2", "sample_tokens"], "a GPU's computing hides the copy"
+
+
+def test_a_step_is_counted_with_its_time_and_that_of_the_pass(world):
+    engine = world.engine()
+    engine.add_request("a", [5, 6, 7], greedy(2), lora_request=world.request(1))
+
+    run(engine)
+
+    metrics = engine.get_metrics()
+    assert metrics["steps"] == 2
+    assert metrics["step_seconds"] >= metrics["forward_seconds"] > 0
+    assert metrics["finished"] == {"length": 1}
+    assert metrics["scheduler"]["num_sampled_tokens"] == 2
+
+
+def test_a_record_shows_the_step_as_it_was_launched(world):
+    """Recorded after its tokens are committed, a prompt's last chunk would look like a decode."""
+    engine = world.engine(max_num_batched_tokens=4)
+    engine.add_request("a", list(range(10, 19)), greedy(2), lora_request=world.request(1))
+
+    run(engine)
+
+    rows = [(record.step, row.tokens, row.kind) for record in engine.trace.records for row in record.rows]
+    assert rows == [(0, 4, "chunk"), (1, 4, "chunk"), (2, 1, "chunk"), (3, 1, "decode")], (
+        "(step, tokens, kind)"
+    )

@@ -1,0 +1,205 @@
+"""What one forward pass is given, and what is made of what it gives (lab 7.3): a model that only takes notes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hand_made_steps import lora, make_output, make_request
+from rows import assert_rows_equal
+
+from minivllm.worker.model_runner import ModelRunner
+
+pytestmark = pytest.mark.lab("7.3")
+
+
+class NotingModel:
+    """Its hidden state of a token is (token id, position); its logits are hidden states."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, input_ids, positions, attn):
+        self.log.append("forward")
+        assert len(input_ids) == len(positions), f"{len(input_ids)} token ids, {len(positions)} positions"
+        self.input_ids, self.positions, self.attn = input_ids, positions, attn
+        return torch.stack([input_ids, positions], dim=1).double()  # (T, 2)
+
+    def compute_logits(self, hidden_states):
+        return hidden_states
+
+
+class NotingGraphs:
+    """Captured steps of 4 rows; stands in for `DecodeGraphs`."""
+
+    def __init__(self, log):
+        self.log = log
+        self.buffers = SimpleNamespace(fill=lambda *rows: None)
+
+    def padded_size(self, num_rows):
+        return 4 if num_rows <= 4 else None
+
+    def replay(self, size, with_lora):
+        self.log.append("replay")
+        return torch.zeros(size, 2), torch.zeros(size, dtype=torch.int64)
+
+
+class Runner(ModelRunner):
+    """A model runner around the noting model. `log`: what happened, in order; `pad_to`: of each activation."""
+
+    def __init__(self, *, with_lora=True, with_graphs=False):
+        self.log, self.pad_to, self.batches = [], [], []
+        self.device, self.use_paged_attention = "cpu", False
+        self.config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=4), model_config=SimpleNamespace(dtype=torch.float64)
+        )
+        self.model = NotingModel(self.log)
+        self.lora_manager = (
+            SimpleNamespace(manager=SimpleNamespace(punica_wrapper=SimpleNamespace(no_lora=False)))
+            if with_lora
+            else None
+        )
+        self.decode_graphs = NotingGraphs(self.log) if with_graphs else None
+
+    def set_active_loras(self, input_batch, num_scheduled_tokens, num_sampled_tokens=None, pad_to=0):
+        self.log.append("adapters")
+        self.pad_to.append(pad_to)
+        self.batches.append((input_batch.req_ids, list(num_scheduled_tokens), list(num_sampled_tokens)))
+
+    def _build_attention(self, query_lens, seq_lens, block_tables):
+        return SimpleNamespace(query_lens=query_lens, seq_lens=seq_lens, block_tables=block_tables)
+
+
+def request(name, adapter_id, prompt, *, computed=0, answer=()):
+    """A request of whose tokens so many are computed; its blocks are 100 times the adapter's id and on."""
+    made = make_request(name, prompt, lora(adapter_id) if adapter_id else None, [100 * adapter_id + 1])
+    for token in answer:
+        made.append_output_token(token)
+    made.num_computed_tokens = computed
+    return made
+
+
+@pytest.fixture
+def mixed():
+    """A whole prompt of base, a chunk in mid-prompt of adapter 1, a decode of adapter 2; admitted in another order."""
+    decode = request("decode", 2, [20, 21, 22], computed=4, answer=[23, 24])
+    chunk = request("chunk", 1, [10, 11, 12, 13, 14, 15, 16], computed=2)
+    prompt = request("prompt", 0, [1, 2, 3])
+    return make_output((decode, 1), (chunk, 3), (prompt, 3))
+
+
+OWNERS = ["prompt of base"] * 3 + ["chunk of adapter 1"] * 3 + ["decode of adapter 2"]
+
+
+def test_every_row_brings_the_tokens_that_are_not_computed(mixed):
+    runner = Runner()
+
+    runner.launch_model(mixed)
+
+    expected = [1, 2, 3, 12, 13, 14, 24]
+    assert_rows_equal(runner.model.input_ids, expected, labels=OWNERS, what="input_ids")
+
+
+def test_positions_go_on_where_the_request_stopped(mixed):
+    runner = Runner()
+
+    runner.launch_model(mixed)
+
+    assert_rows_equal(runner.model.positions, [0, 1, 2, 2, 3, 4, 4], labels=OWNERS, what="positions")
+
+
+def test_attention_sees_the_whole_context_of_each_row(mixed):
+    runner = Runner()
+
+    runner.launch_model(mixed)
+
+    attn = runner.model.attn
+    assert list(attn.query_lens) == [3, 3, 1], "new tokens of prompt, chunk and decode"
+    assert list(attn.seq_lens) == [3, 5, 5], "contexts of prompt, chunk and decode, new tokens included"
+    assert list(attn.block_tables) == [[1], [101], [201]], "blocks of prompt, chunk and decode"
+
+
+def test_logits_are_those_of_the_last_token_of_each_row_that_samples(mixed):
+    step = Runner().launch_model(mixed)
+
+    assert [r.request_id for r in step.requests] == ["prompt", "decode"], "the chunk does not sample"
+    labels = ["prompt of base", "decode of adapter 2"]
+    assert_rows_equal(
+        step.logits[:, 0], [3.0, 24.0], labels=labels, what="the token that logits are computed of"
+    )
+
+
+def test_the_requests_are_in_the_order_of_their_logits():
+    """The scheduler admitted adapter 3 first; in the batch it comes last."""
+    requests = [request(f"of {a}", a, [10 * a + 1, 10 * a + 2]) for a in (3, 0, 2)]
+
+    step = Runner().launch_model(make_output(*((r, 2) for r in requests)))
+
+    whose = {r.request_id: int(logits[0]) for r, logits in zip(step.requests, step.logits)}
+    assert whose == {"of 0": 2, "of 2": 22, "of 3": 32}, "request -> the token whose logits it is given"
+
+
+def test_a_running_request_without_tokens_is_no_row_of_the_pass():
+    runner = Runner()
+    idle, busy = request("idle", 1, [5, 6, 7], computed=3, answer=[8]), request("busy", 2, [1, 2, 3])
+
+    step = runner.launch_model(make_output((busy, 3), idle=[idle]))
+
+    assert runner.model.input_ids.tolist() == [1, 2, 3]
+    assert list(runner.model.attn.query_lens) == [3]
+    assert [r.request_id for r in step.requests] == ["busy"]
+    assert step.logits.shape == (1, 2)
+
+
+def test_no_logits_are_computed_when_nobody_samples():
+    runner = Runner()
+
+    step = runner.launch_model(make_output((request("chunk", 1, [1, 2, 3, 4]), 2)))
+
+    assert (step.requests, step.logits) == ([], None)
+    assert runner.log == ["adapters", "forward"], "the chunk fills the cache all the same"
+
+
+def test_adapters_are_in_their_slots_before_the_pass(mixed):
+    runner = Runner()
+
+    runner.launch_model(mixed)
+
+    assert runner.log == ["adapters", "forward"]
+    assert runner.batches == [(["prompt", "chunk", "decode"], [3, 3, 1], [1, 0, 1])]
+    assert runner.pad_to == [0], "no graph runs it, so nothing is padded"
+
+
+def test_a_batch_of_base_rows_makes_its_adapters_active_too():
+    """None: else the rows of the last step would stay."""
+    runner = Runner()
+
+    runner.launch_model(make_output((request("base", 0, [1, 2]), 2)))
+
+    assert runner.log == ["adapters", "forward"]
+
+
+def test_without_lora_there_is_nothing_to_activate():
+    runner = Runner(with_lora=False)
+
+    runner.launch_model(make_output((request("base", 0, [1, 2]), 2)))
+
+    assert runner.log == ["forward"]
+
+
+def test_decodes_are_replayed_with_their_adapters_padded_to_the_graph():
+    runner = Runner(with_graphs=True)
+    requests = [request(f"of {a}", a, [1, 2], computed=2, answer=[7]) for a in (2, 0)]
+
+    step = runner.launch_model(make_output(*((r, 1) for r in requests)))
+
+    assert runner.log == ["adapters", "replay"]
+    assert runner.pad_to == [4], "two rows in a graph of four"
+    assert [r.request_id for r in step.requests] == ["of 0", "of 2"]
+
+
+def test_a_batch_with_a_prompt_is_not_replayed(mixed):
+    runner = Runner(with_graphs=True)
+
+    runner.launch_model(mixed)
+
+    assert runner.log == ["adapters", "forward"]
