@@ -185,11 +185,13 @@ class WrappedModules:
     @property
     def slot_bytes(self) -> int:
         """Bytes that one more slot takes in all layers, whatever is in it, wherever the backend put it."""
-        buffers = [
-            t for layer in self.modules.values() for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)
-        ]
+        layers = self.modules.values()
+        buffers = [t for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
-        return sum(storages.values()) // self.lora_config.max_loras
+        # A backend may keep slots and base weight in one piece.
+        weights = [layer.base_layer.weight for layer in layers]
+        shared = sum(w.nbytes for w in weights if w.untyped_storage().data_ptr() in storages)
+        return (sum(storages.values()) - shared) // self.lora_config.max_loras
 
 
 def _linears_by_module(model: nn.Module) -> dict[LinearBase, list[str]]:
