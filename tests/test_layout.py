@@ -11,7 +11,15 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.read_text().stri
 # Lowest first; a module may import from its own layer and from those before it.
 LAYERS = (
     ("labs",),
-    ("config", "sampling_params", "models.config", "models.interfaces", "models.demo_model", "layers.rotary", "economics"),
+    (
+        "config",
+        "sampling_params",
+        "models.config",
+        "models.interfaces",
+        "models.demo_model",
+        "layers.rotary",
+        "economics",
+    ),
     ("lora.request", "lora.names", "lora.peft_helper", "lora.lru_cache", "lora.stats"),
     ("lora.lora_weights", "lora.lora_model"),
     ("lora.ops",),
