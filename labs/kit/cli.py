@@ -104,7 +104,7 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
         say_grade(result, trace)
         if result.state == "passed":
             progress.passed[result.exercise.number] = result.digest
-    progress.save()
+            progress.save()
     if len(chosen) > 1:
         counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
         console.print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['todo']} TODO")

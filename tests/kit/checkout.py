@@ -42,10 +42,12 @@ class Checkout:
 
     def run(self, *command: str, labs: str | None = None) -> subprocess.CompletedProcess:
         """A Python command on the copy; `labs` is what MINIVLLM_LABS is set to."""
-        environment = {k: v for k, v in os.environ.items() if k not in ("MINIVLLM_LABS", "COLUMNS")}
-        environment |= {"PYTHONPATH": str(self.root)} | ({"MINIVLLM_LABS": labs} if labs is not None else {})
         return subprocess.run(
-            [sys.executable, *command], cwd=self.root, env=environment, capture_output=True, text=True
+            [sys.executable, *command],
+            cwd=self.root,
+            env=environment(self.root, labs),
+            capture_output=True,
+            text=True,
         )
 
     def lab(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
@@ -99,6 +101,13 @@ class Checkout:
         path.write_text(splice(path.read_text(), text, exercises.keys() - {number}, path.name)[0])
 
 
+def environment(root: Path, labs: str | None) -> dict[str, str]:
+    """This process's, without what it or `tests/conftest.py` has set for itself."""
+    own = ("MINIVLLM_LABS", "TRITON_INTERPRET", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    return kept | {"PYTHONPATH": str(root)} | ({"MINIVLLM_LABS": labs} if labs is not None else {})
+
+
 def run_module(command: list[str], root: Path, files: list[Path], labs: str | None) -> None:
     """Be `python -m COMMAND` in the checkout `root`."""
     for descriptor, file in enumerate(files):
@@ -108,7 +117,8 @@ def run_module(command: list[str], root: Path, files: list[Path], labs: str | No
     sys.path.insert(0, str(root))
     for name in [n for n in sys.modules if n.partition(".")[0] in ("labs", "minivllm")]:
         del sys.modules[name]
-    os.environ.pop("MINIVLLM_LABS", None)
-    os.environ |= {"PYTHONPATH": str(root)} | ({"MINIVLLM_LABS": labs} if labs is not None else {})
+    here = environment(root, labs)
+    os.environ.clear()
+    os.environ.update(here)
     sys.argv = command
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -105,6 +105,18 @@ def test_syntax_errors_point_at_the_learners_line(checkout, labs):
     assert result.stderr.rstrip().endswith("SyntaxError: invalid syntax")
 
 
+def test_a_text_without_a_file_can_be_read_as_source(checkout):
+    code = """
+import inspect
+from minivllm.labs import Overlay, Source
+Overlay({"minivllm.lora.names": Source("/no/where.py", "def f():\\n    return 3\\n")}).install()
+from minivllm.lora.names import f
+print(f(), inspect.getsource(f))
+"""
+
+    assert checkout.run("-c", code).stdout == "3 def f():\n    return 3\n\n"
+
+
 @pytest.mark.parametrize("labs", ["9", "3.9", "rubbish", "3,", "3 5"])
 def test_a_variable_that_means_nothing_is_refused_in_a_sentence(checkout, labs):
     result = checkout.run("-m", "minivllm.cli", "--help", labs=labs)
