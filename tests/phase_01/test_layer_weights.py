@@ -36,9 +36,9 @@ class TestOptimize:
         weights = random_weights(scaling=scaling)
         expected = delta(weights.lora_a, weights.lora_b, scaling)
 
-        assert weights.optimize() is weights
+        assert weights.optimize() is weights, "optimize returns its object"
 
-        assert weights.scaling == 1
+        assert weights.scaling == 1, f"scaling is {weights.scaling}; 1 says that it is in B by now"
         assert_rows_equal(
             weights.lora_b @ weights.lora_a, expected, tolerance=1e-12, what=f"B @ A after scaling {scaling}"
         )

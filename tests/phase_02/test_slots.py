@@ -81,7 +81,7 @@ def assert_holds(layer, kind, held):
 def assert_slots_equal(buffer, expected, what):
     """Row by row.   buffer, expected: (S, 1, rows, columns)"""
     slots, _, rows, _ = expected.shape
-    labels = [f"slot {slot}, row {row}" for slot in range(slots) for row in range(rows)]
+    labels = [f"which is row {row} of slot {slot}" for slot in range(slots) for row in range(rows)]
     assert buffer.shape == expected.shape, f"{what}: {tuple(buffer.shape)}, expected {tuple(expected.shape)}"
     assert_rows_equal(buffer.flatten(0, 2), expected.flatten(0, 2), labels=labels, what=what)
 
