@@ -43,7 +43,8 @@ def step(engine):
         return engine.step()
     except (OSError, ValueError) as error:
         pytest.fail(
-            f"step() raises {type(error).__name__}: whose request it is will never know, and the rest stop"
+            f"step() raises {type(error).__name__}: nobody is answered, "
+            f"and {engine.get_num_unfinished_requests()} requests are left in the engine"
         )
 
 
