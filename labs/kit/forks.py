@@ -1,5 +1,6 @@
 """Runs exercises' tests in forks of this process, where torch is loaded already: each starts in no time."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -119,6 +120,7 @@ def _import(names: tuple[str, ...]) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     for name in names:
         importlib.import_module(name)
+    gc.freeze()  # what is here stays: forks need not look through it for garbage
 
 
 class _Child:
@@ -162,6 +164,7 @@ def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) ->
     for descriptor in range(3):
         os.dup2(silence, descriptor)
     os.chdir(ROOT)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
     Overlay(job.sources).install()
     steady_hypothesis()
