@@ -30,6 +30,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["deflist", "dollarmath"]
 nb_execution_mode = "off"  # outputs are committed, and the test run holds them against a fresh run
 nb_merge_streams = True
+highlight_language = "none"  # docstrings; code says its language
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

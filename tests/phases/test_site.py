@@ -1,0 +1,32 @@
+"""The site builds without a warning and without a network."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        "-c",
+        "docs",
+        ".",
+        str(tmp_path),
+    ]
+
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "docs" / "index.html").stat().st_size > 5_000
+    assert 'class="spoiler"' in (
+        tmp_path / "solutions" / "03_cpu_punica" / "README.html"
+    ).read_text().replace("'", '"')
