@@ -60,7 +60,7 @@ def hide_answers(text: str) -> str:
     head, *exercises = re.split(r"^(?=## )", text, flags=re.M)
     folded = [
         re.sub(
-            r"\A(## .*\n)(.*)\Z",
+            r"\A(## [^\n]*\n)(.*)\Z",
             r"\1\n<details class='spoiler'><summary>Show the answer</summary>\n\n\2\n\n</details>\n\n",
             exercise,
             flags=re.S,
