@@ -35,14 +35,14 @@ def test_a_prompt_seen_before_is_found_in_full_blocks():
     world = World(block_size=4)
 
     assert hit(world, 0) == 0
-    assert hit(world, 0) == 8
+    assert hit(world, 0) == 8, "10 tokens in blocks of 4: two blocks are full"
 
 
 def test_the_same_prompt_is_found_by_the_same_adapter():
     world = World(block_size=4)
 
     assert hit(world, 1) == 0
-    assert hit(world, 1) == 8
+    assert hit(world, 1) == 8, "the first request brought the adapter and left two full blocks"
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (1, 2)])
