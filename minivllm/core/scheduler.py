@@ -187,13 +187,11 @@ class Scheduler:
 
     # region lab 6.3: token budget
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """Give running requests their next tokens, first come first served, while the budget lasts.
+        """Give running requests their next tokens, in order, while the budget lasts (`_budget_left`).
 
-        A request gets all tokens that it has and that are not computed, or as many as the budget has left
-        (`_budget_left`); `output.add` notes them. They need KV blocks: `kv_cache.allocate_slots`. If those
-        are lacking, the request admitted last is preempted (`_preempt`), as often as it takes, and nobody
-        is admitted in this step: `halted_by` is NO_BLOCKS. When it is the request itself that made way,
-        all before it have their tokens and the step is decided.
+        Each gets all tokens it has that are not computed, or what the budget has left; `output.add` notes them.
+        If `kv_cache.allocate_slots` lacks blocks for them, the request admitted last is preempted, as often as
+        it takes, and `halted_by` becomes NO_BLOCKS. If that was the request itself, nobody is left to serve.
         """
         position = 0
         while position < len(self.running) and (budget := self._budget_left(output)):
@@ -212,15 +210,12 @@ class Scheduler:
 
     # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, in the order of `lora.line`, until the step is `_full`.
+        """Admit whoever can join, by `lora.line`, until the step is `_full`. `halted_by` says what ended it.
 
-        Who may not join yet is passed by, with the reason (`_skip`), and those behind get their chance:
-        one whose adapter is about to change (`_held_back` knows, and why); one whose adapter does not fit
-        (MAX_LORAS), which counts as waiting from now on; one whose adapter comes into its slot beside this
-        step (`_prefetches`: ADAPTER_COPY).
-
-        Who lacks blocks (`_admit` says so) stops the queue, since blocks come free little by little: were
-        small requests to pass, a big one might wait for ever. `halted_by` says what ended it, if anything.
+        Who may not join yet is passed by, with the reason (`_skip`): its adapter is about to change
+        (`_held_back` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`), or comes
+        into its slot beside this step (`_prefetches`: ADAPTER_COPY). Who lacks blocks (`_admit` is False) ends
+        the queue: they come free one by one, and were small requests to pass, a big one might wait for ever.
         """
         held_back = self._held_back()
         for request in self.lora.line(self.waiting):
