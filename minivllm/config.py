@@ -72,7 +72,7 @@ class LoRAConfig:
 
     max_lora_rank   R: the largest rank a slot holds
     max_loras       S: slots, so the most distinct adapters of one batch
-    max_cpu_loras   adapters kept in memory outside the slots; None = max_loras, never fewer
+    max_cpu_loras   adapters kept in memory, those in slots included; None = max_loras, never fewer
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
     target_modules  wrap only these modules (suffixes or full names); None = every linear
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing

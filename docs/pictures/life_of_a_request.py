@@ -36,7 +36,7 @@ BOXES = {
         5.2,
         BLUE,
         "set_active_adapters",
-        ["claim what the step needs", "load what is not in memory", "evict, copy into slots"],
+        ["claim what the step needs", "(just read, if not in memory)", "evict, copy into slots"],
     ),
     "mapping": (
         5.6,

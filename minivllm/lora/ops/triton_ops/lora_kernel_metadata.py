@@ -63,7 +63,8 @@ class LoRAKernelMeta:
     """The tile list of a step, in buffers that stay where they are. vLLM: `LoRAKernelMeta`.
 
     vLLM keeps rows, a start and a length for every slot, and launches programs for each of them. A list of tiles
-    gives every launched program work, however many slots there are and however the rows spread over them.
+    launches only as many programs as T rows on S slots can need, however the rows spread; those past the last tile
+    return at once.
     """
 
     max_loras: int
@@ -102,7 +103,7 @@ class LoRAKernelMeta:
     def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> TileList:
         """What `lora_shrink` and `lora_expand` want between their tensors and their options.
 
-        specialize_active_lora  of vLLM: launch for the active adapters only. A tile list always does
+        specialize_active_lora  of vLLM: not used: the launch depends on T and S alone
         """
         count = tile_count(token_nums, self.max_loras)
         return TileList(self.rows[:token_nums], self.tiles, count, block_rows(token_nums))
