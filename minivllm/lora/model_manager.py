@@ -225,7 +225,7 @@ class LoRAModelManager(AdapterReports):
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
         """Tell the backend which adapter each row of the coming step has."""
         self._translate(mapping)
-        self.punica_wrapper.sync_slots()  # an adapter read again sits in its old slot with other weights
+        self.punica_wrapper.sync_slots()  # an adapter read again may sit in its old slot, with other weights
         if self.slot_writer is not None:
             self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
 

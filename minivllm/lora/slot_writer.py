@@ -44,8 +44,8 @@ class SlotWriter:
         )
         self.largest = max(buffer[0].numel() for buffer in buffers)
         self.table_bytes = _aligned(len(buffers) * 3 * torch.int64.itemsize)
-        self.slot_bytes = sum(_aligned(buffer[0].nbytes) for buffer in buffers)
-        self.arrived = torch.empty(self.table_bytes + self.slot_bytes, dtype=torch.uint8, device=device)
+        largest_adapter = sum(_aligned(buffer[0].nbytes) for buffer in buffers)
+        self.arrived = torch.empty(self.table_bytes + largest_adapter, dtype=torch.uint8, device=device)
         self.written: dict[int, torch.cuda.Event] = {}
         self._behind_step = False
         self.on_gpu = self.arrived.is_cuda

@@ -4,39 +4,27 @@ transformers + PEFT give for each alone.
 
 import gc
 import random
-from pathlib import Path
 
 import pytest
 import torch
+from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
 from tiny_engine import greedy, run, tokens_of
 from tiny_oracle import Oracle
 
 from minivllm import LLM, LoRARequest
 
-ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("json", "sql", "bullets", "dates")
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def base():
-    from minivllm.models.demo_model import demo_model_path
-
-    return demo_model_path(progress=False)
+    return demo_base()
 
 
 @pytest.fixture(scope="module")
 def pairs():
-    """24 (adapter, prompt): every adapter's task for itself, and for base."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT))
-        from adapters.recipe.tasks import examples, prompt
-
-    rng = random.Random(0)
-    pairs = [(name, prompt(name, e.text)) for name in NAMES for e in examples(name, 5, seed=7)]
-    pairs += [(None, prompt(name, examples(name, 1, seed=8)[0].text)) for name in NAMES]
-    rng.shuffle(pairs)
-    return pairs
+    """24 (adapter, prompt)"""
+    return task_prompts(5)
 
 
 class DemoOracle(Oracle):
@@ -48,7 +36,7 @@ class DemoOracle(Oracle):
         super().__init__(base, torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         for name in NAMES:
-            self.load(name, ROOT / "adapters" / name)
+            self.load(name, adapter_folder(name))
 
     def generate(self, adapter, prompt):
         ids = self.tokenizer(prompt, return_tensors="pt")
@@ -90,7 +78,7 @@ def make_llm(base, **options):
 
 
 def lora(name):
-    return name and LoRARequest(name, NAMES.index(name) + 1, str(ROOT / "adapters" / name))
+    return name and LoRARequest(name, NAMES.index(name) + 1, str(adapter_folder(name)))
 
 
 def serve(llm, pairs, order, **params):

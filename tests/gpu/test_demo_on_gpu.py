@@ -1,9 +1,8 @@
 """The demo model and its four adapters on a GPU: float32 as on a CPU, bfloat16 as good as PEFT's."""
 
-import random
-
 import pytest
 import torch
+from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
 from gpu import needs_cuda
 from tiny_engine import greedy, run, tokens_of
 from tiny_oracle import Oracle
@@ -12,36 +11,21 @@ from minivllm import LLM, LoRARequest
 
 pytestmark = needs_cuda
 
-NAMES = ("json", "sql", "bullets", "dates")
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def base():
-    from minivllm.models.demo_model import demo_model_path
-
-    return demo_model_path(progress=False)
+    return demo_base()
 
 
 @pytest.fixture(scope="module")
-def folders(pytestconfig):
-    return {name: str(pytestconfig.rootpath / "adapters" / name) for name in NAMES}
-
-
-@pytest.fixture(scope="module")
-def pairs(pytestconfig):
+def pairs():
     """(adapter, prompt): each adapter's task for itself, and for base."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(pytestconfig.rootpath))
-        from adapters.recipe.tasks import examples, prompt
-
-    pairs = [(name, prompt(name, e.text)) for name in NAMES for e in examples(name, 3, seed=7)]
-    pairs += [(None, prompt(name, examples(name, 1, seed=8)[0].text)) for name in NAMES]
-    random.Random(0).shuffle(pairs)
-    return pairs
+    return task_prompts(3)
 
 
-def serve(base, folders, pairs, device, dtype, watch=None):
+def serve(base, pairs, device, dtype, watch=None):
     """Answers in the order of the pairs, served in one mixed batch on two slots."""
     llm = LLM(
         base,
@@ -58,27 +42,27 @@ def serve(base, folders, pairs, device, dtype, watch=None):
     if watch is not None:
         watch(engine.runner)
     for number, (name, prompt) in enumerate(pairs):
-        adapter = name and LoRARequest(name, NAMES.index(name) + 1, folders[name])
+        adapter = name and LoRARequest(name, NAMES.index(name) + 1, str(adapter_folder(name)))
         engine.add_request(str(number), prompt, greedy(NUM_TOKENS, ignore_eos=False), lora_request=adapter)
     outputs = run(engine)
     return [outputs[str(number)] for number in range(len(pairs))]
 
 
-def test_float32_gives_the_tokens_of_the_cpu(base, folders, pairs):
-    on_cpu = serve(base, folders, pairs, "cpu", "float32")
+def test_float32_gives_the_tokens_of_the_cpu(base, pairs):
+    on_cpu = serve(base, pairs, "cpu", "float32")
 
-    on_gpu = serve(base, folders, pairs, "cuda", "float32")
+    on_gpu = serve(base, pairs, "cuda", "float32")
 
     assert [tokens_of(output) for output in on_gpu] == [tokens_of(output) for output in on_cpu]
 
 
-def test_bfloat16_is_as_close_to_float32_as_transformers_and_peft(base, folders, pairs):
+def test_bfloat16_is_as_close_to_float32_as_transformers_and_peft(base, pairs):
     logits = {}
-    outputs = serve(base, folders, pairs, "cuda", "bfloat16", watch=lambda runner: keep(logits, runner))
+    outputs = serve(base, pairs, "cuda", "bfloat16", watch=lambda runner: keep(logits, runner))
     oracles = {dtype: Oracle(base, dtype) for dtype in (torch.float32, torch.bfloat16)}
     for oracle in oracles.values():
-        for name, folder in folders.items():
-            oracle.load(name, folder)
+        for name in NAMES:
+            oracle.load(name, adapter_folder(name))
 
     ours, theirs = [], []
     for number, (name, _) in enumerate(pairs):
