@@ -115,12 +115,14 @@ def test_a_tokens_answers_are_summed_alike_in_every_batch(dtype):
     assert torch.equal(torch.cat([combined([token]) for token in range(30)]), everything)
 
 
-def test_half_precision_is_rounded_once_at_the_end_of_the_sum():
-    layer = experts(3, 3, dtype=torch.bfloat16)
-    router_logits = torch.zeros(1, 3, dtype=torch.bfloat16)
+def test_half_precision_is_rounded_once_when_everything_is_summed():
+    layer = experts(7, 5, dtype=torch.bfloat16)
+    _, router_logits = batch(30, 7, dtype=torch.bfloat16)
     pairs = layer.route(router_logits)
-    y = torch.tensor([[256.0], [1.0], [1.0]]).expand(3, HIDDEN).to(torch.bfloat16)
+    y = torch.randn(150, HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
 
     actual = layer.combine(y, pairs)
 
-    assert torch.equal(actual, torch.full((1, HIDDEN), 86.0, dtype=torch.bfloat16))
+    exact = torch.zeros(30, HIDDEN, dtype=torch.float64)
+    exact.index_add_(0, pairs.rows, y.double() * pairs.weights.double()[:, None])
+    assert torch.equal(actual, exact.to(torch.bfloat16))
