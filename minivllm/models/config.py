@@ -15,6 +15,9 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 DTYPES = {
     "float64": torch.float64,
@@ -31,7 +34,11 @@ QWEN3_HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """The shape of a base model; every field is a fact of its config.json (vLLM: ModelConfig.hf_config)."""
+    """The shape of a base model; every field is a fact of its config.json (vLLM: ModelConfig.hf_config).
+
+    sparse_layers: the numbers of the layers whose MLP is num_experts experts of moe_intermediate_size; each token
+    runs num_experts_per_tok of them, whose weights norm_topk_prob makes sum to one. () for a dense model.
+    """
 
     architecture: str
     model_type: str
@@ -51,6 +58,11 @@ class ModelArchitecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    sparse_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
 
@@ -77,7 +89,7 @@ class ModelArchitecture:
         heads = _required(config, "num_attention_heads")
         hidden_size = _required(config, "hidden_size")
         default_head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else hidden_size // heads
-        attention_bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias", False))
+        attention_bias = kind in ("llama", "qwen3", "qwen3_moe") and bool(config.get("attention_bias", False))
         parsed = cls(
             architecture=architecture,
             model_type=kind,
@@ -95,10 +107,11 @@ class ModelArchitecture:
             qkv_bias=attention_bias or kind == "qwen2",
             o_bias=attention_bias,
             mlp_bias=kind == "llama" and bool(config.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             sliding_window=_sliding_window(config),
             eos_token_ids=_eos_token_ids(config, generation_config or {}),
             dtype=_dtype(config),
+            **_experts(config),
         )
         if parsed.num_attention_heads % parsed.num_key_value_heads:
             raise ValueError(
@@ -168,6 +181,11 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
+    shared = [key for key, value in config.items() if "shared_expert" in key and value]
+    if shared:
+        raise ValueError(
+            f"{shared[0]} {config[shared[0]]} is not supported; experts that every token runs are not"
+        )
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"partial_rotary_factor {config['partial_rotary_factor']} is not supported; only 1.0 is"
@@ -196,16 +214,46 @@ def _rope(config: dict[str, Any]) -> RopeParameters:
     return RopeParameters(kind, float(theta), original_max_position_embeddings=original, **values)
 
 
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ModelArchitecture that say which layers are sparse, and how."""
+    kind = config["model_type"]
+    if kind not in ("mixtral", "qwen3_moe"):
+        return {}
+    # Published configs say num_experts for Qwen3, transformers 5 saves both families as num_local_experts.
+    key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    experts, chosen = _required(config, key), _required(config, "num_experts_per_tok")
+    if not 1 <= chosen <= experts:
+        raise ValueError(f"num_experts_per_tok is {chosen} but must be from 1 to {key} {experts}")
+    mixtral = kind == "mixtral"
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = range(config["num_hidden_layers"])
+    return {
+        "sparse_layers": tuple(i for i in layers if mixtral or (i not in dense and (i + 1) % step == 0)),
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": _required(
+            config, "intermediate_size" if mixtral else "moe_intermediate_size"
+        ),
+        "norm_topk_prob": mixtral or bool(config.get("norm_topk_prob", False)),
+    }
+
+
 def _sliding_window(config: dict[str, Any]) -> int | None:
     """The window of the layers that have one, or None when every layer sees the whole context."""
-    if config["model_type"] == "mistral":
-        return config.get("sliding_window", MISTRAL_SLIDING_WINDOW)
+    kind = config["model_type"]
+    if kind in ("mixtral", "phi3"):
+        return config.get("sliding_window")
+    window = config.get("sliding_window", MISTRAL_SLIDING_WINDOW)
+    if kind == "mistral":
+        return window
     if not config.get("use_sliding_window", False):
         return None
+    if kind == "qwen3_moe":
+        return window  # of every layer, whatever max_window_layers says
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     slides = "sliding_attention" in kinds if kinds else config.get("max_window_layers", 28) < layers
-    return config.get("sliding_window", MISTRAL_SLIDING_WINDOW) if slides else None
+    return window if slides else None
 
 
 def _eos_token_ids(config: dict[str, Any], generation_config: dict[str, Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Llama, Mistral, SmolLM2, Qwen2 and Qwen3. Stands for vllm/model_executor/models/llama.py (v0.22.1)."""
+"""Llama, Mistral, SmolLM2, Qwen2, Qwen3 and Phi-3. Stands for vllm/model_executor/models/llama.py (v0.22.1)."""
 
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from minivllm.layers.paged_attention import PagedAttentionMetadata
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.interfaces import SupportsLoRA
+from minivllm.models.moe import SparseMoeBlock
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata
@@ -64,15 +65,18 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """One block (vLLM: LlamaDecoderLayer).
+    """One block, its MLP dense or experts (vLLM: LlamaDecoderLayer).
 
     Its output is added to the residual stream by the next norm, which does both in one kernel on a GPU.
     """
 
-    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelArchitecture, layer: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config, dtype, device)
-        self.mlp = LlamaMLP(config, dtype, device)
+        mlp_type = SparseMoeBlock if layer in config.sparse_layers else LlamaMLP
+        self.mlp = mlp_type(config, dtype, device)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
@@ -107,7 +111,7 @@ class LlamaModel(nn.Module):
             config.head_dim, config.max_position_embeddings, config.rope, dtype, device
         )
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, dtype, device) for _ in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, layer, dtype, device) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
@@ -128,8 +132,11 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
 
     Module names are the checkpoint's, but for the fused linears of packed_modules_mapping. Every module is
     looked up at each call, so that LoRA layers can take the places of linears and embeddings.
+
+    supports_cuda_graphs: whether a step may be captured, which nothing that reads from the GPU may be.
     """
 
+    supports_cuda_graphs: ClassVar = True
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],

@@ -1,13 +1,16 @@
 """Reads the base model's weights. Stands for vllm/model_executor/model_loader/default_loader.py (v0.22.1)."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
+
+from minivllm.layers.fused_moe import FusedMoE
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -19,26 +22,44 @@ LISTED_NAMES = 8
 DUMMY_STD = 0.02
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint tensor goes.
+
+    target  the parameter it fills, or the rows of one
+    parts   the names of the smallest tensors that would fill the same: its own, unless it is a fused one
+    """
+
+    target: torch.Tensor
+    parts: tuple[str, ...]
+
+
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill every parameter of `model` from a Hugging Face folder's safetensors files, converting the dtype.
 
+    A fused linear, and the experts of a layer, may be stored as one tensor or as their parts. Names become ours
+    by the model's hf_to_vllm_mapper, where it has one.
+
     Raises FileNotFoundError for a missing file; ValueError for a corrupt file, for a tensor of another shape
-    or kind or without a place in the model, and for a parameter that no tensor fills.
+    or kind or without a place in the model, and for a parameter that no tensor fills, or more than one.
     """
-    places = parameter_slices(model)
-    tied = getattr(model, "config", None) is not None and model.config.tie_word_embeddings
-    waiting, unexpected = set(places), []
+    places = parameter_places(model)
+    waiting, unexpected = {part for place in places.values() for part in place.parts}, []
     tensors = iterate_tensors(Path(folder))
-    for name, tensor in tqdm(tensors, "Loading weights", len(places), delay=SHOW_PROGRESS_AFTER_SECONDS):
-        if name.endswith(IGNORED_SUFFIXES) or (tied and name == "lm_head.weight"):
+    for name, tensor in tqdm(tensors, "Loading weights", len(waiting), delay=SHOW_PROGRESS_AFTER_SECONDS):
+        our_name = _our_name(model, name)
+        if our_name is None:
             continue
-        if name not in places:
+        if our_name not in places:
             unexpected.append(name)
             continue
-        if name not in waiting:
-            raise ValueError(f"tensor {name!r} appears in more than one file of {folder}")
-        _copy(places[name], tensor, name)
-        waiting.remove(name)
+        place = places[our_name]
+        if not waiting.issuperset(place.parts):
+            raise ValueError(
+                f"tensor {name!r} appears in more than one file of {folder}, or in another form too"
+            )
+        _copy(place.target, tensor, name)
+        waiting.difference_update(place.parts)
     if unexpected or waiting:
         raise ValueError(
             f"{folder} does not fit the model its config.json describes: "
@@ -62,24 +83,49 @@ def initialize_dummy_weights(model: nn.Module, seed: int = 0) -> None:
         parameter.data.normal_(0.0, DUMMY_STD, generator=generators[device])
 
 
-def parameter_slices(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Where each checkpoint tensor goes: its name -> a parameter, or the rows of a fused one.
+def parameter_places(model: nn.Module) -> dict[str, Place]:
+    """Where each tensor that a checkpoint may have goes, by its name after hf_to_vllm_mapper.
 
-    The fused linears come from the model's packed_modules_mapping, their rows from the linear's output_sizes.
-    A parameter with two owners (tied embeddings) is listed under its first name only.
+    Fused linears and their parts come from the model's packed_modules_mapping, rows from the linear's
+    output_sizes; experts from its expert_params_mapping. A parameter with two owners (tied embeddings) is listed
+    under its first name only.
     """
-    places: dict[str, torch.Tensor] = {}
+    places: dict[str, Place] = {}
     for name, parameter in model.named_parameters():
         path, kind = name.rsplit(".", 1)
-        parent, _, leaf = path.rpartition(".")
+        module, (parent, _, leaf) = model.get_submodule(path), path.rpartition(".")
+        if isinstance(module, FusedMoE):
+            continue
         slices = model.packed_modules_mapping.get(leaf)
         if slices is None:
-            places[name] = parameter.data
+            places[name] = Place(parameter.data, (name,))
             continue
-        sizes = model.get_submodule(path).output_sizes
-        for source, rows in zip(slices, parameter.data.split(sizes), strict=True):
-            places[f"{parent}.{source}.{kind}"] = rows
+        parts = [f"{parent}.{source}.{kind}" for source in slices]
+        places |= _fused_places(name, parameter.data, parts, parameter.data.split(module.output_sizes))
+    for path, module in model.named_modules():
+        if isinstance(module, FusedMoE):
+            places |= _expert_places(path, module, model.expert_params_mapping)
     return places
+
+
+def _expert_places(path: str, experts: FusedMoE, names: tuple[str, ...]) -> dict[str, Place]:
+    """The experts of a layer, one by one under the checkpoint's names, or all in one tensor."""
+    w1, w2, w3 = names
+    numbers = range(experts.num_experts)
+    gate_up = [f"{path}.{number}.{name}.weight" for number in numbers for name in (w1, w3)]
+    down = [f"{path}.{number}.{w2}.weight" for number in numbers]
+    w13_weight, w2_weight = experts.w13_weight.data, experts.w2_weight.data
+    halves = w13_weight.view(-1, experts.intermediate_size, experts.hidden_size)  # (2E, I, H)
+    places = _fused_places(f"{path}.gate_up_proj", w13_weight, gate_up, halves)
+    return places | _fused_places(f"{path}.down_proj", w2_weight, down, w2_weight)
+
+
+def _fused_places(
+    name: str, whole: torch.Tensor, parts: list[str], pieces: Iterable[torch.Tensor]
+) -> dict[str, Place]:
+    """A fused tensor under its own name, and its pieces under theirs."""
+    places = {part: Place(piece, (part,)) for part, piece in zip(parts, pieces, strict=True)}
+    return places | {name: Place(whole, tuple(parts))}
 
 
 def iterate_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,6 +153,16 @@ def weight_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise FileNotFoundError(f"{file} does not exist; only safetensors checkpoints are read")
     return files
+
+
+def _our_name(model: nn.Module, name: str) -> str | None:
+    """A checkpoint tensor's name in the model; None for one that is not read."""
+    mapper = model.hf_to_vllm_mapper
+    our_name = mapper._map_name(name) if mapper is not None else name
+    if our_name is None or our_name.endswith(IGNORED_SUFFIXES):
+        return None
+    # The embeddings are the output too; some checkpoints store them twice all the same.
+    return None if our_name == "lm_head.weight" and model.config.tie_word_embeddings else our_name
 
 
 def _copy(place: torch.Tensor, tensor: torch.Tensor, name: str) -> None:

@@ -10,12 +10,17 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import initialize_dummy_weights, load_weights
+from minivllm.models.mixtral import MixtralForCausalLM
+from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODELS = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
+    "Phi3ForCausalLM": LlamaForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 

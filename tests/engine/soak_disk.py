@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_adapters import ADAPTERS, load_oracle, save_adapter
-from tiny_models import norms_in_float64, transformers_model
+from tiny_models import all_in_float64, transformers_model
 
 TINY = {
     "vocab_size": 48,
@@ -101,7 +101,7 @@ class VersionedOracle:
 
         self.disk = disk
         self.model = load_oracle(disk.base)
-        norms_in_float64(self.model)
+        all_in_float64(self.model)
         for adapter_id in disk.state:
             config = LoraConfig.from_pretrained(disk.template(adapter_id))
             if adapter_id == 1:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from tiny_adapters import load_oracle
-from tiny_models import norms_in_float64
+from tiny_models import all_in_float64
 
 
 class Oracle:
@@ -17,7 +17,7 @@ class Oracle:
     def __init__(self, base: Path, dtype: torch.dtype = torch.float64) -> None:
         self.base = load_oracle(base, dtype=dtype)
         if dtype == torch.float64:
-            norms_in_float64(self.base)
+            all_in_float64(self.base)
         self.dtype = dtype
         self.peft = None
         self.known: set[str] = set()

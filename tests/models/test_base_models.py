@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
+from tiny_models import (
+    VARIANTS,
+    PagedRequests,
+    every_expert,
+    reference_logits,
+    token_ids,
+    transformers_model,
+)
 
 from minivllm.layers.linear import LinearBase
 from minivllm.models.config import ModelArchitecture
@@ -105,12 +112,11 @@ def test_decodes_and_chunks_mixed_in_any_order(model, texts, expected, seed):
 
 
 @pytest.mark.parametrize(("half", "error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)], ids=str)
-def test_half_precision_follows_transformers_in_full(folder, texts, half, error):
-    from transformers import AutoModelForCausalLM
-
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def test_half_precision_follows_transformers_in_full(variant, tmp_path, texts, half, error):
+    oracle = transformers_model(variant, **every_expert(variant))
+    oracle.save_pretrained(tmp_path)
     expected = reference_logits(oracle, texts[0], torch.float32)
-    requests = PagedRequests(get_model(folder, half), texts[:2])
+    requests = PagedRequests(get_model(tmp_path, half), texts[:2])
 
     actual = requests.run([[(0, 40)], [(0, 20), (1, 9)], [(0, 1)]])[0]
 

@@ -1,5 +1,7 @@
 """Tiny random models of every supported kind, and a paged cache to run them with in any order of chunks."""
 
+import functools
+
 import numpy as np
 import torch
 
@@ -53,7 +55,37 @@ VARIANTS = {
         "num_key_value_heads": 2,
         "head_dim": 20,
     },
+    "phi3-fused": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "sliding_window": 220,
+        "pad_token_id": 0,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3-moe-a-dense-layer": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
 }
+
+
+def every_expert(variant):
+    """Overrides for `transformers_model`: each token runs all experts.
+
+    Half precision now and then tips the choice between two experts that a token likes alike, which is no error.
+    """
+    experts = VARIANTS[variant].get("num_local_experts")
+    return {"num_experts_per_tok": experts} if experts else {}
 
 
 def transformers_model(variant, seed=0, **overrides):
@@ -74,20 +106,34 @@ def transformers_model(variant, seed=0, **overrides):
 def reference_logits(model, token_ids, dtype):
     """What transformers computes for one text alone, in float32 or all through in float64."""
     if dtype == torch.float64:
-        norms_in_float64(model)
+        all_in_float64(model)
     model.to(dtype)
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0]
 
 
-def norms_in_float64(model):
-    """The norms of transformers compute in float32 whatever the dtype: PyTorch's own take their places."""
+def all_in_float64(model):
+    """What transformers computes in float32 whatever the dtype, or not at all: norms, routers, experts."""
     for name, module in list(model.named_modules()):
-        if not type(module).__name__.endswith("RMSNorm") or isinstance(module, torch.nn.RMSNorm):
-            continue
-        norm = torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon)
-        norm.weight = module.weight
-        model.set_submodule(name, norm)
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm") and not isinstance(module, torch.nn.RMSNorm):
+            norm = torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon)
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
+        elif kind.endswith("TopKRouter"):
+            module.forward = functools.partial(_route_in_float64, module)
+            model.set_experts_implementation("eager")
+
+
+def _route_in_float64(router, hidden_states):
+    """The router's logits, and the weights and numbers of the experts each token runs: (T, E), (T, k), (T, k)"""
+    logits = hidden_states.reshape(-1, router.hidden_dim) @ router.weight.T
+    likelihoods = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
+    chosen = likelihoods.argsort(dim=-1, descending=True)[:, : router.top_k]
+    weights = likelihoods.gather(1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights, chosen
 
 
 def token_ids(length, seed):
