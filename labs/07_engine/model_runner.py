@@ -216,13 +216,15 @@ class ModelRunner(LoRAModelRunnerMixin):
     def warm_up(self) -> None:
         """Run one prompt and one decode batch, so that the first request does not pay for first calls.
 
-        On a GPU, the largest step runs too, since it has kernels of its own, and decode steps are captured.
+        On a GPU, the largest step runs too, since it has kernels of its own, and decode steps are captured if the
+        model allows it.
         """
         tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
         rows = min(8, self.config.scheduler_config.max_num_seqs)
         for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
             self._dummy_run(query_lens)
-        if self.use_paged_attention and not self.config.model_config.enforce_eager:
+        eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
+        if self.use_paged_attention and not eager:
             self.capture_model()
         self._forget_dummy_loras()
 
