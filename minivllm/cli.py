@@ -67,6 +67,13 @@ def generate(
     ] = None,
     model: Model = None,
     adapter: Adapters = None,
+    adapter_folder: Annotated[
+        str | None, typer.Option(help="A folder of adapter folders; `name: prompt` finds FOLDER/name.")
+    ] = None,
+    base_model_name: Annotated[
+        str | None,
+        typer.Option(help="What adapters in that folder call the model, if not as its folder is called."),
+    ] = None,
     max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
@@ -103,7 +110,8 @@ def generate(
         "max_model_len": max_model_len,
         "punica_backend": punica,
     }
-    run_generate(read_prompts(prompts, file), model, adapter or [], params, options, chat, as_json)
+    sources = adapter or [], adapter_folder, base_model_name
+    run_generate(read_prompts(prompts, file), model, *sources, params, options, chat, as_json)
 
 
 @app.command()

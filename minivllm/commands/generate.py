@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.markup import escape
 
-from minivllm.commands.common import console, parse_adapters, print_json, resolve_model
+from minivllm.commands.common import console, parse_adapters, print_json, register_folder, resolve_model
 from minivllm.engine.llm import LLM
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.resolver import FilesystemResolver
 from minivllm.sampling_params import SamplingParams
 
 
@@ -62,28 +63,39 @@ def _read_line(number: int, line: str) -> NamedPrompt:
     return NamedPrompt(record["prompt"], adapter)
 
 
-def pick_adapter(prompt: NamedPrompt, adapters: dict[str, LoRARequest]) -> tuple[str, LoRARequest | None]:
-    """The prompt's text and adapter. In `name: prompt` a name counts only if it is an adapter's, or "base".
+def pick_adapter(
+    prompt: NamedPrompt, adapters: dict[str, LoRARequest], folder: FilesystemResolver | None = None
+) -> tuple[str, LoRARequest | str | None]:
+    """The prompt's text and adapter: one that was given, or the name of one in the folder.
 
-    ValueError for an adapter that was not given.
+    In `name: prompt` a name counts only if it is an adapter's, or "base". ValueError for an adapter that there is not.
     """
     name, text = prompt.adapter, prompt.text
     if name is None:
         head, colon, rest = text.partition(":")
-        if colon and head.strip() in {"base", *adapters}:
+        if colon and (head.strip() in {"base", *adapters} or _is_in(folder, head.strip())):
             name, text = head.strip(), rest.strip()
     if name is None or name == "base":
         return text, None
+    if name not in adapters and _is_in(folder, name):
+        return text, name
     if name not in adapters:
         known = ", ".join(adapters) or "none"
-        raise ValueError(f"adapter '{name}' was not given; known: {known}; pass --adapter {name}=PATH")
+        where = f" and is not in '{folder.folder}'" if folder else ""
+        raise ValueError(f"adapter '{name}' was not given{where}; known: {known}; pass --adapter {name}=PATH")
     return text, adapters[name]
+
+
+def _is_in(folder: FilesystemResolver | None, name: str) -> bool:
+    return folder is not None and folder.find(name) is not None
 
 
 def run_generate(
     prompts: Iterable[NamedPrompt],
     model: str | None,
     adapter_specs: list[str],
+    adapter_folder: str | None,
+    base_model_name: str | None,
     params: SamplingParams,
     options: dict[str, Any],
     chat: bool,
@@ -91,8 +103,9 @@ def run_generate(
 ) -> None:
     """Answer everything in one go and print it in the order it came."""
     adapters = parse_adapters(adapter_specs)
-    picked = [pick_adapter(prompt, adapters) for prompt in prompts]
-    llm = LLM(resolve_model(model), enable_lora=bool(adapters), **options)
+    folder = register_folder(adapter_folder, base_model_name, model)
+    picked = [pick_adapter(prompt, adapters, folder) for prompt in prompts]
+    llm = LLM(resolve_model(model), enable_lora=bool(adapters or folder), **options)
     texts, loras = [text for text, _ in picked], [lora for _, lora in picked]
     if chat and llm.get_tokenizer().chat_template:
         conversations = [[{"role": "user", "content": text}] for text in texts]

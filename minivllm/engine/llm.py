@@ -30,14 +30,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts, each with its own adapter if it names one; answers in the order of prompts.
 
         prompts           text, {"prompt": ...} or {"prompt_token_ids": [...]}; one or a list
         sampling_params   one for all, or a list
-        lora_request      one for all, or a list in which None is the base model; with `load_inplace` an adapter is
-                          read again once a call, not for every prompt
+        lora_request      one for all, or a list in which None is the base model. A name stands for an adapter that
+                          the engine knows or a resolver finds. With `load_inplace` an adapter is read again once
+                          a call, not for every prompt
 
         ValueError if any prompt cannot be served; then none is. A request that fails later has
         finish_reason "error" and says why in `.error`. Nothing is left behind by an error or Ctrl-C.
@@ -64,7 +65,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations through the tokenizer's chat template; otherwise as `generate`.
 
@@ -97,15 +98,15 @@ class LLM:
         return finished
 
 
-def _reload_once(loras: Iterable[LoRARequest | None]) -> Iterator[LoRARequest | None]:
+def _reload_once(loras: Iterable[LoRARequest | str | None]) -> Iterator[LoRARequest | str | None]:
     """Each prompt that orders a reload waits for those before it: one order is enough for all."""
-    seen: set[LoRARequest] = set()
+    seen: set[LoRARequest | str | None] = set()
     for lora in loras:
-        if lora is None or lora not in seen:
+        if isinstance(lora, LoRARequest) and lora in seen:
+            yield replace(lora, load_inplace=False)
+        else:
             yield lora
             seen.add(lora)
-        else:
-            yield replace(lora, load_inplace=False)
 
 
 def _for_each(value: Any, count: int, name: str) -> list[Any]:

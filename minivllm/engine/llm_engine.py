@@ -9,6 +9,7 @@ from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_names import resolve_lora
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.metrics import EngineMetrics
@@ -78,11 +79,12 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | str | None = None,
     ) -> str:
         """Queue a request and give its id back. vLLM: `add_request`.
 
-        prompt   text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
+        prompt         text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
+        lora_request   an adapter, or the name of one that the engine knows or a resolver finds; None is the base
 
         Raises ValueError (FileNotFoundError for an adapter that is not there, TypeError for an argument of another
         kind) for what can never be served; the engine is then as it was.
@@ -90,6 +92,8 @@ class LLMEngine:
         _check_types(request_id, params, lora_request)
         text, token_ids = self._read_prompt(request_id, prompt)
         params.verify_with_vocab(self.config.model_config.get_vocab_size())
+        if isinstance(lora_request, str):
+            lora_request = self._named(request_id, lora_request)
         request = Request(
             request_id,
             token_ids,
@@ -107,6 +111,14 @@ class LLMEngine:
         self.scheduler.add_request(request)
         self.output_processor.add_request(request, text)
         return request_id
+
+    def _named(self, request_id: str, lora_name: str) -> LoRARequest:
+        if self.adapters is None:
+            raise ValueError(
+                f"request '{request_id}' names adapter '{lora_name}' but LoRA is off; start the engine with "
+                "enable_lora=True"
+            )
+        return resolve_lora(lora_name, self.config.model_config.model, self.adapters.entries.values())
 
     def _read_prompt(self, request_id: str, prompt: Prompt) -> tuple[str | None, list[int]]:
         text, token_ids = None, prompt
@@ -313,11 +325,11 @@ class LLMEngine:
         return info
 
 
-def _check_types(request_id: str, params: SamplingParams, lora_request: LoRARequest | None) -> None:
+def _check_types(request_id: str, params: SamplingParams, lora_request: LoRARequest | str | None) -> None:
     for name, value, kind in (
         ("request_id", request_id, str),
         ("params", params, SamplingParams),
-        ("lora_request", lora_request, LoRARequest | None),
+        ("lora_request", lora_request, LoRARequest | str | None),
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {value!r}")

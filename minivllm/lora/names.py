@@ -19,6 +19,16 @@ UNSUPPORTED_WEIGHTS = {
     ".bias": "a bias of the base model, which all adapters share; train with bias='none'",
 }
 
+# What of a repository on the hub belongs to an adapter: not the base model that some put beside it.
+ADAPTER_FILES = [
+    "adapter_*",
+    "new_embeddings.*",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+]
+
 
 class WeightsMapper(Protocol):
     """Renames a checkpoint's tensor to the model's. vLLM: `model_executor.models.utils.WeightsMapper`."""
@@ -112,14 +122,14 @@ def get_adapter_absolute_path(lora_path: str) -> str:
         return os.path.expanduser(lora_path)
     if os.path.exists(lora_path):
         return os.path.abspath(lora_path)
-    if not _looks_like_hub_id(lora_path):
+    if not looks_like_hub_id(lora_path):
         return lora_path
 
     import huggingface_hub
     from huggingface_hub.errors import HTTPError
 
     try:
-        return huggingface_hub.snapshot_download(repo_id=lora_path, allow_patterns="adapter_*")
+        return huggingface_hub.snapshot_download(repo_id=lora_path, allow_patterns=ADAPTER_FILES)
     # HTTPError: the transport's own, which the hub lets through (a proxy that refuses, a connection cut).
     # OSError: no network, offline without a copy. ValueError: not a hub id, or the answer was not the hub's.
     except (HTTPError, OSError, ValueError) as error:
@@ -129,7 +139,7 @@ def get_adapter_absolute_path(lora_path: str) -> str:
         return lora_path
 
 
-def _looks_like_hub_id(path: str) -> bool:
+def looks_like_hub_id(path: str) -> bool:
     """`owner/name`. Where `owner` is a folder here it is a path misspelt: no reason to wait for a network."""
     owner, _, name = path.partition("/")
     return bool(name) and "/" not in name and not owner.startswith(".") and not os.path.isdir(owner)

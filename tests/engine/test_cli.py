@@ -1,6 +1,7 @@
 """The command line: what it reads, what it prints, how it fails."""
 
 import json
+import shutil
 
 import pytest
 from tiny_adapters import save_adapter
@@ -11,6 +12,7 @@ from minivllm.cli import app
 from minivllm.commands.common import parse_adapters
 from minivllm.commands.demo import demo_requests, show
 from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
+from minivllm.lora.resolver import FilesystemResolver, LoRAResolverRegistry
 
 run = CliRunner().invoke
 
@@ -37,6 +39,12 @@ def adapter(tmp_path_factory, base):
     )
 
 
+@pytest.fixture(autouse=True)
+def no_resolvers(monkeypatch):
+    """What a command registers stays for the life of its process; here it is one test's."""
+    monkeypatch.setattr(LoRAResolverRegistry, "resolvers", {})
+
+
 def generate(base, *arguments, **kwargs):
     options = ["--model", str(base), "--max-tokens", "6", "--json"]
     return run(app, ["generate", *options, *map(str, arguments)], **kwargs)
@@ -57,6 +65,47 @@ def test_jsonl_on_stdin_picks_adapters_too(base, adapter):
     result = generate(base, "--adapter", f"loud={adapter}", input="\n".join(map(json.dumps, lines)))
 
     assert [r["adapter"] for r in json.loads(result.stdout)] == ["loud", "base"]
+
+
+def test_adapters_are_found_by_name_in_a_folder_of_them(base, adapter):
+    given = generate(base, "--adapter", f"x={adapter}", "x: Say hi")
+
+    lines = ["loud: Say hi", "Note: Say hi", json.dumps({"prompt": "Say hi", "adapter": "loud"})]
+    found = generate(base, "--adapter-folder", adapter.parent, input="\n".join(lines))
+
+    records = json.loads(found.stdout)
+    assert [(r["adapter"], r["prompt"]) for r in records] == [
+        ("loud", "Say hi"),
+        ("base", "Note: Say hi"),
+        ("loud", "Say hi"),
+    ]
+    assert records[0]["text"] == records[2]["text"] == json.loads(given.stdout)[0]["text"]
+
+
+def test_adapters_in_a_folder_may_know_the_model_by_another_name(base, adapter, tmp_path, caplog):
+    shutil.copytree(adapter, tmp_path / "loud")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "somebody/else"
+    (tmp_path / "loud" / "adapter_config.json").write_text(json.dumps(config))
+    arguments = ["--adapter-folder", tmp_path, "loud: Say hi"]
+
+    refused = generate(base, *arguments)
+    found = generate(base, "--base-model-name", "somebody/else", *arguments)
+
+    assert "'loud' is unknown" in str(refused.exception)
+    assert "it was trained on 'somebody/else'" in caplog.text
+    assert json.loads(found.stdout)[0]["adapter"] == "loud"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--adapter-folder", "/nowhere"], "adapter folder '/nowhere' does not exist"),
+        (["--base-model-name", "a/b"], "pass that too"),
+    ],
+)
+def test_a_folder_of_adapters_must_be_there_and_given(base, arguments, complaint):
+    assert complaint in str(generate(base, *arguments, "Say hi").exception)
 
 
 def test_weights_may_be_dummies_and_a_device_that_is_not_there_is_an_error(base):
@@ -120,6 +169,11 @@ def test_malformed_adapters_are_refused(specs, complaint):
 def test_an_adapter_that_was_not_given_is_named():
     with pytest.raises(ValueError, match="adapter 'sql' was not given; known: loud"):
         pick_adapter(NamedPrompt("Hi", "sql"), parse_adapters(["loud=somewhere"]))
+
+
+def test_an_adapter_that_is_in_no_folder_either_is_named_with_it(tmp_path):
+    with pytest.raises(ValueError, match=r"'\.\./sql' was not given and is not in '.*'; known: none"):
+        pick_adapter(NamedPrompt("Hi", "../sql"), {}, FilesystemResolver(tmp_path))
 
 
 def test_only_names_that_were_given_count_before_a_colon():

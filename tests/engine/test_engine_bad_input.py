@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -364,7 +365,8 @@ BAD_REQUESTS = {
     "request id is a number": ({"request_id": 7}, TypeError, "request_id must be str, got 7"),
     "params are a dict": ({"params": {"max_tokens": 5}}, TypeError, "params must be SamplingParams"),
     "no params": ({"params": None}, TypeError, "params must be SamplingParams"),
-    "adapter is a name": ({"lora_request": "qv"}, TypeError, "lora_request must be .*got 'qv'"),
+    "adapter is a path": ({"lora_request": Path("qv")}, TypeError, "lora_request must be .*got .*Path"),
+    "adapter of an unknown name": ({"lora_request": "vq"}, ValueError, "adapter 'vq' is unknown"),
     "unknown stop ids": ({"params": greedy(stop_token_ids=[5, 97])}, ValueError, r"stop_token_ids \[97\]"),
     "too many logprobs": ({"params": greedy(logprobs=98)}, ValueError, "logprobs is 98"),
 }
@@ -455,7 +457,7 @@ class TestGenerate:
         assert after == before
         assert not llm.llm_engine.has_unfinished_requests()
 
-    @pytest.mark.parametrize("bad", [{"sampling_params": [greedy(), None]}, {"lora_request": [None, "qv"]}])
+    @pytest.mark.parametrize("bad", [{"sampling_params": [greedy(), None]}, {"lora_request": [None, 5]}])
     def test_one_argument_of_another_kind_and_none_is_run(self, llm, bad):
         with pytest.raises(TypeError):
             llm.generate(["good", "also good"], **{"sampling_params": greedy(), "use_tqdm": False, **bad})

@@ -1,0 +1,71 @@
+"""An adapter asked for by its name: one that the engine knows, or one that a resolver finds.
+
+Stands for `resolve_lora` of vllm/entrypoints/openai/models/serving.py (v0.22.1).
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from minivllm.engine.adapter_registry import AdapterEntry
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.resolver import LoRAResolverRegistry
+
+
+def resolve_lora(lora_name: str, base_model_name: str, known: Iterable[AdapterEntry]) -> LoRARequest:
+    """The adapter of that name. vLLM: `OpenAIServingModels.resolve_lora`.
+
+    The engine's own come first, aliases too; then every resolver is asked in turn, and the first answer counts. It
+    is known from then on, so that many requests for one name ask once.
+
+    Raises ValueError for a name that nobody knows, and when a resolver fails or answers something else.
+    """
+    entries = list(known)
+    for entry in entries:
+        if lora_name in entry.names:
+            return entry.request
+    for resolver_name in list(LoRAResolverRegistry.get_supported_resolvers()):
+        answer = _ask(resolver_name, base_model_name, lora_name)
+        if answer is not None:
+            return replace(answer, lora_name=lora_name)
+    raise ValueError(_unknown(lora_name, entries))
+
+
+def _ask(resolver_name: str, base_model_name: str, lora_name: str) -> LoRARequest | None:
+    resolver = LoRAResolverRegistry.get_resolver(resolver_name)
+    try:
+        answer = _run(resolver.resolve_lora(base_model_name, lora_name))
+    except Exception as error:  # a resolver is other people's code: it may raise anything
+        raise ValueError(
+            f"LoRA resolver '{resolver_name}' failed at adapter '{lora_name}': "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(answer, LoRARequest | None):
+        raise ValueError(
+            f"LoRA resolver '{resolver_name}' must answer a LoRARequest or None for adapter '{lora_name}', "
+            f"got {answer!r}"
+        )
+    return answer
+
+
+def _run(coroutine: Coroutine[Any, Any, LoRARequest | None]) -> LoRARequest | None:
+    """Its result, from code that is not async itself. In a notebook a loop runs in this thread already, and will
+    not run another: then a thread of its own does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def _unknown(lora_name: str, entries: list[AdapterEntry]) -> str:
+    names = sorted(name for entry in entries for name in entry.names)
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    asked = ", ".join(LoRAResolverRegistry.get_supported_resolvers())
+    return (
+        f"adapter '{lora_name}' is unknown (known: {', '.join(names[:8]) or 'none'}{more}; resolvers asked: "
+        f"{asked or 'none'}); give a LoRARequest with its folder, or register a resolver that finds it"
+    )
