@@ -25,6 +25,21 @@ LLAMA = {
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+# As published: with the experts' number under another name than transformers 5 gives it.
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -65,6 +80,8 @@ def test_rotary_settings_are_read_in_either_spelling(keys, expected):
         (MISTRAL, (False, False, False)),
         (QWEN2, (True, False, False)),
         (QWEN3 | {"attention_bias": True}, (True, True, False)),
+        (PHI3, (False, False, False)),
+        (QWEN3_MOE | {"attention_bias": True}, (True, True, False)),
     ],
 )
 def test_which_linears_have_a_bias(config, biases):
@@ -108,6 +125,11 @@ def test_end_of_text_ids_come_from_both_files(tmp_path):
             QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
             4096,
         ),
+        (MIXTRAL, 4096),
+        (MIXTRAL | {"sliding_window": 1024}, 1024),
+        (PHI3 | {"sliding_window": 2047}, 2047),
+        (QWEN3_MOE | {"sliding_window": 1024, "use_sliding_window": False, "max_window_layers": 1}, 4096),
+        (QWEN3_MOE | {"sliding_window": 1024, "use_sliding_window": True, "max_window_layers": 9}, 1024),
     ],
 )
 def test_the_context_ends_where_a_sliding_window_would_begin_to_slide(config, limit):
@@ -133,6 +155,11 @@ REFUSED = {
     "needs low_freq_factor, high_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
     "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
     "partial_rotary_factor 0.25": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    "rope type 'longrope'": {
+        "rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
+    },
+    "shared_expert_intermediate_size 512": {"shared_expert_intermediate_size": 512},
+    "n_shared_experts 1": {"n_shared_experts": 1},
     "hidden_act 'gelu'": {"hidden_act": "gelu"},
     "dtype 'int8'": {"dtype": "int8"},
     "no 'vocab_size'": {"vocab_size": None},
@@ -146,6 +173,41 @@ def test_an_unknown_config_is_refused_by_name(message):
         ModelArchitecture.from_dict(LLAMA | REFUSED[message])
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MIXTRAL | {"num_local_experts": None}, "no 'num_experts'"),
+        (MIXTRAL | {"num_experts_per_tok": None}, "no 'num_experts_per_tok'"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* 1 to num_local_experts 8"),
+        (QWEN3_MOE | {"num_experts_per_tok": 0}, "num_experts_per_tok is 0 .* 1 to num_experts 16"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, "no 'moe_intermediate_size'"),
+        (QWEN3_MOE | {"model_type": "qwen2_moe"}, "model_type 'qwen2_moe'"),
+        (PHI3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
+    ],
+)
+def test_a_sparse_or_fused_config_is_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=message):
+        ModelArchitecture.from_dict(config)
+
+
+def test_the_number_of_experts_is_read_under_either_name():
+    renamed = QWEN3_MOE | {"num_local_experts": QWEN3_MOE["num_experts"], "num_experts": None}
+
+    parsed = ModelArchitecture.from_dict(QWEN3_MOE)
+
+    assert parsed.num_experts == 16
+    assert ModelArchitecture.from_dict(renamed) == parsed
+    assert ModelArchitecture.from_dict(LLAMA).sparse_layers == ()
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, False), (False, False), (True, True)])
+def test_only_mixtral_always_makes_the_experts_weights_sum_to_one(given, expected):
+    key = {} if given is None else {"norm_topk_prob": given}
+
+    assert ModelArchitecture.from_dict(QWEN3_MOE | key).norm_topk_prob is expected
+    assert ModelArchitecture.from_dict(MIXTRAL | key).norm_topk_prob
+
+
 def test_a_folder_without_a_readable_config_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         get_model(tmp_path / "nowhere")
@@ -155,7 +217,11 @@ def test_a_folder_without_a_readable_config_is_named(tmp_path):
         get_model(tmp_path)
 
 
-@pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN2, QWEN3], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, MIXTRAL, QWEN3_MOE],
+    ids=lambda config: config["model_type"],
+)
 def test_every_accepted_architecture_has_a_model(config):
     parsed = ModelArchitecture.from_dict({key: config[key] for key in config if key != "architectures"})
 
