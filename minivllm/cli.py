@@ -37,6 +37,9 @@ Dtype = Annotated[
     str,
     typer.Option(help="auto, float32, bfloat16, float16 or float64; auto is float32 on a CPU."),
 ]
+Quantization = Annotated[
+    str | None, typer.Option(help="torchao: the base model's linears in int8; adapters stay as they are.")
+]
 
 
 @app.command()
@@ -47,13 +50,14 @@ def demo(
     punica: Punica = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and slots.png.")] = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
     from minivllm.commands.demo import run_demo
 
-    options = {"punica_backend": punica, "device": device, "dtype": dtype}
+    options = {"punica_backend": punica, "device": device, "dtype": dtype, "quantization": quantization}
     run_demo(max_loras, max_tokens, per_adapter, options, out, as_json)
 
 
@@ -85,6 +89,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     load_format: Annotated[
         str, typer.Option(help="auto reads the weights; dummy draws random ones.")
     ] = "auto",
@@ -106,6 +111,7 @@ def generate(
         "max_cpu_loras": max_cpu_loras,
         "device": device,
         "dtype": dtype,
+        "quantization": quantization,
         "load_format": load_format,
         "max_model_len": max_model_len,
         "punica_backend": punica,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ DTYPES = {
 
 PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded")
 LOAD_FORMATS = ("auto", "dummy")
+TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
 CPU_KV_CACHE_BYTES = 2**30
 
 
@@ -77,7 +79,8 @@ class LoRAConfig:
     target_modules  wrap only these modules (suffixes or full names); None = every linear
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
     punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "folded" (A as
-                    extra rows of the base weight); "auto" = folded on CUDA, grouped on a CPU
+                    extra rows of the base weight); "auto" = folded on CUDA, triton there if the base is quantized,
+                    grouped on a CPU
     """
 
     max_lora_rank: int = 16
@@ -119,6 +122,8 @@ class ModelConfig:
     load_format     "auto" = safetensors; "dummy" = random weights by `seed`, and config.json is all there must be
     skip_tokenizer_init  no tokenizer: prompts come as token ids and answers have no text
     enforce_eager   no CUDA graphs
+    quantization    "torchao" = the linears of the blocks in int8, weights only (its Int8WeightOnlyConfig), as they are
+                    loaded; embeddings, head, router and experts stay in `dtype`. None = nothing is quantized
     """
 
     model: str
@@ -128,6 +133,7 @@ class ModelConfig:
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
+    quantization: str | None = None
     architecture: ModelArchitecture = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +153,26 @@ class ModelConfig:
         object.__setattr__(self, "max_model_len", max_model_len)
         if self.dtype != "auto":
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        if self.quantization is not None:
+            self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        """ValueError for what torchao cannot do, ModuleNotFoundError where it is missing."""
+        if self.quantization != "torchao":
+            raise ValueError(
+                f"quantization '{self.quantization}' is not supported; use torchao, or None for the weights as stored"
+            )
+        # It multiplies by the int8 numbers before it scales, and so leaves float16's range; float64 it does not know.
+        if self.dtype in (torch.float16, torch.float64):
+            raise ValueError(
+                f"quantization 'torchao' computes in float32 or bfloat16, but the dtype is {self.dtype}; "
+                "pass --dtype bfloat16 or float32"
+            )
+        if importlib.util.find_spec("torchao") is None:
+            raise ModuleNotFoundError(
+                "quantization 'torchao' needs the package torchao, which is not installed; "
+                f"run `pip install '{TORCHAO_REQUIREMENT}'`"
+            )
 
     def on_device(self, device: str) -> ModelConfig:
         """The same with the dtype that "auto" means there."""
@@ -238,3 +264,16 @@ class EngineConfig:
             object.__setattr__(
                 self, "lora_config", replace(self.lora_config, lora_dtype=self.model_config.dtype)
             )
+        if self.lora_config is not None and self.model_config.quantization is not None:
+            object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
+
+    def _beside_a_quantized_base(self, lora_config: LoRAConfig) -> LoRAConfig:
+        """The same with a backend that leaves the base weights alone. ValueError if another was asked for."""
+        if lora_config.punica_backend == "folded":
+            raise ValueError(
+                "punica_backend 'folded' keeps A behind the base weight, which quantization "
+                f"'{self.model_config.quantization}' puts in int8; use auto or triton"
+            )
+        if lora_config.punica_backend == "auto" and torch.device(self.device).type == "cuda":
+            return replace(lora_config, punica_backend="triton")
+        return lora_config

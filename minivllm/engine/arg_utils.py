@@ -24,6 +24,7 @@ class EngineArgs:
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
+    quantization: str | None = None
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -63,6 +64,7 @@ class EngineArgs:
                 self.load_format,
                 self.skip_tokenizer_init,
                 self.enforce_eager,
+                self.quantization,
             ),
             cache_config=CacheConfig(
                 self.block_size,

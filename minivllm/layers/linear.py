@@ -41,11 +41,13 @@ class LinearBase(nn.Module):
         """Reorder a float32 CPU weight for oneDNN, two to four times faster than PyTorch's own product.
 
         The plain weight is dropped, so as not to hold it twice: `weight` is empty afterwards. Call it when
-        weights are loaded. Elsewhere (other dtypes and devices, a PyTorch without oneDNN) it does nothing.
+        weights are loaded. Elsewhere (other dtypes and devices, quantized weights, a PyTorch without oneDNN) it does
+        nothing.
         """
         weight = self.weight
         if (
-            weight.device.type != "cpu"
+            type(weight) is not nn.Parameter
+            or weight.device.type != "cpu"
             or weight.dtype != torch.float32
             or not weight.numel()
             or not can_pack()

@@ -188,9 +188,9 @@ class WrappedModules:
         layers = self.modules.values()
         buffers = [t for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
-        # A backend may keep slots and base weight in one piece.
+        # A backend may keep slots and base weight in one piece. A quantized weight has no address.
         weights = [layer.base_layer.weight for layer in layers]
-        shared = sum(w.nbytes for w in weights if w.untyped_storage().data_ptr() in storages)
+        shared = sum(w.nbytes for w in weights if storages.get(w.data_ptr()))
         return (sum(storages.values()) - shared) // self.lora_config.max_loras
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.quantization import quantize_linears
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import initialize_dummy_weights, load_weights
@@ -31,19 +32,24 @@ def get_model(
     pack: bool = True,
     load_format: str = "auto",
     seed: int = 0,
+    quantization: str | None = None,
 ) -> nn.Module:
     """Build the model a Hugging Face folder describes, and load its weights (vLLM: get_model).
 
     dtype: None keeps the checkpoint's. pack: prepare linears and norms for float32 on a CPU.
-    load_format: "dummy" reads no weights but draws them by `seed`.
+    load_format: "dummy" reads no weights but draws them by `seed`. quantization: as ModelConfig has it.
     Raises FileNotFoundError and ValueError as ModelArchitecture.from_folder and load_weights do.
     """
     config = ModelArchitecture.from_folder(folder)
-    model = MODELS[config.architecture](config, dtype, device)
+    # Full weights that are to be quantized wait on the CPU: a GPU need not have room for them.
+    first_device = "cpu" if quantization and load_format == "auto" else device
+    model = MODELS[config.architecture](config, dtype, first_device)
     if load_format == "dummy":
         initialize_dummy_weights(model, seed)
     else:
         load_weights(model, folder)
+    if quantization:
+        quantize_linears(model, device)
     if pack:
         for module in model.modules():
             if isinstance(module, LinearBase | RMSNorm):

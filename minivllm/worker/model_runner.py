@@ -58,6 +58,7 @@ class ModelRunner(LoRAModelRunnerMixin):
             self.device,
             load_format=model_config.load_format,
             seed=model_config.seed,
+            quantization=model_config.quantization,
         )
         if config.lora_config is not None:
             self.model = self.load_lora_model(self.model, config, self.device)
