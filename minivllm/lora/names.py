@@ -19,10 +19,11 @@ UNSUPPORTED_WEIGHTS = {
     ".bias": "a bias of the base model, which all adapters share; train with bias='none'",
 }
 
-# What of a repository on the hub belongs to an adapter: not the base model that some put beside it.
+# What of a repository on the hub is an adapter's, and what of it the engine cannot do without. Not the base model
+# that some put beside it, nor the trainer's checkpoints.
+NEEDED_FILES = ["adapter_*", "new_embeddings.*"]
 ADAPTER_FILES = [
-    "adapter_*",
-    "new_embeddings.*",
+    *NEEDED_FILES,
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -125,18 +126,36 @@ def get_adapter_absolute_path(lora_path: str) -> str:
     if not looks_like_hub_id(lora_path):
         return lora_path
 
-    import huggingface_hub
     from huggingface_hub.errors import HTTPError
 
     try:
-        return huggingface_hub.snapshot_download(repo_id=lora_path, allow_patterns=ADAPTER_FILES)
+        return _from_hub(lora_path)
     # HTTPError: the transport's own, which the hub lets through (a proxy that refuses, a connection cut).
     # OSError: no network, offline without a copy. ValueError: not a hub id, or the answer was not the hub's.
     except (HTTPError, OSError, ValueError) as error:
         logger.warning(
-            "'%s' is no local folder, and the Hugging Face hub did not give it: %s", lora_path, error
+            "'%s' is no local folder, and the Hugging Face hub did not give it: %s",
+            lora_path,
+            error.__cause__ or error,
         )
         return lora_path
+
+
+def _from_hub(hub_id: str) -> str:
+    """The snapshot's folder in the hub's cache, brought up to date if the hub can be reached."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return huggingface_hub.snapshot_download(repo_id=hub_id, allow_patterns=ADAPTER_FILES)
+    except LocalEntryNotFoundError as error:
+        # The hub cannot be reached, and the copy lacks something: if only a tokenizer, which others do not fetch.
+        try:
+            return huggingface_hub.snapshot_download(
+                repo_id=hub_id, allow_patterns=NEEDED_FILES, local_files_only=True
+            )
+        except LocalEntryNotFoundError:
+            raise error  # noqa: B904 (its own cause says why)
 
 
 def looks_like_hub_id(path: str) -> bool:

@@ -1,0 +1,344 @@
+"""Adapters by their Hugging Face id, with the hub's own client: its cache, no network, and a hub of our own.
+
+The hub is a local web server that speaks what `snapshot_download` asks for; nothing leaves this machine.
+"""
+
+import hashlib
+import http.server
+import json
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+from safetensors.torch import load_file
+from tiny_engine import greedy, run, tiny_world, tokens_of
+
+from minivllm import LoRARequest
+from minivllm.lora.names import get_adapter_absolute_path
+
+ID = "somebody/sql-adapter"
+PROMPT = [5, 6, 7, 8, 9]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the hub, and a folder to work in that holds nothing."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """Every address that anybody tries to reach; none can be."""
+    tried = []
+
+    def refuse(host, *args, **kwargs):
+        tried.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return tried
+
+
+@pytest.fixture
+def offline(monkeypatch, connections):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return connections
+
+
+def put_into_cache(cache: Path, adapter: Path) -> Path:
+    """A copy as the hub's client keeps it: files as links to blobs, and `main` leading to the commit."""
+    repository = cache / f"models--{ID.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for file in adapter.iterdir():
+        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copyfile(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def answer(world, path=ID, count=6):
+    """The tokens of an engine whose request names the adapter by that path."""
+    engine = world.engine()
+    engine.add_request("a", PROMPT, greedy(count), lora_request=LoRARequest("sql", 7, str(path)))
+    return tokens_of(run(engine)["a"])
+
+
+class TestCopy:
+    def test_in_the_cache_is_found_without_any_connection(self, world, cache, offline):
+        snapshot = put_into_cache(cache, world.path("qv"))
+
+        assert get_adapter_absolute_path(ID) == str(snapshot)
+        assert offline == []
+
+    def test_in_the_cache_is_served_like_the_folder_it_came_from(self, world, cache, offline):
+        put_into_cache(cache, world.path("qv"))
+
+        assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
+        assert offline == []
+
+    def test_in_the_cache_is_found_when_the_hub_is_not(self, world, cache, connections):
+        snapshot = put_into_cache(cache, world.path("qv"))
+
+        assert get_adapter_absolute_path(ID) == str(snapshot)
+        assert connections, "it should have looked for a newer one"
+
+    def test_that_lacks_nothing_but_a_tokenizer_will_do(self, world, cache, offline):
+        """Such as vLLM leaves behind, which fetches `adapter_*`; the client knows of the files that are missing."""
+        snapshot = put_into_cache(cache, world.path("qv"))
+        listing = {
+            name: {"size": 9, "blob_id": COMMIT, "lfs_sha256": None, "lfs_size": None, "xet_hash": None}
+            for name in ("adapter_config.json", WEIGHTS, "tokenizer.json", "model.safetensors")
+        }
+        write_listing(snapshot, listing)
+
+        assert get_adapter_absolute_path(ID) == str(snapshot)
+
+    @pytest.mark.parametrize("missing", [WEIGHTS, "new_embeddings.safetensors"])
+    def test_that_lacks_weights_will_not(self, world, cache, offline, caplog, missing):
+        snapshot = put_into_cache(cache, world.path("qv"))
+        (snapshot / WEIGHTS).unlink()
+        entry = {"size": 9, "blob_id": COMMIT, "lfs_sha256": None, "lfs_size": None, "xet_hash": None}
+        write_listing(snapshot, {"adapter_config.json": entry, missing: entry})
+
+        with caplog.at_level(logging.WARNING):
+            assert get_adapter_absolute_path(ID) == ID
+        assert "did not give it" in caplog.text
+
+    def test_that_is_not_there_is_known_at_once_offline_and_the_reason_told(self, offline, caplog):
+        started = time.monotonic()
+
+        with caplog.at_level(logging.WARNING):
+            found = get_adapter_absolute_path(ID)
+
+        assert found == ID
+        assert time.monotonic() - started < 5
+        assert "HF_HUB_OFFLINE" in caplog.text
+        assert offline == []
+
+    def test_that_is_not_there_refuses_the_request_alone(self, world, offline):
+        engine = world.engine()
+        engine.add_request("base", PROMPT, greedy(4))
+
+        with pytest.raises(FileNotFoundError, match=f"adapter 'sql': adapter folder '{ID}' does not exist"):
+            engine.add_request("a", PROMPT, greedy(4), lora_request=LoRARequest("sql", 7, ID))
+
+        assert tokens_of(run(engine)["base"]) == world.oracle().greedy(None, PROMPT, 4)
+
+
+def write_listing(snapshot: Path, entries: dict[str, dict]) -> None:
+    """The client's note of what is in the repository, which it makes when it downloads."""
+    from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
+
+    write_tree_cache(
+        str(snapshot.parents[1]), COMMIT, {name: TreeCacheEntry(**entry) for name, entry in entries.items()}
+    )
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """One repository, as the hub answers for it.
+
+    files    name -> bytes
+    broken   names of files that cannot be had
+    asked    the paths of all requests
+    """
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.files = files
+        self.broken: set[str] = set()
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def commit(self) -> str:
+        content = b"".join(name.encode() + data for name, data in sorted(self.files.items()))
+        return hashlib.sha1(content).hexdigest()
+
+    @property
+    def fetched(self) -> set[str]:
+        """Names of the files that were asked for."""
+        return {path.partition(f"/resolve/{self.commit}/")[2] for path in self.asked if "/resolve/" in path}
+
+
+class HubHandler(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub: Hub = self.server
+        path = unquote(urlsplit(self.path).path)
+        hub.asked.append(path)
+        resolve = f"/{ID}/resolve/{hub.commit}/"
+        if path in (f"/api/models/{ID}", f"/api/models/{ID}/revision/main"):
+            siblings = [{"rfilename": name} for name in hub.files]
+            self.answer(json.dumps({"id": ID, "sha": hub.commit, "siblings": siblings}).encode())
+        elif path == f"/api/models/{ID}/tree/{hub.commit}":
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in hub.files.items()
+            ]
+            self.answer(json.dumps(tree).encode())
+        elif path.startswith(resolve) and (name := path.removeprefix(resolve)) in hub.files:
+            data = hub.files[name]
+            headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": hub.commit}
+            self.answer(data, headers, 403 if name in hub.broken else 200)
+        else:
+            self.answer(b"", {"X-Error-Code": "RepoNotFound"}, 404)
+
+    def answer(self, data: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+BESIDE_IT = {
+    "README.md": b"# An adapter",
+    "model.safetensors": b"the whole base model",
+    "optimizer.pt": b"what the trainer had in mind",
+    "checkpoint-100/adapter_model.safetensors": b"older",
+    ".gitattributes": b"",
+}
+WITH_IT = {
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
+    "special_tokens_map.json": b"{}",
+    "added_tokens.json": b"{}",
+    "chat_template.jinja": b"",
+    "new_embeddings.safetensors": b"rows",
+}
+
+
+def adapter_files(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ("adapter_config.json", WEIGHTS)}
+
+
+@pytest.fixture
+def hub(world, monkeypatch):
+    """Has adapter 'qv', and what people put beside their adapters."""
+    server = Hub({**adapter_files(world.path("qv")), **BESIDE_IT})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+class TestDownload:
+    def test_brings_what_is_the_adapters_and_nothing_else(self, world, hub, cache):
+        hub.files |= WITH_IT
+
+        folder = Path(get_adapter_absolute_path(ID))
+
+        assert folder.is_relative_to(cache) and folder.name == hub.commit
+        assert {path.name for path in folder.iterdir()} == {
+            "adapter_config.json",
+            WEIGHTS,
+            *WITH_IT,
+        }
+        assert hub.fetched == {path.name for path in folder.iterdir()}
+        for path in folder.iterdir():
+            assert path.read_bytes() == hub.files[path.name]
+
+    def test_is_served_token_for_token(self, world, hub):
+        del hub.files[".gitattributes"]
+
+        assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_happens_once_and_is_not_asked_for_again(self, world, hub, monkeypatch):
+        first = get_adapter_absolute_path(ID)
+        hub.asked.clear()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+        assert get_adapter_absolute_path(ID) == first
+        assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
+        assert hub.asked == []
+
+    def test_of_a_new_commit_is_another_folder(self, world, hub):
+        old = get_adapter_absolute_path(ID)
+        hub.files |= adapter_files(world.path("all"))
+
+        new = get_adapter_absolute_path(ID)
+
+        assert new != old
+        assert answer(world) == world.oracle().greedy("all", PROMPT, 6)
+        assert answer(world, old) == world.oracle().greedy("qv", PROMPT, 6)
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", WEIGHTS])
+    def test_that_breaks_off_gives_the_id_back_with_the_reason(self, hub, caplog, name):
+        hub.broken.add(name)
+
+        with caplog.at_level(logging.WARNING):
+            assert get_adapter_absolute_path(ID) == ID
+
+        assert "403" in caplog.text
+
+    def test_without_the_tokenizer_will_do(self, world, hub):
+        hub.files |= WITH_IT
+        del hub.files["new_embeddings.safetensors"]
+        hub.broken.add("tokenizer.json")
+
+        assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_of_an_unknown_id_gives_it_back_with_the_reason(self, hub, caplog):
+        with caplog.at_level(logging.WARNING):
+            assert get_adapter_absolute_path("nobody/nothing") == "nobody/nothing"
+
+        assert "404" in caplog.text
+        assert not hub.fetched
+
+    def test_of_a_damaged_file_is_refused_by_name(self, world, hub):
+        hub.files[WEIGHTS] = hub.files[WEIGHTS][:-100]
+
+        with pytest.raises(ValueError, match=f"adapter 'sql': .*{WEIGHTS}' is not a readable safetensors"):
+            answer(world)
+
+    def test_may_be_a_pickle_of_tensors(self, world, hub, tmp_path):
+        import torch
+
+        weights = load_file(world.path("qv") / WEIGHTS)
+        torch.save(weights, tmp_path / "adapter_model.bin")
+        hub.files["adapter_model.bin"] = (tmp_path / "adapter_model.bin").read_bytes()
+        del hub.files[WEIGHTS]
+
+        assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_is_not_needed_where_a_folder_has_the_ids_name(self, world, hub):
+        shutil.copytree(world.path("qv"), ID)
+
+        assert answer(world) == world.oracle().greedy("qv", PROMPT, 6)
+        assert hub.asked == []
