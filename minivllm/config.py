@@ -76,11 +76,15 @@ class LoRAConfig:
     max_loras       S: slots, so the most distinct adapters of one batch
     max_cpu_loras   adapters kept in memory, those in slots included; None = max_loras, never fewer
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
-    target_modules  wrap only these modules (suffixes or full names); None = every linear
+    target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
+                    experts
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
     punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "folded" (A as
                     extra rows of the base weight); "auto" = folded on CUDA, triton there if the base is quantized,
                     grouped on a CPU
+    bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`)
+    lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
+    long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
     """
 
     max_lora_rank: int = 16
@@ -90,6 +94,9 @@ class LoRAConfig:
     target_modules: list[str] | None = None
     fully_sharded_loras: bool = False
     punica_backend: str = "auto"
+    bias_enabled: bool = False
+    lora_extra_vocab_size: int = 0
+    long_lora_scaling_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _require_positive(max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
@@ -109,6 +116,19 @@ class LoRAConfig:
             raise ValueError(
                 f"unknown punica backend '{self.punica_backend}'; use one of {', '.join(PUNICA_BACKENDS)}"
             )
+        extra = self.lora_extra_vocab_size
+        if isinstance(extra, bool) or not isinstance(extra, int) or extra < 0:
+            raise ValueError(f"lora_extra_vocab_size must be an int of at least 0, got {extra!r}")
+        if self.long_lora_scaling_factors is not None:
+            object.__setattr__(self, "long_lora_scaling_factors", self._checked_factors())
+
+    def _checked_factors(self) -> tuple[float, ...]:
+        """Ascending, each once."""
+        factors = self.long_lora_scaling_factors
+        is_list = isinstance(factors, list | tuple | set | frozenset)
+        if not is_list or not all(isinstance(f, int | float) and 1 < f < float("inf") for f in factors):
+            raise ValueError(f"long_lora_scaling_factors must be numbers greater than 1, got {factors!r}")
+        return tuple(sorted({float(factor) for factor in factors}))
 
 
 @dataclass(frozen=True)

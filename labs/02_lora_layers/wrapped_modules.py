@@ -1,26 +1,32 @@
 """The wrapped layers of one model. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+import torch.nn.functional as F
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.layers.linear import LinearBase
+from minivllm.layers.embedding import ParallelLMHead
 from minivllm.lora.layers import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import is_in_target_modules, nearest_names
 from minivllm.lora.punica_wrapper import PunicaWrapperBase
-from minivllm.lora.replace import from_layer, replace_submodule
+from minivllm.lora.replace import (
+    from_layer,
+    from_layer_logits_processor,
+    layers_to_wrap,
+    replace_submodule,
+)
 
 
 class WrappedModules:
-    """Every wrapped layer of a model, by name; checks, packs and writes whole adapters.
+    """Every wrapped layer of a model, by name; conforms, checks, packs and writes whole adapters.
 
     modules          module name -> wrapped layer; a layer with several names is here under its first
     packed_modules   fused module name -> names of the parts that adapters name, in slice order
     targets          every name that an adapter may use -> (module name, slice)
 
-    Raises ValueError when the model has no linear, a linear that no wrapper takes, or not what `target_modules`
+    Raises ValueError when the model has no linear, a layer that no wrapper takes, or not what `target_modules`
     names.
     """
 
@@ -31,38 +37,60 @@ class WrappedModules:
         self.modules: dict[str, BaseLayerWithLoRA] = {}
         self.packed_modules: dict[str, list[str]] = {}
         self.targets: dict[str, tuple[str, int]] = {}
-        linears = _linears_by_module(model)
-        if not linears:
+        layers = layers_to_wrap(model)
+        if not layers:
             raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")
-        self._refuse_unknown_targets([name for names in linears.values() for name in names])
-        self._wrap_all(model, linears)
+        self._refuse_unknown_targets([name for names in layers.values() for name in names])
+        heads = {layer: names for layer, names in layers.items() if isinstance(layer, ParallelLMHead)}
+        self._wrap_all(model, {layer: names for layer, names in layers.items() if layer not in heads})
+        self._wrap_heads(model, heads)
 
-    # region lab 2.5: wrap every linear of a model, once
-    def _wrap_all(self, model: nn.Module, linears: dict[LinearBase, list[str]]) -> None:
-        """Put a wrapper in every place where a wanted linear is, and note what adapters may call it.
+    # region lab 2.5: wrap every layer of a model, once
+    def _wrap_all(self, model: nn.Module, layers: dict[nn.Module, list[str]]) -> None:
+        """Put a wrapper in every place where a wanted layer is, and note what adapters may call it.
 
-        linears   every linear of the model -> its names; it has several where modules share it
+        layers   every layer of the model that may be adapted -> its names; it has several where modules share it
 
-        A linear is wanted if any of its names is. It gets one wrapper (`_wrap`), which then stands under all of its
+        A layer is wanted if any of its names is. It gets one wrapper (`_wrap`), which then stands under all of its
         names; `modules` and `packed_modules` have it under the first. In `targets` are its names, all of them, with
-        slice 0; of a wrapper with several slices instead the names of the parts, each with its slice.
+        part 0; of a layer that checkpoints name part by part (`_names_of_parts` is not empty) instead the names of
+        the parts, each with its number.
         """
-        raise Todo("lab 2.5: wrap every linear of a model, once")
+        raise Todo("lab 2.5: wrap every layer of a model, once")
 
     # endregion
+
+    def _wrap_heads(self, model: nn.Module, heads: dict[ParallelLMHead, list[str]]) -> None:
+        """Adapters name `lm_head`, but the logits processor beside it is what is wrapped."""
+        for head, (name, *_) in heads.items():
+            if not self._is_wanted(name):
+                continue
+            parent, dot, _ = name.rpartition(".")
+            place = f"{parent}{dot}logits_processor"
+            if not hasattr(model.get_submodule(parent), "logits_processor"):
+                raise ValueError(f"{name} cannot be wrapped for LoRA: the model has no {place}")
+            wrapped = from_layer_logits_processor(
+                model.get_submodule(place), head, self.lora_config.max_loras, self.lora_config
+            )
+            wrapped.set_mapping(self.punica_wrapper)
+            replace_submodule(model, place, wrapped)
+            self.modules[name] = wrapped
+            self.targets[name] = (name, 0)
 
     def _is_wanted(self, name: str) -> bool:
         return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)
 
     def _names_of_parts(self, name: str) -> list[str]:
-        """What a checkpoint calls the slices of a fused module."""
+        """What a checkpoint calls the parts of a fused module; [] where it has one name for all of it."""
         prefix, dot, suffix = name.rpartition(".")
-        return [prefix + dot + part for part in self.packed_mapping.get(suffix, [])]
+        parts = self.packed_mapping.get(suffix, [])
+        return [prefix + dot + part for part in parts] if len(parts) > 1 else []
 
-    def _wrap(self, name: str, linear: LinearBase) -> BaseLayerWithLoRA:
-        wrapped = from_layer(linear, self.lora_config.max_loras, self.lora_config, self._names_of_parts(name))
+    def _wrap(self, name: str, layer: nn.Module) -> BaseLayerWithLoRA:
+        parts = self.packed_mapping.get(name.rpartition(".")[2], [])
+        wrapped = from_layer(layer, self.lora_config.max_loras, self.lora_config, parts)
         if not isinstance(wrapped, BaseLayerWithLoRA):
-            raise ValueError(f"{name} ({type(linear).__name__}) cannot be wrapped for LoRA")
+            raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
         wrapped.set_mapping(self.punica_wrapper)
         return wrapped
 
@@ -75,6 +103,35 @@ class WrappedModules:
                     f"target_modules names '{target}', but the model has only {', '.join(known)}"
                 )
 
+    def conform(self, lora: LoRAModel) -> None:
+        """Bring an adapter that is not packed yet into this model's form, as far as that is a matter of form.
+
+        One adapter for a whole fused module becomes one for each part, with the same A and a part of B. What an
+        embedding's A or B lacks of the tokens that adapters may add is filled up with zeros. What cannot be brought
+        into form is left for `check` to refuse.
+        """
+        for name, parts in self.packed_modules.items():
+            whole = lora.get_lora(name)
+            heights = [self.modules[name].part_shape(i)[1] for i in range(len(parts))]
+            is_fused = whole is not None and not whole.is_packed and whole.lora_b.shape[0] == sum(heights)
+            if is_fused and not any(part in lora.loras for part in parts):
+                del lora.loras[name]
+                lora.loras.update(zip(parts, whole.split(parts, heights)))
+        for name, weights in lora.loras.items():
+            if name in self.targets and not weights.is_packed:
+                self._fill_up_vocabulary(self.modules[self.targets[name][0]], weights)
+
+    def _fill_up_vocabulary(self, module: BaseLayerWithLoRA, weights: LoRALayerWeights) -> None:
+        """An adapter that adds tokens may or may not have A (B of an output embedding) for them; slots do."""
+        if module.is_linear or not module.extra_slots:
+            return
+        width, height = module.part_shape(0)
+        added = module.extra_slots[0].shape[1]
+        if 0 < width - weights.input_dim <= added:
+            weights.lora_a = F.pad(weights.lora_a, (0, width - weights.input_dim))  # (r, V + X)
+        if 0 < height - weights.output_dim <= added:
+            weights.lora_b = F.pad(weights.lora_b, (0, 0, 0, height - weights.output_dim))  # (V + X, r)
+
     # region lab 2.6: refuse an adapter that does not fit
     def check(self, lora: LoRAModel) -> None:
         """ValueError unless every module of the adapter exists here, is wrapped, and has fitting shapes.
@@ -86,11 +143,12 @@ class WrappedModules:
         raise Todo("lab 2.6: refuse an adapter that does not fit")
 
     def _check_shapes(self, name: str, weights: LoRALayerWeights) -> None:
-        """ValueError that names the module unless it is a target, its rank fits a slot, and A and B fit their slice.
+        """ValueError that names the module unless it is a target, its rank fits a slot, and A and B fit their part.
 
         For a fused module the message lists the parts to name instead (`packed_modules`), for a rank `max_lora_rank`
-        and the option `--max-lora-rank r` that would admit it, for A, (r, K), and B, (N_i, r), the shapes they have
-        and should have, as tuples.
+        and the option `--max-lora-rank r` that would admit it, for A, (r, K), and B, (N, r), the shapes they have
+        and should have, as tuples. K and N are a part's (`part_shape`) where the module is fused, else the module's
+        (`whole_shape`).
         """
         raise Todo("lab 2.6: refuse an adapter that does not fit")
 
@@ -114,7 +172,9 @@ class WrappedModules:
         parts_of: dict[str, list[LoRALayerWeights | None]] = {}
         for target, (name, i) in self.targets.items():
             if (weights := lora.loras.pop(target, None)) is not None:
-                parts_of.setdefault(name, [None] * self.modules[name].n_slices)[i] = weights
+                parts_of.setdefault(name, [None] * max(1, len(self.packed_modules.get(name, []))))[i] = (
+                    weights
+                )
         for name, parts in parts_of.items():
             is_fused = name in self.packed_modules
             lora.loras[name] = PackedLoRALayerWeights.pack(parts) if is_fused else parts[0].optimize()
@@ -133,11 +193,12 @@ class WrappedModules:
     def dummy(self, lora_id: int, rank: int) -> LoRAModel:
         """An adapter of zeros over everything that is wrapped."""
         loras = {}
-        for target, (name, i) in self.targets.items():
+        for target, (name, part) in self.targets.items():
             module = self.modules[name]
-            dtype = module.lora_a_stacked[0].dtype
+            width, height = module.part_shape(part) if name in self.packed_modules else module.whole_shape
+            dtype = module.a_slots[0].dtype
             loras[target] = LoRALayerWeights.create_dummy_lora_weights(
-                target, module.input_size, module.output_slices[i], rank, dtype, "cpu"
+                target, width, height, rank, dtype, "cpu"
             )
         return LoRAModel(lora_id, rank, loras)
 
@@ -145,19 +206,9 @@ class WrappedModules:
     def slot_bytes(self) -> int:
         """Bytes that one more slot takes in all layers, whatever is in it, wherever the backend put it."""
         layers = self.modules.values()
-        buffers = [t for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+        buffers = [t for layer in layers for t in (*layer.a_slots, *layer.b_slots, *layer.extra_slots)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
-        # A backend may keep slots and base weight in one piece.
-        weights = [layer.base_layer.weight for layer in layers]
-        shared = sum(w.nbytes for w in weights if w.untyped_storage().data_ptr() in storages)
+        # A backend may keep slots and base weight in one piece. A quantized weight has no address.
+        weights = [layer.weight for layer in layers if layer.is_linear]
+        shared = sum(w.nbytes for w in weights if storages.get(w.data_ptr()))
         return (sum(storages.values()) - shared) // self.lora_config.max_loras
-
-
-def _linears_by_module(model: nn.Module) -> dict[LinearBase, list[str]]:
-    """Every linear but the embeddings' -> all names it can be reached by."""
-    embeddings = getattr(model, "embedding_modules", {})
-    names_of: dict[LinearBase, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, LinearBase) and name.rpartition(".")[2] not in embeddings:
-            names_of.setdefault(module, []).append(name)
-    return names_of

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minivllm.lora.ops.torch_ops import bgmv_expand, bgmv_shrink
 from minivllm.lora.punica_wrapper.utils import compute_runs, convert_mapping
 
 if TYPE_CHECKING:
@@ -102,6 +103,49 @@ class PunicaWrapperBase(PunicaWrapperABC):
 
     def sync_slots(self) -> None:
         """Called before every forward pass: the moment to take in what `slot_changed` told of."""
+
+    def slots_of_tokens(self, tokens: int) -> torch.Tensor:
+        """(T,) int64 slot of each token, -1 = base, where the layers compute."""
+        return self.token_lora_indices[:tokens]
+
+    def slots_of_samples(self, rows: int) -> torch.Tensor:
+        """(P,) int64 slot of each sampled row, -1 = base, where the layers compute."""
+        return self.sampler_indices[:rows]
+
+    def reaches(self, layer: BaseLayerWithLoRA) -> bool:
+        """Whether an adapter of this step has weights for the layer. A layer that most leave alone asks first."""
+        return any(ranks[slot] for slot, _ in self.runs for ranks in layer.live_ranks)
+
+    def add_lora_bias(
+        self, y: torch.Tensor, lora_bias_stacked: tuple[torch.Tensor, ...], output_slices: tuple[int, ...]
+    ) -> None:
+        """y[:, slice i] += each row's own bias.   y: (T, N)   lora_bias_stacked: n x (S, 1, N_i)"""
+        slots = self.slots_of_tokens(len(y))  # (T,)
+        for columns, bias in zip(y.split(output_slices, dim=1), lora_bias_stacked):
+            added = torch.where((slots < 0)[:, None], 0, bias[slots.clamp(min=0), 0])  # (T, N_i)
+            columns += added.to(y.dtype)
+
+    def apply_logits(self, layer: BaseLayerWithLoRA, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what an output embedding's adapters give, as far as ranks are live.   y: (P, V)   x: (P, H)"""
+        rank = max(layer.live_ranks[0])
+        self.add_lora_logits(y, x, layer.lora_a_stacked[:, :, :rank], layer.lora_b_stacked[..., :rank], 1.0)
+
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        *,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """As `add_lora_linear`, on the sampled rows.   y: (P, V)   x: (P, H)   A: (S, 1, R, H)   B: (S, 1, V, R)"""
+        if buffer is None:
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            buffer = torch.zeros(len(x), lora_a_stacked.shape[-2], dtype=dtype, device=x.device)  # (P, R)
+        bgmv_shrink(x, lora_a_stacked, buffer, self.sampler_indices, scale)
+        bgmv_expand(buffer, lora_b_stacked, y, self.sampler_indices, add_inputs=True)
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True

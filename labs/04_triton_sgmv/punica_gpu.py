@@ -45,6 +45,9 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         self.ranks = torch.zeros(0, max_loras, dtype=torch.int32, device=device)
         self._layers: dict[BaseLayerWithLoRA, int] = {}  # layer -> its first row of `ranks`
         self._ranks_are_stale = False
+        self._token_slots = torch.full((max_num_batched_tokens,), -1, dtype=torch.long, device=device)
+        self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
+        self._copied = self.token_lora_indices  # what the two hold on the GPU
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         first = len(self.ranks)
@@ -60,6 +63,12 @@ class PunicaWrapperGPU(PunicaWrapperBase):
             ranks = [slice_ranks for layer in self._layers for slice_ranks in layer.live_ranks]
             self.ranks.copy_(torch.tensor(ranks, dtype=torch.int32), non_blocking=True)
             self._ranks_are_stale = False
+        if self._copied is not self.token_lora_indices and not self.no_lora:
+            self._token_slots[: len(self.token_lora_indices)].copy_(
+                self.token_lora_indices, non_blocking=True
+            )
+            self._sampler_slots[: len(self.sampler_indices)].copy_(self.sampler_indices, non_blocking=True)
+            self._copied = self.token_lora_indices
 
     # region lab 4.4: tile lists once a step, two launches a linear
     def update_metadata(
@@ -82,6 +91,21 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         raise Todo("lab 4.4: tile lists once a step, two launches a linear")
 
     # endregion
+
+    def slots_of_tokens(self, tokens: int) -> torch.Tensor:
+        return self._token_slots[:tokens]
+
+    def slots_of_samples(self, rows: int) -> torch.Tensor:
+        return self._sampler_slots[:rows]
+
+    def reaches(self, layer: BaseLayerWithLoRA) -> bool:
+        """A captured graph has to hold for every later step. What no adapter has weights for ends at once."""
+        return True
+
+    def apply_logits(self, layer: BaseLayerWithLoRA, y: torch.Tensor, x: torch.Tensor) -> None:
+        tiles, ranks = self.prompt_meta.meta_args(len(x)), self._ranks_of(layer)
+        h = shrink(x, _flat((layer.lora_a_stacked,)), tiles, ranks)  # (splits, 1, P, R)
+        expand(h, _flat((layer.lora_b_stacked,)), y, tiles, ranks)
 
     def _ranks_of(self, layer: BaseLayerWithLoRA) -> torch.Tensor:
         """(n, S) int32"""
@@ -161,6 +185,8 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         super().adopt(layer)
+        if not layer.is_linear:
+            return
         base, n = layer.base_layer, layer.n_slices
         slots, _, rank, width = layer.lora_a_stacked[0].shape
         if not base.weight.numel():

@@ -68,7 +68,7 @@ class LoRAModelManager(AdapterReports):
     @property
     def lora_dtype(self) -> torch.dtype:
         """Of the slots; adapters are converted to it when they are read."""
-        return next(iter(self.modules.values())).lora_a_stacked[0].dtype
+        return next(iter(self.modules.values())).a_slots[0].dtype
 
     @property
     def punica_wrapper(self) -> PunicaWrapperBase:
@@ -89,7 +89,8 @@ class LoRAModelManager(AdapterReports):
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def check_adapter(self, lora: LoRAModel) -> None:
-        """ValueError unless every module of the adapter exists here and fits; nothing changes."""
+        """ValueError unless every module of the adapter exists here and fits; it may get this model's form."""
+        self.wrapped.conform(lora)
         self.wrapped.check(lora)
 
     def add_adapter(self, adapter: LoRAModel) -> bool:

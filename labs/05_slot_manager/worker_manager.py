@@ -88,11 +88,10 @@ class WorkerLoRAManager:
         return lora
 
     def _expected_modules(self) -> list[str]:
-        """The ends of module names an adapter may use: the parts of fused modules, not the fused name."""
+        """The ends of module names an adapter may use: those of modules, and of the parts of fused ones."""
         packed = self._adapter_manager.packed_modules_mapping
-        return [
-            part for name in self._adapter_manager.supported_lora_modules for part in packed.get(name, [name])
-        ]
+        supported = self._adapter_manager.supported_lora_modules
+        return [name for module in supported for name in (*packed.get(module, []), module)]
 
     def check_adapter(self, lora_request: LoRARequest) -> None:
         """Raise what loading would raise, from the config and the header of the weights file alone.

@@ -59,6 +59,7 @@ class ModelRunner(LoRAModelRunnerMixin):
             self.device,
             load_format=model_config.load_format,
             seed=model_config.seed,
+            quantization=model_config.quantization,
         )
         if config.lora_config is not None:
             self.model = self.load_lora_model(self.model, config, self.device)
@@ -236,7 +237,9 @@ class ModelRunner(LoRAModelRunnerMixin):
     def _dummy_run(self, query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
         """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
         scheduled = np.array(query_lens)
-        with self.maybe_dummy_run_with_lora(self.config.lora_config, scheduled, np.ones_like(scheduled)):
+        sampled = np.zeros_like(scheduled)
+        sampled[-1] = num_logits  # logits have adapters too, as many rows as are computed
+        with self.maybe_dummy_run_with_lora(self.config.lora_config, scheduled, sampled):
             block_size = self.config.cache_config.block_size
             tables = [[0] * -(-length // block_size) for length in query_lens]
             attn = self._build_attention(query_lens, query_lens, tables)

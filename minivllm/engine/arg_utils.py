@@ -33,6 +33,9 @@ class EngineArgs:
     target_modules: list[str] | None = None
     fully_sharded_loras: bool = False
     punica_backend: str = "auto"
+    bias_enabled: bool = False
+    lora_extra_vocab_size: int = 0
+    long_lora_scaling_factors: tuple[float, ...] | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -54,6 +57,9 @@ class EngineArgs:
             target_modules=self.target_modules,
             fully_sharded_loras=self.fully_sharded_loras,
             punica_backend=self.punica_backend,
+            bias_enabled=self.bias_enabled,
+            lora_extra_vocab_size=self.lora_extra_vocab_size,
+            long_lora_scaling_factors=self.long_lora_scaling_factors,
         )
         return EngineConfig(
             model_config=ModelConfig(

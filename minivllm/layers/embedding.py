@@ -61,7 +61,21 @@ class LogitsProcessor(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
 
-    def forward(self, lm_head: ParallelLMHead, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        lm_head: ParallelLMHead,
+        hidden_states: torch.Tensor,
+        embedding_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """hidden_states: (P, H) -> (P, V)"""
+        return self._get_logits(hidden_states, lm_head, embedding_bias)
+
+    def _get_logits(
+        self,
+        hidden_states: torch.Tensor,
+        lm_head: ParallelLMHead,
+        embedding_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden_states: (P, H)   embedding_bias: (V,) or None -> (P, V)"""
         logits, _ = lm_head(hidden_states)  # (P, V)
-        return logits
+        return logits if embedding_bias is None else logits + embedding_bias

@@ -35,7 +35,7 @@ class LoRAModel:
     name      what the request that loaded it called it; for people, nothing depends on it
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
               uses it as the key: names and ids may come back with other weights, a load_id does not.
-    pool      for a GPU: the page-locked memory that holds all tensors, see `SlotWriter`
+    pool, live_rows   for a GPU: the page-locked memory that holds all tensors, and their rows, see `SlotWriter`
     """
 
     def __init__(self, lora_model_id: int, rank: int, loras: dict[str, LoRALayerWeights]) -> None:
@@ -46,6 +46,7 @@ class LoRAModel:
         self.loras = loras
         self.name = ""
         self.pool: torch.Tensor | None = None
+        self.live_rows: list[tuple[list[int], list[int]]] = []
         self.load_id = next(_load_ids)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:

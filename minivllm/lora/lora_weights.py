@@ -16,6 +16,8 @@ class LoRALayerWeights:
     lora_a        (r, K) as PEFT stores it, no transpose; None until it is read
     lora_b        (N, r) likewise
     scaling       factor on B·A that is not yet in B; 1 once `optimize` has folded it. None = lora_alpha / rank
+    bias          (1, N) a bias on B (PEFT's `lora_bias`), scaled like B; None for most
+    embeddings_tensor  (tokens, H) of an embedding: of the tokens that the adapter adds; None for most
     """
 
     def __init__(
@@ -26,6 +28,8 @@ class LoRALayerWeights:
         lora_a: torch.Tensor | None,
         lora_b: torch.Tensor | None,
         scaling: float | None = None,
+        bias: torch.Tensor | None = None,
+        embeddings_tensor: torch.Tensor | None = None,
     ) -> None:
         self.module_name = module_name
         self.rank = rank
@@ -33,15 +37,19 @@ class LoRALayerWeights:
         self.lora_a = lora_a
         self.lora_b = lora_b
         self.scaling = lora_alpha / rank if scaling is None else scaling
+        self.bias = bias
+        self.embeddings_tensor = embeddings_tensor
 
     # region lab 1.4: fold the scaling into B, once
     def optimize(self) -> "LoRALayerWeights":
-        """Multiply B by the scaling, so that no forward pass ever has to, and return self.
+        """Multiply B, and its bias if it has one, by the scaling, so that no forward pass has to, and return self.
 
         Doing it again changes nothing. B is replaced, not written to: whoever read it from a file may still hold it.
         """
         if self.scaling != 1:
             self.lora_b = self.lora_b * self.scaling  # (N, r)
+            if self.bias is not None:
+                self.bias = self.bias * self.scaling  # (1, N)
             self.scaling = 1
         return self
 
@@ -60,13 +68,37 @@ class LoRALayerWeights:
         return False
 
     @property
+    def extras(self) -> torch.Tensor | None:
+        """What goes into a slot beside A and B, (rows, columns): a bias or embeddings; no module has both."""
+        return self.bias if self.embeddings_tensor is None else self.embeddings_tensor
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """A, B and what comes with them."""
+        return [t for t in (self.lora_a, self.lora_b, self.extras) if t is not None]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of A and B."""
-        return self.lora_a.nbytes + self.lora_b.nbytes
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put `replace(tensor)` in the place of A and of B."""
-        self.lora_a, self.lora_b = replace(self.lora_a), replace(self.lora_b)
+        """Put `replace(tensor)` in the place of every tensor."""
+        for name in ("lora_a", "lora_b", "bias", "embeddings_tensor"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, replace(tensor))
+
+    def split(self, names: Sequence[str], heights: Sequence[int]) -> list["LoRALayerWeights"]:
+        """One adapter for several layers with the same input as one for each: A is shared, B (ΣN, r) is taken apart.
+
+        heights: the N of each
+        """
+        lora_bs = self.lora_b.split(heights)
+        biases = [None] * len(names) if self.bias is None else self.bias.split(heights, dim=1)
+        return [
+            LoRALayerWeights(name, self.rank, self.lora_alpha, self.lora_a, lora_b, self.scaling, bias)
+            for name, lora_b, bias in zip(names, lora_bs, biases)
+        ]
 
     @classmethod
     def from_config(
@@ -100,7 +132,7 @@ class LoRALayerWeights:
 class PackedLoRALayerWeights(LoRALayerWeights):
     """The adapters of the parts of a fused module, e.g. q, k and v of qkv_proj. vLLM: the same name.
 
-    lora_a, lora_b, scaling and lora_alphas are lists with one entry a part, None where the adapter leaves that
+    lora_a, lora_b, scaling, bias and lora_alphas are lists with one entry a part, None where the adapter leaves that
     part alone. `rank` is the largest of the parts'; each A and B keeps its own.
     """
 
@@ -112,6 +144,7 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         lora_a: list[torch.Tensor | None],
         lora_b: list[torch.Tensor | None],
         scaling: list[float | None] | None = None,
+        bias: list[torch.Tensor | None] | None = None,
     ) -> None:
         if scaling is None:
             # Each part's own rank: the largest would make the scaling of the others too small.
@@ -119,7 +152,7 @@ class PackedLoRALayerWeights(LoRALayerWeights):
                 None if a is None or alpha is None else alpha / len(a)
                 for alpha, a in zip(lora_alphas, lora_a)
             ]
-        super().__init__(module_name, rank, 0, lora_a, lora_b, scaling)
+        super().__init__(module_name, rank, 0, lora_a, lora_b, scaling, bias or [None] * len(lora_a))
         self.lora_alphas = lora_alphas
 
     # region lab 1.5: pack the parts of a fused module
@@ -140,6 +173,7 @@ class PackedLoRALayerWeights(LoRALayerWeights):
             lora_a=[None if lora is None else lora.lora_a for lora in loras],
             lora_b=[None if lora is None else lora.lora_b for lora in loras],
             scaling=[None if lora is None else 1 for lora in loras],
+            bias=[None if lora is None else lora.bias for lora in loras],
         )
 
     # endregion
@@ -150,6 +184,8 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         for part, scaling in enumerate(self.scaling):
             if scaling is not None and scaling != 1:
                 self.lora_b[part] = self.lora_b[part] * scaling  # (N_i, r_i)
+                if self.bias[part] is not None:
+                    self.bias[part] = self.bias[part] * scaling  # (1, N_i)
                 self.scaling[part] = 1
         return self
 
@@ -168,9 +204,9 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         return True
 
     def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.lora_a = [None if a is None else replace(a) for a in self.lora_a]
-        self.lora_b = [None if b is None else replace(b) for b in self.lora_b]
+        for name in ("lora_a", "lora_b", "bias"):
+            setattr(self, name, [None if t is None else replace(t) for t in getattr(self, name)])
 
     @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.lora_a, *self.lora_b) if t is not None)
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (*self.lora_a, *self.lora_b, *self.bias) if t is not None]

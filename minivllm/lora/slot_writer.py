@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
+from minivllm.lora.layers import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapped_modules import WrappedModules
 
 ALIGNMENT = 16  # bytes; a piece that begins at a multiple is read at full speed whatever its dtype
@@ -26,18 +29,13 @@ class SlotWriter:
     write or, inside `behind_step`, before the last `begin_step`. And a step that uses a slot waits until it is
     written; others do not.
 
-    places     (P, 6) int64, see `write_slot`: A and B of every slice of every module
+    places     (P, 6) int64, see `write_slot`: A and B of every slice, and expert, of every module, and its extras
     written    slot -> event of its last write, until a step has waited for it
     """
 
     def __init__(self, wrapped: WrappedModules, device: torch.device | str) -> None:
         self.modules = wrapped.modules
-        buffers = [
-            buffer[:, 0]  # (S, rows, columns)
-            for module in self.modules.values()
-            for a_and_b in zip(module.lora_a_stacked, module.lora_b_stacked)
-            for buffer in a_and_b
-        ]
+        buffers = [buffer for module in self.modules.values() for buffer in _buffers(module)]
         self.dtype = buffers[0].dtype
         self.places = torch.tensor(
             [[b.data_ptr(), *b.stride(), *b.shape[1:]] for b in buffers], device=device
@@ -56,33 +54,27 @@ class SlotWriter:
 
     def take(self, lora: LoRAModel) -> None:
         """Move a packed adapter into one piece of page-locked memory, `lora.pool`; its tensors become views of it."""
-        nbytes = sum(_aligned(p.numel() * self.dtype.itemsize) for p in self._pieces(lora) if p is not None)
+        tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
+        nbytes = sum(_aligned(tensor.numel() * self.dtype.itemsize) for tensor in tensors)
         lora.pool = torch.empty(self.table_bytes + nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)
-        _, room = self._split(lora.pool)
+        table, room = self._split(lora.pool)
         used = 0
-        first_of: dict[int, int] = {}  # address of a piece -> its first element in `room`
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal used
             place = room[used : used + tensor.numel()].view(tensor.shape)
-            first_of[place.data_ptr()] = used
             used += _aligned(place.nbytes) // place.itemsize
             return place.copy_(tensor)
 
         for weights in lora.loras.values():
             weights.replace_tensors(move)
-        table, _ = self._split(lora.pool)
-        for row, piece in zip(table, self._pieces(lora)):
-            present = piece is not None
-            row.copy_(torch.tensor([first_of[piece.data_ptr()], *piece.shape] if present else [0, 0, 0]))
-
-    def _pieces(self, lora: LoRAModel) -> Iterator[torch.Tensor | None]:
-        """What belongs at each of `places`; None where the adapter has nothing."""
+        rows = []
         for name, module in self.modules.items():
-            weights = lora.get_lora(name)
-            for i in range(module.n_slices):
-                for tensors in (weights.lora_a, weights.lora_b) if weights else (None, None):
-                    yield tensors[i] if isinstance(tensors, list) else tensors
+            for piece in _pieces(module, lora.get_lora(name)):
+                start = (piece.data_ptr() - room.data_ptr()) // room.itemsize if piece is not None else 0
+                rows.append([start, *piece.shape] if piece is not None and len(piece) else [0, 0, 0])
+        table.copy_(torch.tensor(rows))
+        lora.live_rows = [_live_rows(module, lora.get_lora(name)) for name, module in self.modules.items()]
 
     def _split(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """An adapter's memory, here or on the GPU, as its table (P, 3) and its weights (elements,)."""
@@ -99,10 +91,8 @@ class SlotWriter:
             arrived = self.arrived[: len(lora.pool)].copy_(lora.pool, non_blocking=True)
             table, weights = self._split(arrived)
             write_slot(weights, table, self.places, slot, self.largest)
-        rows_of_a = self._split(lora.pool)[0][::2, 1].tolist()
-        for module in self.modules.values():
-            module.slot_written(slot, rows_of_a[: module.n_slices])
-            del rows_of_a[: module.n_slices]
+        for module, (ranks, extra_rows) in zip(self.modules.values(), lora.live_rows):
+            module.slot_written(slot, ranks, extra_rows)
 
     @contextmanager
     def behind_step(self) -> Iterator[None]:
@@ -137,6 +127,51 @@ class SlotWriter:
             yield
             self.written[slot] = torch.cuda.Event()
             self.written[slot].record()
+
+
+def _buffers(module: BaseLayerWithLoRA) -> Iterator[torch.Tensor]:
+    """Where an adapter's matrices go, in the order of `_pieces`: (S, rows, columns) each"""
+    for a, b in zip(module.a_slots, module.b_slots):
+        for expert in range(a.shape[1]):
+            yield a[:, expert]
+            yield b[:, expert]
+    yield from module.extra_slots
+
+
+def _pieces(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> Iterator[torch.Tensor | None]:
+    """An adapter's matrices for a module, None for each that it lacks: (rows, columns) each"""
+    parts = _parts(module, weights)
+    for buffer, a, b in zip(module.a_slots, parts.a, parts.b):
+        for expert in range(buffer.shape[1]):
+            for tensor in (a, b):
+                yield tensor[expert] if tensor is not None and tensor.ndim == 3 else tensor
+    yield from parts.extras
+
+
+class _Parts(NamedTuple):
+    """A and B of each slice, and extras; None for what an adapter lacks."""
+
+    a: list[torch.Tensor | None]
+    b: list[torch.Tensor | None]
+    extras: list[torch.Tensor | None]
+
+
+def _parts(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> _Parts:
+    nothing = [None] * module.n_slices
+    if weights is None:
+        return _Parts(nothing, nothing, [None] * len(module.extra_slots))
+    a, b, extras = (
+        tensors if isinstance(tensors, list) else [tensors]
+        for tensors in (weights.lora_a, weights.lora_b, weights.extras)
+    )
+    return _Parts(module.slice_lora_a(a), module.slice_lora_b(b), extras[: len(module.extra_slots)])
+
+
+def _live_rows(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> tuple[list[int], list[int]]:
+    """Ranks of the slices, and rows of the extras."""
+    parts = _parts(module, weights)
+    ranks = [0 if a is None else a.shape[-2] for a in parts.a]
+    return ranks, [0 if extra is None else len(extra) for extra in parts.extras]
 
 
 def _aligned(nbytes: int) -> int:

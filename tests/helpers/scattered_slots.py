@@ -13,7 +13,7 @@ class ScatteredSlots:
     def adopt(self, layer):
         homes = [
             tuple(self._place(buffer.shape) for buffer in buffers)
-            for buffers in (layer.lora_a_stacked, layer.lora_b_stacked)
+            for buffers in (layer.a_slots, layer.b_slots)
         ]
         layer.re_home(*homes)
 

@@ -45,13 +45,13 @@ def save_adapter(folder: Path, base: Path, seed: int, **config: object) -> Path:
 
 
 def load_oracle(
-    base: Path, adapter: Path | None = None, dtype: torch.dtype = torch.float64
+    base: Path, adapter: Path | None = None, dtype: torch.dtype = torch.float64, **options: object
 ) -> torch.nn.Module:
-    """transformers' model, with PEFT's adapter on it."""
+    """transformers' model, with PEFT's adapter on it. options: more for from_pretrained"""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **options)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).to(dtype)
     return model.eval()

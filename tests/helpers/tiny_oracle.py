@@ -12,10 +12,11 @@ class Oracle:
     """Answers alone, with one adapter, what a mixed batch must answer too.
 
     dtype: float64 computes norms in float64 too, which transformers does in float32.
+    options: more for from_pretrained, such as quantization_config
     """
 
-    def __init__(self, base: Path, dtype: torch.dtype = torch.float64) -> None:
-        self.base = load_oracle(base, dtype=dtype)
+    def __init__(self, base: Path, dtype: torch.dtype = torch.float64, **options: object) -> None:
+        self.base = load_oracle(base, dtype=dtype, **options)
         if dtype == torch.float64:
             all_in_float64(self.base)
         self.dtype = dtype

@@ -23,12 +23,34 @@ class NaivePunica:
     def slot_changed(self, layer, slot):
         """Has worked nothing out that could be stale."""
 
+    @property
+    def no_lora(self):
+        return all(slot < 0 for slot in self.token_slots)
+
+    def reaches(self, layer):
+        return True
+
+    def slots_of_tokens(self, tokens):
+        return torch.tensor(self.token_slots[:tokens])
+
     def apply_linear(self, layer, x):
         y = layer.base_output(x)
         for token, slot in enumerate(self.token_slots):
             if slot >= 0:
                 y[token] += self.added(layer, slot, x[token].double()).to(y.dtype)
         return y
+
+    def add_lora_embedding(self, y, x, lora_b_stacked, add_inputs=True):
+        for token, slot in enumerate(self.token_slots):
+            if slot >= 0:
+                y[token] += (lora_b_stacked[slot, 0].double() @ x[token].double()).to(y.dtype)
+
+    def apply_logits(self, layer, y, x):
+        """Every token is sampled here."""
+        for token, slot in enumerate(self.token_slots):
+            if slot >= 0:
+                a, b = layer.lora_a_stacked[slot, 0].double(), layer.lora_b_stacked[slot, 0].double()
+                y[token] += (b @ (a @ x[token].double())).to(y.dtype)
 
     def added(self, layer, slot, row):
         slices = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
@@ -51,6 +73,8 @@ class TailRowsPunica(NaivePunica):
         self.extended = {}
 
     def adopt(self, layer):
+        if not layer.is_linear:
+            return
         slots, _, rank, width = layer.lora_a_stacked[0].shape
         tail = torch.zeros(slots * rank * layer.n_slices, width, dtype=layer.weight.dtype)
         extended = torch.cat([layer.weight, tail])

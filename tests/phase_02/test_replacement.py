@@ -24,6 +24,7 @@ from minivllm.lora.layers import (
     QKVParallelLinearWithLoRA,
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
 )
 from minivllm.lora.utils import from_layer, get_supported_lora_modules, replace_submodule
 
@@ -55,7 +56,7 @@ TAKEN_BY = [
     (QKVParallelLinear(4, 2, 2, 1), ["q", "kv"], None),
     (QKVParallelLinear(4, 2, 2, 1), ["q", "k", "v"], MergedQKVParallelLinearWithLoRA),
     (SpecialLinear(4, 6), [], None),
-    (VocabParallelEmbedding(4, 6), [], None),
+    (VocabParallelEmbedding(4, 6), [], VocabParallelEmbeddingWithLoRA),
     (ParallelLMHead(6, 4), [], None),
     (nn.Linear(4, 6), [], None),
 ]
@@ -127,7 +128,7 @@ def test_a_layer_gets_its_wrapper_with_slots_or_stays_what_it_is(layer, parts, t
         assert type(wrapped) is taken_by
         assert wrapped.base_layer is layer
         assert hasattr(wrapped, "lora_a_stacked"), "the layer has no slots"
-        assert {buffer.shape[0] for buffer in wrapped.lora_a_stacked} == {2}
+        assert {buffer.shape[0] for buffer in wrapped.a_slots} == {2}
 
 
 @pytest.mark.lab("2.4")

@@ -51,7 +51,6 @@ class ToyModel(nn.Module):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
-    embedding_modules = {"lm_head": "output_embeddings"}  # noqa: RUF012
 
     def __init__(self, num_layers=2, seed=0):
         super().__init__()

@@ -43,7 +43,6 @@ class SmallModel(nn.Module):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
-    embedding_modules = {"lm_head": "output_embeddings"}  # noqa: RUF012
 
     def __init__(self):
         super().__init__()
@@ -70,7 +69,7 @@ def make_worker(slots, memory=None, cls=LRUCacheWorkerLoRAManager, **lora_option
         model_config=SimpleNamespace(get_vocab_size=lambda: 97),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64),
     )
-    worker = cls(config, "cpu", SmallModel.embedding_modules)
+    worker = cls(config, "cpu", {})
     worker.create_lora_manager(SmallModel())
     return worker
 

@@ -1,24 +1,41 @@
 """Wrapped layers: a base layer each, with slots for adapters."""
 
-from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
 from minivllm.lora.layers.linear import (
     ColumnParallelLinearWithLoRA,
+    ColumnParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithShardedLoRA,
     MergedQKVParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithLoRA,
+    QKVParallelLinearWithShardedLoRA,
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
+    RowParallelLinearWithShardedLoRA,
 )
+from minivllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from minivllm.lora.layers.utils import LoRAMapping, LoRAMappingType
+from minivllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
 __all__ = [
     "BaseLayerWithLoRA",
+    "BaseLinearLayerWithLoRA",
     "ColumnParallelLinearWithLoRA",
+    "ColumnParallelLinearWithShardedLoRA",
     "LoRAMapping",
     "LoRAMappingType",
+    "LogitsProcessorWithLoRA",
+    "MergedColumnParallelLinearVariableSliceWithLoRA",
     "MergedColumnParallelLinearWithLoRA",
+    "MergedColumnParallelLinearWithShardedLoRA",
     "MergedQKVParallelLinearWithLoRA",
+    "MergedQKVParallelLinearWithShardedLoRA",
     "QKVParallelLinearWithLoRA",
+    "QKVParallelLinearWithShardedLoRA",
     "ReplicatedLinearWithLoRA",
     "RowParallelLinearWithLoRA",
+    "RowParallelLinearWithShardedLoRA",
+    "VocabParallelEmbeddingWithLoRA",
 ]

@@ -56,6 +56,8 @@ class PunicaWrapperCPU(PunicaWrapperBase):
     """
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
+        if not layer.is_linear:
+            return
         slots, _, rank, width = layer.lora_a_stacked[0].shape
         like, n = layer.lora_a_stacked[0], layer.n_slices
         a = like.new_zeros(slots, rank, n, width)
