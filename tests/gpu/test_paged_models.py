@@ -3,7 +3,14 @@
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda
-from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
+from tiny_models import (
+    VARIANTS,
+    PagedRequests,
+    every_expert,
+    reference_logits,
+    token_ids,
+    transformers_model,
+)
 
 from minivllm.models.registry import get_model
 
@@ -21,12 +28,32 @@ STEPS = {
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def folder(request, tmp_path_factory):
+def variant(request):
+    return request.param
+
+
+def save(folder, variant, **overrides):
     """A tiny model whose head size flash attention takes: a multiple of eight."""
-    folder = tmp_path_factory.mktemp(request.param)
-    sizes = {"head_dim": 24} if request.param == "qwen3-wide-heads" else {"hidden_size": 64}
-    transformers_model(request.param, **sizes).save_pretrained(folder)
+    sizes = {"head_dim": 24} if variant == "qwen3-wide-heads" else {"hidden_size": 64}
+    transformers_model(variant, **sizes, **overrides).save_pretrained(folder)
     return folder
+
+
+def logits_of_transformers(folder, texts):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    return torch.cat([reference_logits(model, text, torch.float64) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def folder(variant, tmp_path_factory):
+    return save(tmp_path_factory.mktemp(variant), variant)
+
+
+@pytest.fixture(scope="module")
+def folder_for_half(variant, tmp_path_factory):
+    return save(tmp_path_factory.mktemp(variant), variant, **every_expert(variant))
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +63,12 @@ def texts():
 
 @pytest.fixture(scope="module")
 def expected(folder, texts):
-    from transformers import AutoModelForCausalLM
+    return logits_of_transformers(folder, texts)
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    return torch.cat([reference_logits(model, text, torch.float64) for text in texts])
+
+@pytest.fixture(scope="module")
+def expected_for_half(folder_for_half, texts):
+    return logits_of_transformers(folder_for_half, texts)
 
 
 def error_of(model, texts, steps, expected, paged=True):
@@ -56,18 +85,18 @@ def test_a_float32_model_equals_transformers(folder, texts, expected, steps):
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_a_float16_model_follows_transformers_in_full(folder, texts, expected, steps):
-    model = get_model(folder, torch.float16, DEVICE)
+def test_a_float16_model_follows_transformers_in_full(folder_for_half, texts, expected_for_half, steps):
+    model = get_model(folder_for_half, torch.float16, DEVICE)
 
-    assert error_of(model, texts, STEPS[steps], expected) < 0.003
+    assert error_of(model, texts, STEPS[steps], expected_for_half) < 0.003
 
 
 @needs_cuda
 @pytest.mark.parametrize("steps", STEPS)
-def test_a_bfloat16_model_follows_transformers_in_full(folder, texts, expected, steps):
-    model = get_model(folder, torch.bfloat16, DEVICE)
+def test_a_bfloat16_model_follows_transformers_in_full(folder_for_half, texts, expected_for_half, steps):
+    model = get_model(folder_for_half, torch.bfloat16, DEVICE)
 
-    assert error_of(model, texts, STEPS[steps], expected) < 0.025
+    assert error_of(model, texts, STEPS[steps], expected_for_half) < 0.025
 
 
 @needs_cuda
