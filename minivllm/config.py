@@ -144,6 +144,7 @@ class ModelConfig:
     enforce_eager   no CUDA graphs
     quantization    "torchao" = the linears of the blocks in int8, weights only (its Int8WeightOnlyConfig), as they are
                     loaded; embeddings, head, router and experts stay in `dtype`. None = nothing is quantized
+    position_factor how many times the model's positions a context may have: the largest rotary factor of adapters
     """
 
     model: str
@@ -154,6 +155,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
     quantization: str | None = None
+    position_factor: float = 1.0
     architecture: ModelArchitecture = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,7 +169,7 @@ class ModelConfig:
         if not folder.is_dir():
             raise FileNotFoundError(f"model folder '{self.model}' does not exist")
         architecture = ModelArchitecture.from_folder(folder)
-        max_model_len = architecture.resolve_max_model_len(self.max_model_len)
+        max_model_len = architecture.resolve_max_model_len(self.max_model_len, self.position_factor)
         object.__setattr__(self, "model", str(folder))
         object.__setattr__(self, "architecture", architecture)
         object.__setattr__(self, "max_model_len", max_model_len)

@@ -34,6 +34,7 @@ class LoRAModel:
     rank      the largest rank of its modules
     loras     module name -> LoRALayerWeights
     name      what the request that loaded it called it; for people, nothing depends on it
+    scaling_factor   of the rotary embedding: above 1 for an adapter trained at a longer context (`context_length`)
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
               uses it as the key: names and ids may come back with other weights, a load_id does not.
     pool, live_rows   for a GPU: the page-locked memory that holds all tensors, and their rows, see `SlotWriter`
@@ -46,6 +47,7 @@ class LoRAModel:
         self.rank = rank
         self.loras = loras
         self.name = ""
+        self.scaling_factor = 1.0
         self.pool: torch.Tensor | None = None
         self.live_rows: list[tuple[list[int], list[int]]] = []
         self.load_id = next(_load_ids)
@@ -59,7 +61,9 @@ class LoRAModel:
 
     def clone(self, lora_model_id: int) -> "LoRAModel":
         """The same tensors under another id, and a load_id of its own."""
-        return type(self)(lora_model_id, self.rank, self.loras.copy())
+        twin = type(self)(lora_model_id, self.rank, self.loras.copy())
+        twin.name, twin.scaling_factor = self.name, self.scaling_factor
+        return twin
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,9 @@ class PEFTHelper:
     is asked for by `scaling(module_name, rank)`, the one place that computes it. `vllm_lora_scaling_factor` is
     the scaling of a module that no pattern names.
 
+    `vllm_long_context_scaling_factor` is the linear rotary factor of an adapter trained at a `context_length` beyond
+    the base model's positions, ceil(context_length / vllm_max_position_embeddings); 1 for all others.
+
     `target_modules` is kept for people to read; which modules an adapter has is told by its tensors.
 
     Raises ValueError naming the field when a rank, alpha or pattern is not what its type says. What we know but
@@ -54,8 +57,10 @@ class PEFTHelper:
     arrow_config: Any = None
     kasa_config: Any = None
     monteclora_config: Any = None
+    context_length: int | None = None
     vllm_lora_scaling_factor: float = 1.0
     vllm_max_position_embeddings: int | None = None
+    vllm_long_context_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
         self.rank_pattern = self._checked_pattern("rank_pattern")
@@ -70,6 +75,14 @@ class PEFTHelper:
         if not isinstance(self.use_rslora, bool | None):
             raise ValueError(f"use_rslora must be true or false, got {self.use_rslora!r}")
         self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
+        self.vllm_long_context_scaling_factor = self._long_context_scaling_factor()
+
+    def _long_context_scaling_factor(self) -> float:
+        """By how much an adapter trained at `context_length` stretches the base model's positions."""
+        length, base = self.context_length or 0, self.vllm_max_position_embeddings
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise ValueError(f"context_length must be an int of at least 1, got {length!r}")
+        return float(max(1, math.ceil(length / base))) if base else 1.0
 
     def _checked_pattern(self, name: str) -> dict[str, Any]:
         """The pattern, {} for None. ValueError unless it is a dict whose keys are regular expressions."""
@@ -160,6 +173,12 @@ class PEFTHelper:
             problems.append(
                 f"LoRA rank {self.ranks[-1]} is greater than max_lora_rank {lora_config.max_lora_rank}; "
                 f"pass --max-lora-rank {self.ranks[-1]}."
+            )
+        factor, factors = self.vllm_long_context_scaling_factor, lora_config.long_lora_scaling_factors or ()
+        if factor > 1 and factor not in factors:
+            problems.append(
+                f"context_length {self.context_length} needs rotary factor {factor}, but long_lora_scaling_factors has "
+                f"{list(factors) or 'none'}; pass --long-lora-scaling-factors {','.join(map(str, (*factors, factor)))}."
             )
         if problems:
             raise ValueError(" ".join(problems))

@@ -66,7 +66,8 @@ class WorkerLoRAManager:
         manager = self._adapter_manager
         try:
             folder = get_adapter_absolute_path(lora_request.lora_path)
-            peft_helper = PEFTHelper.from_local_dir(folder)
+            positions = getattr(getattr(manager.model, "config", None), "max_position_embeddings", None)
+            peft_helper = PEFTHelper.from_local_dir(folder, positions)
             peft_helper.validate_legal(self.lora_config)
             lora = LoRAModel.from_local_checkpoint(
                 folder,
@@ -85,6 +86,7 @@ class WorkerLoRAManager:
         except (OSError, ValueError) as error:
             raise ValueError(f"adapter '{lora_request.lora_name}': {error}") from error
         lora.name = lora_request.lora_name
+        lora.scaling_factor = peft_helper.vllm_long_context_scaling_factor
         return lora
 
     def _expected_modules(self) -> list[str]:
@@ -93,12 +95,12 @@ class WorkerLoRAManager:
         supported = self._adapter_manager.supported_lora_modules
         return [name for module in supported for name in (*packed.get(module, []), module)]
 
-    def check_adapter(self, lora_request: LoRARequest) -> None:
-        """Raise what loading would raise, from the config and the header of the weights file alone.
+    def check_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        """The adapter without its numbers, from the config and the header of the weights file alone.
 
-        It cannot see what only the numbers tell: NaN or Inf.
+        Raises what loading would raise, but for what only the numbers tell: NaN or Inf.
         """
-        self._load_adapter(lora_request, shapes_only=True)
+        return self._load_adapter(lora_request, shapes_only=True)
 
     def _timed_load(self, lora_request: LoRARequest) -> LoRAModel:
         started = time.perf_counter()

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
@@ -15,6 +16,18 @@ from minivllm.lora.request import LoRARequest
 from minivllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+
+class AdapterTraits(NamedTuple):
+    """What of an adapter its requests' prompts depend on.
+
+    scaling_factor   of the rotary embedding: how many times the base model's positions it was trained for
+    """
+
+    scaling_factor: float = 1.0
+
+
+BASE = AdapterTraits()
 
 
 @dataclass
@@ -31,6 +44,7 @@ class AdapterEntry:
     request: LoRARequest
     owner: str
     folder: str
+    traits: AdapterTraits
     names: set[str] = field(default_factory=set)
     generation: int = 0
     leaving: bool = False
@@ -57,20 +71,34 @@ class AdapterRegistry:
 
     # ---- naming ---------------------------------------------------------------------------------------------
 
-    def resolve(self, lora_request: LoRARequest, owner: str) -> tuple[LoRARequest, int]:
-        """The adapter a new request means, and its generation; the first mention registers it.
+    def examine(self, lora_request: LoRARequest) -> AdapterTraits:
+        """What there is to know of an adapter before a request of it is taken; nothing changes.
 
-        A second name for the same id and folder is an alias. Raises ValueError when id, name or folder
-        contradict what is registered or the adapter does not fit, FileNotFoundError when it is not there.
+        Raises ValueError when id, name or folder contradict what is registered or the adapter does not fit,
+        FileNotFoundError when it is not there.
         """
         entry = self._known(lora_request)
-        if entry is None or lora_request.load_inplace:
-            self.runner.lora_manager.check_adapter(lora_request)
+        if entry is not None and not lora_request.load_inplace:
+            return entry.traits
+        lora = self.runner.lora_manager.check_adapter(lora_request)
+        return AdapterTraits(lora.scaling_factor)
+
+    def resolve(
+        self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
+    ) -> tuple[LoRARequest, int]:
+        """The adapter a new request means, and its generation; the first mention registers it.
+
+        traits   what `examine` found
+
+        A second name for the same id and folder is an alias.
+        """
+        entry = self.entries.get(lora_request.lora_int_id)
         plain = replace(lora_request, load_inplace=False)
         if entry is None:
-            entry = self.entries[lora_request.lora_int_id] = AdapterEntry(plain, owner, _folder(plain))
+            entry = AdapterEntry(plain, owner, _folder(plain), traits)
+            self.entries[lora_request.lora_int_id] = entry
         elif lora_request.load_inplace:
-            self._note_reload(entry, lora_request)
+            self._note_reload(entry, lora_request, traits)
         entry.names.add(lora_request.lora_name)
         return entry.request, entry.generation
 
@@ -123,12 +151,12 @@ class AdapterRegistry:
     # ---- load, reload, unload, pin --------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load ahead of the first request. True if it was not in memory before; errors as in `resolve`.
+        """Load ahead of the first request. True if it was not in memory before; errors as in `examine`.
 
         With `load_inplace` it is read again: at once, or when the requests that use it have finished.
         RuntimeError when all that memory holds is pinned or in use.
         """
-        request, generation = self.resolve(lora_request, "add_lora")
+        request, generation = self.resolve(lora_request, "add_lora", self.examine(lora_request))
         try:
             self.settle()
             if error := self._failures.pop((request.lora_int_id, generation), None):
@@ -155,8 +183,9 @@ class AdapterRegistry:
         kept = self.manager.in_use | self.manager.pinned_adapters
         return adapter_id in held or len(held) < self.manager.capacity or not held <= kept
 
-    def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest) -> None:
+    def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest, traits: AdapterTraits) -> None:
         entry.generation += 1
+        entry.traits = traits
         entry.folder = _folder(lora_request)
         key = (lora_request.lora_int_id, entry.generation)
         self._reloads[key] = lora_request

@@ -71,6 +71,9 @@ class EngineArgs:
                 self.skip_tokenizer_init,
                 self.enforce_eager,
                 self.quantization,
+                position_factor=max(lora_config.long_lora_scaling_factors or (), default=1.0)
+                if self.enable_lora
+                else 1.0,
             ),
             cache_config=CacheConfig(
                 self.block_size,

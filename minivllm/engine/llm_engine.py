@@ -10,8 +10,9 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_names import resolve_lora
-from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.adapter_registry import BASE, AdapterRegistry
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
@@ -20,8 +21,6 @@ from minivllm.engine.trace import Trace
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.model_runner import ModelRunner
-
-Prompt = str | dict[str, Any] | list[int]
 
 
 class LLMEngine:
@@ -47,6 +46,7 @@ class LLMEngine:
             can_prefetch=self.runner.can_prefetch_lora,
         )
         self.adapters = AdapterRegistry(self.scheduler, self.runner) if config.lora_config else None
+        self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics()
         self.trace = Trace(capacity=10_000)
@@ -90,14 +90,21 @@ class LLMEngine:
         kind) for what can never be served; the engine is then as it was.
         """
         _check_types(request_id, params, lora_request)
-        text, token_ids = self._read_prompt(request_id, prompt)
-        params.verify_with_vocab(self.config.model_config.get_vocab_size())
+        if lora_request is not None and self.adapters is None:
+            raise ValueError(
+                f"request '{request_id}' names adapter '{getattr(lora_request, 'lora_name', lora_request)}' but LoRA "
+                "is off; start the engine with enable_lora=True"
+            )
         if isinstance(lora_request, str):
-            lora_request = self._named(request_id, lora_request)
+            known = self.adapters.entries.values()
+            lora_request = resolve_lora(lora_request, self.config.model_config.model, known)
+        traits = BASE if lora_request is None else self.adapters.examine(lora_request)
+        text, token_ids = self.input_processor.read_prompt(request_id, prompt, traits)
+        params.verify_with_vocab(self.config.model_config.get_vocab_size())
         request = Request(
             request_id,
             token_ids,
-            params,
+            self.input_processor.within_context(params, len(token_ids), traits),
             lora_request,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
@@ -106,52 +113,11 @@ class LLMEngine:
         if lora_request is not None:
             self._refuse_if_all_pinned(lora_request)
             request.lora_request, request.adapter_generation = self.adapters.resolve(
-                lora_request, f"request '{request_id}'"
+                lora_request, f"request '{request_id}'", traits
             )
         self.scheduler.add_request(request)
         self.output_processor.add_request(request, text)
         return request_id
-
-    def _named(self, request_id: str, lora_name: str) -> LoRARequest:
-        if self.adapters is None:
-            raise ValueError(
-                f"request '{request_id}' names adapter '{lora_name}' but LoRA is off; start the engine with "
-                "enable_lora=True"
-            )
-        return resolve_lora(lora_name, self.config.model_config.model, self.adapters.entries.values())
-
-    def _read_prompt(self, request_id: str, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text, token_ids = None, prompt
-        if isinstance(prompt, dict):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, token_ids = prompt, None
-        if token_ids is None and isinstance(text, str):
-            if self.tokenizer is None:
-                raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
-            token_ids = self.tokenizer(text)["input_ids"]
-        self._check_prompt(request_id, token_ids)
-        return text, list(token_ids)
-
-    def _check_prompt(self, request_id: str, token_ids: list[int]) -> None:
-        if not isinstance(token_ids, list | tuple):
-            raise ValueError(
-                f"request '{request_id}' has {type(token_ids).__name__} for a prompt; give text, a list of token "
-                'ids, or a dict with "prompt" or "prompt_token_ids"'
-            )
-        if not token_ids:
-            raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
-        model_config = self.config.model_config
-        longest, vocab_size = model_config.max_model_len, model_config.get_vocab_size()
-        if len(token_ids) >= longest:
-            raise ValueError(
-                f"request '{request_id}' has a prompt of {len(token_ids)} tokens, which leaves no room for an "
-                f"answer in max_model_len {longest}; shorten it or raise --max-model-len"
-            )
-        if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
-            raise ValueError(
-                f"request '{request_id}' has prompt token ids {wrong[:5]}; use ints from 0 to {vocab_size - 1}"
-            )
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
         pinned = self._pinned_adapters()

@@ -1,7 +1,9 @@
 """Rotary position embedding. Stands for vllm/model_executor/layers/rotary_embedding (v0.22.1)."""
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -9,7 +11,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """How positions become angles; `factor` stretches them (linear, llama3), the rest is Llama 3's blend."""
+    """How positions become angles; `factor` stretches them (linear, llama3), the rest is Llama 3's blend.
+
+    stretch   divides all angles, whatever the type: what an adapter for longer contexts wants
+    """
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -17,6 +22,7 @@ class RopeParameters:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    stretch: float = 1.0
 
 
 class RotaryEmbedding(nn.Module):
@@ -35,6 +41,7 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.head_size, self.max_position, self.rope = head_size, max_position, rope
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = positions[:, None, None] * inverse_frequencies(head_size, rope)  # (P, 1, D/2)
         cos, sin = angles.cos(), angles.sin()
@@ -42,6 +49,12 @@ class RotaryEmbedding(nn.Module):
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, table in (("cos", torch.cat((cos, cos), -1)), ("sin", torch.cat((-sin, sin), -1))):
             self.register_buffer(name, table.to(device, dtype), persistent=False)
+
+    def stretched(self, factor: float) -> RotaryEmbedding:
+        """The same for a context `factor` times as long, every angle divided by it (linear scaling)."""
+        rope = replace(self.rope, stretch=self.rope.stretch * factor)
+        longest = math.ceil(self.max_position * factor)
+        return RotaryEmbedding(self.head_size, longest, rope, self.cos.dtype, self.cos.device)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: (T,) int64 -> cos, sin: (T, 1, D), as `apply_rotary` wants them"""
@@ -58,10 +71,10 @@ def inverse_frequencies(head_size: int, rope: RopeParameters) -> torch.Tensor:
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     frequencies = 1.0 / (rope.theta**exponents)  # (D/2,)
     if rope.rope_type == "linear":
-        return frequencies / rope.factor
+        frequencies = frequencies / rope.factor
     if rope.rope_type == "llama3":
-        return _llama3(frequencies, rope)
-    return frequencies
+        frequencies = _llama3(frequencies, rope)
+    return frequencies / rope.stretch
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeParameters) -> torch.Tensor:

@@ -24,8 +24,7 @@ class LoRAModelManager(AdapterReports):
     Two tiers: *registered* adapters are in CPU memory (at most `capacity`), *active* ones are also copied into
     a slot (at most `lora_slots`). This class refuses what does not fit; `LRUCacheLoRAModelManager` evicts.
 
-    Raises ValueError when the model does not support LoRA, has no layer to wrap, or `target_modules` names
-    something that it does not have.
+    ValueError when the model does not support LoRA, has nothing to wrap, or not what `target_modules` names.
     """
 
     def __init__(
@@ -227,6 +226,7 @@ class LoRAModelManager(AdapterReports):
         """Tell the backend which adapter each row of the coming step has."""
         self._translate(mapping)
         self.punica_wrapper.sync_slots()  # an adapter read again may sit in its old slot, with other weights
+        self.wrapped.stretch_rotaries([self.get_adapter(adapter_id) for adapter_id in self.lora_index_to_id])
         if self.slot_writer is not None:
             self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
 

@@ -5,7 +5,8 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead
-from minivllm.lora.layers import BaseLayerWithLoRA
+from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.lora.layers import BaseLayerWithLoRA, LinearScalingRotaryEmbeddingWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import is_in_target_modules, nearest_names
@@ -23,7 +24,8 @@ class WrappedModules:
 
     modules          module name -> wrapped layer; a layer with several names is here under its first
     packed_modules   fused module name -> names of the parts that adapters name, in slice order
-    targets          every name that an adapter may use -> (module name, slice)
+    targets          every name that an adapter may use -> (module name, part)
+    rotaries         rotary tables, where adapters may have been trained at longer contexts
 
     Raises ValueError when the model has no linear, a layer that no wrapper takes, or not what `target_modules`
     names.
@@ -43,6 +45,7 @@ class WrappedModules:
         heads = {layer: names for layer, names in layers.items() if isinstance(layer, ParallelLMHead)}
         self._wrap_all(model, {layer: names for layer, names in layers.items() if layer not in heads})
         self._wrap_heads(model, heads)
+        self.rotaries = self._wrap_rotaries(model, lora_config.long_lora_scaling_factors)
 
     # region lab 2.5: wrap every layer of a model, once
     def _wrap_all(self, model: nn.Module, layers: dict[nn.Module, list[str]]) -> None:
@@ -85,6 +88,22 @@ class WrappedModules:
             replace_submodule(model, place, wrapped)
             self.modules[name] = wrapped
             self.targets[name] = (name, 0)
+
+    def _wrap_rotaries(
+        self, model: nn.Module, factors: tuple[float, ...] | None
+    ) -> list[LinearScalingRotaryEmbeddingWithLoRA]:
+        rotaries = []
+        for name, layer in list(model.named_modules()) if factors else []:
+            if isinstance(layer, RotaryEmbedding):
+                wrapped = LinearScalingRotaryEmbeddingWithLoRA(layer, factors, self.lora_config.max_loras)
+                wrapped.set_mapping(self.punica_wrapper)
+                rotaries.append(replace_submodule(model, name, wrapped))
+        return rotaries
+
+    def stretch_rotaries(self, in_slots: list[LoRAModel | None]) -> None:
+        """Before a step: whose rotary factor counts in each slot."""
+        for rotary in self.rotaries:
+            rotary.set_factors([lora.scaling_factor if lora else 1.0 for lora in in_slots])
 
     def _is_wanted(self, name: str) -> bool:
         return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)

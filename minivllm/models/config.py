@@ -120,21 +120,24 @@ class ModelArchitecture:
             )
         return parsed
 
-    def resolve_max_model_len(self, requested: int | None = None) -> int:
+    def resolve_max_model_len(self, requested: int | None = None, position_factor: float = 1.0) -> int:
         """The longest context to serve: as requested, or as long as the model allows.
+
+        position_factor   how many times the model's own positions adapters may stretch a context to
 
         Raises ValueError past the model's positions, or past a sliding window: within the window attention is
         ordinary attention, and beyond it the engine would answer wrongly.
         """
-        limit = min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        positions = int(self.max_position_embeddings * position_factor)
+        limit = min(positions, self.sliding_window or positions)
         if requested is None:
             return limit
         if requested < 1:
             raise ValueError(f"max_model_len is {requested} but must be at least 1")
-        if requested > self.max_position_embeddings:
+        if requested > positions:
             raise ValueError(
                 f"max_model_len {requested} is greater than the model's max_position_embeddings "
-                f"{self.max_position_embeddings}; pass --max-model-len {limit} or less"
+                f"{positions}; pass --max-model-len {limit} or less"
             )
         if requested > limit:
             raise ValueError(

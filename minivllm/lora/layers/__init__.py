@@ -16,6 +16,7 @@ from minivllm.lora.layers.linear import (
     RowParallelLinearWithShardedLoRA,
 )
 from minivllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+from minivllm.lora.layers.rotary import LinearScalingRotaryEmbeddingWithLoRA
 from minivllm.lora.layers.utils import LoRAMapping, LoRAMappingType
 from minivllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
@@ -24,6 +25,7 @@ __all__ = [
     "BaseLinearLayerWithLoRA",
     "ColumnParallelLinearWithLoRA",
     "ColumnParallelLinearWithShardedLoRA",
+    "LinearScalingRotaryEmbeddingWithLoRA",
     "LoRAMapping",
     "LoRAMappingType",
     "LogitsProcessorWithLoRA",

@@ -1,0 +1,76 @@
+"""From what a caller gives to token ids. Stands for vllm/v1/engine/input_processor.py (v0.22.1)."""
+
+from dataclasses import replace
+from typing import Any
+
+from minivllm.config import ModelConfig
+from minivllm.engine.adapter_registry import AdapterTraits
+from minivllm.sampling_params import SamplingParams
+
+Prompt = str | dict[str, Any] | list[int]
+
+
+class InputProcessor:
+    """Reads prompts, and refuses those that the model, or a request's adapter, cannot take. vLLM: `InputProcessor`.
+
+    tokenizer   None = prompts come as token ids
+    """
+
+    def __init__(self, model_config: ModelConfig, tokenizer: Any = None) -> None:
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+
+    def read_prompt(
+        self, request_id: str, prompt: Prompt, traits: AdapterTraits
+    ) -> tuple[str | None, list[int]]:
+        """The prompt's text, where there is one, and its token ids. ValueError for what cannot be served.
+
+        traits   of the request's adapter: how many tokens it adds, and how far it stretches the context
+        """
+        text, token_ids = None, prompt
+        if isinstance(prompt, dict):
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text, token_ids = prompt, None
+        if token_ids is None and isinstance(text, str):
+            if self.tokenizer is None:
+                raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
+            token_ids = self.tokenizer(text)["input_ids"]
+        self._check_prompt(request_id, token_ids, traits)
+        return text, list(token_ids)
+
+    def longest(self, traits: AdapterTraits) -> int:
+        """Tokens, prompt and answer, that a request may come to: positions past the adapter's mean nothing to it."""
+        positions = int(self.model_config.architecture.max_position_embeddings * traits.scaling_factor)
+        return min(self.model_config.max_model_len, positions)
+
+    def within_context(
+        self, params: SamplingParams, prompt_tokens: int, traits: AdapterTraits
+    ) -> SamplingParams:
+        """The parameters, `max_tokens` lowered to what the context has room for."""
+        room = self.longest(traits) - prompt_tokens
+        return params if params.max_tokens <= room else replace(params, max_tokens=room)
+
+    def _check_prompt(self, request_id: str, token_ids: list[int], traits: AdapterTraits) -> None:
+        if not isinstance(token_ids, list | tuple):
+            raise ValueError(
+                f"request '{request_id}' has {type(token_ids).__name__} for a prompt; give text, a list of token "
+                'ids, or a dict with "prompt" or "prompt_token_ids"'
+            )
+        if not token_ids:
+            raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
+        longest, vocab_size = self.longest(traits), self.model_config.get_vocab_size()
+        if len(token_ids) >= longest:
+            raise ValueError(
+                f"request '{request_id}' has a prompt of {len(token_ids)} tokens, which leaves no room for an "
+                f"answer in {self._name_of_limit(longest)}; shorten it or raise --max-model-len"
+            )
+        if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
+            raise ValueError(
+                f"request '{request_id}' has prompt token ids {wrong[:5]}; use ints from 0 to {vocab_size - 1}"
+            )
+
+    def _name_of_limit(self, longest: int) -> str:
+        if longest == self.model_config.max_model_len:
+            return f"max_model_len {longest}"
+        return f"the {longest} positions that its adapter, or the base model, was trained for"
