@@ -71,8 +71,9 @@ class SlotWriter:
         rows = []
         for name, module in self.modules.items():
             for piece in _pieces(module, lora.get_lora(name)):
-                start = (piece.data_ptr() - room.data_ptr()) // room.itemsize if piece is not None else 0
-                rows.append([start, *piece.shape] if piece is not None and len(piece) else [0, 0, 0])
+                is_there = piece is not None and piece.numel()  # a module with added tokens may have rank 0
+                start = (piece.data_ptr() - room.data_ptr()) // room.itemsize if is_there else 0
+                rows.append([start, *piece.shape] if is_there else [0, 0, 0])
         table.copy_(torch.tensor(rows))
         lora.live_rows = [_live_rows(module, lora.get_lora(name)) for name, module in self.modules.items()]
 
@@ -164,7 +165,8 @@ def _parts(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> _Part
         tensors if isinstance(tensors, list) else [tensors]
         for tensors in (weights.lora_a, weights.lora_b, weights.extras)
     )
-    return _Parts(module.slice_lora_a(a), module.slice_lora_b(b), extras[: len(module.extra_slots)])
+    extras = module.slice_extras(extras)[: len(module.extra_slots)]
+    return _Parts(module.slice_lora_a(a), module.slice_lora_b(b), extras)
 
 
 def _live_rows(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> tuple[list[int], list[int]]:

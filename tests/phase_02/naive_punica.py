@@ -12,10 +12,12 @@ class NaivePunica:
     """What a backend owes a layer: the base output plus each row's own adapter.
 
     token_slots: the slot of each row, -1 for base rows; a test sets it before a forward pass
+    sample_slots: likewise of each row that is sampled; None where all are
     """
 
-    def __init__(self, token_slots=()):
+    def __init__(self, token_slots=(), sample_slots=None):
         self.token_slots = token_slots
+        self.sample_slots = sample_slots
 
     def adopt(self, layer):
         """Leaves A and B where the layer made them."""
@@ -33,6 +35,10 @@ class NaivePunica:
     def slots_of_tokens(self, tokens):
         return torch.tensor(self.token_slots[:tokens])
 
+    def slots_of_samples(self, rows):
+        slots = self.token_slots if self.sample_slots is None else self.sample_slots
+        return torch.tensor(slots[:rows])
+
     def apply_linear(self, layer, x):
         y = layer.base_output(x)
         for token, slot in enumerate(self.token_slots):
@@ -46,11 +52,10 @@ class NaivePunica:
                 y[token] += (lora_b_stacked[slot, 0].double() @ x[token].double()).to(y.dtype)
 
     def apply_logits(self, layer, y, x):
-        """Every token is sampled here."""
-        for token, slot in enumerate(self.token_slots):
+        for row, slot in enumerate(self.slots_of_samples(len(y)).tolist()):
             if slot >= 0:
                 a, b = layer.lora_a_stacked[slot, 0].double(), layer.lora_b_stacked[slot, 0].double()
-                y[token] += (b @ (a @ x[token].double())).to(y.dtype)
+                y[row] += (b @ (a @ x[row].double())).to(y.dtype)
 
     def added(self, layer, slot, row):
         slices = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)

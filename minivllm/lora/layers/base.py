@@ -115,7 +115,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     def _set_extras(self, index: int, extras: Weights) -> None:
         """Write what comes beside A and B, zeros where there is nothing.   extras: (rows, columns) or a list of n"""
-        parts = [None] * self.n_slices if extras is None else _as_list(extras)
+        parts = [None] * self.n_slices if extras is None else self.slice_extras(_as_list(extras))
         for buffer, extra in zip(self.extra_slots, parts):
             rows = 0 if extra is None else len(extra)
             if rows:
@@ -139,6 +139,10 @@ class BaseLayerWithLoRA(nn.Module):
     def slice_lora_b(self, lora_b: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """This tensor-parallel rank's part of each B: all of it, since there is one rank."""
         return lora_b
+
+    def slice_extras(self, extras: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What belongs into each of `extra_slots`, as `slice_lora_b` does for B."""
+        return extras
 
     def set_mapping(self, punica_wrapper: PunicaWrapperBase) -> None:
         """Hand the layer, slots allocated, to the backend that does its arithmetic and may move its buffers."""

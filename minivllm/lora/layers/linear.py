@@ -85,6 +85,12 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(BaseLinearLayerWithLoRA):
         whole = lora_b[0]
         return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices, dim=-2))
 
+    def slice_extras(self, extras: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if len(extras) > 1:
+            return extras
+        bias = extras[0]
+        return [None] * self.n_slices if bias is None else list(bias.split(self.output_slices, dim=1))
+
 
 class _FullySharded:
     """Taken instead of the plain class where `fully_sharded_loras` is on. S-LoRA, https://arxiv.org/abs/2311.03285.

@@ -1,6 +1,7 @@
 """Adapters on the output embedding. Stands for vllm/lora/layers/logits_processor.py (v0.22.1)."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -119,13 +120,20 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
     # endregion
 
     def _with_added_tokens(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens that each row's adapter adds, -inf for those it does not add.   -> (P, V + X)"""
+        """Logits of the tokens that each row's adapter adds, -inf for those it does not add.   -> (P, V + X)
+
+        One product with the tokens of all slots, of which each row takes its own slot's: to gather the embeddings of
+        every row would move far more.
+        """
         slots = self.punica_wrapper.slots_of_samples(len(logits))  # (P,)
-        embeddings = self.embeddings_tensors[slots.clamp(min=0)]  # (P, X, H)
-        added = torch.bmm(embeddings, hidden_states[:, :, None].to(embeddings.dtype))[:, :, 0]  # (P, X)
-        counts = torch.where(slots < 0, 0, self.added_tokens[slots.clamp(min=0)])  # (P,)
-        missing = torch.arange(added.shape[1], device=added.device) >= counts[:, None]  # (P, X)
-        return torch.cat([logits, added.to(logits.dtype).masked_fill(missing, float("-inf"))], dim=1)
+        is_base, own = slots < 0, slots.clamp(min=0)
+        stacked = self.embeddings_tensors  # (S, X, H)
+        of_all = F.linear(hidden_states.to(stacked.dtype), stacked.flatten(0, 1))  # (P, S * X)
+        rows = torch.arange(len(slots), device=slots.device)
+        added = of_all.unflatten(1, stacked.shape[:2])[rows, own].to(logits.dtype)  # (P, X)
+        counts = self.added_tokens[own].masked_fill(is_base, 0)  # (P,)
+        is_missing = torch.arange(stacked.shape[1], device=slots.device) >= counts[:, None]  # (P, X)
+        return torch.cat([logits, added.masked_fill(is_missing, float("-inf"))], dim=1)  # (P, V + X)
 
     @classmethod
     def can_replace_layer(

@@ -81,9 +81,10 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         if self.embeddings_tensors is None:
             return self.base_layer(x)
         added = x - self.vocab_size  # (T,) which of the added tokens; negative for the model's own
-        own = self.base_layer(torch.where(added < 0, x, 0))  # (T, H)
+        is_new = added >= 0
+        own = self.base_layer(x.masked_fill(is_new, 0))  # (T, H)
         new = self.embeddings_tensors[slots.clamp(min=0), added.clamp(min=0)]  # (T, H)
-        return torch.where((added < 0)[:, None], own, new.to(own.dtype))
+        return torch.where(is_new[:, None], new.to(own.dtype), own)
 
     @classmethod
     def can_replace_layer(

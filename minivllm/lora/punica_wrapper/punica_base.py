@@ -119,10 +119,10 @@ class PunicaWrapperBase(PunicaWrapperABC):
         self, y: torch.Tensor, lora_bias_stacked: tuple[torch.Tensor, ...], output_slices: tuple[int, ...]
     ) -> None:
         """y[:, slice i] += each row's own bias.   y: (T, N)   lora_bias_stacked: n x (S, 1, N_i)"""
-        slots = self.slots_of_tokens(len(y))  # (T,)
+        slots = self.slots_of_tokens(len(y))[:, None]  # (T, 1)
         for columns, bias in zip(y.split(output_slices, dim=1), lora_bias_stacked):
-            added = torch.where((slots < 0)[:, None], 0, bias[slots.clamp(min=0), 0])  # (T, N_i)
-            columns += added.to(y.dtype)
+            own = bias[slots[:, 0].clamp(min=0), 0]  # (T, N_i)
+            columns += own.masked_fill(slots < 0, 0).to(y.dtype)
 
     def apply_logits(self, layer: BaseLayerWithLoRA, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add what an output embedding's adapters give, as far as ranks are live.   y: (P, V)   x: (P, H)"""

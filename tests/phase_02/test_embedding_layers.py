@@ -1,0 +1,422 @@
+"""The two ends of a model: each row of a mixed batch against float64 arithmetic with its own adapter.
+
+Every adapter is in one slot and none of its numbers in another's. Slot BROKEN holds NaN and no row's adapter: what
+reads a slot that is not a row's own shows it.
+"""
+
+import pytest
+import torch
+from naive_punica import NaivePunica
+from rows import assert_rows_equal
+
+from minivllm.config import LoRAConfig
+from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from minivllm.lora.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
+from minivllm.lora.punica_wrapper import get_punica_wrapper
+
+VOCAB, HIDDEN, RANK, SLOTS = 23, 12, 5, 5
+BROKEN = 0  # where a base row's -1 ends up when it is clamped
+RANKS = {1: 5, 2: 0, 3: 1, 4: 3}  # slot -> rank of its adapter; 0 = it only adds tokens, where any may
+ADDED = {1: 1, 2: 3, 3: 0, 4: 2}  # slot -> how many tokens its adapter adds, where any may
+EXTRA = 3
+BACKENDS = ["loops", "grouped", "triton"]
+# The interpreter's kernels sum in float32, whatever the dtype.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
+
+
+def randn(*shape, seed, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Ends:
+    """What both layers have in common: the slots' adapters, and a backend that knows which row has which.
+
+    extra   tokens that an adapter may add, X
+    """
+
+    inputs_of_a: int
+    outputs_of_b: int
+
+    def __init__(self, backend=None, dtype=torch.float64, extra=0):
+        self.dtype, self.extra = dtype, extra
+        self.config = LoRAConfig(RANK, SLOTS, lora_extra_vocab_size=extra, punica_backend=backend or "auto")
+        self.punica = get_punica_wrapper(64, 64, "cpu", lora_config=self.config) if backend else NaivePunica()
+        self.layer = self.make()
+        self.layer.set_mapping(self.punica)
+        self.a, self.b, self.new = {}, {}, {}
+        nan = torch.tensor(float("nan"), dtype=dtype)
+        self.layer.set_lora(
+            BROKEN,
+            nan.expand(RANK, self.inputs_of_a),
+            nan.expand(self.outputs_of_b, RANK),
+            nan.expand(extra, HIDDEN) if extra else None,
+        )
+        for slot in RANKS:
+            self.put(slot, slot)
+
+    def put(self, slot, seed):
+        """The adapter of RANKS and ADDED into its slot, its numbers by seed."""
+        rank, added = RANKS[slot], min(self.extra, ADDED[slot])
+        self.a[slot] = randn(rank, self.inputs_of_a, seed=10 * seed, dtype=self.dtype)
+        self.b[slot] = randn(self.outputs_of_b, rank, seed=10 * seed + 1, dtype=self.dtype)
+        self.new[slot] = randn(added, HIDDEN, seed=10 * seed + 2, dtype=self.dtype)
+        self.layer.set_lora(slot, self.a[slot], self.b[slot], self.new[slot] if added else None)
+
+    def step(self, token_slots, sample_slots=None):
+        """Which slot each token has, and each sampled row; None = every token is sampled."""
+        if isinstance(self.punica, NaivePunica):
+            self.punica.token_slots, self.punica.sample_slots = token_slots, sample_slots
+            return
+        ids = [tuple(slot + 1 for slot in slots) for slots in (token_slots, sample_slots or token_slots)]
+        self.punica.update_metadata(LoRAMapping(*ids), list(range(1, SLOTS + 1)), SLOTS + 1, VOCAB)
+
+
+class Embedding(Ends):
+    @property
+    def inputs_of_a(self):
+        return VOCAB + self.extra
+
+    outputs_of_b = HIDDEN
+
+    def make(self):
+        base = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=self.dtype)
+        self.weight = base.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
+        layer = VocabParallelEmbeddingWithLoRA(base)
+        layer.create_lora_weights(SLOTS, self.config)
+        return layer
+
+    @torch.inference_mode()
+    def run(self, ids):
+        y = self.layer(torch.tensor(ids))
+        assert isinstance(y, torch.Tensor), f"forward returned {y!r}, not the (T, H) embeddings"
+        return y
+
+    def expected(self, ids, slots):
+        rows = []
+        for token, slot in zip(ids, slots, strict=True):
+            row = self.weight[token] if token < VOCAB else self.new[slot][token - VOCAB]
+            row = row.double()
+            if slot >= 0:
+                row = row + self.b[slot].double() @ self.a[slot][:, token].double()
+            rows.append(row)
+        return torch.stack(rows)
+
+    def assert_answers(self, ids, slots):
+        self.step(slots)
+        labels = [f"token {token}, slot {slot}" for token, slot in zip(ids, slots, strict=True)]
+        got, expected = self.run(ids), self.expected(ids, slots)
+        assert got.dtype == self.dtype
+        assert_rows_equal(got, expected, labels=labels, tolerance=TOLERANCE[self.dtype], what="embeddings")
+
+
+class Logits(Ends):
+    inputs_of_a = HIDDEN
+
+    @property
+    def outputs_of_b(self):
+        return VOCAB + self.extra
+
+    def make(self):
+        self.head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=self.dtype)
+        self.head.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
+        layer = LogitsProcessorWithLoRA(LogitsProcessor(VOCAB), HIDDEN, self.dtype, "cpu", None)
+        layer.create_lora_weights(SLOTS, self.config)
+        return layer
+
+    @torch.inference_mode()
+    def run(self, hidden_states, embedding_bias=None):
+        return self.layer._get_logits(hidden_states, self.head, embedding_bias)
+
+    def expected(self, hidden_states, slots, embedding_bias=None):
+        rows = []
+        for row, slot in zip(hidden_states.double(), slots, strict=True):
+            logits = torch.full((VOCAB + self.extra,), -torch.inf, dtype=torch.float64)
+            logits[:VOCAB] = self.head.weight.double() @ row
+            if embedding_bias is not None:
+                logits[:VOCAB] += embedding_bias.double()
+            if slot >= 0:
+                logits[VOCAB : VOCAB + len(self.new[slot])] = self.new[slot].double() @ row
+                logits += self.b[slot].double() @ (self.a[slot].double() @ row)
+            rows.append(logits)
+        return torch.stack(rows)
+
+    def assert_answers(self, hidden_states, token_slots, sample_slots=None, embedding_bias=None):
+        self.step(token_slots, sample_slots)
+        slots = token_slots if sample_slots is None else sample_slots
+        labels = [f"slot {slot}" for slot in slots]
+        got = self.run(hidden_states, embedding_bias)
+        expected = self.expected(hidden_states, slots, embedding_bias)
+        assert got.dtype == self.dtype
+        tolerance = TOLERANCE[self.dtype]
+        infinite = expected.isinf()
+        assert_rows_equal(got.isinf(), infinite, labels=labels, what="tokens that an adapter does not add")
+        finite = [t.masked_fill(infinite, 0) for t in (got, expected)]
+        assert_rows_equal(*finite, labels=labels, tolerance=tolerance, what="logits")
+
+
+def some_slots(rows, seed, lowest=-1):
+    """Every adapter and the base, in no order, but never the broken slot."""
+    generator = torch.Generator().manual_seed(seed)
+    choices = [-1, *RANKS] if lowest < 0 else list(RANKS)
+    return [choices[i] for i in torch.randint(len(choices), (rows,), generator=generator)]
+
+
+def some_tokens(slots, seed, extra=0):
+    """A token for each row that it may have: its own adapter's among them."""
+    generator = torch.Generator().manual_seed(seed)
+    known = [VOCAB + (min(extra, ADDED[slot]) if slot >= 0 else 0) for slot in slots]
+    return [int(torch.randint(n, (), generator=generator)) for n in known]
+
+
+def backend_and_dtype(backends):
+    """Cases of one test: with the stand-in for a learner who has no backend yet, with the real ones for us."""
+    return [
+        pytest.param(backend, dtype, id=f"{backend or 'stand-in'}-{str(dtype)[6:]}")
+        for backend in backends
+        for dtype in TOLERANCE
+        if backend != "triton" or dtype != torch.float64
+    ]
+
+
+class EmbeddingTests:
+    """Each with and without room for added tokens."""
+
+    def test_every_token_gets_its_own_adapter(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+        slots = some_slots(30, seed=1)
+
+        embedding.assert_answers(some_tokens(slots, 2, extra), slots)
+
+    def test_the_same_token_is_another_for_every_adapter(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+        slots = [3, -1, 1, 1, 4, -1, 2, 3]
+
+        embedding.assert_answers([7] * 8, slots)
+
+    def test_the_first_and_the_last_token_of_the_vocabulary(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+
+        embedding.assert_answers([0, VOCAB - 1, 0, VOCAB - 1, VOCAB - 1], [4, 4, 1, -1, 3])
+
+    def test_one_row_alone(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+
+        for slot in RANKS:
+            embedding.assert_answers([5], [slot])
+
+    def test_a_batch_without_adapters_is_the_base_layers(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+        ids = some_tokens([-1] * 6, 4)
+
+        embedding.step([-1] * 6)
+
+        assert torch.equal(embedding.run(ids), embedding.layer.base_layer(torch.tensor(ids)))
+
+    def test_nothing_is_written_to_the_base_weight(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+        before = embedding.weight.clone()
+
+        embedding.assert_answers([3, 3, 4], [1, 4, -1])
+
+        assert torch.equal(embedding.layer.weight, before)
+
+
+class LogitsTests:
+    def test_every_row_gets_its_own_adapter(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+        slots = some_slots(20, seed=3)
+
+        logits.assert_answers(randn(20, HIDDEN, seed=4, dtype=dtype), slots)
+
+    def test_the_rows_are_those_that_are_sampled_and_not_the_batchs_tokens(self, backend, dtype, extra):
+        """A prompt of many tokens has one row of logits."""
+        logits = Logits(backend, dtype, extra)
+        token_slots = [3, 3, 3, -1, -1, 1, 1, 1, 1, 4, 4, 2]
+
+        logits.assert_answers(randn(5, HIDDEN, seed=5, dtype=dtype), token_slots, [3, -1, 1, 4, 2])
+
+    def test_a_prompt_in_chunks_that_is_not_sampled_yet(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+
+        logits.assert_answers(randn(2, HIDDEN, seed=6, dtype=dtype), [1, 1, 4, -1, 3, 3, 3], [4, -1])
+
+    def test_only_base_rows_are_sampled(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+
+        logits.assert_answers(randn(2, HIDDEN, seed=6, dtype=dtype), [1, 1, -1, -1, -1], [-1, -1])
+
+    def test_one_row_alone(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+
+        for slot in RANKS:
+            logits.assert_answers(randn(1, HIDDEN, seed=slot, dtype=dtype), [slot])
+
+    def test_a_bias_of_the_base_models_stays(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+        bias = randn(VOCAB, seed=7, dtype=dtype)
+
+        logits.assert_answers(randn(3, HIDDEN, seed=8, dtype=dtype), [1, -1, 4], embedding_bias=bias)
+
+    def test_a_batch_without_adapters_is_the_base_layers(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+        hidden_states = randn(6, HIDDEN, seed=9, dtype=dtype)
+
+        logits.step([-1] * 6)
+
+        assert torch.equal(logits.run(hidden_states), logits.layer.base_layer(logits.head, hidden_states))
+
+
+@pytest.mark.lab("2.8")
+@pytest.mark.parametrize("extra", [0, EXTRA])
+@pytest.mark.parametrize(("backend", "dtype"), backend_and_dtype([None]))
+class TestAnEmbeddingOnTheStandIn(EmbeddingTests):
+    pass
+
+
+@pytest.mark.parametrize("extra", [0, EXTRA])
+@pytest.mark.parametrize(("backend", "dtype"), backend_and_dtype(BACKENDS))
+class TestAnEmbedding(EmbeddingTests):
+    pass
+
+
+@pytest.mark.lab("2.9")
+@pytest.mark.parametrize("extra", [0, EXTRA])
+@pytest.mark.parametrize(("backend", "dtype"), backend_and_dtype([None]))
+class TestLogitsOnTheStandIn(LogitsTests):
+    pass
+
+
+@pytest.mark.parametrize("extra", [0, EXTRA])
+@pytest.mark.parametrize(("backend", "dtype"), backend_and_dtype(BACKENDS))
+class TestLogits(LogitsTests):
+    pass
+
+
+@pytest.mark.parametrize("end", [Embedding, Logits])
+def test_a_slot_that_is_written_again_keeps_nothing_of_the_last_adapter(end):
+    """Rank 5 and a token, then none of either, then rank 3 and two tokens."""
+    layer = end("grouped", extra=EXTRA)
+    ids = torch.tensor([2, VOCAB, 9]).tolist()
+    hidden_states = randn(3, HIDDEN, seed=4)
+
+    for source in (1, 3, 4, 2, 1):
+        rank, added = RANKS[source], ADDED[source]
+        layer.layer.set_lora(1, layer.a[source], layer.b[source], layer.new[source] if added else None)
+        layer.a[1], layer.b[1], layer.new[1] = layer.a[source], layer.b[source], layer.new[source]
+        if end is Logits:
+            layer.assert_answers(hidden_states, [1, 1, 1])
+        else:
+            layer.assert_answers([ids[0], ids[1] if added else 4, ids[2]], [1, 1, 1])
+        assert layer.layer.live_ranks[0][1] == rank
+        layer.put(1, 1)
+
+    layer.layer.reset_lora(1)
+    for buffer in (*layer.layer.a_slots, *layer.layer.b_slots, *layer.layer.extra_slots):
+        assert not buffer[1].any()
+
+
+def test_tokens_that_the_last_adapter_added_are_gone_with_it():
+    logits = Logits("grouped", extra=EXTRA)
+    logits.layer.reset_lora(4)
+    logits.new[4] = logits.new[4][:0]
+    logits.a[4], logits.b[4] = logits.a[4][:0], logits.b[4][:, :0]
+
+    logits.assert_answers(randn(2, HIDDEN, seed=1), [4, 1])
+
+
+class TestAsVllmCalls:
+    """The calls of vLLM's own tests of these layers (tests/lora/test_layers.py), and nothing else of ours."""
+
+    IDS = (None, 7, None, 3, 12)  # the adapter of each slot, None = free
+
+    @pytest.fixture(params=BACKENDS)
+    def punica_wrapper(self, request):
+        config = LoRAConfig(max_loras=8, max_lora_rank=8, lora_dtype=torch.float32)
+        object.__setattr__(config, "punica_backend", request.param)
+        self.config = config
+        return get_punica_wrapper(8192, 256, "cpu", lora_config=config)
+
+    def rows(self, per_input):
+        """Ids of tokens and of prompts: every adapter, the base (0), several times."""
+        prompts = [12, 0, 7, 7, 3, 0, 12, 3]
+        return [adapter for adapter in prompts for _ in range(per_input)], prompts
+
+    @pytest.mark.parametrize("stage", [True, False])
+    def test_an_embedding(self, punica_wrapper, stage):
+        vocab_size, max_loras = 512, 8
+        id_to_index = [*self.IDS, None, None, None]
+        embedding = VocabParallelEmbedding(vocab_size, 64)
+        embedding.weight.data = randn(vocab_size, 64, seed=0, dtype=torch.float32)
+        lora_embedding = VocabParallelEmbeddingWithLoRA(embedding)
+        lora_embedding.create_lora_weights(max_loras, self.config)
+        lora_embedding.set_mapping(punica_wrapper)
+        loras = {}
+        for slot, adapter in enumerate(id_to_index):
+            if adapter is not None:
+                loras[adapter] = (
+                    randn(8, vocab_size, seed=slot, dtype=torch.float32),
+                    randn(64, 8, seed=99 + slot, dtype=torch.float32),
+                )
+                lora_embedding.set_lora(slot, lora_a=loras[adapter][0], lora_b=loras[adapter][1])
+
+        index_mapping, prompt_mapping = self.rows(per_input=20)
+        ids = torch.randint(1, vocab_size, (len(index_mapping),), generator=torch.Generator().manual_seed(1))
+        mapping = LoRAMapping(index_mapping, prompt_mapping, is_prefill=stage)
+        punica_wrapper.update_metadata(mapping, id_to_index, max_loras, vocab_size)
+        result = lora_embedding(ids)
+
+        for row, token, adapter in zip(result, ids, index_mapping, strict=True):
+            expected = embedding.weight[token].double()
+            if adapter:
+                lora_a, lora_b = (t.double() for t in loras[adapter])
+                expected = expected + lora_b @ lora_a[:, token]
+            torch.testing.assert_close(row, expected.float(), rtol=1e-5, atol=1e-5)
+
+        for slot in range(max_loras):
+            lora_embedding.reset_lora(slot)
+        mapping = LoRAMapping([0] * len(ids), [0] * 8, is_prefill=stage)
+        punica_wrapper.update_metadata(mapping, id_to_index, max_loras, vocab_size)
+        assert torch.equal(lora_embedding(ids), embedding(ids))
+
+    @pytest.mark.parametrize("stage", [True, False])
+    def test_logits(self, punica_wrapper, stage):
+        vocab_size, max_loras, hidden = 300, 8, 64
+        id_to_index = [*self.IDS, None, None, None]
+        linear = ParallelLMHead(num_embeddings=vocab_size, embedding_dim=hidden, params_dtype=torch.float32)
+        linear.weight.data = randn(vocab_size, hidden, seed=0, dtype=torch.float32)
+        logits_processor = LogitsProcessor(vocab_size)
+        lora_logits_processor = LogitsProcessorWithLoRA(
+            logits_processor, hidden, linear.weight.dtype, linear.weight.device, None
+        )
+        lora_logits_processor.create_lora_weights(max_loras, self.config)
+        lora_logits_processor.set_mapping(punica_wrapper)
+        loras = {}
+        for slot, adapter in enumerate(id_to_index):
+            if adapter is not None:
+                loras[adapter] = (
+                    randn(8, hidden, seed=slot, dtype=torch.float32),
+                    randn(vocab_size, 8, seed=99 + slot, dtype=torch.float32),
+                )
+                lora_logits_processor.set_lora(slot, lora_a=loras[adapter][0], lora_b=loras[adapter][1])
+
+        index_mapping, prompt_mapping = self.rows(per_input=1)
+        hidden_states = randn(8, hidden, seed=5, dtype=torch.float32)
+        mapping = LoRAMapping(index_mapping, prompt_mapping, is_prefill=stage)
+        punica_wrapper.update_metadata(mapping, id_to_index, max_loras, vocab_size)
+        result = lora_logits_processor._get_logits(
+            hidden_states=hidden_states, lm_head=linear, embedding_bias=None
+        )
+
+        for row, x, adapter in zip(result, hidden_states, prompt_mapping, strict=True):
+            expected = linear.weight.double() @ x.double()
+            if adapter:
+                lora_a, lora_b = (t.double() for t in loras[adapter])
+                expected = expected + lora_b @ (lora_a @ x.double())
+            torch.testing.assert_close(row, expected.float(), rtol=1e-5, atol=1e-4)
+
+        for slot in range(max_loras):
+            lora_logits_processor.reset_lora(slot)
+        mapping = LoRAMapping([0] * 8, [0] * 8, is_prefill=stage)
+        punica_wrapper.update_metadata(mapping, id_to_index, max_loras, vocab_size)
+        result = lora_logits_processor._get_logits(hidden_states, linear, embedding_bias=None)
+        assert torch.equal(result, logits_processor._get_logits(hidden_states, linear, None))
