@@ -40,6 +40,14 @@ Dtype = Annotated[
 Quantization = Annotated[
     str | None, typer.Option(help="torchao: the base model's linears in int8; adapters stay as they are.")
 ]
+Bias = Annotated[
+    bool, typer.Option("--enable-lora-bias", help="Serve adapters with a bias on B (PEFT's lora_bias).")
+]
+ExtraVocab = Annotated[int, typer.Option(help="The most tokens that an adapter may add.")]
+LongFactors = Annotated[
+    str | None,
+    typer.Option(help="Comma-separated: rotary factors of adapters for longer contexts, e.g. 2.0,4.0."),
+]
 
 
 @app.command()
@@ -81,6 +89,9 @@ def generate(
     max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
+    bias_enabled: Bias = False,
+    lora_extra_vocab_size: ExtraVocab = 0,
+    long_lora_scaling_factors: LongFactors = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass.")] = 1.0,
@@ -99,6 +110,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Answer prompts, each by the base model or by the adapter it names."""
+    from minivllm.commands.common import parse_factors
     from minivllm.commands.generate import read_prompts, run_generate
     from minivllm.sampling_params import SamplingParams
 
@@ -109,6 +121,9 @@ def generate(
         "max_loras": max_loras,
         "max_lora_rank": max_lora_rank,
         "max_cpu_loras": max_cpu_loras,
+        "bias_enabled": bias_enabled,
+        "lora_extra_vocab_size": lora_extra_vocab_size,
+        "long_lora_scaling_factors": parse_factors(long_lora_scaling_factors),
         "device": device,
         "dtype": dtype,
         "quantization": quantization,
@@ -125,12 +140,22 @@ def inspect(
     adapter: Annotated[str, typer.Argument(help="An adapter folder or Hugging Face id.")],
     model: Model = None,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank the engine would take.")] = 64,
+    bias_enabled: Bias = False,
+    lora_extra_vocab_size: ExtraVocab = 0,
+    long_lora_scaling_factors: LongFactors = None,
     as_json: Json = False,
 ) -> None:
     """Say what an adapter is, and whether it fits the model and, if not, why. Exit status 1 if not."""
+    from minivllm.commands.common import parse_factors
     from minivllm.commands.inspect import run_inspect
 
-    raise typer.Exit(0 if run_inspect(adapter, model, max_lora_rank, as_json) else 1)
+    options = {
+        "max_lora_rank": max_lora_rank,
+        "bias_enabled": bias_enabled,
+        "lora_extra_vocab_size": lora_extra_vocab_size,
+        "long_lora_scaling_factors": parse_factors(long_lora_scaling_factors),
+    }
+    raise typer.Exit(0 if run_inspect(adapter, model, options, as_json) else 1)
 
 
 @bench_app.command("cpu")

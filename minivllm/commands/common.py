@@ -34,6 +34,16 @@ def parse_adapters(specs: list[str]) -> dict[str, LoRARequest]:
     return adapters
 
 
+def parse_factors(text: str | None) -> tuple[float, ...] | None:
+    """`2.0,4.0` as numbers, None as it is. ValueError for what is no number."""
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ValueError(
+            f"--long-lora-scaling-factors '{text}' is not of the form 2.0,4.0 (numbers with commas between)"
+        ) from None
+
+
 def register_folder(
     folder: str | None, base_model_name: str | None, model: str | None
 ) -> FilesystemResolver | None:

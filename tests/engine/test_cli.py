@@ -140,7 +140,7 @@ def test_inspect_tells_ranks_scaling_and_that_it_fits(base, adapter):
 
     report = json.loads(result.stdout)
     assert result.exit_code == 0
-    assert report["fits"] and report["reason"] is None
+    assert report["fits"] and report["reasons"] == []
     assert report["rslora"] and report["rank"] == 4
     assert report["targets"]["q_proj"] == {
         "modules": 2,

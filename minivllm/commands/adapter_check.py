@@ -1,0 +1,158 @@
+"""Everything that keeps the engine from serving an adapter, not only what it stumbles over first."""
+
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
+from minivllm.lora.lora_model import LoRAModel, find_weights_file, read_weights
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
+from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.models.registry import MODELS
+
+
+@dataclass
+class AdapterOnDisk:
+    """What is in an adapter's folder, as far as it can be read.
+
+    file       the weights; `tensors` is what they hold
+    loras      the modules whose tensors are sound, by name
+    problems   sentences, each with the thing, the value and what to do
+    """
+
+    folder: str
+    helper: PEFTHelper | None = None
+    file: Path | None = None
+    tensors: dict[str, torch.Tensor] | None = None
+    loras: dict[str, LoRALayerWeights] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDisk:
+    """Read an adapter and look for all that is wrong with it; `problems` is empty if the engine would serve it.
+
+    The model is built without its weights: shapes are all that is needed. FileNotFoundError and ValueError are
+    about the model.
+    """
+    config = EngineConfig(ModelConfig(model), lora_config=lora_config)
+    adapter = _read(path, lora_config)
+    if adapter.helper and adapter.tensors is not None and (admitting := _admitting(adapter.helper, config)):
+        _look_into_weights(adapter, _manager(admitting))
+    if not adapter.problems:
+        try:  # the engine has the last word, and sees the adapter as a whole
+            _manager(config).check_adapter(LoRARequest(path, 1, adapter.folder))
+        except (ValueError, OSError) as error:
+            adapter.problems.append(str(error))
+    return adapter
+
+
+def _read(path: str, lora_config: LoRAConfig) -> AdapterOnDisk:
+    adapter = AdapterOnDisk(get_adapter_absolute_path(path))
+    try:
+        adapter.helper = PEFTHelper.from_local_dir(adapter.folder)
+        adapter.helper.validate_legal(lora_config)
+    except (ValueError, OSError) as error:
+        adapter.problems.append(str(error))
+    if os.path.isdir(adapter.folder):
+        try:
+            adapter.file = find_weights_file(adapter.folder)
+            with warnings.catch_warnings(action="ignore"):  # what torch thinks of a pickle, the refusal says
+                adapter.tensors = read_weights(adapter.file)
+        except (ValueError, OSError) as error:
+            adapter.problems.append(str(error))
+    return adapter
+
+
+def _admitting(helper: PEFTHelper, config: EngineConfig) -> EngineConfig | None:
+    """The config with every option so that the adapter's config is served. None if there are no such options: then
+    its tensors are what they are because of that, and there is no more to say."""
+    rank = max(config.lora_config.max_lora_rank, helper.ranks[-1])
+    lora_config = replace(config.lora_config, max_lora_rank=rank, bias_enabled=True)
+    try:
+        helper.validate_legal(lora_config)
+    except ValueError:
+        return None
+    return replace(config, lora_config=lora_config)
+
+
+def _manager(config: EngineConfig) -> LRUCacheWorkerLoRAManager:
+    architecture = config.model_config.architecture
+    manager = LRUCacheWorkerLoRAManager(config, "cpu")
+    manager.create_lora_manager(MODELS[architecture.architecture](architecture, torch.float32, "meta"))
+    return manager
+
+
+def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManager) -> None:
+    """Note what is wrong with tensors, module by module, and then with modules, layer by layer."""
+    model = manager.manager.model
+    options = {
+        "dtype": manager.manager.lora_dtype,
+        "model_vocab_size": manager.vocab_size,
+        "weights_mapper": getattr(model, "hf_to_vllm_mapper", None),
+        "skip_prefixes": getattr(model, "lora_skip_prefixes", None),
+    }
+
+    def load(tensors: dict[str, torch.Tensor]) -> str | None:
+        try:
+            adapter.loras.update(LoRAModel.from_lora_tensors(1, tensors, adapter.helper, **options).loras)
+        except ValueError as error:
+            return str(error)
+
+    nothing = load({})  # what is said where there are no weights: also of a module that is passed over
+    refusals = [load(tensors) for tensors in _by_module(adapter.tensors)]
+    found = [text for text in refusals if text not in (None, nothing)]
+    found += filter(None, (_misfit(manager, loras) for loras in _by_layer(manager, adapter.loras)))
+    adapter.problems += fold(found)
+
+
+def _by_module(tensors: dict[str, torch.Tensor]) -> Iterable[dict[str, torch.Tensor]]:
+    """The tensors of one module together, with PEFT's prefix and without it."""
+    groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module = re.split(r"\.(?:lora_|base_layer)", name.removeprefix(PEFT_PREFIX))[0]
+        groups[module][name] = tensor
+    return groups.values()
+
+
+def _by_layer(
+    manager: LRUCacheWorkerLoRAManager, loras: dict[str, LoRALayerWeights]
+) -> Iterable[dict[str, LoRALayerWeights]]:
+    """The adapters of one wrapped layer together; those for none all in one."""
+    wrapped = manager.manager.wrapped
+    groups: dict[str | None, dict[str, LoRALayerWeights]] = defaultdict(dict)
+    for name, weights in loras.items():
+        layer, _ = wrapped.targets.get(name, (name if name in wrapped.packed_modules else None, 0))
+        groups[layer][name] = weights
+    return groups.values()
+
+
+def _misfit(manager: LRUCacheWorkerLoRAManager, loras: dict[str, LoRALayerWeights]) -> str | None:
+    """Why these modules do not fit the model."""
+    # Copies: a check may give an adapter the model's form.
+    lora = LoRAModel(1, max(w.rank for w in loras.values()), {name: copy(w) for name, w in loras.items()})
+    try:
+        manager.manager.check_adapter(lora)
+    except ValueError as error:
+        return str(error)
+
+
+def fold(problems: list[str]) -> list[str]:
+    """What is wrong in the same way in many layers is said once, of the first of them."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        alike[re.sub(r"\.\d+\.", ".#.", problem)].append(problem)
+    return [group[0] + _and_more(len(group) - 1) for group in alike.values()]
+
+
+def _and_more(count: int) -> str:
+    return f" (and so in {count} more layer{'s' if count > 1 else ''})" if count else ""
