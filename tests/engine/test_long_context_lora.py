@@ -3,12 +3,11 @@
 The oracle is transformers with linear rotary scaling and PEFT's adapter on it: what such an adapter was trained on.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
-from tiny_adapters import save_adapter, save_base
+from tiny_adapters import change_json, save_adapter, save_base, stretch_positions
 from tiny_engine import OPTIONS, greedy, run, tokens_of
 from tiny_models import token_ids
 from tiny_oracle import Oracle
@@ -26,31 +25,16 @@ FACTORS = {"plain": 1.0, "twofold": 2.0, "oddly": 3.0, "within": 1.0}
 NEW_TOKENS = 6
 
 
-def with_rope(base, folder, factor):
-    """The same model, its positions stretched; transformers computes what the adapter was trained on."""
-    shutil.copytree(base, folder)
-    config = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": "linear", "rope_theta": config["rope_parameters"]["rope_theta"], "factor": factor}
-    config |= {"rope_parameters": rope, "max_position_embeddings": int(POSITIONS * factor)}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A model of 48 positions, and four adapters of which two were trained at longer contexts."""
     root = tmp_path_factory.mktemp("long")
     base = save_base(root / "base", "qwen2-tied")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
+    change_json(base / "config.json", max_position_embeddings=POSITIONS)
     for seed, (name, context_length) in enumerate(ADAPTERS.items()):
-        folder = save_adapter(
-            root / name, base, seed, r=4, lora_alpha=8, target_modules=["q_proj", "k_proj"]
-        )
-        config = json.loads((folder / "adapter_config.json").read_text())
+        folder = save_adapter(root / name, base, seed, r=4, lora_alpha=8, target_modules=["q_proj", "k_proj"])
         if context_length:
-            config["context_length"] = context_length
-        (folder / "adapter_config.json").write_text(json.dumps(config))
+            change_json(folder / "adapter_config.json", context_length=context_length)
     return root
 
 
@@ -58,7 +42,7 @@ def world(tmp_path_factory):
 def oracles(world):
     answers = {}
     for name, factor in FACTORS.items():
-        stretched = with_rope(world / "base", world / f"stretched-{name}", factor)
+        stretched = stretch_positions(world / "base", world / f"stretched-{name}", factor)
         answers[name] = Oracle(stretched)
         answers[name].load(name, world / name)
     return answers
@@ -121,7 +105,8 @@ def test_a_factor_that_the_engine_was_not_made_for_is_refused(world):
     llm = engine(world, long_lora_scaling_factors=(2.0,))
 
     with pytest.raises(
-        ValueError, match=r"adapter 'oddly'.*context_length 130.*factor 3\.0.*has \[2\.0\].*--long-lora-scaling-factors"
+        ValueError,
+        match=r"adapter 'oddly'.*context_length 130.*factor 3\.0.*has \[2\.0\].*--long-lora-scaling-factors",
     ):
         llm.add_request("1", [3, 4, 5], greedy(), lora_request=request(world, "oddly"))
     with pytest.raises(ValueError, match="has none"):

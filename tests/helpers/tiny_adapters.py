@@ -3,6 +3,8 @@
 The oracle of most engine tests: nothing of minivllm is used here.
 """
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -42,6 +44,22 @@ def save_adapter(folder: Path, base: Path, seed: int, **config: object) -> Path:
             torch.nn.init.normal_(weight, std=0.3)
     adapted.save_pretrained(folder)
     return folder
+
+
+def stretch_positions(base: Path, folder: Path, factor: float) -> Path:
+    """The same model with linearly scaled positions: what an adapter for a longer context was trained on."""
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "linear", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    config["rope_parameters"] = {**rope, "factor": factor * config["rope_parameters"].get("factor", 1)}
+    config["max_position_embeddings"] = int(config["max_position_embeddings"] * factor)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def change_json(path: Path, **changes: object) -> None:
+    """Overwrite entries of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def load_oracle(
