@@ -45,7 +45,7 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
     about the model.
     """
     config = EngineConfig(ModelConfig(model), lora_config=lora_config)
-    adapter = _read(path, lora_config)
+    adapter = _read(path, config)
     if adapter.helper and adapter.tensors is not None and (admitting := _admitting(adapter.helper, config)):
         _look_into_weights(adapter, _manager(admitting))
     if not adapter.problems:
@@ -56,11 +56,12 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
     return adapter
 
 
-def _read(path: str, lora_config: LoRAConfig) -> AdapterOnDisk:
+def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
     adapter = AdapterOnDisk(get_adapter_absolute_path(path))
+    positions = config.model_config.architecture.max_position_embeddings
     try:
-        adapter.helper = PEFTHelper.from_local_dir(adapter.folder)
-        adapter.helper.validate_legal(lora_config)
+        adapter.helper = PEFTHelper.from_local_dir(adapter.folder, positions)
+        adapter.helper.validate_legal(config.lora_config)
     except (ValueError, OSError) as error:
         adapter.problems.append(str(error))
     if os.path.isdir(adapter.folder):
@@ -76,8 +77,14 @@ def _read(path: str, lora_config: LoRAConfig) -> AdapterOnDisk:
 def _admitting(helper: PEFTHelper, config: EngineConfig) -> EngineConfig | None:
     """The config with every option so that the adapter's config is served. None if there are no such options: then
     its tensors are what they are because of that, and there is no more to say."""
-    rank = max(config.lora_config.max_lora_rank, helper.ranks[-1])
-    lora_config = replace(config.lora_config, max_lora_rank=rank, bias_enabled=True)
+    given = config.lora_config
+    factors = {*(given.long_lora_scaling_factors or ()), helper.vllm_long_context_scaling_factor} - {1.0}
+    lora_config = replace(
+        given,
+        max_lora_rank=max(given.max_lora_rank, helper.ranks[-1]),
+        bias_enabled=True,
+        long_lora_scaling_factors=factors or None,
+    )
     try:
         helper.validate_legal(lora_config)
     except ValueError:

@@ -381,17 +381,44 @@ def test_what_the_model_passes_over_is_not_held_against_the_adapter(world, tmp_p
     assert_refused(world, folder, [Q0, "has lora_A but not lora_B"])
 
 
-@pytest.mark.parametrize(("rank", "fits"), [("79", False), ("80", True)])
-def test_the_option_that_is_named_admits_the_adapter(world, tmp_path, rank, fits):
+# A LoraConfig of PEFT's, what is then written into the config, and the option that admits the adapter.
+ADMITTED = {
+    "rank": ({"r": 80}, {}, "--max-lora-rank 80"),
+    "context": ({}, {"context_length": 1000}, "--long-lora-scaling-factors 4.0"),
+}
+
+
+@pytest.mark.parametrize("what", ADMITTED)
+def test_an_option_that_would_admit_the_adapter_is_named_and_does(world, tmp_path, what):
     from peft import LoraConfig
 
-    config = LoraConfig(r=80, lora_alpha=8, target_modules=["q_proj"])
+    trained, written, option = ADMITTED[what]
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **trained})
     folder = train(tmp_path / "adapter", world.base, config)
+    edit_config(folder, **written)
 
-    _, report = inspect(world, folder, "--max-lora-rank", rank)
+    assert_refused(world, folder, [f"pass {option}."])
 
-    assert report["fits"] == fits
-    assert report["rank"] == 80 and report["targets"]["q_proj"]["ranks"] == [80]
+    _, report = inspect(world, folder, *option.split())
+    assert report["reasons"] == []
+
+
+def test_another_value_of_an_option_does_not_admit_the_adapter(world, tmp_path):
+    folder = shutil.copytree(world.path("qv"), tmp_path / "adapter")
+    edit_config(folder, context_length=1000)
+    with_a0(torch.full((4, 48), float("nan")))(folder)
+
+    assert_refused(
+        world,
+        folder,
+        [
+            "rank 4 is greater than max_lora_rank 3",
+            "needs rotary factor 4.0",
+            "--long-lora-scaling-factors 2.0,4.0",
+        ],
+        [f"{Q0}.lora_A holds NaN"],
+        options=["--max-lora-rank", "3", "--long-lora-scaling-factors", "2"],
+    )
 
 
 @pytest.mark.parametrize("name", ["qv", "all", "mlp", "patterns"])
