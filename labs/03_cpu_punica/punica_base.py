@@ -130,6 +130,12 @@ class PunicaWrapperBase(PunicaWrapperABC):
         rank = max(layer.live_ranks[0])
         self.add_lora_logits(y, x, layer.lora_a_stacked[:, :, :rank], layer.lora_b_stacked[..., :rank], 1.0)
 
+    @staticmethod
+    def rank_buffer(x: torch.Tensor, lora_a_stacked: torch.Tensor) -> torch.Tensor:
+        """Zeros (rows of x, R), at least in float32: what is lost between A and B is lost in every column."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.zeros(len(x), lora_a_stacked.shape[-2], dtype=dtype, device=x.device)
+
     def add_lora_logits(
         self,
         y: torch.Tensor,
@@ -141,9 +147,7 @@ class PunicaWrapperBase(PunicaWrapperABC):
         buffer: torch.Tensor | None = None,
     ) -> None:
         """As `add_lora_linear`, on the sampled rows.   y: (P, V)   x: (P, H)   A: (S, 1, R, H)   B: (S, 1, V, R)"""
-        if buffer is None:
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            buffer = torch.zeros(len(x), lora_a_stacked.shape[-2], dtype=dtype, device=x.device)  # (P, R)
+        buffer = self.rank_buffer(x, lora_a_stacked) if buffer is None else buffer  # (P, R)
         bgmv_shrink(x, lora_a_stacked, buffer, self.sampler_indices, scale)
         bgmv_expand(buffer, lora_b_stacked, y, self.sampler_indices, add_inputs=True)
 

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minivllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink, sgmv_expand_slice, sgmv_shrink
+from minivllm.lora.ops.torch_ops import (
+    bgmv_expand_slice,
+    bgmv_shrink,
+    sgmv_expand,
+    sgmv_expand_slice,
+    sgmv_shrink,
+)
 from minivllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+from minivllm.lora.punica_wrapper.utils import compute_runs
 
 if TYPE_CHECKING:
     from minivllm.lora.layers.base import BaseLayerWithLoRA
@@ -99,7 +106,7 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         scale: float,
     ) -> None:
         for i, lora_a in enumerate(lora_a_stacked):
-            sgmv_shrink(x, lora_a, y[i], *self._segments(len(x)), scale)
+            sgmv_shrink(x, lora_a, y[i], *_segments(self.runs, len(x)), scale)
 
     def add_expand(
         self,
@@ -112,13 +119,32 @@ class PunicaWrapperCPU(PunicaWrapperBase):
     ) -> None:
         offset = offset_start
         for i, (lora_b, size) in enumerate(zip(lora_b_stacked, output_slices)):
-            sgmv_expand_slice(x[i], lora_b, y, *self._segments(len(y)), offset, size, add_inputs)
+            sgmv_expand_slice(x[i], lora_b, y, *_segments(self.runs, len(y)), offset, size, add_inputs)
             offset += size
 
-    def _segments(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
-        """The runs as the ops take them: (B,) starts, (B,) lengths, (B,) slots, B, longest run, tokens."""
-        lengths = [rows.stop - rows.start for _, rows in self.runs]
-        starts = torch.tensor([rows.start for _, rows in self.runs], dtype=torch.long)
-        slots = torch.tensor([slot for slot, _ in self.runs], dtype=torch.long)
-        longest = max(lengths, default=0)
-        return starts, torch.tensor(lengths, dtype=torch.long), slots, len(slots), longest, tokens
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        *,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """By runs of sampled rows: B is as tall as the vocabulary, so it is read once an adapter, not once a row."""
+        buffer = self.rank_buffer(x, lora_a_stacked) if buffer is None else buffer  # (P, R)
+        segments = _segments(compute_runs(self.sampler_indices.tolist()), len(x))
+        sgmv_shrink(x, lora_a_stacked, buffer, *segments, scale)
+        sgmv_expand(buffer, lora_b_stacked, y, *segments, add_inputs=True)
+
+
+def _segments(
+    runs: list[tuple[int, slice]], tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
+    """Runs as the ops take them: (B,) starts, (B,) lengths, (B,) slots, B, longest run, tokens."""
+    lengths = [rows.stop - rows.start for _, rows in runs]
+    starts = torch.tensor([rows.start for _, rows in runs], dtype=torch.long)
+    slots = torch.tensor([slot for slot, _ in runs], dtype=torch.long)
+    longest = max(lengths, default=0)
+    return starts, torch.tensor(lengths, dtype=torch.long), slots, len(slots), longest, tokens
