@@ -55,7 +55,7 @@ class _LoRAResolverRegistry:
         """One of them. KeyError names those that there are."""
         if resolver_name not in self.resolvers:
             known = ", ".join(self.resolvers) or "none"
-            raise KeyError(f"LoRA resolver '{resolver_name}' is not registered; known: {known}")
+            raise KeyError(f"LoRA resolver '{resolver_name}' not found; registered: {known}")
         return self.resolvers[resolver_name]
 
 
