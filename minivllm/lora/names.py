@@ -12,7 +12,7 @@ PEFT_PREFIX = "base_model.model."
 # What else may be in an adapter's weights file, by the end of the name, and how it came there.
 UNSUPPORTED_WEIGHTS = {
     ".lora_magnitude_vector": "it belongs to DoRA; train without use_dora",
-    ".lora_B.bias": "a bias on B; train with lora_bias=False",
+    ".lora_B.bias": "a bias on B, but adapter_config.json says lora_bias=False",
     ".trainable_tokens_delta": "trained tokens; train without trainable_token_indices",
     ".embed_tokens.weight": "a whole embedding; save the adapter with save_embedding_layers=False",
     ".lm_head.weight": "a whole output embedding; save the adapter with save_embedding_layers=False",
@@ -52,7 +52,7 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
     same name.
     """
     plain = name.removeprefix(PEFT_PREFIX)
-    if weights_mapper is not None:
+    if weights_mapper:
         plain = weights_mapper._map_name(plain) or plain
     module, _, last = plain.rpartition(".")
     if last == "weight":

@@ -81,7 +81,7 @@ class PEFTHelper:
         length, base = self.context_length or 0, self.vllm_max_position_embeddings
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ValueError(f"context_length must be an int of at least 1, got {length!r}")
-        return float(max(1, math.ceil(length / base))) if base else 1.0
+        return float(max(1, math.ceil(length / base))) if length and base else 1.0
 
     def _checked_pattern(self, name: str) -> dict[str, Any]:
         """The pattern, {} for None. ValueError unless it is a dict whose keys are regular expressions."""
