@@ -183,26 +183,6 @@ class AdapterRegistry:
         kept = self.manager.in_use | self.manager.pinned_adapters
         return adapter_id in held or len(held) < self.manager.capacity or not held <= kept
 
-    def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest, traits: AdapterTraits) -> None:
-        entry.generation += 1
-        entry.traits = traits
-        entry.folder = _folder(lora_request)
-        key = (lora_request.lora_int_id, entry.generation)
-        self._reloads[key] = lora_request
-        self.scheduler.blocked_adapters[key] = RELOAD_PENDING
-
-    def remove_lora(self, adapter_id: int) -> bool:
-        """Unload: at once, or when the requests that use it have finished; new ones are refused from now on.
-
-        False for an unknown id.
-        """
-        entry = self.entries.get(adapter_id)
-        if entry is None:
-            return False
-        entry.leaving = True
-        self.settle()
-        return True
-
     def pin_lora(self, adapter_id: int) -> bool:
         """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
 
@@ -255,41 +235,86 @@ class AdapterRegistry:
                 self._wanted_pins.discard(adapter_id)
                 logger.warning("adapter '%s' could not be pinned: %s", self.name_of(adapter_id), error)
 
-    def settle(self) -> None:
-        """Do the reloads and unloads that no request stands in the way of any more.
+    # ---- what waits for requests ----------------------------------------------------------------------------
 
-        The old weights are still served when a reload fails; `take_failures` says whose requests must end.
+    # region lab 7.5: changes that wait for requests in flight
+    def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest, traits: AdapterTraits) -> None:
+        """Order a reload: the next generation of the adapter, whose requests are held back until it is done.
+
+        The order is kept under (adapter id, generation) in `_reloads`, with its `load_inplace`. Under the same
+        key the scheduler is told to admit none of that generation (`blocked_adapters`, RELOAD_PENDING). The
+        entry has the new generation, traits and `_folder` at once; its `request` stays without the flag.
+        """
+        entry.generation += 1
+        entry.traits = traits
+        entry.folder = _folder(lora_request)
+        key = (lora_request.lora_int_id, entry.generation)
+        self._reloads[key] = lora_request
+        self.scheduler.blocked_adapters[key] = RELOAD_PENDING
+
+    def remove_lora(self, adapter_id: int) -> bool:
+        """Unload: at once, or when the requests that use it have finished. False for an unknown id.
+
+        From now on the entry is `leaving`, and new requests are refused.
+        """
+        entry = self.entries.get(adapter_id)
+        if entry is None:
+            return False
+        entry.leaving = True
+        self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Do the reloads, by generation, and then the unloads that no request stands in the way of any more.
+
+        A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`),
+        and its order and its block are gone. An unload waits for all unfinished requests of its adapter; then
+        the runner removes it from its slot and from memory, and it is forgotten here (`_forget`).
         """
         for adapter_id, generation in sorted(self._reloads):
-            if self._in_flight(adapter_id, before=generation):
-                continue
-            lora_request = self._reloads.pop((adapter_id, generation))
-            del self.scheduler.blocked_adapters[adapter_id, generation]
-            # What is not in memory is read by the next step that needs it, when there is room for it.
-            if adapter_id not in self.manager.list_adapters():
-                continue
-            self._refresh_in_use()
-            try:
-                self.runner.add_lora(lora_request)
-            except (OSError, ValueError, RuntimeError) as error:
-                self._failures[adapter_id, generation] = error
-                # Whoever comes from now on does not share the fate of those who waited.
-                self.entries[adapter_id].generation = max(generation + 1, self.entries[adapter_id].generation)
+            if not self._in_flight(adapter_id, before=generation):
+                lora_request = self._reloads.pop((adapter_id, generation))
+                del self.scheduler.blocked_adapters[adapter_id, generation]
+                self._reload(lora_request, generation)
         for adapter_id in [i for i, e in self.entries.items() if e.leaving and not self._in_flight(i)]:
             self.runner.remove_lora(adapter_id)
             self._forget(adapter_id)
+
+    def _reload(self, lora_request: LoRARequest, generation: int) -> None:
+        """Have the runner read it again (`add_lora`); nobody who runs may lose a place to it (`_refresh_in_use`).
+
+        What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
+
+        After an OSError, ValueError or RuntimeError the runner still has the old weights. The error is kept in
+        `_failures` under (adapter id, generation) for the requests that waited; the entry's generation is a later
+        one from then on, so that whoever comes next does not share their fate.
+        """
+        adapter_id = lora_request.lora_int_id
+        if adapter_id not in self.manager.list_adapters():
+            return
+        self._refresh_in_use()
+        try:
+            self.runner.add_lora(lora_request)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._failures[adapter_id, generation] = error
+            self.entries[adapter_id].generation = max(generation + 1, self.entries[adapter_id].generation)
+
+    def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
+        """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
+
+        Unfinished are all of `scheduler.requests`, also those that wait or were preempted.
+        """
+        return any(
+            request.adapter_id == adapter_id and (before is None or request.adapter_generation < before)
+            for request in self.scheduler.requests.values()
+        )
+
+    # endregion
 
     def take_failures(self) -> dict[tuple[int, int], Exception]:
         """(adapter id, generation) -> error of the reloads that have failed since the last call."""
         failures, self._failures = self._failures, {}
         return failures
-
-    def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
-        """Whether unfinished requests use the adapter, of a generation below `before` if that is given."""
-        return any(
-            request.adapter_id == adapter_id and (before is None or request.adapter_generation < before)
-            for request in self.scheduler.requests.values()
-        )
 
     def _refresh_in_use(self) -> None:
         """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""

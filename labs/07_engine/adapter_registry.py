@@ -1,0 +1,304 @@
+"""Who owns which adapter id, and what waits for its requests to finish.
+
+Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only.
+"""
+
+from minivllm.labs import Todo
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from minivllm.core.output import RELOAD_PENDING
+from minivllm.core.scheduler import Scheduler
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.request import LoRARequest
+from minivllm.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterTraits(NamedTuple):
+    """What of an adapter its requests' prompts depend on.
+
+    scaling_factor   of the rotary embedding: how many times the base model's positions it was trained for
+    """
+
+    scaling_factor: float = 1.0
+
+
+BASE = AdapterTraits()
+
+
+@dataclass
+class AdapterEntry:
+    """One adapter that requests may name.
+
+    owner        what brought it: a request id, or "add_lora"
+    folder       where its path led when it was registered or reloaded: a link may lead elsewhere by now
+    names        everything it was called; the first is its name, the others are aliases
+    generation   counts reloads: requests of a later one wait until those of earlier ones have finished
+    leaving      it is being unloaded: requests in flight finish, new ones are refused
+    """
+
+    request: LoRARequest
+    owner: str
+    folder: str
+    traits: AdapterTraits
+    names: set[str] = field(default_factory=set)
+    generation: int = 0
+    leaving: bool = False
+
+
+class AdapterRegistry:
+    """Adapters by id, and their loads, reloads, unloads and pins while requests run.
+
+    What must not happen under a running request (a reload, an unload, giving its slot to a pin) is noted and
+    done by `settle`, before a step or when a request ends, once no request stands in its way.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.entries: dict[int, AdapterEntry] = {}
+        self._reloads: dict[tuple[int, int], LoRARequest] = {}
+        self._failures: dict[tuple[int, int], Exception] = {}
+        self._wanted_pins: set[int] = set()
+
+    @property
+    def manager(self) -> LRUCacheLoRAModelManager:
+        return self.runner.lora_manager.manager
+
+    # ---- naming ---------------------------------------------------------------------------------------------
+
+    def examine(self, lora_request: LoRARequest) -> AdapterTraits:
+        """What there is to know of an adapter before a request of it is taken; nothing changes.
+
+        Raises ValueError when id, name or folder contradict what is registered or the adapter does not fit,
+        FileNotFoundError when it is not there.
+        """
+        entry = self._known(lora_request)
+        if entry is not None and not lora_request.load_inplace:
+            return entry.traits
+        lora = self.runner.lora_manager.check_adapter(lora_request)
+        return AdapterTraits(lora.scaling_factor)
+
+    def resolve(
+        self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
+    ) -> tuple[LoRARequest, int]:
+        """The adapter a new request means, and its generation; the first mention registers it.
+
+        traits   what `examine` found
+
+        A second name for the same id and folder is an alias.
+        """
+        entry = self.entries.get(lora_request.lora_int_id)
+        plain = replace(lora_request, load_inplace=False)
+        if entry is None:
+            entry = AdapterEntry(plain, owner, _folder(plain), traits)
+            self.entries[lora_request.lora_int_id] = entry
+        elif lora_request.load_inplace:
+            self._note_reload(entry, lora_request, traits)
+        entry.names.add(lora_request.lora_name)
+        return entry.request, entry.generation
+
+    def _known(self, lora_request: LoRARequest) -> AdapterEntry | None:
+        """The registered adapter with this id. ValueError if it is another one, or on its way out."""
+        name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
+        for other_id, other in self.entries.items():
+            if name in other.names and other_id != adapter_id:
+                raise ValueError(
+                    f"adapter name '{name}' belongs to lora_int_id {other_id} ({other.owner}), "
+                    f"not {adapter_id}; use that id or another name"
+                )
+        entry = self.entries.get(adapter_id)
+        if entry is None:
+            return None
+        if entry.leaving:
+            raise ValueError(
+                f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone"
+            )
+        if lora_request.lora_path != entry.request.lora_path and _folder(lora_request) != entry.folder:
+            raise ValueError(
+                f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "
+                f"'{entry.request.lora_path}' ({entry.owner}), not to '{lora_request.lora_path}'; "
+                "give every adapter its own id, or remove that one first"
+            )
+        return entry
+
+    def request_ended(self, adapter_id: int) -> None:
+        """Do what waited for a request's end; forget an adapter that was named but never read."""
+        if adapter_id not in self.manager.stats.by_adapter:
+            self.release_unused(adapter_id)
+        self.settle()
+
+    def release_unused(self, adapter_id: int) -> None:
+        """Forget an adapter that could not be loaded, so that its id and name are free again."""
+        loaded = adapter_id in self.manager.list_adapters()
+        if not loaded and not self._in_flight(adapter_id):
+            self._forget(adapter_id)
+
+    def _forget(self, adapter_id: int) -> None:
+        """What was noted of it goes too: under the same id there may soon be another adapter."""
+        self.entries.pop(adapter_id, None)
+        self._wanted_pins.discard(adapter_id)
+        self.manager.stats.by_adapter.pop(adapter_id, None)
+
+    def name_of(self, adapter_id: int) -> str:
+        entry = self.entries.get(adapter_id)
+        return entry.request.lora_name if entry else str(adapter_id)
+
+    # ---- load, reload, unload, pin --------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load ahead of the first request. True if it was not in memory before; errors as in `examine`.
+
+        With `load_inplace` it is read again: at once, or when the requests that use it have finished.
+        RuntimeError when all that memory holds is pinned or in use.
+        """
+        request, generation = self.resolve(lora_request, "add_lora", self.examine(lora_request))
+        try:
+            self.settle()
+            if error := self._failures.pop((request.lora_int_id, generation), None):
+                raise error
+            if (request.lora_int_id, generation) in self._reloads:
+                return False
+            self._refuse_if_memory_is_full(request)
+            return self.runner.add_lora(request)
+        finally:
+            if request.lora_int_id not in self.manager.stats.by_adapter:
+                self.release_unused(request.lora_int_id)
+
+    def _refuse_if_memory_is_full(self, lora_request: LoRARequest) -> None:
+        if not self._has_memory_for(lora_request.lora_int_id):
+            raise RuntimeError(
+                f"adapter '{lora_request.lora_name}' cannot be loaded: the {self.manager.capacity} adapters in "
+                "memory are all pinned or in use; unpin one, wait, or raise max_cpu_loras"
+            )
+
+    def _has_memory_for(self, adapter_id: int) -> bool:
+        """Whether it is in memory, or could be with nothing evicted that is pinned or in use."""
+        self._refresh_in_use()
+        held = self.manager.list_adapters().keys()
+        kept = self.manager.in_use | self.manager.pinned_adapters
+        return adapter_id in held or len(held) < self.manager.capacity or not held <= kept
+
+    def pin_lora(self, adapter_id: int) -> bool:
+        """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
+
+        ValueError for an unknown id, RuntimeError when every slot is pinned already.
+        """
+        if adapter_id not in self.entries:
+            raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
+        pins = self.pinned_adapters() | {adapter_id}
+        if len(pins) > self.manager.lora_slots:
+            raise RuntimeError(
+                f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
+                f"(adapters {sorted(pins - {adapter_id})}); unpin one or raise max_loras"
+            )
+        if self._has_memory_for(adapter_id):
+            self._pin(adapter_id)
+        else:
+            self._wanted_pins.add(adapter_id)
+        return True
+
+    def _pin(self, adapter_id: int) -> None:
+        """Read it if need be, and pin it if there is a slot; if there is none, it is wanted."""
+        if adapter_id not in self.manager.list_adapters():
+            self.runner.add_lora(self.entries[adapter_id].request)
+        self._wanted_pins.discard(adapter_id)
+        if self.manager.has_room_for(adapter_id):
+            self.runner.pin_lora(adapter_id)
+        else:
+            self._wanted_pins.add(adapter_id)
+
+    def unpin_lora(self, adapter_id: int) -> bool:
+        """Let the adapter be evicted again. False if it was not pinned."""
+        wanted = adapter_id in self._wanted_pins
+        self._wanted_pins.discard(adapter_id)
+        return self.manager.unpin_adapter(adapter_id) or wanted
+
+    def pinned_adapters(self) -> set[int]:
+        """Adapters whose slots the scheduler must not count on."""
+        return self.manager.pinned_adapters | self._wanted_pins
+
+    def pin_wanted(self) -> None:
+        """Pin what waited for a slot; call it when a step is scheduled, since the scheduler made room then.
+
+        A pin whose adapter cannot be read any more is dropped, with a warning in the log.
+        """
+        self._refresh_in_use()
+        for adapter_id in sorted(self._wanted_pins):
+            try:
+                self._pin(adapter_id)
+            except (OSError, ValueError, RuntimeError) as error:
+                self._wanted_pins.discard(adapter_id)
+                logger.warning("adapter '%s' could not be pinned: %s", self.name_of(adapter_id), error)
+
+    # ---- what waits for requests ----------------------------------------------------------------------------
+
+    # region lab 7.5: changes that wait for requests in flight
+    def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest, traits: AdapterTraits) -> None:
+        """Order a reload: the next generation of the adapter, whose requests are held back until it is done.
+
+        The order is kept under (adapter id, generation) in `_reloads`, with its `load_inplace`. Under the same
+        key the scheduler is told to admit none of that generation (`blocked_adapters`, RELOAD_PENDING). The
+        entry has the new generation, traits and `_folder` at once; its `request` stays without the flag.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def remove_lora(self, adapter_id: int) -> bool:
+        """Unload: at once, or when the requests that use it have finished. False for an unknown id.
+
+        From now on the entry is `leaving`, and new requests are refused.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def settle(self) -> None:
+        """Do the reloads, by generation, and then the unloads that no request stands in the way of any more.
+
+        A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`),
+        and its order and its block are gone. An unload waits for all unfinished requests of its adapter; then
+        the runner removes it from its slot and from memory, and it is forgotten here (`_forget`).
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def _reload(self, lora_request: LoRARequest, generation: int) -> None:
+        """Have the runner read it again (`add_lora`); nobody who runs may lose a place to it (`_refresh_in_use`).
+
+        What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
+
+        After an OSError, ValueError or RuntimeError the runner still has the old weights. The error is kept in
+        `_failures` under (adapter id, generation) for the requests that waited; the entry's generation is a later
+        one from then on, so that whoever comes next does not share their fate.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
+        """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
+
+        Unfinished are all of `scheduler.requests`, also those that wait or were preempted.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    # endregion
+
+    def take_failures(self) -> dict[tuple[int, int], Exception]:
+        """(adapter id, generation) -> error of the reloads that have failed since the last call."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _refresh_in_use(self) -> None:
+        """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
+        self.manager.in_use = frozenset(_adapter_ids(self.scheduler)) | self._wanted_pins
+
+
+def _adapter_ids(scheduler: Scheduler) -> Iterable[int]:
+    return (request.adapter_id for request in scheduler.running if request.adapter_id)
+
+
+def _folder(lora_request: LoRARequest) -> str:
+    """What makes two paths the same adapter; a hub id stays what it is."""
+    path = os.path.expanduser(lora_request.lora_path)
+    return os.path.realpath(path) if os.path.exists(path) else lora_request.lora_path

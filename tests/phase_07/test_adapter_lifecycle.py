@@ -1,0 +1,377 @@
+"""Reloads and unloads while requests run: what waits for whom, and what becomes of the rest (lab 7.5)."""
+
+from types import SimpleNamespace
+
+import pytest
+from small_engine import SmallWorld
+
+from minivllm.core.output import RELOAD_PENDING
+from minivllm.engine.adapter_registry import BASE, AdapterRegistry, AdapterTraits
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+
+lab = pytest.mark.lab("7.5")
+
+
+class StandInRunner:
+    """A runner whose adapters are words: `disk` has path -> weights, `memory` id -> the weights that were read.
+
+    An error on the disk is raised when it is read; `in_use` is what the manager was told of at each reading.
+    """
+
+    def __init__(self):
+        self.disk, self.memory, self.in_use = {}, {}, []
+        self.calls = []
+        manager = SimpleNamespace(
+            list_adapters=lambda: self.memory,
+            capacity=4,
+            lora_slots=2,
+            in_use=frozenset(),
+            pinned_adapters=frozenset(),
+            stats=SimpleNamespace(by_adapter={}),
+        )
+        self.lora_manager = SimpleNamespace(
+            manager=manager, check_adapter=lambda request: SimpleNamespace(scaling_factor=1.0)
+        )
+
+    @property
+    def manager(self):
+        return self.lora_manager.manager
+
+    def add_lora(self, request):
+        self.calls.append(f"read {request.lora_path}")
+        self.in_use.append(self.manager.in_use)
+        weights = self.disk[request.lora_path]
+        if isinstance(weights, Exception):
+            raise weights
+        if request.load_inplace or request.lora_int_id not in self.memory:
+            self.memory[request.lora_int_id] = weights
+        self.manager.stats.by_adapter[request.lora_int_id] = "seen"
+        return True
+
+    def remove_lora(self, adapter_id):
+        self.calls.append(f"remove {adapter_id}")
+        return self.memory.pop(adapter_id, None) is not None
+
+
+class World:
+    """A registry over stand-ins, with adapter 1 in memory, read from /one when it held "old"."""
+
+    def __init__(self):
+        self.runner = StandInRunner()
+        self.scheduler = SimpleNamespace(requests={}, running=[], blocked_adapters={})
+        self.registry = AdapterRegistry(self.scheduler, self.runner)
+        self.runner.disk = {"/one": "old", "/two": "two"}
+        self.registry.add_lora(self.lora(1))
+        self.runner.calls.clear()
+
+    def lora(self, adapter_id=1, **changes):
+        path = {1: "/one", 2: "/two"}[adapter_id]
+        return LoRARequest(path[1:], adapter_id, path, **changes)
+
+    def ask(self, request_id, lora_request=None, running=True):
+        """A new request of the adapter; its generation."""
+        lora_request, generation = self.registry.resolve(
+            lora_request or self.lora(), f"request '{request_id}'", BASE
+        )
+        request = SimpleNamespace(
+            adapter_id=lora_request.lora_int_id, adapter_generation=generation, lora_request=lora_request
+        )
+        self.scheduler.requests[request_id] = request
+        if running:
+            self.scheduler.running.append(request)
+        return generation
+
+    def end(self, request_id):
+        """The request has finished, and the engine says so."""
+        request = self.scheduler.requests.pop(request_id)
+        self.scheduler.running = [r for r in self.scheduler.running if r is not request]
+        self.registry.request_ended(request.adapter_id)
+
+    def order_reload(self, request_id, weights="new"):
+        """Other weights are on the disk, and a request asks for them; it waits. Its generation."""
+        self.runner.disk["/one"] = weights
+        return self.ask(request_id, self.lora(load_inplace=True), running=False)
+
+    def may_run(self, generation):
+        return (1, generation) not in self.scheduler.blocked_adapters
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+class TestUnload:
+    @lab
+    def test_of_an_idle_adapter_reaches_the_runner_at_once_and_frees_its_name(self, world):
+        assert world.registry.remove_lora(1) is True
+
+        assert world.runner.calls == ["remove 1"], (
+            "the runner, which has the weights in a slot and in memory, was told nothing"
+        )
+        assert 1 not in world.registry.entries, "the id is still taken"
+
+    @lab
+    def test_of_an_unknown_id_says_so_and_touches_nothing(self, world):
+        assert world.registry.remove_lora(7) is False
+
+        assert world.runner.calls == []
+
+    @lab
+    @pytest.mark.parametrize("running", [True, False], ids=["running", "waiting, or preempted"])
+    def test_waits_for_a_request_in_flight(self, world, running):
+        world.ask("a", running=running)
+
+        assert world.registry.remove_lora(1) is True
+        world.registry.settle()
+
+        assert world.runner.calls == [], "request 'a' of adapter 1 is unfinished, and its weights are gone"
+
+    @lab
+    def test_is_done_when_the_last_of_its_requests_ends(self, world):
+        world.ask("a")
+        world.ask("b")
+        world.ask("other", world.lora(2))
+        world.registry.remove_lora(1)
+
+        world.end("a")
+        still_there = 1 in world.registry.entries
+        world.end("b")
+
+        assert still_there, "request 'b' of adapter 1 is unfinished"
+        assert world.runner.calls == ["remove 1"], (
+            "both requests of adapter 1 have ended; 'other' has adapter 2"
+        )
+        assert set(world.registry.entries) == {2}
+
+    @lab
+    def test_refuses_new_requests_while_it_waits(self, world):
+        world.ask("a")
+
+        world.registry.remove_lora(1)
+
+        with pytest.raises(ValueError, match="is being unloaded"):
+            world.registry.examine(world.lora())
+
+    @lab
+    def test_takes_back_what_was_noted_of_the_adapter(self, world):
+        world.registry._wanted_pins.add(1)
+
+        world.registry.remove_lora(1)
+
+        assert world.registry.pinned_adapters() == set(), "the next adapter with id 1 would be pinned"
+
+
+class TestReload:
+    @lab
+    def test_waits_for_requests_that_began_with_the_old_weights(self, world):
+        world.ask("old")
+
+        new = world.order_reload("new")
+        world.registry.settle()
+
+        assert world.runner.memory[1] == "old", "request 'old' is half-way through, with other weights by now"
+        assert not world.may_run(new), "request 'new' may join, and would be served with the old weights"
+        assert world.scheduler.blocked_adapters[1, new] == RELOAD_PENDING
+
+    @lab
+    @pytest.mark.parametrize("running", [True, False], ids=["running", "waiting, or preempted"])
+    def test_is_done_when_the_last_request_before_it_ends_though_its_own_wait(self, world, running):
+        old = world.ask("old", running=running)
+        new = world.order_reload("new")
+        before = dict(world.runner.memory)
+
+        world.end("old")
+
+        assert before == {1: "old"}
+        assert new > old, "requests of the new weights are told from those of the old by their generation"
+        assert world.runner.memory == {1: "new"}, (
+            "the requests that wait for a reload do not stand in its way"
+        )
+        assert world.may_run(new), "it is done, and its requests are still held back"
+
+    @lab
+    def test_of_an_idle_adapter_is_done_by_the_next_settling(self, world):
+        new = world.order_reload("new")
+
+        world.registry.settle()
+
+        assert world.runner.memory == {1: "new"}
+        assert world.may_run(new)
+
+    @lab
+    def test_happens_once(self, world):
+        world.order_reload("new")
+
+        for _ in range(3):  # three steps
+            world.registry.settle()
+
+        assert world.runner.calls == ["read /one"], "one order, one reading"
+
+    @lab
+    def test_leaves_no_order_on_the_adapters_own_request(self, world):
+        """What the engine keeps for the name is what every later request gets."""
+        world.order_reload("new")
+        world.registry.settle()
+
+        request, _ = world.registry.resolve(world.lora(), "request 'later'", BASE)
+
+        assert not request.load_inplace, "it would be read from disk for each request from now on"
+
+    @lab
+    def test_makes_those_who_come_after_it_wait_with_it(self, world):
+        world.ask("old")
+        new = world.order_reload("new")
+
+        later = world.ask("later", running=False)
+
+        assert later == new, "'later' came after the order, so it is of the new weights"
+
+    @lab
+    def test_ordered_twice_is_done_in_two_turns(self, world):
+        world.ask("old")
+        new = world.order_reload("new", "new")
+        newer = world.order_reload("newer", "newer")
+
+        world.end("old")
+        first = world.may_run(new), world.may_run(newer)
+        world.end("new")
+
+        assert newer > new
+        assert first == (True, False), "request 'new' comes before the second reload"
+        assert world.may_run(newer)
+        assert world.runner.calls == ["read /one", "read /one"]
+
+    @lab
+    def test_waits_for_requests_of_its_own_adapter_only(self, world):
+        world.ask("other", world.lora(2))
+
+        world.order_reload("new")
+        world.registry.settle()
+
+        assert world.runner.memory[1] == "new", "'other' has adapter 2"
+
+    @lab
+    def test_evicts_none_of_the_adapters_that_run(self, world):
+        world.ask("other", world.lora(2))
+
+        world.order_reload("new")
+        world.registry.settle()
+
+        assert world.runner.in_use[-1] == {2}, "what the manager thinks is in use is of the last step"
+
+    @lab
+    def test_of_what_is_not_in_memory_is_left_to_the_step_that_needs_it(self, world):
+        """Memory may be full of adapters that run; a step waits for room, this would raise."""
+        world.runner.memory.clear()
+        new = world.order_reload("new")
+
+        world.registry.settle()
+
+        assert world.runner.calls == []
+        assert world.may_run(new)
+
+    @lab
+    def test_tells_new_requests_what_the_new_weights_ask_of_their_prompts(self, world):
+        entry = world.registry.entries[1]
+
+        world.registry.resolve(world.lora(load_inplace=True), "request 'new'", AdapterTraits(4.0))
+
+        assert world.registry.examine(world.lora()) == entry.traits == AdapterTraits(4.0)
+
+    @lab
+    def test_then_an_unload_are_both_done_when_their_turn_comes(self, world):
+        world.ask("old")
+        new = world.order_reload("new")
+        world.registry.remove_lora(1)
+
+        world.end("old")
+        read_again = world.runner.memory == {1: "new"} and world.may_run(new)
+        world.end("new")
+
+        assert read_again, "'new' was accepted before the unload, and waits for its weights"
+        assert world.runner.memory == {}
+        assert world.scheduler.blocked_adapters == {}
+
+
+class TestReloadThatFails:
+    @pytest.fixture
+    def error(self):
+        return ValueError("adapter 'one': lora_B has NaN")
+
+    @lab
+    def test_leaves_the_old_weights_serving(self, world, error):
+        world.order_reload("new", weights=error)
+
+        world.registry.settle()
+
+        assert world.runner.memory == {1: "old"}, "the adapter that served until now is gone"
+
+    @lab
+    @pytest.mark.parametrize(
+        "error", [ValueError("NaN"), OSError("gone"), RuntimeError("full")], ids=lambda e: type(e).__name__
+    )
+    def test_is_not_raised_at_whoever_ends_a_request_but_kept_for_those_who_waited(self, world, error):
+        world.ask("old")
+        new = world.order_reload("new", weights=error)
+
+        world.end("old")
+
+        assert world.registry.take_failures() == {(1, new): error}
+
+    @lab
+    def test_does_not_concern_whoever_comes_after(self, world, error):
+        failed = world.order_reload("new", weights=error)
+        world.registry.settle()
+
+        later = world.ask("later", running=False)
+
+        assert later > failed, "a request that came after the failure is ended with those who waited for it"
+        assert world.may_run(later)
+
+    @lab
+    def test_does_not_concern_the_reloads_after_it(self, world, error):
+        world.ask("old")
+        failed = world.order_reload("new", weights=error)
+        world.order_reload("newer", weights=error)
+        newest = world.order_reload("newest", weights=error)
+        world.end("old")
+        world.runner.disk["/one"] = "newest"
+        failures = world.registry.take_failures()
+
+        later = world.ask("later", running=False)
+
+        assert list(failures) == [(1, failed)]
+        assert later == newest, "whoever comes now comes after the last order"
+        world.end("new")
+        world.end("newer")
+        assert world.runner.memory == {1: "newest"}
+
+    @lab
+    def test_with_anything_else_is_a_bug_and_is_raised(self, world):
+        world.order_reload("new", weights=KeyError("weight"))
+
+        with pytest.raises(KeyError):
+            world.registry.settle()
+
+
+class TestThroughTheEngine:
+    """With a model, slots and a scheduler."""
+
+    @lab
+    def test_an_unloaded_adapter_is_in_no_slot_and_not_in_memory(self, tmp_path):
+        world = SmallWorld(tmp_path)
+        engine = world.engine()
+        params = SamplingParams(temperature=0, max_tokens=4)
+        engine.add_request("a", [5, 6, 7], params, lora_request=world.request(1))
+        engine.step()
+        in_slots = engine.debug_info()["slots"]
+
+        engine.remove_lora(1)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+        assert 1 in in_slots
+        assert engine.debug_info()["slots"] == [None, None]
+        assert engine.list_loras() == set()
