@@ -21,7 +21,7 @@ LAYERS = (
         "economics",
     ),
     ("lora.request", "lora.names", "lora.peft_helper", "lora.resolver", "lora.lru_cache", "lora.stats"),
-    ("lora.lora_weights", "lora.lora_model"),
+    ("lora.lora_weights", "lora.weights_files", "lora.new_embeddings", "lora.lora_model"),
     ("lora.ops",),
     ("lora.punica_wrapper",),
     ("layers", "models", "lora.layers"),

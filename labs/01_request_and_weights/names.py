@@ -13,7 +13,7 @@ PEFT_PREFIX = "base_model.model."
 # What else may be in an adapter's weights file, by the end of the name, and how it came there.
 UNSUPPORTED_WEIGHTS = {
     ".lora_magnitude_vector": "it belongs to DoRA; train without use_dora",
-    ".lora_B.bias": "a bias on B; train with lora_bias=False",
+    ".lora_B.bias": "a bias on B, but adapter_config.json says lora_bias=False",
     ".trainable_tokens_delta": "trained tokens; train without trainable_token_indices",
     ".embed_tokens.weight": "a whole embedding; save the adapter with save_embedding_layers=False",
     ".lm_head.weight": "a whole output embedding; save the adapter with save_embedding_layers=False",

@@ -1,14 +1,9 @@
 """An adapter folder, read and checked. Stands for vllm/lora/lora_model.py (v0.22.1)."""
 
-import io
 import itertools
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 
 from minivllm.config import DTYPES
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -18,12 +13,13 @@ from minivllm.lora.names import (
     is_supported_lora_module,
     parse_fine_tuned_lora_name,
 )
+from minivllm.lora.new_embeddings import convert_new_embeddings, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.weights_files import find_weights_file, read_weights
 
 _load_ids = itertools.count(1)
 
-# PEFT's file names, in the order we prefer them: safetensors cannot run code.
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+BIAS_OF_B = ".lora_B.bias"
 
 
 class LoRAModel:
@@ -32,6 +28,8 @@ class LoRAModel:
     id        the adapter's `lora_int_id`, >= 1
     rank      the largest rank of its modules
     loras     module name -> LoRALayerWeights
+    added_tokens     how many tokens it adds to the vocabulary
+    new_embeddings   their embeddings as they were read, until the model's modules have them
     name      what the request that loaded it called it; for people, nothing depends on it
     scaling_factor   of the rotary embedding: above 1 for an adapter trained at a longer context (`context_length`)
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
@@ -46,6 +44,8 @@ class LoRAModel:
         self.rank = rank
         self.loras = loras
         self.name = ""
+        self.added_tokens = 0
+        self.new_embeddings: dict[str, torch.Tensor] = {}
         self.scaling_factor = 1.0
         self.pool: torch.Tensor | None = None
         self.live_rows: list[tuple[list[int], list[int]]] = []
@@ -62,11 +62,12 @@ class LoRAModel:
         """The same tensors under another id, and a load_id of its own."""
         twin = type(self)(lora_model_id, self.rank, self.loras.copy())
         twin.name, twin.scaling_factor = self.name, self.scaling_factor
+        twin.added_tokens, twin.new_embeddings = self.added_tokens, self.new_embeddings
         return twin
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all A and B."""
+        """Bytes of all A and B, and of what comes with them."""
         return sum(lora.nbytes for lora in self.loras.values())
 
     # region lab 1.6: from tensors to modules
@@ -92,13 +93,15 @@ class LoRAModel:
                           names without it
         skip_prefixes     tensors of modules under one of these are left out
 
-        Scaling is noted, not applied: that is `optimize`'s work.
+        Scaling is noted, not applied: that is `optimize`'s work. Biases on B (`lora_bias`) are no tensors of a pair:
+        `_split_off_biases` takes them out before, `_add_biases` gives them to the modules at the end.
 
         Raises ValueError naming the tensor or the module: a name that is not LoRA's, one side of a module there
         twice (with PEFT's prefix and without), A or B missing, shapes that do not fit together, a rank that the
         config does not give, NaN or Inf once converted; and when there are no LoRA weights at all. Most of it is
         found by `_check_tensor`, `_check_pair` and `_check_numbers`.
         """
+        tensors, biases = _split_off_biases(tensors, peft_helper, weights_mapper, skip_prefixes)
         pairs: dict[tuple[str, str], dict[bool, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             if is_base_embedding_weights(name) or _is_skipped(name, skip_prefixes or []):
@@ -122,6 +125,7 @@ class LoRAModel:
             lora.lora_b = pair[False].to(device=device, dtype=dtype)  # (N, r)
             _check_numbers(lora)
             loras[module] = lora
+        _add_biases(loras, biases)
         return cls(lora_model_id, max(lora.rank for lora in loras.values()), loras)
 
     # endregion
@@ -148,90 +152,70 @@ class LoRAModel:
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
         """
         path = find_weights_file(lora_dir)
-        tensors = read_weights(path, shapes_only)
+        tensors, added = read_weights(path, shapes_only), read_new_embeddings(lora_dir, shapes_only)
+        device = "meta" if shapes_only else device
         try:
             lora = cls.from_lora_tensors(
                 lora_model_id,
                 tensors,
                 peft_helper,
-                device="meta" if shapes_only else device,
+                device=device,
                 dtype=dtype,
-                model_vocab_size=model_vocab_size,
+                # Where tokens are added, A may know of them: the model's own check of shapes knows, too.
+                model_vocab_size=None if added else model_vocab_size,
                 weights_mapper=weights_mapper,
                 skip_prefixes=skip_prefixes,
             )
             _refuse_unexpected(lora.loras, sorted(expected_lora_modules))
+            lora.added_tokens = max(map(len, added.values()), default=0)
+            lora.new_embeddings = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
         return lora
 
 
-def find_weights_file(lora_dir: str) -> Path:
-    """The adapter's weights in a folder, safetensors first. FileNotFoundError says what was looked for."""
-    for name in WEIGHT_FILES:
-        if os.path.isfile(path := os.path.join(lora_dir, name)):
-            return Path(path)
-    raise FileNotFoundError(f"'{lora_dir}' has no weights file ({', '.join(WEIGHT_FILES)})")
-
-
-def read_weights(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-    """All tensors of a weights file, in the order of names.
-
-    shapes_only   tensors on the "meta" device: of a safetensors file, only the header is read
-
-    ValueError names the file when it cannot be read, is damaged, cut short, or would need to run code.
-    """
-    read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
-    try:
-        tensors = read(path, shapes_only)
-    except OSError as error:
-        raise ValueError(f"'{path}' cannot be read: {error}") from error
-    return {name: tensors[name].to("meta" if shapes_only else "cpu") for name in sorted(tensors)}
-
-
-def _read_safetensors(path: Path, shapes_only: bool) -> dict[str, torch.Tensor]:
-    try:
-        if shapes_only:
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 (no dict)
-        # Not safe_open: its tensors are views of the file, so that writing over it would change the adapter that
-        # is being served, and cutting it short would kill the process.
-        return safetensors.torch.load(path.read_bytes())
-    # All but the first: a dtype that torch does not have, or has no way to fill.
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
-
-
-def _read_pickle(path: Path, shapes_only: bool) -> dict[str, torch.Tensor]:
-    """With `weights_only`, so that nothing in the file can run. All of it is read, also for the shapes."""
-    data = io.BytesIO(path.read_bytes())
-    try:
-        tensors = torch.load(data, map_location="cpu", weights_only=True)
-    # Damaged bytes can raise anything. torch's own text is left out: it tells how to load the file regardless.
-    except Exception as error:
-        raise ValueError(
-            f"'{path}' is damaged or holds more than plain tensors; save the adapter as safetensors"
-        ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-        raise ValueError(f"'{path}' does not hold a dict of tensors by name; save the adapter as safetensors")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
-            raise ValueError(f"'{path}': {name} is not a plain tensor; save the adapter as safetensors")
-    return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Dense numbers, all of them in the file: a pickle can also hold views larger than what they show."""
-    return (
-        tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.untyped_storage().nbytes() >= tensor.nbytes
-    )
-
-
 def _is_skipped(name: str, skip_prefixes: list[str]) -> bool:
     """Whether a tensor's module is under one of the prefixes, with PEFT's own prefix or without."""
     return any(name.startswith(prefix) or f".{prefix}" in name for prefix in skip_prefixes)
+
+
+def _split_off_biases(
+    tensors: dict[str, torch.Tensor],
+    peft_helper: PEFTHelper,
+    weights_mapper: WeightsMapper | None,
+    skip_prefixes: list[str] | None,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors without those of `lora_bias`, which come as (N,), by module name.
+
+    Where the config does not say `lora_bias` they stay, to be refused as no LoRA weights.
+    """
+    if not peft_helper.lora_bias:
+        return tensors, {}
+    pairs, biases = {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith(BIAS_OF_B):
+            pairs[name] = tensor
+        elif not _is_skipped(name, skip_prefixes or []):
+            module, _ = parse_fine_tuned_lora_name(f"{name.removesuffix('bias')}weight", weights_mapper)
+            if tensor.ndim != 1 or tensor.dtype not in DTYPES.values() or module in biases:
+                raise ValueError(
+                    f"{name} must be one vector of floats, got shape {tuple(tensor.shape)} of {tensor.dtype}"
+                    + (", and is there twice" if module in biases else "")
+                )
+            biases[module] = tensor
+    return pairs, biases
+
+
+def _add_biases(loras: dict[str, LoRALayerWeights], biases: dict[str, torch.Tensor]) -> None:
+    """Give each module its bias. ValueError that names one without A and B, of another width, with NaN or Inf."""
+    for module, bias in biases.items():
+        if module not in loras:
+            raise ValueError(f"{module} has lora_B.bias but not lora_A and lora_B")
+        lora = loras[module]
+        if len(bias) != lora.output_dim:
+            raise ValueError(f"{module} has lora_B.bias {tuple(bias.shape)}, expected ({lora.output_dim},)")
+        lora.bias = bias[None].to(device=lora.lora_b.device, dtype=lora.lora_b.dtype)  # (1, N)
+        _check_finite(f"{module}.lora_B.bias", lora.bias, lora.scaling)
 
 
 def _refuse_unexpected(modules: Iterable[str], expected: list[str]) -> None:
@@ -274,10 +258,14 @@ def _check_pair(module: str, pair: dict[bool, torch.Tensor], ranks: list[int]) -
 
 def _check_numbers(lora: LoRALayerWeights) -> None:
     """ValueError for NaN or Inf, also for what becomes Inf in this dtype or when B is scaled."""
-    for side, tensor, factor in (("A", lora.lora_a, 1), ("B", lora.lora_b, lora.scaling)):
-        if tensor.is_meta:
-            continue
-        # One pass; NaN comes through both ends, and is not <= anything.
-        smallest, largest = (end.item() for end in torch.aminmax(tensor))
-        if not max(-smallest, largest) * abs(factor) <= torch.finfo(tensor.dtype).max:
-            raise ValueError(f"{lora.module_name}.lora_{side} holds NaN or Inf as {tensor.dtype}")
+    _check_finite(f"{lora.module_name}.lora_A", lora.lora_a, 1)
+    _check_finite(f"{lora.module_name}.lora_B", lora.lora_b, lora.scaling)
+
+
+def _check_finite(name: str, tensor: torch.Tensor, factor: float) -> None:
+    if tensor.is_meta:
+        return
+    # One pass; NaN comes through both ends, and is not <= anything.
+    smallest, largest = (end.item() for end in torch.aminmax(tensor))
+    if not max(-smallest, largest) * abs(factor) <= torch.finfo(tensor.dtype).max:
+        raise ValueError(f"{name} holds NaN or Inf as {tensor.dtype}")

@@ -180,6 +180,11 @@ class PEFTHelper:
                 f"context_length {self.context_length} needs rotary factor {factor}, but long_lora_scaling_factors has "
                 f"{list(factors) or 'none'}; pass --long-lora-scaling-factors {','.join(map(str, (*factors, factor)))}."
             )
+        if self.lora_bias and not lora_config.bias_enabled:
+            problems.append(
+                "Adapter bias cannot be used without bias_enabled: this adapter has a bias on B (lora_bias); "
+                "pass --enable-lora-bias."
+            )
         if problems:
             raise ValueError(" ".join(problems))
 
@@ -198,7 +203,6 @@ class PEFTHelper:
                 f"Adapter bias is not supported: bias {self.bias!r} changes the base model that all adapters "
                 "share; train with bias='none'.",
             ),
-            (self.lora_bias, "lora_bias (a bias on B) is not supported; train with lora_bias=False."),
             (
                 init.startswith(BASE_CHANGING_INITIALISATIONS),
                 f"init_lora_weights {self.init_lora_weights!r} changes the base model that all adapters share; "

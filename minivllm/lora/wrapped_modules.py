@@ -1,6 +1,5 @@
 """The wrapped layers of one model. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
 
-import torch.nn.functional as F
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -10,6 +9,7 @@ from minivllm.lora.layers import BaseLayerWithLoRA, LinearScalingRotaryEmbedding
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import is_in_target_modules, nearest_names
+from minivllm.lora.new_embeddings import Vocabulary
 from minivllm.lora.punica_wrapper import PunicaWrapperBase
 from minivllm.lora.replace import (
     from_layer,
@@ -25,6 +25,7 @@ class WrappedModules:
     modules          module name -> wrapped layer; a layer with several names is here under its first
     packed_modules   fused module name -> names of the parts that adapters name, in slice order
     targets          every name that an adapter may use -> (module name, part)
+    vocabulary       the embedding and the logits processor, where adapters may add tokens
     rotaries         rotary tables, where adapters may have been trained at longer contexts
 
     Raises ValueError when the model has no linear, a layer that no wrapper takes, or not what `target_modules`
@@ -41,10 +42,18 @@ class WrappedModules:
         layers = layers_to_wrap(model)
         if not layers:
             raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")
-        self._refuse_unknown_targets([name for names in layers.values() for name in names])
+        names = [name for names in layers.values() for name in names]
+        self._refuse_unknown_targets(names)
+        self._refuse_unwrappable_targets(model, names)
         heads = {layer: names for layer, names in layers.items() if isinstance(layer, ParallelLMHead)}
         self._wrap_all(model, {layer: names for layer, names in layers.items() if layer not in heads})
         self._wrap_heads(model, heads)
+        self.vocabulary = Vocabulary(
+            self.modules,
+            getattr(model, "embedding_modules", {}),
+            getattr(getattr(model, "config", None), "tie_word_embeddings", False),
+            lora_config.lora_extra_vocab_size,
+        )
         self.rotaries = self._wrap_rotaries(model, lora_config.long_lora_scaling_factors)
 
     # region lab 2.5: wrap every layer of a model, once
@@ -131,12 +140,23 @@ class WrappedModules:
                     f"target_modules names '{target}', but the model has only {', '.join(known)}"
                 )
 
+    def _refuse_unwrappable_targets(self, model: nn.Module, names: list[str]) -> None:
+        """ValueError for a module that `target_modules` wants and no wrapper knows, such as one of torch's own."""
+        if self.lora_config.target_modules is None:
+            return
+        ends = {name.rpartition(".")[2] for name in names}
+        for name, module in model.named_modules():
+            if name not in names and name.rpartition(".")[2] in ends and self._is_wanted(name):
+                raise ValueError(
+                    f"{name} ({type(module).__name__}) cannot be wrapped for LoRA, but target_modules names it"
+                )
+
     def conform(self, lora: LoRAModel) -> None:
         """Bring an adapter that is not packed yet into this model's form, as far as that is a matter of form.
 
-        One adapter for a whole fused module becomes one for each part, with the same A and a part of B. What an
-        embedding's A or B lacks of the tokens that adapters may add is filled up with zeros. What cannot be brought
-        into form is left for `check` to refuse.
+        One adapter for a whole fused module becomes one for each part, with the same A and a part of B. Tokens that
+        the adapter adds become a matter of the modules that read and write them. ValueError where they do not fit,
+        and for a bias on B where there is no room. What else cannot be brought into form `check` refuses.
         """
         for name, parts in self.packed_modules.items():
             whole = lora.get_lora(name)
@@ -145,20 +165,20 @@ class WrappedModules:
             if is_fused and not any(part in lora.loras for part in parts):
                 del lora.loras[name]
                 lora.loras.update(zip(parts, whole.split(parts, heights)))
-        for name, weights in lora.loras.items():
-            if name in self.targets and not weights.is_packed:
-                self._fill_up_vocabulary(self.modules[self.targets[name][0]], weights)
+        self.vocabulary.conform(lora)
+        self._refuse_biases_without_room(lora)
 
-    def _fill_up_vocabulary(self, module: BaseLayerWithLoRA, weights: LoRALayerWeights) -> None:
-        """An adapter that adds tokens may or may not have A (B of an output embedding) for them; slots do."""
-        if module.is_linear or not module.extra_slots:
-            return
-        width, height = module.part_shape(0)
-        added = module.extra_slots[0].shape[1]
-        if 0 < width - weights.input_dim <= added:
-            weights.lora_a = F.pad(weights.lora_a, (0, width - weights.input_dim))  # (r, V + X)
-        if 0 < height - weights.output_dim <= added:
-            weights.lora_b = F.pad(weights.lora_b, (0, 0, 0, height - weights.output_dim))  # (V + X, r)
+    def _refuse_biases_without_room(self, lora: LoRAModel) -> None:
+        for name, weights in lora.loras.items():
+            if weights.is_packed or weights.bias is None or name not in self.targets:
+                continue
+            module = self.modules[self.targets[name][0]]
+            if not module.is_linear:
+                raise ValueError(
+                    f"{name} has a bias on B (lora_bias), which only linears of the blocks may have; train it without"
+                )
+            if not module.extra_slots:
+                raise ValueError(f"{name} has a bias on B (lora_bias); pass --enable-lora-bias")
 
     # region lab 2.6: refuse an adapter that does not fit
     def check(self, lora: LoRAModel) -> None:
