@@ -7,27 +7,15 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_traits import AdapterTraits, traits_of
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-
-class AdapterTraits(NamedTuple):
-    """What of an adapter its requests' prompts depend on.
-
-    scaling_factor   of the rotary embedding: how many times the base model's positions it was trained for
-    """
-
-    scaling_factor: float = 1.0
-
-
-BASE = AdapterTraits()
 
 
 @dataclass
@@ -55,11 +43,14 @@ class AdapterRegistry:
 
     What must not happen under a running request (a reload, an unload, giving its slot to a pin) is noted and
     done by `settle`, before a step or when a request ends, once no request stands in its way.
+
+    with_tokenizers   whether requests are text, so that adapters' own tokenizers are of use
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, with_tokenizers: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.with_tokenizers = with_tokenizers
         self.entries: dict[int, AdapterEntry] = {}
         self._reloads: dict[tuple[int, int], LoRARequest] = {}
         self._failures: dict[tuple[int, int], Exception] = {}
@@ -79,9 +70,17 @@ class AdapterRegistry:
         """
         entry = self._known(lora_request)
         if entry is not None and not lora_request.load_inplace:
-            return entry.traits
+            return self._present_traits(entry)
         lora = self.runner.lora_manager.check_adapter(lora_request)
-        return AdapterTraits(lora.scaling_factor)
+        return traits_of(lora, lora_request, self.with_tokenizers)
+
+    def _present_traits(self, entry: AdapterEntry) -> AdapterTraits:
+        """Those of the last reload while it is to come; else what is in memory counts: a reload may have failed."""
+        adapter_id = entry.request.lora_int_id
+        lora = self.manager.get_adapter(adapter_id)
+        if lora is None or (adapter_id, entry.generation) in self._reloads:
+            return entry.traits
+        return entry.traits._replace(scaling_factor=lora.scaling_factor, added_tokens=lora.added_tokens)
 
     def resolve(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits

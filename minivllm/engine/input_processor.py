@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.config import ModelConfig
-from minivllm.engine.adapter_registry import AdapterTraits
+from minivllm.engine.adapter_traits import AdapterTraits
 from minivllm.sampling_params import SamplingParams
 
 Prompt = str | dict[str, Any] | list[int]
@@ -35,9 +35,17 @@ class InputProcessor:
         if token_ids is None and isinstance(text, str):
             if self.tokenizer is None:
                 raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
-            token_ids = self.tokenizer(text)["input_ids"]
+            token_ids = self.tokenizer_of(traits)(text)["input_ids"]
         self._check_prompt(request_id, token_ids, traits)
         return text, list(token_ids)
+
+    def tokenizer_of(self, traits: AdapterTraits) -> Any:
+        """The adapter's own where it has one, else the model's; None where prompts come as token ids."""
+        return self.tokenizer if traits.tokenizer is None else traits.tokenizer
+
+    def vocab_size(self, traits: AdapterTraits) -> int:
+        """V, and the tokens that the adapter adds."""
+        return self.model_config.get_vocab_size() + traits.added_tokens
 
     def longest(self, traits: AdapterTraits) -> int:
         """Tokens, prompt and answer, that a request may come to: positions past the adapter's mean nothing to it."""
@@ -59,15 +67,16 @@ class InputProcessor:
             )
         if not token_ids:
             raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
-        longest, vocab_size = self.longest(traits), self.model_config.get_vocab_size()
+        longest, vocab_size = self.longest(traits), self.vocab_size(traits)
         if len(token_ids) >= longest:
             raise ValueError(
                 f"request '{request_id}' has a prompt of {len(token_ids)} tokens, which leaves no room for an "
                 f"answer in {self._name_of_limit(longest)}; shorten it or raise --max-model-len"
             )
         if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
+            whose = f" (adapter '{traits.name}' adds {traits.added_tokens} tokens)" if traits.name else ""
             raise ValueError(
-                f"request '{request_id}' has prompt token ids {wrong[:5]}; use ints from 0 to {vocab_size - 1}"
+                f"request '{request_id}' has prompt token ids {wrong[:5]}; use ints from 0 to {vocab_size - 1}{whose}"
             )
 
     def _name_of_limit(self, longest: int) -> str:

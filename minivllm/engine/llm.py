@@ -69,22 +69,27 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer conversations through the tokenizer's chat template; otherwise as `generate`.
 
+        The tokenizer is an adapter's own where it adds tokens and brings one; its template, too, if it has any.
         ValueError for an engine without a tokenizer.
         """
         if self.llm_engine.tokenizer is None:
             raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        prompts = [
-            {"prompt": text, "prompt_token_ids": ids} for text, ids in map(self._render, conversations)
-        ]
+        loras = _for_each(lora_request, len(conversations), "lora_request")
+        tokenizers = {lora: self.get_tokenizer(lora) for lora in dict.fromkeys(loras)}
+        rendered = [self._render(c, tokenizers[lora]) for c, lora in zip(conversations, loras)]
+        prompts = [{"prompt": text, "prompt_token_ids": ids} for text, ids in rendered]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    def get_tokenizer(self) -> Any:
-        return self.llm_engine.tokenizer
+    def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
+        """The model's, or that of an adapter's requests."""
+        return self.llm_engine.get_tokenizer(lora_request)
 
-    def _render(self, conversation: list[dict[str, str]]) -> tuple[str, list[int]]:
-        tokenizer = self.llm_engine.tokenizer
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    def _render(self, conversation: list[dict[str, str]], tokenizer: Any) -> tuple[str, list[int]]:
+        template = tokenizer.chat_template or self.llm_engine.tokenizer.chat_template
+        text = tokenizer.apply_chat_template(
+            conversation, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:

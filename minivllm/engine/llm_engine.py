@@ -10,7 +10,8 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_names import resolve_lora
-from minivllm.engine.adapter_registry import BASE, AdapterRegistry
+from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.adapter_traits import BASE
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.metrics import EngineMetrics
@@ -45,7 +46,11 @@ class LLMEngine:
             pinned_adapters=self._pinned_adapters,
             can_prefetch=self.runner.can_prefetch_lora,
         )
-        self.adapters = AdapterRegistry(self.scheduler, self.runner) if config.lora_config else None
+        self.adapters = None
+        if config.lora_config is not None:
+            self.adapters = AdapterRegistry(
+                self.scheduler, self.runner, with_tokenizers=tokenizer is not None
+            )
         self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics()
@@ -95,12 +100,10 @@ class LLMEngine:
                 f"request '{request_id}' names adapter '{getattr(lora_request, 'lora_name', lora_request)}' but LoRA "
                 "is off; start the engine with enable_lora=True"
             )
-        if isinstance(lora_request, str):
-            known = self.adapters.entries.values()
-            lora_request = resolve_lora(lora_request, self.config.model_config.model, known)
+        lora_request = self._resolved(lora_request)
         traits = BASE if lora_request is None else self.adapters.examine(lora_request)
         text, token_ids = self.input_processor.read_prompt(request_id, prompt, traits)
-        params.verify_with_vocab(self.config.model_config.get_vocab_size())
+        params.verify_with_vocab(self.input_processor.vocab_size(traits))
         request = Request(
             request_id,
             token_ids,
@@ -116,8 +119,13 @@ class LLMEngine:
                 lora_request, f"request '{request_id}'", traits
             )
         self.scheduler.add_request(request)
-        self.output_processor.add_request(request, text)
+        self.output_processor.add_request(request, text, traits.tokenizer)
         return request_id
+
+    def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
+        if not isinstance(lora_request, str):
+            return lora_request
+        return resolve_lora(lora_request, self.config.model_config.model, self.adapters.entries.values())
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
         pinned = self._pinned_adapters()
@@ -263,6 +271,12 @@ class LLMEngine:
         if self.adapters is None:
             raise RuntimeError("LoRA is not enabled. Use enable_lora=True (--enable-lora) to enable LoRA.")
         return self.adapters
+
+    def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
+        """What requests of an adapter are read and written by; None is the base model. Errors as in `add_request`."""
+        if lora_request is None or self.adapters is None:
+            return self.tokenizer
+        return self.input_processor.tokenizer_of(self.adapters.examine(self._resolved(lora_request)))
 
     # ---- looking inside -------------------------------------------------------------------------------------
 

@@ -13,10 +13,14 @@ from minivllm.layers.sampler import Logprob
 
 @dataclass
 class RequestState:
-    """What the engine keeps of a request beside the scheduler's part. vLLM: `RequestState`."""
+    """What the engine keeps of a request beside the scheduler's part. vLLM: `RequestState`.
+
+    tokenizer   what its tokens become text by: the model's or its adapter's; None = there is no text
+    """
 
     request: Request
     prompt: str | None
+    tokenizer: Any
     detokenizer: IncrementalDetokenizer
     metrics: RequestMetrics
     num_emitted: int = 0
@@ -36,10 +40,12 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
 
-    def add_request(self, request: Request, prompt: str | None) -> None:
-        detokenizer = IncrementalDetokenizer(self.tokenizer, request.sampling_params)
+    def add_request(self, request: Request, prompt: str | None, tokenizer: Any = None) -> None:
+        """tokenizer: of the request's adapter, if that brings one; None = the model's"""
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params)
         metrics = RequestMetrics(request.arrival_time)
-        self.states[request.request_id] = RequestState(request, prompt, detokenizer, metrics)
+        self.states[request.request_id] = RequestState(request, prompt, tokenizer, detokenizer, metrics)
 
     def mark_scheduled(self, request_ids: Iterable[str]) -> None:
         """These requests are admitted, for the first time or after a preemption."""
@@ -76,8 +82,8 @@ class OutputProcessor:
         self.states.pop(request_id, None)
 
     def _add_logprobs(self, state: RequestState, token_id: int, logprobs: dict[int, Logprob]) -> None:
-        if self.tokenizer is not None:
-            add_decoded_tokens(self.tokenizer, logprobs)
+        if state.tokenizer is not None:
+            add_decoded_tokens(state.tokenizer, logprobs)
         state.logprobs.append(logprobs)
         state.cumulative_logprob += logprobs[token_id].logprob
 

@@ -6,7 +6,8 @@ import pytest
 from small_engine import SmallWorld
 
 from minivllm.core.output import RELOAD_PENDING
-from minivllm.engine.adapter_registry import BASE, AdapterRegistry, AdapterTraits
+from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.adapter_traits import BASE, AdapterTraits
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -24,6 +25,7 @@ class StandInRunner:
         self.calls = []
         manager = SimpleNamespace(
             list_adapters=lambda: self.memory,
+            get_adapter=lambda adapter_id: None,
             capacity=4,
             lora_slots=2,
             in_use=frozenset(),
@@ -31,7 +33,7 @@ class StandInRunner:
             stats=SimpleNamespace(by_adapter={}),
         )
         self.lora_manager = SimpleNamespace(
-            manager=manager, check_adapter=lambda request: SimpleNamespace(scaling_factor=1.0)
+            manager=manager, check_adapter=lambda request: SimpleNamespace(scaling_factor=1.0, added_tokens=0)
         )
 
     @property
