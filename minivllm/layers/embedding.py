@@ -11,7 +11,10 @@ from minivllm.layers.linear import LinearBase
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A row of weight (V, H) per token (vLLM: VocabParallelEmbedding)."""
+    """A row of weight (V, H) per token (vLLM: VocabParallelEmbedding).
+
+    org_num_embeddings: how many rows are the base model's own tokens, where V has room for more; None = all
+    """
 
     tp_size = 1
     tp_rank = 0
@@ -22,9 +25,13 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        org_num_embeddings: int | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
-        self.num_embeddings = self.org_vocab_size = num_embeddings
+        self.prefix = prefix
+        self.num_embeddings = num_embeddings
+        self.org_vocab_size = org_num_embeddings or num_embeddings
         self.embedding_dim = embedding_dim
         weight = torch.empty(num_embeddings, embedding_dim, dtype=params_dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -35,7 +42,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(LinearBase):
-    """The linear from hidden states to logits, weight (V, H) (vLLM: ParallelLMHead)."""
+    """The linear from hidden states to logits, weight (V, H) (vLLM: ParallelLMHead); V as for the embedding."""
 
     def __init__(
         self,
@@ -44,9 +51,12 @@ class ParallelLMHead(LinearBase):
         bias: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        org_num_embeddings: int | None = None,
+        prefix: str = "",
     ) -> None:
-        super().__init__(embedding_dim, num_embeddings, bias, params_dtype, device)
-        self.num_embeddings = self.org_vocab_size = num_embeddings
+        super().__init__(embedding_dim, num_embeddings, bias, params_dtype, device, prefix)
+        self.num_embeddings = num_embeddings
+        self.org_vocab_size = org_num_embeddings or num_embeddings
         self.embedding_dim = embedding_dim
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:

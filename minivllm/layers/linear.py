@@ -11,6 +11,7 @@ class LinearBase(nn.Module):
     """y = x W^T + b, with weight (N, K) as checkpoints store it (vLLM: LinearBase).
 
     There is one tensor-parallel rank; vLLM's attributes for ranks stay, since LoRA layers read them.
+    prefix: the layer's name in the model, for people.
     """
 
     tp_size = 1
@@ -23,8 +24,10 @@ class LinearBase(nn.Module):
         bias: bool = True,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
+        self.prefix = prefix
         self.input_size = input_size
         self.output_size = output_size
         self.weight = _parameter((output_size, input_size), params_dtype, device)
@@ -85,8 +88,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         bias: bool = True,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        prefix: str = "",
     ) -> None:
-        super().__init__(input_size, sum(output_sizes), bias, params_dtype, device)
+        super().__init__(input_size, sum(output_sizes), bias, params_dtype, device, prefix)
         self.output_sizes = list(output_sizes)
 
 
@@ -102,12 +106,13 @@ class QKVParallelLinear(ColumnParallelLinear):
         bias: bool = True,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        prefix: str = "",
     ) -> None:
         self.head_size = head_size
         self.total_num_heads = self.num_heads = total_num_heads
         self.total_num_kv_heads = self.num_kv_heads = total_num_kv_heads or total_num_heads
         q_size, kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
-        super().__init__(hidden_size, q_size + 2 * kv_size, bias, params_dtype, device)
+        super().__init__(hidden_size, q_size + 2 * kv_size, bias, params_dtype, device, prefix)
         self.output_sizes = [q_size, kv_size, kv_size]
 
 

@@ -77,7 +77,7 @@ class Vocabulary:
     ) -> None:
         self.ends: dict[str, dict[str, BaseLayerWithLoRA]] = {INPUT: {}, OUTPUT: {}}
         for name, layer in modules.items():
-            if (kind := kinds.get(name.rpartition(".")[2])) is not None:
+            if (kind := kinds.get(name.rpartition(".")[2])) in self.ends:
                 self.ends[kind][name] = layer
         self.is_tied = is_tied
         self.extra = extra

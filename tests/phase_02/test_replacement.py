@@ -347,6 +347,19 @@ def test_a_linear_that_no_wrapper_takes_is_refused_by_name():
         wrap(model, NaivePunica())
 
 
+def test_a_target_that_is_no_linear_of_ours_is_refused_by_name():
+    """torch's own would be left alone in silence; without `target_modules` nobody asked for it."""
+    model = ToyModel(num_layers=1)
+    model.side = nn.Module()
+    model.side.o_proj = nn.Linear(4, 6)
+
+    with pytest.raises(ValueError, match=r"side\.o_proj \(Linear\) cannot be wrapped for LoRA"):
+        wrap(model, NaivePunica(), target_modules=["o_proj"])
+
+    assert type(model.layers[0].attn.o_proj) is RowParallelLinear, "nothing was wrapped"
+    assert "side.o_proj" not in wrap(model, NaivePunica()).targets
+
+
 def test_a_linear_that_no_wrapper_takes_is_fine_where_it_is_not_wanted():
     model = ToyModel()
     model.layers[1].attn.o_proj = SpecialLinear(16, HIDDEN)

@@ -233,6 +233,11 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         if lora_config.bias_enabled:
             self.lora_bias_stacked = tuple(b.new_zeros(max_loras, 1, b.shape[2]) for b in self.lora_b_stacked)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the base layer computes x · Wᵀ + b and nothing else, so that a backend may do it in its place."""
+        return type(self.base_layer).forward is LinearBase.forward
+
     def base_output(self, x: torch.Tensor) -> torch.Tensor:
         """What the base layer alone gives, its bias included.   x: (T, K) -> (T, N)"""
         return self._base_forward(x)[0]

@@ -24,6 +24,20 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
 
     wraps: ClassVar = {ColumnParallelLinear: None, MergedColumnParallelLinear: 1}
 
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """A fused one of three slices or more is the variable-slice wrapper's."""
+        is_wide = len(getattr(source_layer, "output_sizes", ())) >= 3
+        return not is_wide and super().can_replace_layer(
+            source_layer, lora_config, packed_modules_list, model_config
+        )
+
 
 class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     """The linear back to the model's width: o_proj, down_proj. vLLM: the same name."""
@@ -36,11 +50,35 @@ class ReplicatedLinearWithLoRA(BaseLinearLayerWithLoRA):
 
     wraps: ClassVar = {ReplicatedLinear: None}
 
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """A model's own kind of it, too, such as a router: its forward pass is called, whatever it computes."""
+        return isinstance(source_layer, ReplicatedLinear)
+
 
 class MergedColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     """gate_proj and up_proj in one, with two adapters. vLLM: the same name."""
 
-    wraps: ClassVar = {MergedColumnParallelLinear: 2}
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """A model's own kind of it, too: its forward pass is called, whatever it computes."""
+        is_merged = isinstance(source_layer, MergedColumnParallelLinear)
+        return is_merged and len(packed_modules_list) == len(source_layer.output_sizes) == 2
+
+    def _slice_widths(self, base_layer: MergedColumnParallelLinear) -> tuple[int, ...]:
+        return tuple(base_layer.output_sizes)
 
 
 class MergedQKVParallelLinearWithLoRA(BaseLinearLayerWithLoRA):

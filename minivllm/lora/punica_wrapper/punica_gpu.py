@@ -196,7 +196,8 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         super().adopt(layer)
-        if not layer.is_linear:
+        layer.storage = None
+        if not layer.is_linear or not layer.is_plain:
             return
         base, n = layer.base_layer, layer.n_slices
         slots, _, rank, width = layer.lora_a_stacked[0].shape
@@ -225,7 +226,7 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         slots, _, rank, width = layer.lora_a_stacked[0].shape
         n, columns = layer.n_slices, layer.output_size
-        if self.no_lora or not fold_pays(len(x), slots, n * rank, width):
+        if self.no_lora or layer.storage is None or not fold_pays(len(x), slots, n * rank, width):
             return super().apply_linear(layer, x)
         wide = F.linear(x, *layer.storage)  # (T, N + S * n * R)
         y, h = wide[:, :columns], wide[:, columns:]
