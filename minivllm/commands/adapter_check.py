@@ -1,10 +1,11 @@
 """Everything that keeps the engine from serving an adapter, not only what it stumbles over first."""
 
+import contextlib
 import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import torch
 
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
-from minivllm.lora.lora_model import LoRAModel, find_weights_file, read_weights
+from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
+from minivllm.lora.new_embeddings import convert_new_embeddings, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.weights_files import find_weights_file, read_weights
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
 
@@ -25,17 +28,31 @@ from minivllm.models.registry import MODELS
 class AdapterOnDisk:
     """What is in an adapter's folder, as far as it can be read.
 
-    file       the weights; `tensors` is what they hold
-    loras      the modules whose tensors are sound, by name
-    problems   sentences, each with the thing, the value and what to do
+    file             the weights; `tensors` is what they hold
+    new_embeddings   of the tokens that it adds
+    loras            the modules whose tensors are sound, by name
+    problems         sentences, each with the thing, the value and what to do
     """
 
     folder: str
     helper: PEFTHelper | None = None
     file: Path | None = None
     tensors: dict[str, torch.Tensor] | None = None
+    new_embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
     loras: dict[str, LoRALayerWeights] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def added_tokens(self) -> int:
+        return max(map(len, self.new_embeddings.values()), default=0)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Whatever is refused within becomes one of the problems."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            self.problems.append(str(error))
 
 
 def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDisk:
@@ -46,43 +63,43 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
     """
     config = EngineConfig(ModelConfig(model), lora_config=lora_config)
     adapter = _read(path, config)
-    if adapter.helper and adapter.tensors is not None and (admitting := _admitting(adapter.helper, config)):
+    if adapter.added_tokens > lora_config.lora_extra_vocab_size:
+        adapter.problems += _misfits(_manager(config), adapter, {}, adapter.new_embeddings)
+    if adapter.helper and adapter.tensors is not None and (admitting := _admitting(adapter, config)):
         _look_into_weights(adapter, _manager(admitting))
-    if not adapter.problems:
-        try:  # the engine has the last word, and sees the adapter as a whole
+    if not adapter.problems:  # the engine has the last word, and sees the adapter as a whole
+        with adapter.noting():
             _manager(config).check_adapter(LoRARequest(path, 1, adapter.folder))
-        except (ValueError, OSError) as error:
-            adapter.problems.append(str(error))
     return adapter
 
 
 def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
     adapter = AdapterOnDisk(get_adapter_absolute_path(path))
     positions = config.model_config.architecture.max_position_embeddings
-    try:
+    with adapter.noting():
         adapter.helper = PEFTHelper.from_local_dir(adapter.folder, positions)
         adapter.helper.validate_legal(config.lora_config)
-    except (ValueError, OSError) as error:
-        adapter.problems.append(str(error))
-    if os.path.isdir(adapter.folder):
-        try:
+    if not os.path.isdir(adapter.folder):
+        return adapter
+    with warnings.catch_warnings(action="ignore"):  # what torch thinks of a pickle, the refusal says
+        with adapter.noting():
             adapter.file = find_weights_file(adapter.folder)
-            with warnings.catch_warnings(action="ignore"):  # what torch thinks of a pickle, the refusal says
-                adapter.tensors = read_weights(adapter.file)
-        except (ValueError, OSError) as error:
-            adapter.problems.append(str(error))
+            adapter.tensors = read_weights(adapter.file)
+        with adapter.noting():
+            adapter.new_embeddings = read_new_embeddings(adapter.folder)
     return adapter
 
 
-def _admitting(helper: PEFTHelper, config: EngineConfig) -> EngineConfig | None:
+def _admitting(adapter: AdapterOnDisk, config: EngineConfig) -> EngineConfig | None:
     """The config with every option so that the adapter's config is served. None if there are no such options: then
     its tensors are what they are because of that, and there is no more to say."""
-    given = config.lora_config
+    given, helper = config.lora_config, adapter.helper
     factors = {*(given.long_lora_scaling_factors or ()), helper.vllm_long_context_scaling_factor} - {1.0}
     lora_config = replace(
         given,
         max_lora_rank=max(given.max_lora_rank, helper.ranks[-1]),
         bias_enabled=True,
+        lora_extra_vocab_size=max(given.lora_extra_vocab_size, adapter.added_tokens),
         long_lora_scaling_factors=factors or None,
     )
     try:
@@ -101,10 +118,10 @@ def _manager(config: EngineConfig) -> LRUCacheWorkerLoRAManager:
 
 def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManager) -> None:
     """Note what is wrong with tensors, module by module, and then with modules, layer by layer."""
-    model = manager.manager.model
+    model, dtype = manager.manager.model, manager.manager.lora_dtype
     options = {
-        "dtype": manager.manager.lora_dtype,
-        "model_vocab_size": manager.vocab_size,
+        "dtype": dtype,
+        "model_vocab_size": None if adapter.added_tokens else manager.vocab_size,
         "weights_mapper": getattr(model, "hf_to_vllm_mapper", None),
         "skip_prefixes": getattr(model, "lora_skip_prefixes", None),
     }
@@ -118,8 +135,12 @@ def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManage
     nothing = load({})  # what is said where there are no weights: also of a module that is passed over
     refusals = [load(tensors) for tensors in _by_module(adapter.tensors)]
     found = [text for text in refusals if text not in (None, nothing)]
-    found += filter(None, (_misfit(manager, loras) for loras in _by_layer(manager, adapter.loras)))
+    for loras in _by_layer(manager, adapter.loras):
+        found += _misfits(manager, adapter, loras)
     adapter.problems += fold(found)
+    with adapter.noting():
+        added = convert_new_embeddings(adapter.new_embeddings, lambda tensor: tensor.to(dtype))
+        adapter.problems += _misfits(manager, adapter, {}, added)
 
 
 def _by_module(tensors: dict[str, torch.Tensor]) -> Iterable[dict[str, torch.Tensor]]:
@@ -143,14 +164,21 @@ def _by_layer(
     return groups.values()
 
 
-def _misfit(manager: LRUCacheWorkerLoRAManager, loras: dict[str, LoRALayerWeights]) -> str | None:
-    """Why these modules do not fit the model."""
+def _misfits(
+    manager: LRUCacheWorkerLoRAManager,
+    adapter: AdapterOnDisk,
+    loras: dict[str, LoRALayerWeights],
+    new_embeddings: dict[str, torch.Tensor] | None = None,
+) -> list[str]:
+    """Why a part of the adapter does not fit the model, [] if it does."""
     # Copies: a check may give an adapter the model's form.
-    lora = LoRAModel(1, max(w.rank for w in loras.values()), {name: copy(w) for name, w in loras.items()})
+    lora = LoRAModel(1, 1, {name: copy(weights) for name, weights in loras.items()})
+    lora.added_tokens, lora.new_embeddings = adapter.added_tokens, new_embeddings or {}
     try:
         manager.manager.check_adapter(lora)
     except ValueError as error:
-        return str(error)
+        return [str(error)]
+    return []
 
 
 def fold(problems: list[str]) -> list[str]:

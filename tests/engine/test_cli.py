@@ -97,6 +97,25 @@ def test_adapters_in_a_folder_may_know_the_model_by_another_name(base, adapter, 
     assert json.loads(found.stdout)[0]["adapter"] == "loud"
 
 
+def test_an_adapter_with_a_bias_is_served_with_the_option_that_its_refusal_names(base, tmp_path):
+    config = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"], "lora_bias": True}
+    arguments = ["--adapter", f"x={save_adapter(tmp_path / 'x', base, 3, **config)}", "x: Say hi"]
+
+    refused = generate(base, *arguments)
+    served = generate(base, "--enable-lora-bias", *arguments)
+
+    assert "pass --enable-lora-bias" in str(refused.exception)
+    assert json.loads(served.stdout)[0]["error"] is None
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_factors_of_longer_contexts_are_numbers_with_commas(base, adapter, command):
+    for text, complaint in (("2,x", "not of the form 2.0,4.0"), ("0.5", "numbers greater than 1")):
+        arguments = [command, str(adapter), "--model", str(base), "--long-lora-scaling-factors", text]
+
+        assert complaint in str(run(app, arguments).exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

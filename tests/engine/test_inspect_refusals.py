@@ -381,10 +381,18 @@ def test_what_the_model_passes_over_is_not_held_against_the_adapter(world, tmp_p
     assert_refused(world, folder, [Q0, "has lora_A but not lora_B"])
 
 
-# A LoraConfig of PEFT's, what is then written into the config, and the option that admits the adapter.
+def adding_tokens(count=3, width=48, name="input_embeddings", value=1.0):
+    """What vLLM up to 0.10 read beside an adapter."""
+    tensors = {name: torch.full((count, width), value)}
+    return lambda folder: save_file(tensors, folder / "new_embeddings.safetensors")
+
+
+# A LoraConfig of PEFT's, what is done to what it saved, and the option that admits the adapter.
 ADMITTED = {
-    "rank": ({"r": 80}, {}, "--max-lora-rank 80"),
-    "context": ({}, {"context_length": 1000}, "--long-lora-scaling-factors 4.0"),
+    "rank": ({"r": 80}, None, "--max-lora-rank 80"),
+    "context": ({}, lambda f: edit_config(f, context_length=1000), "--long-lora-scaling-factors 4.0"),
+    "bias": ({"lora_bias": True}, None, "--enable-lora-bias"),
+    "added tokens": ({}, adding_tokens(3), "--lora-extra-vocab-size 3"),
 }
 
 
@@ -392,15 +400,108 @@ ADMITTED = {
 def test_an_option_that_would_admit_the_adapter_is_named_and_does(world, tmp_path, what):
     from peft import LoraConfig
 
-    trained, written, option = ADMITTED[what]
+    trained, change, option = ADMITTED[what]
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **trained})
     folder = train(tmp_path / "adapter", world.base, config)
-    edit_config(folder, **written)
+    if change:
+        change(folder)
 
-    assert_refused(world, folder, [f"pass {option}."])
+    assert_refused(world, folder, [f"pass {option}"])
 
     _, report = inspect(world, folder, *option.split())
     assert report["reasons"] == []
+
+
+BIAS_OF_Q0 = f"base_model.model.{Q0}.lora_B.bias"
+EXTRA = ["--lora-extra-vocab-size", "3"]
+
+# What is done to an adapter with a bias on B, or to one that adds tokens; options; and what is said of it.
+OF_OPTIONS = {
+    "a bias of NaN": (
+        with_more(BIAS_OF_Q0, torch.full((48,), float("nan"))),
+        ["--enable-lora-bias"],
+        [f"{Q0}.lora_B.bias holds NaN or Inf"],
+    ),
+    "a bias too wide": (
+        with_more(BIAS_OF_Q0, torch.ones(49)),
+        ["--enable-lora-bias"],
+        [Q0, "lora_B.bias (49,)", "expected (48,)"],
+    ),
+    "a bias that the config denies": (
+        lambda f: edit_config(f, lora_bias=False),
+        ["--enable-lora-bias"],
+        [f"{BIAS_OF_Q0} is unsupported LoRA weight", "lora_bias=False"],
+    ),
+    "tokens of another width": (adding_tokens(3, 47), EXTRA, ["input_embeddings", "(3, 47)", "48"]),
+    "tokens of NaN": (adding_tokens(value=float("nan")), EXTRA, ["input_embeddings", "NaN or Inf"]),
+    "tokens under another name": (
+        adding_tokens(name="embeddings"),
+        EXTRA,
+        ["new_embeddings.safetensors' holds embeddings", "only input_embeddings and output_embeddings"],
+    ),
+    "tokens in a file that is damaged": (
+        write("new_embeddings.safetensors", b"{"),
+        EXTRA,
+        ["new_embeddings.safetensors' is not a readable safetensors file"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_OPTIONS)
+def test_what_an_option_admits_may_still_be_damaged(world, tmp_path, what):
+    from peft import LoraConfig
+
+    spoil, options, words = OF_OPTIONS[what]
+    trained = {"lora_bias": True} if "bias" in what else {}
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **trained)
+    folder = train(tmp_path / "adapter", world.base, config)
+
+    spoil(folder)
+
+    assert_refused(world, folder, words, options=options)
+
+
+def test_every_option_that_is_lacking_is_named_at_once_beside_what_is_damaged(world, tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(r=80, lora_alpha=8, target_modules=["q_proj"], lora_bias=True)
+    folder = train(tmp_path / "adapter", world.base, config)
+    edit_config(folder, context_length=1000)
+    adding_tokens(3)(folder)
+    with_a0(torch.full((80, 48), float("nan")))(folder)
+
+    assert_refused(
+        world,
+        folder,
+        ["--max-lora-rank 80", "--long-lora-scaling-factors 4.0", "--enable-lora-bias"],
+        ["adds 3 tokens", "--lora-extra-vocab-size 3"],
+        [f"{Q0}.lora_A holds NaN"],
+    )
+
+
+def test_an_adapter_on_the_tokens_that_it_adds_fits_and_is_described_as_it_lies_there(world, tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "embed_tokens"])
+    folder = train(tmp_path / "adapter", world.base, config)
+    adding_tokens(3)(folder)
+    edit_weights(
+        folder, lambda ws: {n: torch.ones(4, 100) if "embedding_A" in n else w for n, w in ws.items()}
+    )
+
+    _, report = inspect(world, folder, "--lora-extra-vocab-size", "5")
+
+    assert report["reasons"] == []
+    loras = [w for n, w in load_file(folder / WEIGHTS).items() if "lora_" in n]
+    assert report["parameters"] == sum(weight.numel() for weight in loras)
+
+
+def test_tokens_that_do_not_fit_are_told_beside_what_else_is_damaged(world, tmp_path):
+    folder = shutil.copytree(world.path("qv"), tmp_path / "adapter")
+    adding_tokens(3, 47)(folder)
+    without_b(folder)
+
+    assert_refused(world, folder, [Q0, "not lora_B"], ["input_embeddings", "(3, 47)"], options=EXTRA)
 
 
 def test_another_value_of_an_option_does_not_admit_the_adapter(world, tmp_path):
