@@ -101,8 +101,8 @@ class Embedding(Ends):
             rows.append(row)
         return torch.stack(rows)
 
-    def assert_answers(self, ids, slots):
-        self.step(slots)
+    def assert_answers(self, ids, slots, sample_slots=None):
+        self.step(slots, sample_slots)
         labels = [f"token {token}, slot {slot}" for token, slot in zip(ids, slots, strict=True)]
         got, expected = self.run(ids), self.expected(ids, slots)
         assert got.dtype == self.dtype
@@ -178,6 +178,16 @@ def backend_and_dtype(backends):
     ]
 
 
+def refuse(punica, *names):
+    """A call of one of these is an error."""
+
+    def refused(*args, **kwargs):
+        raise AssertionError("the backend was asked for what this batch does not need")
+
+    for name in names:
+        setattr(punica, name, refused)
+
+
 class EmbeddingTests:
     """Each with and without room for added tokens."""
 
@@ -197,6 +207,11 @@ class EmbeddingTests:
         embedding = Embedding(backend, dtype, extra)
 
         embedding.assert_answers([0, VOCAB - 1, 0, VOCAB - 1, VOCAB - 1], [4, 4, 1, -1, 3])
+
+    def test_the_rows_are_tokens_and_not_the_requests_that_are_sampled(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+
+        embedding.assert_answers([7, 8, 7, 9, 8, 7], [4, 4, 4, -1, 1, 1], [4, -1, 1])
 
     def test_one_row_alone(self, backend, dtype, extra):
         embedding = Embedding(backend, dtype, extra)
@@ -270,7 +285,20 @@ class LogitsTests:
 @pytest.mark.parametrize("extra", [0, EXTRA])
 @pytest.mark.parametrize(("backend", "dtype"), backend_and_dtype([None]))
 class TestAnEmbeddingOnTheStandIn(EmbeddingTests):
-    pass
+    def test_a_batch_without_adapters_asks_the_backend_for_nothing_more(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+        embedding.step([-1, -1])
+        refuse(embedding.punica, "slots_of_tokens", "add_lora_embedding")
+
+        embedding.run([3, 4])
+
+    def test_nothing_is_looked_up_when_no_adapter_of_the_step_has_weights_here(self, backend, dtype, extra):
+        embedding = Embedding(backend, dtype, extra)
+        embedding.punica.reaches = lambda layer: False
+        refuse(embedding.punica, "add_lora_embedding")
+
+        slots = [2, -1]
+        embedding.assert_answers(some_tokens(slots, 3, extra), slots)
 
 
 @pytest.mark.parametrize("extra", [0, EXTRA])
@@ -283,7 +311,32 @@ class TestAnEmbedding(EmbeddingTests):
 @pytest.mark.parametrize("extra", [0, EXTRA])
 @pytest.mark.parametrize(("backend", "dtype"), backend_and_dtype([None]))
 class TestLogitsOnTheStandIn(LogitsTests):
-    pass
+    def test_a_batch_without_adapters_asks_the_backend_for_nothing_more(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+        logits.step([-1, -1])
+        refuse(logits.punica, "slots_of_samples", "apply_logits")
+
+        logits.run(randn(2, HIDDEN, seed=9, dtype=dtype))
+
+    def test_nothing_is_added_when_no_adapter_of_the_step_has_weights_here(self, backend, dtype, extra):
+        logits = Logits(backend, dtype, extra)
+        logits.punica.reaches = lambda layer: False
+        refuse(logits.punica, "apply_logits")
+
+        logits.assert_answers(randn(3, HIDDEN, seed=9, dtype=dtype), [2, -1, 2])
+
+    def test_what_a_head_computes_beside_its_weight_is_kept(self, backend, dtype, extra):
+        """Such as a bias, or a weight in int8: the head is asked for its logits, not read."""
+        logits = Logits(backend, dtype, extra)
+        hidden_states = randn(2, HIDDEN, seed=9, dtype=dtype)
+        logits.step([1, -1])
+        plain = logits.run(hidden_states)
+        logits.head.bias = torch.nn.Parameter(randn(VOCAB, seed=3, dtype=dtype), requires_grad=False)
+
+        got = logits.run(hidden_states)
+
+        with_bias = plain[:, :VOCAB] + logits.head.bias
+        assert_rows_equal(got[:, :VOCAB], with_bias, labels=["slot 1", "slot -1"], tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("extra", [0, EXTRA])

@@ -71,6 +71,10 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
     def extra_slots(self) -> tuple[torch.Tensor, ...]:
         return () if self.embeddings_tensors is None else (self.embeddings_tensors,)
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        return () if self.embeddings_tensors is None else (self.added_tokens,)
+
     def _bind_slots(self, a_slots: tuple[torch.Tensor, ...], b_slots: tuple[torch.Tensor, ...]) -> None:
         (self.lora_a_stacked,), (self.lora_b_stacked,) = a_slots, b_slots
 
@@ -105,8 +109,10 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
     ) -> torch.Tensor:
         """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V)
 
-        A batch without adapters is the base layer's alone. Where adapters may add tokens there are logits for these
-        too: `_with_added_tokens`, (P, V + X). B's rows are the logits', scaling is in it: `add_lora_logits`.
+        A batch without adapters (`no_lora`) is the base layer's alone (its `_get_logits`). Where adapters may add
+        tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an adapter
+        of this step has weights here (`reaches(self)`), the backend adds in place what A and B give:
+        `apply_logits(self, logits, hidden_states)`. It knows the rows that are sampled.
         """
         logits = self.base_layer._get_logits(hidden_states, lm_head, embedding_bias)  # (P, V)
         if self.punica_wrapper.no_lora:
@@ -117,10 +123,12 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
             self.punica_wrapper.apply_logits(self, logits, hidden_states)
         return logits
 
-    # endregion
-
     def _with_added_tokens(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens that each row's adapter adds, -inf for those it does not add.   -> (P, V + X)
+        """Logits of the tokens that each row's adapter adds, in X columns more.   (P, V), (P, H) -> (P, V + X)
+
+        Each is hidden state times embedding (`embeddings_tensors`). Of a token that the row's adapter does not add
+        (`added_tokens`; base rows add none) the logit is -inf. Which slot each row has the backend says:
+        `slots_of_samples(P)`, (P,) int64, -1 = base.
 
         One product with the tokens of all slots, of which each row takes its own slot's: to gather the embeddings of
         every row would move far more.
@@ -134,6 +142,8 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
         counts = self.added_tokens[own].masked_fill(is_base, 0)  # (P,)
         is_missing = torch.arange(stacked.shape[1], device=slots.device) >= counts[:, None]  # (P, X)
         return torch.cat([logits, added.masked_fill(is_missing, float("-inf"))], dim=1)  # (P, V + X)
+
+    # endregion
 
     @classmethod
     def can_replace_layer(

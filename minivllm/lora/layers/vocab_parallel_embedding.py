@@ -61,9 +61,10 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Each token's embedding, with its row's own adapter.   x: (T,) int64 -> (T, H)
 
-        A batch without adapters is the base layer's alone. Else the backend says which slot each row has
-        (`slots_of_tokens`, (T,) int64, -1 = base) and adds B · (A of the token) with `add_lora_embedding`, which leaves
-        base rows as they are. Ids from V on are tokens that an adapter adds: `_base_output` knows them.
+        A batch without adapters (`no_lora`) is the base layer's alone. Else the backend says which slot each row has:
+        `slots_of_tokens(T)`, (T,) int64, -1 = base. What `_base_output` gives is what adapters add to. They add
+        B · (A of the token), where one of this step has weights here (`reaches(self)`): the token's row is looked up in
+        `lora_a_stacked`, and `add_lora_embedding(y, rows, B)` multiplies, and leaves base rows as they are.
         """
         if self.punica_wrapper.no_lora:
             return self.base_layer(x)
@@ -74,10 +75,12 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
             self.punica_wrapper.add_lora_embedding(y, columns, self.lora_b_stacked)
         return y
 
-    # endregion
-
     def _base_output(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The base embedding of each token, or the adapter's for one that it adds.   x, slots: (T,) -> (T, H)"""
+        """The base embedding of each token, or the adapter's for one that it adds.   x, slots: (T,) -> (T, H)
+
+        Ids from `vocab_size` on are added tokens, in the order of `embeddings_tensors`. The base layer has no row for
+        them, nor has the buffer one for the others. There is no buffer where adapters may add none.
+        """
         if self.embeddings_tensors is None:
             return self.base_layer(x)
         added = x - self.vocab_size  # (T,) which of the added tokens; negative for the model's own
@@ -85,6 +88,8 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         own = self.base_layer(x.masked_fill(is_new, 0))  # (T, H)
         new = self.embeddings_tensors[slots.clamp(min=0), added.clamp(min=0)]  # (T, H)
         return torch.where(is_new[:, None], new.to(own.dtype), own)
+
+    # endregion
 
     @classmethod
     def can_replace_layer(
