@@ -29,6 +29,8 @@ class BaseLayerWithLoRA(nn.Module):
                     embeddings of tokens that it adds
     live_ranks      [slice][slot] rank in use, 0 where the slot holds nothing for this slice
     slot_memo       for the backend: slot -> what it worked out, until it is told that the slot has changed
+    storage         for the backend: the memory that it keeps slots in, if it is not the layer's own
+    tables          what the layer has allocated beside slots
     is_linear       whether a backend may lay out its slots as it likes a linear's
 
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
@@ -44,6 +46,7 @@ class BaseLayerWithLoRA(nn.Module):
         self.n_slices = n_slices
         self.punica_wrapper: PunicaWrapperBase | None = None
         self.slot_memo: dict[int, object] = {}
+        self.storage: tuple[torch.Tensor | None, ...] | None = None
         self.live_ranks: list[list[int]] = []
 
     @property
@@ -60,6 +63,10 @@ class BaseLayerWithLoRA(nn.Module):
 
     @property
     def extra_slots(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
         return ()
 
     def part_shape(self, part: int) -> tuple[int, int]:
@@ -206,6 +213,11 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def _create_bias_slots(self, max_loras: int, lora_config: LoRAConfig) -> None:
         if lora_config.bias_enabled:
             self.lora_bias_stacked = tuple(b.new_zeros(max_loras, 1, b.shape[2]) for b in self.lora_b_stacked)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the base layer computes x · Wᵀ + b and nothing else, so that a backend may do it in its place."""
+        return type(self.base_layer).forward is LinearBase.forward
 
     def base_output(self, x: torch.Tensor) -> torch.Tensor:
         """What the base layer alone gives, its bias included.   x: (T, K) -> (T, N)"""

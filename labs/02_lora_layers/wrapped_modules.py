@@ -1,6 +1,7 @@
 """The wrapped layers of one model. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -18,6 +19,7 @@ from minivllm.lora.replace import (
     layers_to_wrap,
     replace_submodule,
 )
+from minivllm.lora.stats import storage_bytes
 
 
 class WrappedModules:
@@ -43,7 +45,9 @@ class WrappedModules:
         layers = layers_to_wrap(model)
         if not layers:
             raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")
-        self._refuse_unknown_targets([name for names in layers.values() for name in names])
+        names = [name for names in layers.values() for name in names]
+        self._refuse_unknown_targets(names)
+        self._refuse_unwrappable_targets(model, names)
         heads = {layer: names for layer, names in layers.items() if isinstance(layer, ParallelLMHead)}
         self._wrap_all(model, {layer: names for layer, names in layers.items() if layer not in heads})
         self._wrap_heads(model, heads)
@@ -127,6 +131,17 @@ class WrappedModules:
                 known = sorted({name.rpartition(".")[2] for name in names})
                 raise ValueError(
                     f"target_modules names '{target}', but the model has only {', '.join(known)}"
+                )
+
+    def _refuse_unwrappable_targets(self, model: nn.Module, names: list[str]) -> None:
+        """ValueError for a module that `target_modules` wants and no wrapper knows, such as one of torch's own."""
+        if self.lora_config.target_modules is None:
+            return
+        ends = {name.rpartition(".")[2] for name in names}
+        for name, module in model.named_modules():
+            if name not in names and name.rpartition(".")[2] in ends and self._is_wanted(name):
+                raise ValueError(
+                    f"{name} ({type(module).__name__}) cannot be wrapped for LoRA, but target_modules names it"
                 )
 
     def conform(self, lora: LoRAModel) -> None:
@@ -231,10 +246,22 @@ class WrappedModules:
     @property
     def slot_bytes(self) -> int:
         """Bytes that one more slot takes in all layers, whatever is in it, wherever the backend put it."""
-        layers = self.modules.values()
-        buffers = [t for layer in layers for t in (*layer.a_slots, *layer.b_slots, *layer.extra_slots)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
-        # A backend may keep slots and base weight in one piece. A quantized weight has no address.
-        weights = [layer.weight for layer in layers if layer.is_linear]
-        shared = sum(w.nbytes for w in weights if storages.get(w.data_ptr()))
-        return (sum(storages.values()) - shared) // self.lora_config.max_loras
+        return self.buffer_bytes // self.lora_config.max_loras
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all slots. Base weights that a backend keeps in one piece with them do not count."""
+        slots, weights = [], []
+        for layer in self.modules.values():
+            slots += (*layer.a_slots, *layer.b_slots, *layer.extra_slots, *(layer.storage or ()))
+            weights += (layer.weight, layer.bias) if layer.is_linear else ()
+        slots = [slot for slot in slots if slot is not None]
+        held = {slot.untyped_storage() for slot in slots}
+        # A quantized weight is of another class, and never in one piece with slots.
+        plain = [weight for weight in weights if type(weight) is nn.Parameter]
+        return storage_bytes(slots) - sum(w.nbytes for w in plain if w.untyped_storage() in held)
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """What layers have allocated beside slots."""
+        return [table for layer in (*self.modules.values(), *self.rotaries) for table in layer.tables]

@@ -49,6 +49,11 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
         self._copied = self.token_lora_indices  # what the two hold on the GPU
 
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        tile_lists = [table for meta in (self.token_meta, self.prompt_meta) for table in (meta.rows, meta.tiles)]
+        return [*tile_lists, self.ranks, self._token_slots, self._sampler_slots]
+
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         first = len(self.ranks)
         self._layers[layer] = first
@@ -185,7 +190,8 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         super().adopt(layer)
-        if not layer.is_linear:
+        layer.storage = None
+        if not layer.is_linear or not layer.is_plain:
             return
         base, n = layer.base_layer, layer.n_slices
         slots, _, rank, width = layer.lora_a_stacked[0].shape
@@ -207,6 +213,7 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
         if base.bias is not None:
             wide_bias = base.bias.new_zeros(rows)
             wide_bias[: layer.output_size] = base.bias
+            base.bias = nn.Parameter(wide_bias[: layer.output_size], requires_grad=False)
         layer.storage = wide, wide_bias
         a = wide[layer.output_size : layer.output_size + folded].view(slots, n, rank, width)
         layer.re_home(tuple(a[:, i : i + 1] for i in range(n)), layer.lora_b_stacked)  # n x (S, 1, R, K)
@@ -214,7 +221,7 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:
         slots, _, rank, width = layer.lora_a_stacked[0].shape
         n, columns = layer.n_slices, layer.output_size
-        if self.no_lora or not fold_pays(len(x), slots, n * rank, width):
+        if self.no_lora or layer.storage is None or not fold_pays(len(x), slots, n * rank, width):
             return super().apply_linear(layer, x)
         wide = F.linear(x, *layer.storage)  # (T, N + S * n * R)
         y, h = wide[:, :columns], wide[:, columns:]

@@ -15,6 +15,7 @@ from minivllm.lora.names import (
 )
 from minivllm.lora.new_embeddings import convert_new_embeddings, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.stats import storage_bytes
 from minivllm.lora.weights_files import find_weights_file, read_weights
 
 _load_ids = itertools.count(1)
@@ -66,9 +67,14 @@ class LoRAModel:
         return twin
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """A, B and what comes with them, of all modules."""
+        return [tensor for lora in self.loras.values() for tensor in lora.tensors]
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all A and B, and of what comes with them."""
-        return sum(lora.nbytes for lora in self.loras.values())
+        """Bytes of memory that the tensors keep; an A that parts of a fused module share counts once."""
+        return storage_bytes(self.tensors)
 
     # region lab 1.6: from tensors to modules
     @classmethod

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from time import time
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from minivllm.lora.model_manager import LoRAModelManager
@@ -110,6 +113,11 @@ class LoRAStats:
         return {**counters, "hit_rate": self.hit_rate}
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors keep allocated: each piece of memory once, all of it, however many views of it there are."""
+    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
+
+
 class AdapterReports:
     """Questions to a `LoRAModelManager`, which inherits them. They read and change nothing."""
 
@@ -118,18 +126,30 @@ class AdapterReports:
         return [slot for slot, adapter_id in enumerate(self.lora_index_to_id) if adapter_id is None]
 
     def get_memory_stats(self: LoRAModelManager) -> dict[str, object]:
-        """Bytes.
+        """Bytes. `minivllm.economics.slot_memory` predicts those of the device.
 
-        slot_buffers            of all slots, allocated once, whatever is in them
+        slot_buffers            of all slots, allocated once, whatever is in them; no base weight is counted
+        staging                 on a GPU, of the buffer in which an adapter arrives
+        tables                  of what the backend and longer contexts look up
+        device_total            of all that LoRA has allocated on the device: the sum of these three
         slot_bytes_by_adapter   of the weights of each adapter in a slot
-        cpu_total               of all adapters in memory
+        cpu_total               of all adapters in memory; what two of them share is counted once
         cpu_bytes_by_adapter    of each
         """
-        cpu = {adapter_id: lora.nbytes for adapter_id, lora in self.list_adapters().items()}
+        adapters = self.list_adapters()
+        cpu = {adapter_id: lora.nbytes for adapter_id, lora in adapters.items()}
+        writer = self.slot_writer
+        tables = [*self.wrapped.tables, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
+        device = {
+            "slot_buffers": self.wrapped.buffer_bytes,
+            "staging": writer.arrived.nbytes if writer else 0,
+            "tables": storage_bytes(tables),
+        }
         return {
-            "slot_buffers": self.lora_slots * self.wrapped.slot_bytes,
+            **device,
+            "device_total": sum(device.values()),
             "slot_bytes_by_adapter": {active: cpu[active] for active in self.list_active_adapters()},
-            "cpu_total": sum(cpu.values()),
+            "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in lora.tensors),
             "cpu_bytes_by_adapter": cpu,
         }
 

@@ -1,5 +1,6 @@
 """The wrapped layers of one model. Stands for the module half of vllm/lora/model_manager.py (v0.22.1)."""
 
+import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -17,6 +18,7 @@ from minivllm.lora.replace import (
     layers_to_wrap,
     replace_submodule,
 )
+from minivllm.lora.stats import storage_bytes
 
 
 class WrappedModules:
@@ -286,10 +288,22 @@ class WrappedModules:
     @property
     def slot_bytes(self) -> int:
         """Bytes that one more slot takes in all layers, whatever is in it, wherever the backend put it."""
-        layers = self.modules.values()
-        buffers = [t for layer in layers for t in (*layer.a_slots, *layer.b_slots, *layer.extra_slots)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers}
-        # A backend may keep slots and base weight in one piece. A quantized weight has no address.
-        weights = [layer.weight for layer in layers if layer.is_linear]
-        shared = sum(w.nbytes for w in weights if storages.get(w.data_ptr()))
-        return (sum(storages.values()) - shared) // self.lora_config.max_loras
+        return self.buffer_bytes // self.lora_config.max_loras
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all slots. Base weights that a backend keeps in one piece with them do not count."""
+        slots, weights = [], []
+        for layer in self.modules.values():
+            slots += (*layer.a_slots, *layer.b_slots, *layer.extra_slots, *(layer.storage or ()))
+            weights += (layer.weight, layer.bias) if layer.is_linear else ()
+        slots = [slot for slot in slots if slot is not None]
+        held = {slot.untyped_storage() for slot in slots}
+        # A quantized weight is of another class, and never in one piece with slots.
+        plain = [weight for weight in weights if type(weight) is nn.Parameter]
+        return storage_bytes(slots) - sum(w.nbytes for w in plain if w.untyped_storage() in held)
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """What layers have allocated beside slots."""
+        return [table for layer in (*self.modules.values(), *self.rotaries) for table in layer.tables]

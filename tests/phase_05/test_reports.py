@@ -43,6 +43,9 @@ def test_bytes_are_what_the_tensors_say():
     per_slot = sum(4 * RANK * (k + widths[name]) for name, slices in SLICES.items() for _, k, _ in slices)
     assert memory == {
         "slot_buffers": 2 * per_slot,
+        "staging": 0,
+        "tables": 0,
+        "device_total": 2 * per_slot,
         "slot_bytes_by_adapter": {2: sizes[2]},
         "cpu_total": sum(sizes.values()),
         "cpu_bytes_by_adapter": sizes,

@@ -42,6 +42,11 @@ class LinearScalingRotaryEmbeddingWithLoRA(nn.Module):
         self._slot_factors = [1.0] * max_loras
         self.punica_wrapper: PunicaWrapperBase | None = None
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """What it has allocated beside the base model's table."""
+        return self.cos, self.sin, self.starts
+
     def set_mapping(self, punica_wrapper: PunicaWrapperBase) -> None:
         """Hand over the backend that knows the slot of every row."""
         self.punica_wrapper = punica_wrapper

@@ -85,6 +85,11 @@ class PunicaWrapperBase(PunicaWrapperABC):
         self.runs: list[tuple[int, slice]] = []
         self.no_lora = True
 
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """What it has allocated ahead, beside slots."""
+        return []
+
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
     ) -> None:

@@ -48,6 +48,11 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
         self._copied = self.token_lora_indices  # what the two hold on the GPU
 
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        tile_lists = [table for meta in (self.token_meta, self.prompt_meta) for table in (meta.rows, meta.tiles)]
+        return [*tile_lists, self.ranks, self._token_slots, self._sampler_slots]
+
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
         first = len(self.ranks)
         self._layers[layer] = first
@@ -219,6 +224,7 @@ class PunicaWrapperFolded(PunicaWrapperGPU):
         if base.bias is not None:
             wide_bias = base.bias.new_zeros(rows)
             wide_bias[: layer.output_size] = base.bias
+            base.bias = nn.Parameter(wide_bias[: layer.output_size], requires_grad=False)
         layer.storage = wide, wide_bias
         a = wide[layer.output_size : layer.output_size + folded].view(slots, n, rank, width)
         layer.re_home(tuple(a[:, i : i + 1] for i in range(n)), layer.lora_b_stacked)  # n x (S, 1, R, K)

@@ -1,0 +1,30 @@
+"""What the allocator says, for tests of what we say that things take."""
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def allocated_by(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What `run` returns, and the bytes that PyTorch's CPU allocator gave out meanwhile and has not got back."""
+    gc.collect()  # else what others left would be given back in here
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = run()
+        gc.collect()
+    events = profiler.profiler.kineto_results.events()
+    return result, sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def live_bytes(device: str = "cpu") -> int:
+    """Bytes of all memory that tensors anywhere in the process hold; also on "meta", where nothing is allocated."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not every object likes to be asked what it is
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.layout == torch.strided]
+    return sum(
+        s.nbytes() for s in {tensor.untyped_storage() for tensor in tensors} if s.device.type == device
+    )

@@ -1,0 +1,159 @@
+"""What slots take, three times: as predicted from two configs, as `get_memory_stats` tells, and by the allocator."""
+
+import dataclasses
+
+import pytest
+import torch
+from allocations import allocated_by, live_bytes
+from tiny_models import SIZES, VARIANTS
+
+from minivllm.config import LoRAConfig
+from minivllm.economics import adapted_layers, slot_memory
+from minivllm.labs import ROOT
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.slot_writer import SlotWriter
+from minivllm.models.config import ModelArchitecture
+from minivllm.models.registry import MODELS
+
+BACKENDS = ["loops", "grouped", "triton", "folded"]
+OPTIONS = {
+    "defaults": {},
+    "no-embeddings": {"target_modules": ["q_proj", "o_proj", "gate_up_proj", "down_proj"]},
+    "two-modules": {"target_modules": ["model.layers.1.self_attn.v_proj", "embed_tokens"]},
+    "biases": {"bias_enabled": True},
+    "added-tokens": {"lora_extra_vocab_size": 5},
+    "longer-contexts": {"long_lora_scaling_factors": (2.3, 4)},
+    "all-at-once": {
+        "bias_enabled": True,
+        "lora_extra_vocab_size": 3,
+        "long_lora_scaling_factors": (1.7,),
+        "target_modules": ["k_proj", "up_proj", "lm_head"],
+    },
+}
+# Rows of a step that the GPU backends keep tables for, which nobody predicts.
+TOKENS, ROWS = 64, 8
+
+
+def tiny(variant):
+    return ModelArchitecture.from_dict({**SIZES, **VARIANTS[variant]})
+
+
+def large(name, **changes):
+    return dataclasses.replace(
+        ModelArchitecture.from_folder(ROOT / "benchmarks" / "shapes" / name), **changes
+    )
+
+
+def base_model(architecture, dtype, device="cpu"):
+    return MODELS[architecture.architecture](architecture, dtype, device)
+
+
+def manage(model, lora_config, device="cpu"):
+    vocab_size = model.config.vocab_size
+    return LRUCacheLoRAModelManager(model, ROWS, TOKENS, vocab_size, lora_config, device)
+
+
+def assert_within(percent, found, expected):
+    assert abs(found - expected) <= expected * percent / 100, f"{found:,} bytes instead of {expected:,}"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_told_is_what_the_allocator_gave_out_and_what_was_predicted(backend, options):
+    architecture = tiny("llama-linear-rope-biases-tied")
+    config = LoRAConfig(6, 3, punica_backend=backend, **options)
+    _, base = allocated_by(lambda: base_model(architecture, torch.float32))
+
+    manager, everything = allocated_by(lambda: manage(base_model(architecture, torch.float32), config))
+
+    told, predicted = manager.get_memory_stats(), slot_memory(architecture, config)
+    assert told["device_total"] == everything - base
+    assert told["slot_buffers"] == predicted.slots
+    rows = manager.punica_wrapper.tables
+    of_rows = (
+        sum(table.nbytes for table in rows) - getattr(manager.punica_wrapper, "ranks", torch.empty(0)).nbytes
+    )
+    assert told["tables"] == predicted.tables + of_rows
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(
+    "architecture",
+    [large("llama-8b", vocab_size=128256), large("qwen-0.6b")],
+    ids=["llama-8b", "qwen-0.6b"],
+)
+def test_large_models_too(architecture, rank, backend):
+    config = LoRAConfig(rank, 8, punica_backend=backend, lora_extra_vocab_size=64, bias_enabled=True)
+    model = base_model(architecture, torch.bfloat16, "meta")
+    before = live_bytes("meta")
+
+    manager = manage(model, config, "meta")
+
+    told = manager.get_memory_stats()
+    assert told["device_total"] == live_bytes("meta") - before
+    predicted = slot_memory(architecture, config, dtype=torch.bfloat16)
+    assert told["slot_buffers"] == predicted.slots
+    assert_within(1, predicted.total, told["device_total"])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_what_an_adapter_arrives_in_is_predicted(options):
+    architecture = tiny("qwen2-tied")
+    config = LoRAConfig(6, 3, punica_backend="triton", **options)
+    manager = manage(base_model(architecture, torch.float32), config)
+
+    manager.slot_writer, allocated = allocated_by(lambda: SlotWriter(manager.wrapped, "cpu"))
+
+    on_gpu = slot_memory(architecture, config, "cuda", torch.float32)
+    told = manager.get_memory_stats()
+    assert told["staging"] == on_gpu.staging
+    assert allocated == on_gpu.staging + manager.slot_writer.places.nbytes
+    here = slot_memory(architecture, config, "cpu", torch.float32)
+    assert on_gpu.tables == here.tables + manager.slot_writer.places.nbytes
+    assert told["device_total"] == told["slot_buffers"] + told["staging"] + told["tables"]
+
+
+def test_the_figures_can_be_checked_by_hand():
+    """Two layers, H = 48, V = 97, I = 80, four heads and two of them for keys and values, of 12 each."""
+    architecture = tiny("qwen2-tied")
+    config = LoRAConfig(max_lora_rank=4, max_loras=5, lora_extra_vocab_size=3, bias_enabled=True)
+
+    on_cpu = slot_memory(architecture, config)
+    on_gpu = slot_memory(architecture, config, "cuda", torch.float16)
+
+    qkv, o = (48 + 48) + (48 + 24) + (48 + 24), 48 + 48
+    gate_up, down = (48 + 80) + (48 + 80), 80 + 48
+    vocabulary = (97 + 3) + 48
+    assert on_cpu.a_and_b == 5 * 4 * (2 * (qkv + o + gate_up + down) + 2 * vocabulary) * 4
+    biases = (48 + 24 + 24) + 48 + (80 + 80) + 48
+    assert on_cpu.beside == 5 * (2 * biases + 2 * 3 * 48) * 4
+    assert on_cpu.layout == 5 * 4 * 2 * (2 * (48 + 24 + 24) + 1 * (80 + 80)) * 4
+    assert (on_cpu.staging, on_cpu.tables) == (0, 5 * 8)  # of each slot, how many tokens its adapter adds
+    assert on_cpu.slots == on_cpu.a_and_b + on_cpu.beside + on_cpu.layout
+    assert on_gpu.a_and_b == on_cpu.a_and_b // 2
+    # q, k and v: 96 + 5 * 3 * 4 rows are 156, four short of 160; the others end at multiples of eight but for
+    # o and down, 48 + 20 = 68. Each of q, k and v's 156 has a bias, which is as long.
+    assert on_gpu.layout == 2 * (4 * 48 + (60 + 4) + 4 * 48 + 4 * 80) * 2
+    pieces = 2 * 2 * (3 + 1 + 2 + 1) + 2 * 2 + 2 * 7 + 2
+    ranks = 2 * 7 + 2
+    assert on_gpu.tables == 5 * 8 + pieces * 6 * 8 + ranks * 5 * 4
+
+
+def test_dtypes_are_those_of_the_device():
+    architecture = large("qwen-0.6b")  # bfloat16
+    config = LoRAConfig(8, 2, punica_backend="triton")
+
+    assert (
+        slot_memory(architecture, config, "cpu").a_and_b
+        == 2 * slot_memory(architecture, config, "cuda").a_and_b
+    )
+    half = dataclasses.replace(config, lora_dtype="float16")
+    assert slot_memory(architecture, half, "cpu").a_and_b == slot_memory(architecture, config, "cuda").a_and_b
+
+
+def test_every_layer_that_can_be_wrapped_is_known_by_its_name():
+    for variant in set(VARIANTS) - {"mixtral", "qwen3-moe-a-dense-layer"}:
+        manager = manage(base_model(tiny(variant), torch.float32, "meta"), LoRAConfig(), "meta")
+
+        assert [layer.name for layer in adapted_layers(tiny(variant))] == list(manager.modules), variant
