@@ -12,6 +12,7 @@ from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_traits import AdapterTraits, traits_of
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.names import get_adapter_absolute_path, looks_like_hub_id
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.model_runner import ModelRunner
 
@@ -94,9 +95,10 @@ class AdapterRegistry:
         entry = self.entries.get(lora_request.lora_int_id)
         plain = replace(lora_request, load_inplace=False)
         if entry is None:
-            entry = AdapterEntry(plain, owner, _folder(plain), traits)
+            entry = AdapterEntry(_at_hand(plain), owner, _folder(plain), traits)
             self.entries[lora_request.lora_int_id] = entry
         elif lora_request.load_inplace:
+            entry.request = replace(entry.request, lora_path=_at_hand(plain).lora_path)
             self._note_reload(entry, lora_request, traits)
         entry.names.add(lora_request.lora_name)
         return entry.request, entry.generation
@@ -322,6 +324,14 @@ class AdapterRegistry:
 
 def _adapter_ids(scheduler: Scheduler) -> Iterable[int]:
     return (request.adapter_id for request in scheduler.running if request.adapter_id)
+
+
+def _at_hand(lora_request: LoRARequest) -> LoRARequest:
+    """A hub id as the folder it stands for now: no step waits for a network, nor brings other weights."""
+    path = lora_request.lora_path
+    if not looks_like_hub_id(path) or os.path.exists(path):
+        return lora_request
+    return replace(lora_request, lora_path=get_adapter_absolute_path(path))
 
 
 def _folder(lora_request: LoRARequest) -> str:

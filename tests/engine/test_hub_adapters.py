@@ -298,6 +298,28 @@ class TestDownload:
         assert answer(world) == world.oracle().greedy("all", PROMPT, 6)
         assert answer(world, old) == world.oracle().greedy("qv", PROMPT, 6)
 
+    def test_of_a_new_commit_reaches_a_running_engine_only_by_a_reload(self, world, hub):
+        """Evicted from memory by another adapter, and read again: from the folder it had, with no word to the hub."""
+        engine = world.engine(max_loras=1, max_cpu_loras=1)
+        mine, other = LoRARequest("mine", 7, ID), world.request("mlp")
+
+        def ask(name, lora):
+            engine.add_request(name, PROMPT, greedy(6), lora_request=lora)
+            return tokens_of(run(engine)[name])
+
+        first = ask("first", mine)
+        hub.files |= adapter_files(world.path("all"))
+        ask("between", other)
+        hub.asked.clear()
+        second, asked = ask("second", mine), list(hub.asked)
+        third = ask("third", LoRARequest("mine", 7, ID, load_inplace=True))
+        ask("again between", other)
+        fourth = ask("fourth", mine)
+
+        old, new = (world.oracle().greedy(name, PROMPT, 6) for name in ("qv", "all"))
+        assert (first, second, third, fourth) == (old, old, new, new)
+        assert asked == []
+
     @pytest.mark.parametrize("name", ["adapter_config.json", WEIGHTS])
     def test_that_breaks_off_gives_the_id_back_with_the_reason(self, hub, caplog, name):
         hub.broken.add(name)
