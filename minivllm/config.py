@@ -72,6 +72,8 @@ def _require_positive(**values: int) -> None:
 class LoRAConfig:
     """How much LoRA the engine makes room for. vLLM: `LoRAConfig`.
 
+    `minivllm.economics.slot_memory` tells beforehand what that takes.
+
     max_lora_rank   R: the largest rank a slot holds
     max_loras       S: slots, so the most distinct adapters of one batch
     max_cpu_loras   adapters kept in memory, those in slots included; None = max_loras, never fewer
@@ -213,8 +215,8 @@ class CacheConfig:
 
     block_size      tokens a block
     num_blocks      blocks in all; None = what the memory holds, and no more than the engine can use
-    memory_bytes    memory for keys and values when num_blocks is None. None = 1 GiB on a CPU; on a GPU what weights,
-                    slots and the largest step leave of `gpu_memory_utilization`
+    memory_bytes    memory for keys and values when num_blocks is None. None = 1 GiB on a CPU, beside weights and
+                    slots; on a GPU what weights, slots and the largest step leave of `gpu_memory_utilization`
     gpu_memory_utilization  share of the GPU's memory that the engine may come to use, in (0, 1]
     """
 

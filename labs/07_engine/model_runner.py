@@ -18,7 +18,7 @@ from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
 from minivllm.worker.decode_buffers import DecodeBuffers
-from minivllm.worker.gpu_memory import determine_available_memory
+from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -62,6 +62,7 @@ class ModelRunner(LoRAModelRunnerMixin):
             quantization=model_config.quantization,
         )
         if config.lora_config is not None:
+            refuse_slots_that_do_not_fit(config)
             self.model = self.load_lora_model(self.model, config, self.device)
         self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
         self._generators: dict[str, torch.Generator | None] = {}
@@ -89,7 +90,11 @@ class ModelRunner(LoRAModelRunnerMixin):
         return max(2, min(useful, self._kv_memory() // self.kv_block_bytes))
 
     def _kv_memory(self) -> int:
-        """Bytes for keys and values. ValueError when a GPU has not even room for two blocks."""
+        """Bytes for keys and values: what was asked for, or else on a CPU a fixed sum, on a GPU what is left.
+
+        Weights and slots are there already, but only the last takes them into account: a CPU needs all three together.
+        ValueError when a GPU has not even room for two blocks.
+        """
         cache = self.config.cache_config
         if cache.memory_bytes is not None:
             return cache.memory_bytes

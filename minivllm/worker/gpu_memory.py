@@ -1,8 +1,45 @@
-"""How much of a GPU is left for keys and values. Stands for vllm/v1/worker/gpu_worker.py (v0.22.1)."""
+"""Whether slots fit, and how much of a GPU is left for keys and values.
 
+Stands for vllm/v1/worker/gpu_worker.py (v0.22.1).
+"""
+
+import os
 from collections.abc import Callable
 
 import torch
+
+from minivllm.config import EngineConfig
+from minivllm.economics import adapted_layers, slot_memory
+
+
+def refuse_slots_that_do_not_fit(config: EngineConfig) -> None:
+    """ValueError when a device cannot hold what LoRA is about to allocate; the base model is there already.
+
+    vLLM runs out of memory instead.
+    """
+    model, lora_config = config.model_config.architecture, config.lora_config
+    needed = slot_memory(model, lora_config, config.device, config.model_config.dtype).total
+    if needed <= (free := room_for_slots(config.device)):
+        return
+    wrapped = [layer for layer in adapted_layers(model) if layer.is_in(lora_config.target_modules)]
+    names = sorted({layer.name.rpartition(".")[2] for layer in wrapped})
+    raise ValueError(
+        f"LoRA slots need {needed:,} bytes, but {config.device} has {free:,} for them: lower max_loras "
+        f"({lora_config.max_loras}) or max_lora_rank ({lora_config.max_lora_rank}), or name fewer target_modules "
+        f"than {', '.join(names)}"
+    )
+
+
+def room_for_slots(device: torch.device | str) -> int:
+    """Bytes: on a GPU what is free now. On a CPU all memory that the machine has.
+
+    What of it can be had is not asked: the system may swap, count files it could forget, or stop a container
+    short of it. It is enough to refuse what can never be held.
+    """
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def determine_available_memory(
