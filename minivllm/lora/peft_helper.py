@@ -200,8 +200,8 @@ class PEFTHelper:
             (self.use_dora, "The engine does not yet support DoRA; train without use_dora."),
             (
                 self.bias != "none",
-                f"Adapter bias is not supported: bias {self.bias!r} changes the base model that all adapters "
-                "share; train with bias='none'.",
+                f"Adapter bias cannot be used without bias_enabled, nor with it here: bias {self.bias!r} changes the "
+                "base model that all adapters share; train with bias='none'.",
             ),
             (
                 init.startswith(BASE_CHANGING_INITIALISATIONS),

@@ -138,7 +138,10 @@ def test_a_field_of_another_type_is_refused_with_its_value(changes, message):
         ({"modules_to_save": ["lm_head"]}, r"only supports modules_to_save being None, got \['lm_head'\]"),
         ({"use_dora": True}, "does not yet support DoRA"),
         ({"use_dora": "true"}, "does not yet support DoRA"),
-        ({"bias": "all"}, "bias 'all' changes the base model"),
+        (
+            {"bias": "all"},
+            "Adapter bias cannot be used without bias_enabled.*bias 'all' changes the base model",
+        ),
         ({"bias": "lora_only"}, "bias 'lora_only' changes the base model"),
         ({"bias": ["all"]}, r"bias \['all'\]"),
         ({"lora_bias": True}, "lora_bias"),
