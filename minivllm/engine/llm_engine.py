@@ -298,6 +298,8 @@ class LLMEngine:
             manager = self.adapters.manager
             info |= {
                 "slots": list(manager.lora_index_to_id),
+                "free_slots": manager.get_free_slots(),
+                "active_adapters": dict(manager.list_active_adapters()),
                 "pinned": sorted(self.adapters.pinned_adapters()),
                 "memory": manager.get_memory_stats(),
                 "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],

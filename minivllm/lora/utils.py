@@ -7,10 +7,16 @@ from minivllm.lora.names import (
     is_supported_lora_module,
     parse_fine_tuned_lora_name,
 )
-from minivllm.lora.replace import from_layer, get_supported_lora_modules, replace_submodule
+from minivllm.lora.replace import (
+    from_layer,
+    from_layer_logits_processor,
+    get_supported_lora_modules,
+    replace_submodule,
+)
 
 __all__ = [
     "from_layer",
+    "from_layer_logits_processor",
     "get_adapter_absolute_path",
     "get_supported_lora_modules",
     "is_base_embedding_weights",
