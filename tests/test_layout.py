@@ -28,11 +28,24 @@ LAYERS = (
         "lora.stats",
         "economics",
     ),
-    ("lora.lora_weights", "lora.weights_files", "lora.new_embeddings", "lora.lora_model"),
+    (
+        "lora.lora_weights",
+        "lora.weights_files",
+        "lora.new_embeddings",
+        "lora.target_parameters",
+        "lora.lora_model",
+    ),
     ("lora.ops",),
     ("lora.punica_wrapper",),
     ("layers", "models", "lora.layers"),
-    ("lora.replace", "lora.utils", "lora.wrapped_modules", "lora.slot_writer", "lora.model_manager"),
+    (
+        "lora.replace",
+        "lora.utils",
+        "lora.expert_parts",
+        "lora.wrapped_modules",
+        "lora.slot_writer",
+        "lora.model_manager",
+    ),
     ("lora.worker_manager",),
     ("core",),
     ("worker",),
@@ -111,10 +124,10 @@ def test_every_module_of_the_subject_names_the_vllm_file_it_stands_for():
 
 
 def test_the_multi_lora_path_can_be_read_in_one_sitting():
+    beside_it = {"triton_ops", "punica_gpu", "slot_writer", "resolver"}
+    beside_it |= {"fused_moe", "expert_parts", "target_parameters"}
     parts = [
-        path
-        for path in (PACKAGE / "lora").rglob("*.py")
-        if not {"triton_ops", "punica_gpu", "slot_writer", "resolver"} & {path.parent.name, path.stem}
+        path for path in (PACKAGE / "lora").rglob("*.py") if not beside_it & {path.parent.name, path.stem}
     ]
     parts.append(PACKAGE / "worker" / "lora_model_runner_mixin.py")
     parts.append(PACKAGE / "core" / "lora_admission.py")

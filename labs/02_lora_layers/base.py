@@ -32,6 +32,7 @@ class BaseLayerWithLoRA(nn.Module):
     storage         for the backend: the memory that it keeps slots in, if it is not the layer's own
     tables          what the layer has allocated beside slots
     is_linear       whether a backend may lay out its slots as it likes a linear's
+    in_cuda_graphs  whether a step that runs the layer may be captured
 
     The buffers belong to the punica backend once `set_mapping` has been called: they need not be contiguous,
     nor separate. Only `set_lora`, `reset_lora` and a `SlotWriter` write them. What a layer adds is decided by the
@@ -39,6 +40,7 @@ class BaseLayerWithLoRA(nn.Module):
     """
 
     is_linear: ClassVar[bool] = False
+    in_cuda_graphs: ClassVar[bool] = True
 
     def __init__(self, base_layer: nn.Module, n_slices: int = 1) -> None:
         super().__init__()

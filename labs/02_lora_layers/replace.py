@@ -11,6 +11,8 @@ from minivllm.lora.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
+    FusedMoE3DWithLoRA,
+    FusedMoEWithLoRA,
     LogitsProcessorWithLoRA,
     MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -40,6 +42,8 @@ _ALL_LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     RowParallelLinearWithLoRA,
     ReplicatedLinearWithLoRA,
     VocabParallelEmbeddingWithLoRA,
+    FusedMoEWithLoRA,
+    FusedMoE3DWithLoRA,
 )
 
 

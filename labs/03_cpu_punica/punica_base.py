@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minivllm.lora.ops.torch_ops import bgmv_expand, bgmv_shrink
+from minivllm.lora.ops.torch_ops import bgmv_expand, bgmv_expand_slice, bgmv_shrink
 from minivllm.lora.punica_wrapper.utils import compute_runs, convert_mapping
 
 if TYPE_CHECKING:
     from minivllm.lora.layers.base import BaseLayerWithLoRA
+    from minivllm.lora.layers.fused_moe import FusedMoEWithLoRA
     from minivllm.lora.layers.utils import LoRAMapping
 
 
@@ -161,6 +162,28 @@ class PunicaWrapperBase(PunicaWrapperABC):
     ) -> None:
         """y (+)= x · Bᵀ, where x is what the tokens' rows of A hold.   y: (T, H)   x: (T, R)   B: (S, 1, H, R)"""
         self.add_expand(y, x[None], (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+
+    def expert_rows(self, layer: FusedMoEWithLoRA, adapters: torch.Tensor) -> object:
+        """What `add_lora_experts` wants to know of a layer's pairs, worked out once for w13 and w2.
+
+        adapters: (P,) int64 s * E + e of each pair, -1 = base. vLLM: `moe_lora_align_block_size`
+        """
+        return adapters
+
+    def add_lora_experts(
+        self, layer: FusedMoEWithLoRA, slices: slice, y: torch.Tensor, x: torch.Tensor, rows: object
+    ) -> None:
+        """y[:, slice i] += x · Aᵀ · Bᵀ with each pair's own adapter, over those slices of the layer, side by side.
+
+        y: (P, N)   x: (P, K)   rows: what `expert_rows` gave. vLLM: `add_lora_fused_moe`
+        """
+        offset, dtype = 0, torch.promote_types(x.dtype, torch.float32)
+        for lora_a, lora_b in zip(layer.lora_a_stacked[slices], layer.lora_b_stacked[slices]):
+            a, b = lora_a.flatten(0, 1), lora_b.flatten(0, 1)  # (S * E, R, K), (S * E, N_i, R)
+            h = torch.zeros(len(x), a.shape[1], dtype=dtype, device=x.device)  # (P, R)
+            bgmv_shrink(x, a, h, rows)
+            bgmv_expand_slice(h, b, y, rows, offset, b.shape[1])
+            offset += b.shape[1]
 
     # region lab 3.6: the whole product of a wrapped linear
     def apply_linear(self, layer: BaseLayerWithLoRA, x: torch.Tensor) -> torch.Tensor:

@@ -99,3 +99,10 @@ class LoRAKernelMeta:
 def tile_count(tokens: int, max_loras: int) -> int:
     """The most tiles that `tokens` rows need: full ones, and one that is not for each slot."""
     return min(tokens, tokens // block_rows(tokens) + min(max_loras, tokens))
+
+
+def tiles_of(row_slots: torch.Tensor, max_loras: int) -> TileList:
+    """The tile list of rows whose slots only the device knows, made there.   row_slots: (T,) int, -1 = base"""
+    count, most = tile_count(len(row_slots), max_loras), block_rows(len(row_slots))
+    rows, tiles = build_tiles(row_slots, max_loras, count, most)
+    return TileList(rows.int(), tiles.int(), count, most)

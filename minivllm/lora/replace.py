@@ -10,6 +10,8 @@ from minivllm.lora.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
+    FusedMoE3DWithLoRA,
+    FusedMoEWithLoRA,
     LogitsProcessorWithLoRA,
     MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -39,6 +41,8 @@ _ALL_LORA_CLASSES: tuple[type[BaseLayerWithLoRA], ...] = (
     RowParallelLinearWithLoRA,
     ReplicatedLinearWithLoRA,
     VocabParallelEmbeddingWithLoRA,
+    FusedMoEWithLoRA,
+    FusedMoE3DWithLoRA,
 )
 
 

@@ -44,6 +44,7 @@ class SupportsLoRA:
     embedding_modules: an embedding's name -> "input_embeddings" or "output_embeddings".
     expert_params_mapping: the checkpoint's names for an expert's w1 (gate), w2 (down) and w3 (up); () for a
         dense model (vLLM: get_expert_mapping).
+    is_3d_moe_weight: whether adapters have w1 and w3 of all experts in one, gate_up_proj, with one A.
     hf_to_vllm_mapper: how names of a checkpoint, and of an adapter for it, become ours; None where they are.
     """
 
@@ -51,4 +52,5 @@ class SupportsLoRA:
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
     embedding_modules: ClassVar[dict[str, str]] = {}
     expert_params_mapping: ClassVar[tuple[str, ...]] = ()
+    is_3d_moe_weight: ClassVar[bool] = False
     hf_to_vllm_mapper: ClassVar[WeightsMapper | None] = None

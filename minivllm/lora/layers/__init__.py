@@ -1,6 +1,7 @@
 """Wrapped layers: a base layer each, with slots for adapters."""
 
 from minivllm.lora.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
+from minivllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.lora.layers.linear import (
     ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
@@ -25,6 +26,8 @@ __all__ = [
     "BaseLinearLayerWithLoRA",
     "ColumnParallelLinearWithLoRA",
     "ColumnParallelLinearWithShardedLoRA",
+    "FusedMoE3DWithLoRA",
+    "FusedMoEWithLoRA",
     "LinearScalingRotaryEmbeddingWithLoRA",
     "LoRAMapping",
     "LoRAMappingType",

@@ -18,6 +18,7 @@ from minivllm.lora.punica_wrapper.utils import compute_runs
 
 if TYPE_CHECKING:
     from minivllm.lora.layers.base import BaseLayerWithLoRA
+    from minivllm.lora.layers.fused_moe import FusedMoEWithLoRA
 
 
 class PunicaWrapperLoops(PunicaWrapperBase):
@@ -97,6 +98,32 @@ class PunicaWrapperCPU(PunicaWrapperBase):
         live = layer.n_slices * max(slice_ranks[slot] for slice_ranks in layer.live_ranks)
         layer.slot_memo[slot] = rows = tuple(matrix[slot, :live] for matrix in layer.storage)
         return rows
+
+    def expert_rows(self, layer: FusedMoEWithLoRA, adapters: torch.Tensor) -> list[tuple[int, int, slice]]:
+        """(slot, expert, rows) of every run of pairs"""
+        runs = compute_runs(adapters.tolist())
+        return [(*divmod(adapter, layer.num_experts), rows) for adapter, rows in runs]
+
+    def add_lora_experts(
+        self,
+        layer: FusedMoEWithLoRA,
+        slices: slice,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        rows: list[tuple[int, int, slice]],
+    ) -> None:
+        offset = 0
+        for lora_a, lora_b, ranks in zip(
+            layer.lora_a_stacked[slices], layer.lora_b_stacked[slices], layer.live_ranks[slices]
+        ):
+            columns = slice(offset, offset + lora_b.shape[2])
+            dtype = torch.promote_types(x.dtype, lora_a.dtype)
+            for slot, expert, run in rows:
+                if live := ranks[slot]:
+                    a, b = lora_a[slot, expert, :live], lora_b[slot, expert, :, :live]
+                    h = x[run].to(dtype) @ a.t().to(dtype)  # (rows, r)
+                    y[run, columns] += h @ b.t().to(dtype)
+            offset = columns.stop
 
     def add_shrink(
         self,

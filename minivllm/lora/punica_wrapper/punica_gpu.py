@@ -11,13 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink
+from minivllm.lora.ops.triton_ops import (
+    LoRAKernelMeta,
+    TileList,
+    expand,
+    lora_expand,
+    lora_shrink,
+    shrink,
+    tiles_of,
+)
 from minivllm.lora.ops.triton_ops.tuning import fold_pays
 from minivllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from minivllm.lora.punica_wrapper.utils import slots_of
 
 if TYPE_CHECKING:
     from minivllm.lora.layers.base import BaseLayerWithLoRA
+    from minivllm.lora.layers.fused_moe import FusedMoEWithLoRA
     from minivllm.lora.layers.utils import LoRAMapping
 
 # Rows of y and of the folded weight begin at multiples of so many elements: 16 bytes, as matrix products want them.
@@ -47,10 +56,13 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         self._token_slots = torch.full((max_num_batched_tokens,), -1, dtype=torch.long, device=device)
         self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
         self._copied = self.token_lora_indices  # what the two hold on the GPU
+        self._slots_found_in, self._step_slots = self.token_lora_indices, set[int]()
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        tile_lists = [table for meta in (self.token_meta, self.prompt_meta) for table in (meta.rows, meta.tiles)]
+        tile_lists = [
+            table for meta in (self.token_meta, self.prompt_meta) for table in (meta.rows, meta.tiles)
+        ]
         return [*tile_lists, self.ranks, self._token_slots, self._sampler_slots]
 
     def adopt(self, layer: BaseLayerWithLoRA) -> None:
@@ -116,7 +128,31 @@ class PunicaWrapperGPU(PunicaWrapperBase):
 
     def reaches(self, layer: BaseLayerWithLoRA) -> bool:
         """A captured graph has to hold for every later step. What no adapter has weights for ends at once."""
-        return True
+        return layer.in_cuda_graphs or any(
+            ranks[slot] for slot in self._slots_of_step() for ranks in layer.live_ranks
+        )
+
+    def _slots_of_step(self) -> set[int]:
+        """Slots that the step uses; found once a step, and only if somebody asks."""
+        if self._slots_found_in is not self.token_lora_indices:
+            self._slots_found_in = self.token_lora_indices
+            self._step_slots = set(self.token_lora_indices.tolist()) - {-1}
+        return self._step_slots
+
+    def expert_rows(self, layer: FusedMoEWithLoRA, adapters: torch.Tensor) -> TileList:
+        """A tile list of the pairs, made where they are: the CPU never learns which experts were chosen."""
+        return tiles_of(adapters, len(layer.live_ranks[0]) * layer.num_experts)
+
+    def add_lora_experts(
+        self, layer: FusedMoEWithLoRA, slices: slice, y: torch.Tensor, x: torch.Tensor, rows: TileList
+    ) -> None:
+        lora_a, lora_b = (
+            [buffer.flatten(0, 1) for buffer in stacked[slices]]  # (S * E, R, K_i), (S * E, N_i, R)
+            for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
+        )
+        ranks = self._ranks_of(layer)[slices].repeat_interleave(layer.num_experts, dim=1)  # (n, S * E)
+        h = shrink(x, lora_a, rows, ranks)  # (splits, n, P, R)
+        expand(h, lora_b, y, rows, ranks)
 
     def apply_logits(self, layer: BaseLayerWithLoRA, y: torch.Tensor, x: torch.Tensor) -> None:
         tiles, ranks = self.prompt_meta.meta_args(len(x)), self._ranks_of(layer)
