@@ -17,6 +17,7 @@ from minivllm.lora.names import (
 from minivllm.lora.new_embeddings import convert_new_embeddings, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.stats import storage_bytes
+from minivllm.lora.target_parameters import is_unfolded, unfold_target_parameters
 from minivllm.lora.weights_files import find_weights_file, read_weights
 
 _load_ids = itertools.count(1)
@@ -93,7 +94,8 @@ class LoRAModel:
         """Pair up the A and B of every module. Ranks are the tensors' own, scaling is the config's.
 
         tensors           PEFT name -> tensor; A (r, K), B (N, r), in any order. PEFT's copies of base
-                          embeddings are left out
+                          embeddings are left out. Those of `target_parameters` are unfolded first, by
+                          `unfold_target_parameters`: A (E, r, K), B (E, N, r) of E experts
         dtype             to convert to, None = leave
         model_vocab_size  the width that the A of an embedding must have, None = any
         weights_mapper    gives the names that modules have in the model. The config's patterns know only the
@@ -213,7 +215,7 @@ def _refuse_unexpected(modules: Iterable[str], expected: list[str]) -> None:
 
 def _check_tensor(name: str, tensor: torch.Tensor, vocab_size: int | None) -> None:
     shape = tuple(tensor.shape)
-    if tensor.ndim != 2 or 0 in shape:
+    if tensor.ndim != (3 if is_unfolded(name) else 2) or 0 in shape:
         raise ValueError(f"{name} must be a matrix of at least rank 1, got shape {shape}")
     if tensor.dtype not in DTYPES.values():
         names = sorted({str(dtype).removeprefix("torch.") for dtype in DTYPES.values()})
@@ -226,10 +228,11 @@ def _check_pair(module: str, pair: dict[bool, torch.Tensor], ranks: list[int]) -
     if len(pair) < 2:
         there, missing = ("lora_A", "lora_B") if True in pair else ("lora_B", "lora_A")
         raise ValueError(f"{module} has {there} but not {missing}")
-    (rank, _), (_, rank_of_b) = pair[True].shape, pair[False].shape
-    if rank != rank_of_b:
+    (*experts, rank, _), (*experts_of_b, _, rank_of_b) = pair[True].shape, pair[False].shape
+    if (experts, rank) != (experts_of_b, rank_of_b):
         raise ValueError(
             f"{module}: lora_A {tuple(pair[True].shape)} and lora_B {tuple(pair[False].shape)} differ in rank"
+            + (" or in experts" if experts else "")
         )
     if rank not in ranks:
         raise ValueError(

@@ -14,6 +14,9 @@ from minivllm.config import LoRAConfig
 # Initialisations that move part of the base weight into the adapter: on an unmoved base they are wrong.
 BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
+# Ends of the parameters that may be adapted in the place of a module: of experts, and of what is a linear here.
+TARGET_PARAMETERS = ("gate_up_proj", "down_proj", "weight")
+
 # Wider than any model. A rank from a file goes into float arithmetic, which a JSON int can overflow.
 LARGEST_RANK = 2**20
 
@@ -74,6 +77,11 @@ class PEFTHelper:
                 raise ValueError(f"LoRA alpha {name} must be a finite number, got {alpha!r}")
         if not isinstance(self.use_rslora, bool | None):
             raise ValueError(f"use_rslora must be true or false, got {self.use_rslora!r}")
+        parameters = self.target_parameters
+        if parameters is not None and not (
+            isinstance(parameters, list) and all(isinstance(p, str) for p in parameters)
+        ):
+            raise ValueError(f"target_parameters must be a list of names, got {parameters!r}")
         self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
         self.vllm_long_context_scaling_factor = self._long_context_scaling_factor()
 
@@ -161,6 +169,20 @@ class PEFTHelper:
 
     # endregion
 
+    def rank(self, name: str) -> int:
+        """The rank that the config gives a module or parameter: the first in `rank_pattern` that matches, else r."""
+        matching = (rank for key, rank in self.rank_pattern.items() if self._matches(key, name))
+        return next(matching, self.r)
+
+    def is_target_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` has a parameter's name or an end of it. PEFT's rule, which is not `_matches`."""
+        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or [])
+
+    def name_in_patterns(self, module_name: str) -> str:
+        """What PEFT asks the patterns by: the module's name, or its weight's if `target_parameters` has that."""
+        weight = f"{module_name}.weight"
+        return weight if self.is_target_parameter(weight) else module_name
+
     @property
     def ranks(self) -> list[int]:
         """Every rank that a module of this adapter may have, in order."""
@@ -191,6 +213,9 @@ class PEFTHelper:
     def _refusals(self) -> list[tuple[Any, str]]:
         """(whether it applies, what we say) for each thing that PEFT can do and this engine cannot."""
         init = str(self.init_lora_weights).lower()
+        parameters = [
+            p for p in self.target_parameters or [] if p.rpartition(".")[2] not in TARGET_PARAMETERS
+        ]
         return [
             (self.peft_type != "LORA", f"peft_type {self.peft_type!r} is not supported, only LORA."),
             (
@@ -212,7 +237,11 @@ class PEFTHelper:
             (self.layer_replication, "layer_replication changes the base model and is not supported."),
             (self.trainable_token_indices, "trainable_token_indices is not supported."),
             (self.alora_invocation_tokens is not None, "aLoRA (alora_invocation_tokens) is not supported."),
-            (self.target_parameters, f"target_parameters {self.target_parameters!r} is not supported."),
+            (
+                parameters,
+                f"target_parameters {parameters!r} are not supported, only gate_up_proj and down_proj of experts, and "
+                "weights of linears.",
+            ),
             (self.use_qalora, "QALoRA (use_qalora) is not supported."),
             (self.use_bdlora, "BD-LoRA (use_bdlora) is not supported."),
             (self.arrow_config, "Arrow (arrow_config) is not supported."),

@@ -10,7 +10,7 @@ from torch import nn
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
-from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.lora.names import EXPERT_PARTS, EXPERTS, get_adapter_absolute_path
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 
@@ -93,6 +93,7 @@ class WorkerLoRAManager:
         """The ends of module names an adapter may use: those of modules, and of the parts of fused ones."""
         packed = self._adapter_manager.packed_modules_mapping
         supported = self._adapter_manager.supported_lora_modules
+        packed = {EXPERTS: EXPERT_PARTS, **packed}
         return [name for module in supported for name in (*packed.get(module, []), module)]
 
     def check_adapter(self, lora_request: LoRARequest) -> LoRAModel:

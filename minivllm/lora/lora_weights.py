@@ -110,8 +110,9 @@ class LoRALayerWeights:
         rank          of the module's tensors, None = the config's r
         """
         rank = peft_helper.r if rank is None else rank
-        scaling = peft_helper.scaling(module_name, rank)
-        return cls(module_name, rank, peft_helper.alpha(module_name), None, None, scaling)
+        asked_by = peft_helper.name_in_patterns(module_name)
+        scaling = peft_helper.scaling(asked_by, rank)
+        return cls(module_name, rank, peft_helper.alpha(asked_by), None, None, scaling)
 
     @classmethod
     def create_dummy_lora_weights(
@@ -133,7 +134,8 @@ class PackedLoRALayerWeights(LoRALayerWeights):
     """The adapters of the parts of a fused module, e.g. q, k and v of qkv_proj. vLLM: the same name.
 
     lora_a, lora_b, scaling, bias and lora_alphas are lists with one entry a part, None where the adapter leaves that
-    part alone. `rank` is the largest of the parts'; each A and B keeps its own.
+    part alone. `rank` is the largest of the parts'; each A and B keeps its own. A part of E experts has A (E, r, K)
+    and B (E, N, r).
     """
 
     def __init__(
@@ -175,6 +177,63 @@ class PackedLoRALayerWeights(LoRALayerWeights):
             scaling=[None if lora is None else 1 for lora in loras],
             bias=[None if lora is None else lora.bias for lora in loras],
         )
+
+    # endregion
+
+    # region lab 1.7: pack the experts of a layer
+    @classmethod
+    def pack_moe(
+        cls,
+        loras: Sequence[LoRALayerWeights | None],
+        module_name: str,
+        is_non_gated_moe: bool = False,
+    ) -> "PackedLoRALayerWeights":
+        """Stack what the E experts of a layer have, part by part: A (E, r, K) and B (E, N, r) of [w1, w2, w3].
+
+        loras             w1, w2, w3 (gate, down, up) of expert 0, then of expert 1, and so on; None for what has no
+                          adapter, but not for all
+        module_name       of the result
+        is_non_gated_moe  experts have no up: where no expert has a w3, the third part is the first one's tensors
+
+        Each is optimized by its own scaling, so what is packed needs none any more: 1, or None for a part that no
+        expert has, which is None in all lists. `rank` is the largest of all.
+
+        Raises ValueError, naming the module, for a length that is no multiple of 3, and where nothing has an adapter.
+        """
+        if len(loras) % 3 or all(lora is None for lora in loras):
+            raise ValueError(
+                f"{module_name}: expected w1, w2 and w3 of each expert, at least one of them with an adapter, got "
+                f"{len(loras)} parts, {sum(lora is not None for lora in loras)} of them with an adapter"
+            )
+        parts = [cls._stack_experts(loras[part::3]) for part in range(3)]
+        if is_non_gated_moe and parts[2] is None:
+            parts[2] = parts[0]
+        return cls(
+            module_name=module_name,
+            rank=max(part.rank for part in parts if part is not None),
+            lora_alphas=[None if part is None else part.lora_alpha for part in parts],
+            lora_a=[None if part is None else part.lora_a for part in parts],
+            lora_b=[None if part is None else part.lora_b for part in parts],
+            scaling=[None if part is None else 1 for part in parts],
+        )
+
+    @staticmethod
+    def _stack_experts(loras: Sequence[LoRALayerWeights | None]) -> LoRALayerWeights | None:
+        """One part of all experts in one: A (E, r, K), B (E, N, r), None where no expert has it.
+
+        r is the largest rank of any of them. Past an expert's own rank there are zeros, and so there are for an expert
+        that lacks the part. Alpha is the first one's.
+        """
+        present = {expert: lora.optimize() for expert, lora in enumerate(loras) if lora is not None}
+        if not present:
+            return None
+        first, rank = next(iter(present.values())), max(len(lora.lora_a) for lora in present.values())
+        lora_a = first.lora_a.new_zeros(len(loras), rank, first.input_dim)  # (E, r, K)
+        lora_b = first.lora_b.new_zeros(len(loras), first.output_dim, rank)  # (E, N, r)
+        for expert, lora in present.items():
+            lora_a[expert, : len(lora.lora_a)] = lora.lora_a
+            lora_b[expert, :, : len(lora.lora_a)] = lora.lora_b
+        return LoRALayerWeights(first.module_name, rank, first.lora_alpha, lora_a, lora_b, scaling=1)
 
     # endregion
 

@@ -31,6 +31,11 @@ ADAPTER_FILES = [
 ]
 
 
+# The last part of the name of a layer's experts, and what trainers and servers call their parts, whichever expert's.
+EXPERTS = "experts"
+EXPERT_PARTS = ("w1", "w2", "w3", "gate_proj", "down_proj", "up_proj", "gate_up_proj")
+
+
 class WeightsMapper(Protocol):
     """Renames a checkpoint's tensor to the model's. vLLM: `model_executor.models.utils.WeightsMapper`."""
 
@@ -90,7 +95,8 @@ def is_in_target_modules(
     """Whether the server's `target_modules` lets this module be wrapped. vLLM: the same name.
 
     Trainers say `q_proj`, the engine's module is `qkv_proj`: a fused module matches by any of its parts,
-    a part by the fused module it belongs to. None lets everything pass.
+    a part by the fused module it belongs to. Experts match by a part that each of them has, too. None lets everything
+    pass.
     """
     if target_modules is None:
         return True
@@ -100,6 +106,7 @@ def is_in_target_modules(
         suffix,
         *mapping.get(suffix, []),
         *(fused for fused, parts in mapping.items() if suffix in parts),
+        *(EXPERT_PARTS if suffix == EXPERTS else ()),
     }
     names = suffixes | {f"{prefix}{dot}{ending}" for ending in suffixes}
     return not names.isdisjoint(target_modules)

@@ -5,8 +5,14 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead
+from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.lora.layers import BaseLayerWithLoRA, LinearScalingRotaryEmbeddingWithLoRA
+from minivllm.lora.expert_parts import conform_experts, pack_experts, process_packed_modules_mapping
+from minivllm.lora.layers import (
+    BaseLayerWithLoRA,
+    FusedMoEWithLoRA,
+    LinearScalingRotaryEmbeddingWithLoRA,
+)
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import is_in_target_modules, nearest_names
@@ -37,7 +43,8 @@ class WrappedModules:
     def __init__(self, model: nn.Module, lora_config: LoRAConfig, punica_wrapper: PunicaWrapperBase) -> None:
         self.lora_config = lora_config
         self.punica_wrapper = punica_wrapper
-        self.packed_mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self.packed_mapping = process_packed_modules_mapping(model)
+        self.is_3d_moe = getattr(model, "is_3d_moe_weight", False)
         self.modules: dict[str, BaseLayerWithLoRA] = {}
         self.packed_modules: dict[str, list[str]] = {}
         self.targets: dict[str, tuple[str, int]] = {}
@@ -127,6 +134,8 @@ class WrappedModules:
 
     def _wrap(self, name: str, layer: nn.Module) -> BaseLayerWithLoRA:
         parts = self.packed_mapping.get(name.rpartition(".")[2], [])
+        if isinstance(layer, FusedMoE):
+            parts = ["w13"] if self.is_3d_moe else ["w1", "w3"]
         wrapped = from_layer(layer, self.lora_config.max_loras, self.lora_config, parts)
         if not isinstance(wrapped, BaseLayerWithLoRA):
             raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
@@ -161,6 +170,9 @@ class WrappedModules:
         and for a bias on B where there is no room. What else cannot be brought into form `check` refuses.
         """
         for name, parts in self.packed_modules.items():
+            if isinstance(layer := self.modules[name], FusedMoEWithLoRA):
+                conform_experts(lora, name, layer, parts)
+                continue
             whole = lora.get_lora(name)
             heights = [self.modules[name].part_shape(i)[1] for i in range(len(parts))]
             is_fused = whole is not None and not whole.is_packed and whole.lora_b.shape[0] == sum(heights)
@@ -249,8 +261,14 @@ class WrappedModules:
                     weights
                 )
         for name, parts in parts_of.items():
-            is_fused = name in self.packed_modules
-            lora.loras[name] = PackedLoRALayerWeights.pack(parts) if is_fused else parts[0].optimize()
+            lora.loras[name] = self._packed(name, parts)
+
+    def _packed(self, name: str, parts: list[LoRALayerWeights | None]) -> LoRALayerWeights:
+        if name not in self.packed_modules:
+            return parts[0].optimize()
+        if isinstance(layer := self.modules[name], FusedMoEWithLoRA):
+            return pack_experts(name, layer, parts)
+        return PackedLoRALayerWeights.pack(parts)
 
     # region lab 2.7: a whole adapter into a slot
     def write(self, lora: LoRAModel, slot: int) -> None:

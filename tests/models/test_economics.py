@@ -9,7 +9,6 @@ from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.config import LoRAConfig
 from minivllm.economics import (
     GIB,
-    adapted_layers,
     adapter_bytes,
     cost_per_tenant,
     kv_bytes_per_token,
@@ -34,15 +33,13 @@ def model(folder):
 
 
 @pytest.fixture(scope="module")
-def engine(folder, model):
-    without_experts = {layer.name.rpartition(".")[2] for layer in adapted_layers(model)} - {"experts"}
+def engine(folder):
     args = EngineArgs(
         model=str(folder),
         dtype="float32",
         enable_lora=True,
         max_loras=SLOTS,
         max_lora_rank=RANK,
-        target_modules=sorted(without_experts),
         block_size=BLOCK,
         num_kv_blocks=9,
         warm_up=False,
@@ -88,9 +85,16 @@ def test_an_adapter_is_what_its_file_holds(engine, folder, model, tmp_path):
 
 def test_an_adapter_of_a_sparse_model_has_a_pair_for_each_linear_of_each_expert():
     config = {
-        "model_type": "mixtral", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 10,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 64, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "model_type": "mixtral",
+        "vocab_size": 50,
+        "hidden_size": 8,
+        "intermediate_size": 10,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
     }
 
     model = ModelArchitecture.from_dict(config)

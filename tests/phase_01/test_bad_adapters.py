@@ -181,7 +181,7 @@ class TestConfigs:
             ({"init_lora_weights": "corda"}, "'corda'"),
             ({"init_lora_weights": "loftq"}, "'loftq'"),
             ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
-            ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+            ({"target_parameters": ["experts.down_proj_bias"]}, "experts.down_proj_bias"),
             ({"r": 32}, "rank 32 is greater than max_lora_rank 16; pass --max-lora-rank 32"),
         ],
     )

@@ -1,4 +1,4 @@
-"""One module's A and B: scaling folded once (lab 1.4), parts of a fused module packed (lab 1.5)."""
+"""One module's A and B: scaling folded once (lab 1.4), parts of a fused module (lab 1.5) and experts (1.7) packed."""
 
 import pytest
 import torch
@@ -161,6 +161,169 @@ class TestPack:
         PackedLoRALayerWeights.pack([None, part])
 
         assert_rows_equal(shared, before, what="B that somebody else holds")
+
+
+PARTS = ("w1", "w2", "w3")
+PART_SHAPES = {"w1": (7, 5), "w2": (5, 7), "w3": (7, 5)}  # (K, N)
+
+
+def experts(count, missing=(), dtype=torch.float64):
+    """w1, w2, w3 of every expert, no two of one rank and scaling; None for (expert, part) in `missing`."""
+    loras = []
+    for expert in range(count):
+        for i, part in enumerate(PARTS):
+            width, height = PART_SHAPES[part]
+            lora = random_weights(
+                f"experts.{expert}.{part}",
+                rank=1 + (2 * expert + i) % 4,
+                scaling=0.5 + expert - 3 * i,
+                width_in=width,
+                width_out=height,
+                seed=3 * expert + i,
+                dtype=dtype,
+            )
+            loras.append(None if (expert, part) in missing else lora)
+    return loras
+
+
+def pack_moe(loras, **options):
+    return PackedLoRALayerWeights.pack_moe(loras, "mlp.experts", **options)
+
+
+def assert_experts_are(packed, deltas):
+    """deltas: expert by expert w1, w2, w3, float64 or None for none"""
+    for number, expected in enumerate(deltas):
+        expert, i = divmod(number, 3)
+        a, b = packed.lora_a[i], packed.lora_b[i]
+        if a is None:
+            assert expected is None, f"{PARTS[i]} is None, but expert {expert} has it"
+            continue
+        if expected is None:
+            expected = torch.zeros(b.shape[1], a.shape[2])
+        what = f"scaling * B @ A of {PARTS[i]} of expert {expert}"
+        assert_rows_equal(b[expert] @ a[expert], expected, tolerance=1e-12, what=what)
+
+
+class TestPackMoe:
+    pytestmark = pytest.mark.lab("1.7")
+
+    @pytest.mark.parametrize("count", [1, 2, 5])
+    def test_stacks_each_part_over_the_experts(self, count):
+        loras = experts(count)
+        deltas = [delta(lora.lora_a, lora.lora_b, lora.scaling) for lora in loras]
+
+        packed = pack_moe(loras)
+
+        assert [len(values) for values in (packed.lora_a, packed.lora_b, packed.scaling)] == [3] * 3
+        for i, part in enumerate(PARTS):
+            (width, height), rank = PART_SHAPES[part], max(lora.rank for lora in loras[i::3])
+            found = tuple(packed.lora_a[i].shape), tuple(packed.lora_b[i].shape)
+            assert found == ((count, rank, width), (count, height, rank)), f"A and B of {part}: {found}"
+        assert_experts_are(packed, deltas)
+        assert packed.is_packed and packed.module_name == "mlp.experts"
+        assert packed.rank == max(lora.rank for lora in loras), "the rank is the largest of all parts"
+
+    def test_every_part_is_scaled_by_its_own_factor(self):
+        """Incident 5: rsLoRA of rank 4 and alpha 16 is a scaling of 8; alpha / rank of the first is 4 for all."""
+        helper = PEFTHelper.from_dict(
+            good_config(r=4, lora_alpha=16, use_rslora=True, alpha_pattern={"experts.1.w3": 10})
+        )
+        loras = []
+        for lora in experts(2):
+            width, height = PART_SHAPES[lora.module_name[-2:]]
+            trained = LoRALayerWeights.from_config(lora.module_name, helper)
+            trained.lora_a, trained.lora_b = torch.ones(4, width), torch.ones(height, 4)
+            loras.append(trained)
+
+        packed = pack_moe(loras)
+
+        # Ones everywhere: B @ A is the rank, 4, times the scaling.
+        found = [
+            (b[e] @ a[e]).unique().tolist() for e in range(2) for a, b in zip(packed.lora_a, packed.lora_b)
+        ]
+        assert found == [[32], [32], [32], [32], [32], [20]], (
+            "4 times the scaling of each part of each expert"
+        )
+
+    def test_folds_the_scaling_so_that_optimize_has_nothing_left_to_do(self):
+        packed = pack_moe(experts(3))
+        before = [b.clone() for b in packed.lora_b]
+
+        packed.optimize()
+
+        assert packed.scaling == [1, 1, 1]
+        for now, then in zip(packed.lora_b, before, strict=True):
+            assert_rows_equal(now, then, what="B after optimize")
+
+    def test_a_shorter_rank_is_filled_up_with_zeros(self):
+        loras = experts(4)
+
+        packed = pack_moe(loras)
+
+        for number, lora in enumerate(loras):
+            expert, i = divmod(number, 3)
+            beyond = packed.lora_a[i][expert, lora.rank :], packed.lora_b[i][expert, :, lora.rank :]
+            assert not any(tensor.any() for tensor in beyond), f"{lora.module_name} has rank {lora.rank}"
+
+    @pytest.mark.parametrize(
+        "missing",
+        [
+            {(1, "w1")},
+            {(0, "w1"), (0, "w2"), (0, "w3")},
+            {(2, "w3"), (1, "w3"), (0, "w2")},
+            {(e, part) for e in range(3) for part in PARTS} - {(1, "w2")},
+        ],
+        ids=["one part", "the first expert", "parts of some", "all but one part"],
+    )
+    def test_what_has_no_adapter_is_zero(self, missing):
+        loras = experts(3, missing)
+        deltas = [lora and delta(lora.lora_a, lora.lora_b, lora.scaling) for lora in loras]
+
+        packed = pack_moe(loras)
+
+        assert_experts_are(packed, deltas)
+
+    def test_a_part_that_no_expert_has_is_none(self):
+        packed = pack_moe(experts(3, {(e, "w2") for e in range(3)}))
+
+        for name in ("lora_a", "lora_b", "scaling", "lora_alphas"):
+            holes = [i for i, value in enumerate(getattr(packed, name)) if value is None]
+            assert holes == [1], f"{name}: None at {holes}, expected at [1]"
+
+    def test_an_up_that_experts_do_not_have_is_their_first_part(self):
+        loras = experts(3, {(e, "w3") for e in range(3)})
+        deltas = [lora and delta(lora.lora_a, lora.lora_b, lora.scaling) for lora in loras]
+        deltas[2::3] = deltas[0::3]
+
+        packed = pack_moe(loras, is_non_gated_moe=True)
+
+        assert_experts_are(packed, deltas)
+        assert packed.lora_b[2] is packed.lora_b[0], "the very tensor: a copy would be scaled apart"
+        assert packed.scaling == [1, 1, 1]
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_keeps_the_dtype(self, dtype):
+        packed = pack_moe(experts(2, {(1, "w1")}, dtype))
+
+        assert {tensor.dtype for tensor in packed.tensors} == {dtype}
+
+    def test_leaves_the_tensors_of_the_parts_to_whoever_shares_them(self):
+        loras = experts(2)
+        before = [(lora.lora_a.clone(), lora.lora_b) for lora in loras]
+        copies = [b.clone() for _, b in before]
+
+        pack_moe(loras).lora_a[0].zero_()
+
+        for lora, (a, b), copy in zip(loras, before, copies, strict=True):
+            assert_rows_equal(lora.lora_a, a, what=f"A of {lora.module_name}, which was packed")
+            assert_rows_equal(b, copy, what=f"B of {lora.module_name}, as somebody else holds it")
+
+    @pytest.mark.parametrize(
+        "loras", [experts(2)[:5], experts(2)[:1], [None] * 6, []], ids=["5", "1", "6 times None", "none"]
+    )
+    def test_refuses_what_is_not_three_parts_an_expert(self, loras):
+        with pytest.raises(ValueError, match=r"mlp\.experts"):
+            pack_moe(loras)
 
 
 def test_scaling_is_alpha_over_rank_unless_given():

@@ -154,7 +154,7 @@ def test_a_field_of_another_type_is_refused_with_its_value(changes, message):
         ({"trainable_token_indices": {"embed_tokens": [1]}}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [5, 6]}, "aLoRA"),
         ({"alora_invocation_tokens": []}, "aLoRA"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"target_parameters": ["experts.down_proj", "experts.scale"]}, "experts.scale"),
         ({"use_qalora": True}, "QALoRA"),
         ({"use_bdlora": {"nblocks": 2}}, "BD-LoRA"),
         ({"arrow_config": {"top_k": 3}}, "Arrow"),
