@@ -70,6 +70,23 @@ class BaseLayerWithLoRA(nn.Module):
     def tables(self) -> tuple[torch.Tensor, ...]:
         return ()
 
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """Whether this class wraps that layer, whose parts a checkpoint calls by the names in the list."""
+        raise NotImplementedError
+
+    def create_lora_weights(
+        self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
+    ) -> None:
+        """Allocate the slots, all empty."""
+        raise NotImplementedError
+
     def part_shape(self, part: int) -> tuple[int, int]:
         """How wide A, and how tall B, of a part that adapters name must be: K_i, N_i."""
         raise NotImplementedError

@@ -65,6 +65,25 @@ class PunicaWrapperABC(ABC):
     ) -> None:
         """y[:, slice i] += scale * x · A_iᵀ · B_iᵀ. It adds to y; the base product is already there."""
 
+    @abstractmethod
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True
+    ) -> None:
+        """y (+)= x · Bᵀ, where x is what the tokens' rows of A hold.   y: (T, H)   x: (T, R)   B: (S, 1, H, R)"""
+
+    @abstractmethod
+    def add_lora_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        *,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """As `add_lora_linear`, on the sampled rows.   y: (P, V)   x: (P, H)   A: (S, 1, R, H)   B: (S, 1, V, R)"""
+
 
 class PunicaWrapperBase(PunicaWrapperABC):
     """Keeps the metadata of a step and the two-step product. vLLM: `PunicaWrapperBase`.
