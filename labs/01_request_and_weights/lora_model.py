@@ -33,6 +33,7 @@ class LoRAModel:
     loras     module name -> LoRALayerWeights
     added_tokens     how many tokens it adds to the vocabulary
     new_embeddings   their embeddings as they were read, until the model's modules have them
+    has_slots_vocabulary   whether its modules know of as many tokens as slots have room for, see `Vocabulary`
     name      what the request that loaded it called it; for people, nothing depends on it
     scaling_factor   of the rotary embedding: above 1 for an adapter trained at a longer context (`context_length`)
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
@@ -49,6 +50,7 @@ class LoRAModel:
         self.name = ""
         self.added_tokens = 0
         self.new_embeddings: dict[str, torch.Tensor] = {}
+        self.has_slots_vocabulary = False
         self.scaling_factor = 1.0
         self.pool: torch.Tensor | None = None
         self.live_rows: list[tuple[list[int], list[int]]] = []
@@ -66,6 +68,7 @@ class LoRAModel:
         twin = type(self)(lora_model_id, self.rank, self.loras.copy())
         twin.name, twin.scaling_factor = self.name, self.scaling_factor
         twin.added_tokens, twin.new_embeddings = self.added_tokens, self.new_embeddings
+        twin.has_slots_vocabulary = self.has_slots_vocabulary
         return twin
 
     @property

@@ -259,7 +259,9 @@ class WrappedModules:
             loras[target] = LoRALayerWeights.create_dummy_lora_weights(
                 target, width, height, rank, dtype, "cpu"
             )
-        return LoRAModel(lora_id, rank, loras)
+        dummy = LoRAModel(lora_id, rank, loras)
+        dummy.has_slots_vocabulary = True
+        return dummy
 
     @property
     def slot_bytes(self) -> int:

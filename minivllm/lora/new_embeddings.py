@@ -83,28 +83,29 @@ class Vocabulary:
         self.extra = extra
 
     def conform(self, lora: "LoRAModel") -> None:
-        """Give an adapter's new embeddings to the modules they are of, and its A and B the slots' vocabulary.
+        """Give an adapter's new embeddings to the modules they are of, and its A and B the slots' vocabulary; once.
 
         A module that the adapter leaves alone otherwise gets A and B of rank 0. A tied model uses the input
         embeddings for the output, too, where there are no others. ValueError when the adapter adds more tokens than
-        there is room for, and where they do not fit the model.
+        there is room for, and where embeddings, A or B do not fit the model.
         """
         if lora.added_tokens > self.extra:
             raise ValueError(
                 f"the adapter adds {lora.added_tokens} tokens, but lora_extra_vocab_size is {self.extra}; "
                 f"pass --lora-extra-vocab-size {lora.added_tokens}"
             )
-        if not self.extra:
+        if not self.extra or lora.has_slots_vocabulary:
             return
-        new, lora.new_embeddings = lora.new_embeddings, {}
+        new = lora.new_embeddings
         if self.is_tied and new:
             new = {OUTPUT: new[INPUT], **new}
-        for kind, embeddings in new.items():
-            self._attach(lora, kind, embeddings)
         for kind, layers in self.ends.items():
             for name, layer in layers.items():
-                if (weights := lora.get_lora(name)) is not None and not weights.is_packed:
-                    self._fill_up(kind, layer, weights, lora.added_tokens)
+                if name in lora.loras:
+                    self._fill_up(kind, layer, lora.loras[name], lora.added_tokens)
+        for kind, embeddings in new.items():
+            self._attach(lora, kind, embeddings)
+        lora.new_embeddings, lora.has_slots_vocabulary = {}, True
 
     def _attach(self, lora: "LoRAModel", kind: str, embeddings: torch.Tensor) -> None:
         if not self.ends[kind]:
@@ -127,10 +128,16 @@ class Vocabulary:
     def _fill_up(
         self, kind: str, layer: "BaseLayerWithLoRA", weights: LoRALayerWeights, added_tokens: int
     ) -> None:
-        """Zeros for what A (of an output embedding B) lacks of V + X tokens; it may be of the adapter's own or not."""
+        """Zeros for what A (of an output embedding B) lacks of V + X tokens: it may know of the added ones or not."""
         size = layer.part_shape(0)[0 if kind == INPUT else 1]  # V + X
-        known = (size - self.extra, size - self.extra + added_tokens)
-        if kind == INPUT and weights.input_dim in known:
-            weights.lora_a = F.pad(weights.lora_a, (0, size - weights.input_dim))  # (r, V + X)
-        elif kind == OUTPUT and weights.output_dim in known:
-            weights.lora_b = F.pad(weights.lora_b, (0, 0, 0, size - weights.output_dim))  # (V + X, r)
+        known = sorted({size - self.extra, size - self.extra + added_tokens})
+        found = weights.input_dim if kind == INPUT else weights.output_dim
+        if found not in known:
+            raise ValueError(
+                f"{weights.module_name} has lora_A {tuple(weights.lora_a.shape)} and lora_B "
+                f"{tuple(weights.lora_b.shape)}, but the vocabulary has {' or '.join(map(str, known))} tokens"
+            )
+        if kind == INPUT:
+            weights.lora_a = F.pad(weights.lora_a, (0, size - found))  # (r, V + X)
+        else:
+            weights.lora_b = F.pad(weights.lora_b, (0, 0, 0, size - found))  # (V + X, r)
