@@ -147,6 +147,53 @@ def test_10_a_third_adapter_is_served_while_the_others_keep_coming(world):
         assert tokens_of(output) == expected
 
 
+def test_11_an_unloaded_adapter_is_gone_from_slot_and_memory_and_its_requests_had_it_to_the_end(world):
+    engine = world.engine()
+    engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
+    engine.step()
+
+    engine.remove_lora(1)
+
+    with pytest.raises(ValueError, match="is being unloaded"):
+        engine.add_request("b", PROMPT, greedy(6), lora_request=world.request("qv"))
+    assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 6)
+    assert engine.debug_info()["slots"] == [None, None]
+    assert engine.debug_info()["adapters"] == []
+    assert engine.list_loras() == set()
+    # What is asked for under its id from now on is what is meant now.
+    engine.add_request("c", PROMPT, greedy(6), lora_request=world.request("mlp", lora_int_id=1))
+    assert tokens_of(run(engine)["c"]) == world.oracle().greedy("mlp", PROMPT, 6)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        shutil.rmtree,
+        lambda folder: (folder / "adapter_config.json").unlink(),
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"<html>404</html>"),
+        lambda folder: rewrite(folder, lambda weight: weight[:, :-1].contiguous()),
+    ],
+    ids=["nothing there", "no config", "no weights", "another file", "other shapes"],
+)
+def test_12_what_is_no_adapter_is_never_acknowledged(world, folder, spoil):
+    engine = world.engine()
+    spoil(folder)
+
+    with pytest.raises((FileNotFoundError, ValueError), match="mine"):
+        engine.add_lora(LoRARequest("mine", 7, str(folder)))
+    with pytest.raises((FileNotFoundError, ValueError), match="mine"):
+        engine.add_request("a", PROMPT, greedy(), lora_request=LoRARequest("mine", 7, str(folder)))
+
+    assert engine.list_loras() == set()
+    assert not engine.has_unfinished_requests()
+    # Neither id nor name is taken by what never was.
+    engine.add_request(
+        "b", PROMPT, greedy(4), lora_request=world.request("all", lora_int_id=7, lora_name="mine")
+    )
+    assert tokens_of(run(engine)["b"]) == world.oracle().greedy("all", PROMPT, 4)
+
+
 def test_14_a_bad_adapter_costs_no_good_one_its_place(world, folder):
     engine = world.engine(max_loras=1, max_cpu_loras=1)
     ask(engine, world, "all")
