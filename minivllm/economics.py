@@ -122,7 +122,8 @@ class SlotMemory:
     tables    on a GPU: where each matrix lies, 72 bytes each, and live ranks, 4 bytes a part and slot. Everywhere,
               with `long_lora_scaling_factors`: cosines and sines of all positions, once more for each factor
 
-    Not in it: what a GPU backend keeps for the rows of a step, some 12 bytes for each that there can be.
+    Not in it: what a GPU backend keeps for the rows of a step, some 12 bytes for each that there can be; and what
+    PyTorch's allocator rounds up, which for each "folded" weight may be 1 MiB.
     """
 
     a_and_b: int

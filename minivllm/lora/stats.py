@@ -115,7 +115,13 @@ class LoRAStats:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that tensors keep allocated: each piece of memory once, all of it, however many views of it there are."""
-    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
+    views = {tensor.untyped_storage(): tensor for tensor in tensors}
+    return sum(_given_out(storage.nbytes(), view.is_pinned()) for storage, view in views.items())
+
+
+def _given_out(nbytes: int, is_pinned: bool) -> int:
+    # PyTorch gives page-locked memory out in powers of two.
+    return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
 
 class AdapterReports:
@@ -132,12 +138,11 @@ class AdapterReports:
         staging                 on a GPU, of the buffer in which an adapter arrives
         tables                  of what the backend and longer contexts look up
         device_total            of all that LoRA has allocated on the device: the sum of these three
-        slot_bytes_by_adapter   of the weights of each adapter in a slot
+        slot_bytes_by_adapter   of what each adapter fills of its slot
         cpu_total               of all adapters in memory; what two of them share is counted once
-        cpu_bytes_by_adapter    of each
+        cpu_bytes_by_adapter    of each; for a GPU they are page-locked, and take up to twice their weights
         """
         adapters = self.list_adapters()
-        cpu = {adapter_id: lora.nbytes for adapter_id, lora in adapters.items()}
         writer = self.slot_writer
         tables = [*self.wrapped.tables, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
         device = {
@@ -148,9 +153,12 @@ class AdapterReports:
         return {
             **device,
             "device_total": sum(device.values()),
-            "slot_bytes_by_adapter": {active: cpu[active] for active in self.list_active_adapters()},
+            "slot_bytes_by_adapter": {
+                active: sum(tensor.nbytes for tensor in adapters[active].tensors)
+                for active in self.list_active_adapters()
+            },
             "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in lora.tensors),
-            "cpu_bytes_by_adapter": cpu,
+            "cpu_bytes_by_adapter": {adapter_id: lora.nbytes for adapter_id, lora in adapters.items()},
         }
 
     def get_lora_info(self: LoRAModelManager, adapter_id: int) -> dict[str, object]:

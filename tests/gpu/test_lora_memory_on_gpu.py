@@ -1,0 +1,168 @@
+"""What LoRA takes of a GPU: as predicted, as told, and as PyTorch's allocators have it. Weights are random."""
+
+import gc
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu import needs_cuda
+
+from minivllm import EngineArgs, LLMEngine, LoRARequest
+from minivllm.commands.random_adapter import save_random_adapter
+from minivllm.economics import slot_memory
+from minivllm.labs import ROOT
+from minivllm.models.registry import get_model
+from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+pytestmark = needs_cuda
+
+LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+SHAPES = {  # a whole small model whose embeddings are most of its slots, and blocks of a larger one
+    "qwen-0.6b": {},
+    "llama-8b": {"num_hidden_layers": 4, "vocab_size": 128256},
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("shapes") / request.param
+    path.mkdir()
+    shape = json.loads((ROOT / "benchmarks" / "shapes" / request.param / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**shape, **SHAPES[request.param]}))
+    return path
+
+
+def engine_config(folder, **options):
+    args = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_lora": True,
+        "device": "cuda",
+        "max_loras": 8,
+        "max_cpu_loras": 8,
+        "max_model_len": 1024,
+        "warm_up": False,
+        "enforce_eager": True,
+        **options,
+    }
+    return EngineArgs(model=str(folder), **args).create_engine_config()
+
+
+def allocated():
+    """Bytes in use, as the allocator rounds them, and as they were asked for."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
+    return SimpleNamespace(rounded=torch.cuda.memory_allocated(), asked=stats["requested_bytes.all.current"])
+
+
+def assert_within(percent, found, expected, slack=0):
+    assert abs(found - expected) <= expected * percent / 100 + slack, (
+        f"{found:,} bytes instead of {expected:,}"
+    )
+
+
+def unsplit(manager):
+    """Most bytes that the allocator may round up: it leaves up to 1 MiB unused behind each folded weight."""
+    folded = [m for m in manager.modules.values() if m.is_linear and m.storage is not None]
+    return len(folded) * 2**20
+
+
+@pytest.mark.parametrize("targets", [None, LINEARS], ids=["with-embeddings", "linears"])
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("backend", ["folded", "triton"])
+def test_wrapping_takes_what_was_predicted_and_is_told(folder, backend, rank, targets):
+    config = engine_config(folder, punica_backend=backend, max_lora_rank=rank, target_modules=targets)
+    model = get_model(folder, config.model_config.dtype, "cuda", load_format="dummy")
+    before = allocated()
+
+    runner = LoRAModelRunnerMixin()
+    runner.load_lora_model(model, config, "cuda")
+
+    after = allocated()
+    manager = runner.lora_manager.manager
+    told = manager.get_memory_stats()
+    predicted = slot_memory(
+        config.model_config.architecture, config.lora_config, "cuda", config.model_config.dtype
+    )
+    print(
+        f"{folder.name} {backend} rank {rank} {'all' if targets is None else 'linears'}: "
+        f"predicted {predicted.total:,} told {told['device_total']:,} "
+        f"asked {after.asked - before.asked:,} allocated {after.rounded - before.rounded:,}"
+    )
+    assert told["slot_buffers"] == predicted.slots
+    assert told["staging"] == predicted.staging
+    assert told["device_total"] == after.asked - before.asked
+    assert_within(0.1, predicted.total, told["device_total"])
+    assert_within(1, told["device_total"], after.rounded - before.rounded, unsplit(manager))
+
+
+def test_biases_added_tokens_and_longer_contexts_are_told_too(folder):
+    options = {"bias_enabled": True, "lora_extra_vocab_size": 64, "long_lora_scaling_factors": (2.0,)}
+    config = engine_config(folder, max_lora_rank=16, **options)
+    model = get_model(folder, config.model_config.dtype, "cuda", load_format="dummy")
+    before = allocated()
+
+    runner = LoRAModelRunnerMixin()
+    runner.load_lora_model(model, config, "cuda")
+
+    manager, after = runner.lora_manager.manager, allocated()
+    told = manager.get_memory_stats()["device_total"]
+    assert told == after.asked - before.asked
+    assert_within(1, told, after.rounded - before.rounded, unsplit(manager))
+
+
+def test_a_kv_cache_is_smaller_by_what_slots_take(folder):
+    allocated()
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free + 12 * 2**30) / total  # so few that requests are not what limits the cache
+    kv_bytes, taken = [], []
+    for slots in (1, 8):
+        options = {"max_loras": slots, "max_lora_rank": 64, "max_num_seqs": 4096}
+        before = allocated()
+        engine = LLMEngine(
+            engine_config(folder, gpu_memory_utilization=share, **options), None, warm_up=False
+        )
+        info = engine.debug_info()
+        kv_bytes.append(info["kv_bytes"])
+        taken.append(info["memory"]["device_total"])
+        assert allocated().rounded - before.rounded < 12 * 2**30
+        del engine
+
+    print(f"{folder.name}: slots take {taken}, keys and values {kv_bytes}")
+    # A profile run differs a little by the number of its slots, and so does what the driver holds.
+    assert_within(2, kv_bytes[0] - kv_bytes[1], taken[1] - taken[0])
+
+
+def test_slots_that_do_not_fit_are_refused_and_nothing_is_taken(folder):
+    config = engine_config(folder, max_loras=20_000, max_lora_rank=64, max_cpu_loras=20_000)
+    before = torch.cuda.memory_reserved()
+
+    with pytest.raises(
+        ValueError, match=r"LoRA slots need [\d,]+ bytes, but cuda has [\d,]+ for them: lower max_l"
+    ):
+        LLMEngine(config, None, warm_up=False)
+
+    model_bytes = 3 * 2**30
+    assert torch.cuda.memory_reserved() - before < model_bytes + 2**30
+
+
+def test_adapters_in_memory_take_what_is_told_of_page_locked_memory(folder, tmp_path):
+    engine = LLMEngine(engine_config(folder, max_lora_rank=32, num_kv_blocks=64), None, warm_up=False)
+    before = torch.cuda.host_memory_stats()["active_bytes.current"]
+
+    for i, rank in enumerate((8, 16, 32), start=1):
+        path = save_random_adapter(tmp_path / str(i), str(folder), rank, i, torch.bfloat16)
+        engine.add_lora(LoRARequest(f"a{i}", i, str(path)))
+
+    torch.cuda.synchronize()
+    told = engine.debug_info()["memory"]
+    held = torch.cuda.host_memory_stats()["active_bytes.current"] - before
+    print(
+        f"{folder.name}: told {told['cpu_total']:,} of {told['slot_bytes_by_adapter']} page-locked {held:,}"
+    )
+    assert_within(1, told["cpu_total"], held)
+    assert told["cpu_total"] == sum(told["cpu_bytes_by_adapter"].values())
