@@ -109,9 +109,10 @@ class LoRAModel:
         `_split_off_biases` takes them out before, `_add_biases` gives them to the modules at the end.
 
         Raises ValueError naming the tensor or the module: a name that is not LoRA's, one side of a module there
-        twice (with PEFT's prefix and without), A or B missing, shapes that do not fit together, a rank that the
-        config does not give, NaN or Inf once converted; and when there are no LoRA weights at all. Most of it is
-        found by `_check_tensor`, `_check_pair` and `_check_numbers`.
+        twice (with PEFT's prefix and without), a module there under two names that the mapper makes one, A or B
+        missing, shapes that do not fit together, a rank that the config does not give, NaN or Inf once converted;
+        and when there are no LoRA weights at all. Most of it is found by `_check_tensor`, `_check_pair` and
+        `_check_numbers`.
         """
         raise Todo("lab 1.6: from tensors to modules")
 

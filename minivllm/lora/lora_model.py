@@ -108,9 +108,10 @@ class LoRAModel:
         `_split_off_biases` takes them out before, `_add_biases` gives them to the modules at the end.
 
         Raises ValueError naming the tensor or the module: a name that is not LoRA's, one side of a module there
-        twice (with PEFT's prefix and without), A or B missing, shapes that do not fit together, a rank that the
-        config does not give, NaN or Inf once converted; and when there are no LoRA weights at all. Most of it is
-        found by `_check_tensor`, `_check_pair` and `_check_numbers`.
+        twice (with PEFT's prefix and without), a module there under two names that the mapper makes one, A or B
+        missing, shapes that do not fit together, a rank that the config does not give, NaN or Inf once converted;
+        and when there are no LoRA weights at all. Most of it is found by `_check_tensor`, `_check_pair` and
+        `_check_numbers`.
         """
         tensors = unfold_target_parameters(tensors, peft_helper)
         tensors, biases = _split_off_biases(tensors, peft_helper, weights_mapper, skip_prefixes)
@@ -130,6 +131,8 @@ class LoRAModel:
 
         loras = {}
         for (module, trained_as), pair in pairs.items():
+            if module in loras:
+                raise ValueError(f"{module} is there twice: {trained_as} is a second name for it")
             _check_pair(module, pair, peft_helper.ranks)
             lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=pair[True].shape[-2])
             lora.module_name = module

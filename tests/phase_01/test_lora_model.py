@@ -111,6 +111,20 @@ def test_the_same_tensor_with_and_without_the_prefix_is_refused():
 
 
 @pytest.mark.lab("1.6")
+def test_a_module_under_two_of_the_checkpoints_names_is_refused():
+    """The mapper makes one of both, of which the second would be served and the first lost."""
+    mapper = SimpleNamespace(_map_name=lambda name: name.replace("old_attn", "self_attn"))
+    tensors = good_tensors()
+    for side in ("A", "B"):
+        name = f"{PREFIX}{Q}.lora_{side}.weight"
+        tensors[name.replace("self_attn", "old_attn")] = tensors[name] + 1
+
+    message = refusal(tensors, weights_mapper=mapper)
+
+    assert Q in message and "twice" in message
+
+
+@pytest.mark.lab("1.6")
 @pytest.mark.parametrize(
     ("changes", "named", "options"),
     [
