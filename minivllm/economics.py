@@ -46,8 +46,11 @@ class AdaptedLayer:
 
     def is_in(self, target_modules: list[str] | None) -> bool:
         """Whether `LoRAConfig.target_modules` has it wrapped."""
-        suffix = self.name.rpartition(".")[2]
-        return is_in_target_modules(self.name, target_modules, {suffix: list(self.parts)})
+        last = self.name.rpartition(".")[2]
+        names = list(self.parts)
+        if self.kind == "experts":
+            names = [f"{last}.{expert}.{part}" for expert in range(self.copies) for part in names]
+        return is_in_target_modules(self.name, target_modules, {last: names})
 
     def pairs(self, extra_vocab: int = 0) -> list[tuple[int, int]]:
         """(K, N) of every pair of A and B in a slot; `extra_vocab` tokens make the vocabulary's side longer."""
@@ -73,7 +76,8 @@ def _layers_of_block(model: ModelArchitecture, prefix: str, is_sparse: bool) -> 
     inner = model.moe_intermediate_size if is_sparse else model.intermediate_size
     if is_sparse:
         yield AdaptedLayer(f"{prefix}mlp.gate", {"gate": (hidden, model.num_experts)})
-        experts = {"w1": (hidden, inner), "w2": (inner, hidden), "w3": (hidden, inner)}
+        spelt = ("w1", "w2", "w3") if model.model_type == "mixtral" else ("gate_proj", "down_proj", "up_proj")
+        experts = dict(zip(spelt, ((hidden, inner), (inner, hidden), (hidden, inner))))
         yield AdaptedLayer(f"{prefix}mlp.experts", experts, "experts", model.num_experts)
     else:
         biased = int(model.mlp_bias)

@@ -98,8 +98,9 @@ def test_large_models_too(architecture, rank, backend):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_what_an_adapter_arrives_in_is_predicted(options):
-    architecture = tiny("qwen2-tied")
+@pytest.mark.parametrize("variant", ["qwen2-tied", "qwen3-moe-a-dense-layer"])
+def test_what_an_adapter_arrives_in_is_predicted(variant, options):
+    architecture = tiny(variant)
     config = LoRAConfig(6, 3, punica_backend="triton", **options)
     manager = manage(base_model(architecture, torch.float32), config)
 
@@ -153,7 +154,33 @@ def test_dtypes_are_those_of_the_device():
 
 
 def test_every_layer_that_can_be_wrapped_is_known_by_its_name():
-    for variant in set(VARIANTS) - {"mixtral", "qwen3-moe-a-dense-layer"}:
+    for variant in VARIANTS:
         manager = manage(base_model(tiny(variant), torch.float32, "meta"), LoRAConfig(), "meta")
 
         assert [layer.name for layer in adapted_layers(tiny(variant))] == list(manager.modules), variant
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("variant", "targets", "wrapped"),
+    [
+        ("mixtral", None, ["embed_tokens", "experts", "gate", "lm_head", "o_proj", "qkv_proj"]),
+        ("mixtral", ["gate"], ["gate"]),
+        ("mixtral", ["experts.2.w1", "model.layers.1.self_attn.q_proj"], ["experts", "qkv_proj"]),
+        ("mixtral", ["up_proj", "o_proj"], ["experts", "o_proj"]),
+        ("qwen3-moe-a-dense-layer", ["gate_proj"], ["experts", "gate_up_proj"]),
+        ("qwen3-moe-a-dense-layer", ["model.layers.2.mlp.experts", "lm_head"], ["experts", "lm_head"]),
+    ],
+)
+def test_experts_count_once_for_each_of_them(backend, variant, targets, wrapped):
+    architecture = tiny(variant)
+    config = LoRAConfig(5, 2, punica_backend=backend, target_modules=targets)
+    model = base_model(architecture, torch.float32, "meta")
+    before = live_bytes("meta")
+
+    manager = manage(model, config, "meta")
+
+    told = manager.get_memory_stats()
+    assert told["device_total"] == live_bytes("meta") - before
+    assert told["slot_buffers"] == slot_memory(architecture, config).slots
+    assert sorted({name.rpartition(".")[2] for name in manager.modules}) == wrapped
