@@ -158,18 +158,23 @@ class WrappedModules:
 
         One adapter for a whole fused module becomes one for each part, with the same A and a part of B. Tokens that
         the adapter adds become a matter of the modules that read and write them. ValueError where they do not fit,
-        and for a bias on B where there is no room. What else cannot be brought into form `check` refuses.
+        for a module and a part of it, and for a bias on B where there is no room. What else cannot be brought into
+        form `check` refuses.
         """
         for name, parts in self.packed_modules.items():
             if isinstance(layer := self.modules[name], FusedMoEWithLoRA):
                 conform_experts(lora, name, layer, parts)
                 continue
             whole = lora.get_lora(name)
-            heights = [self.modules[name].part_shape(i)[1] for i in range(len(parts))]
-            is_fused = whole is not None and not whole.is_packed and whole.lora_b.shape[0] == sum(heights)
-            if is_fused and not any(part in lora.loras for part in parts):
-                del lora.loras[name]
-                lora.loras.update(zip(parts, whole.split(parts, heights)))
+            if whole is None or whole.is_packed:
+                continue
+            if also := [part for part in parts if part in lora.loras]:
+                raise ValueError(
+                    f"the adapter has weights for {name} and for {', '.join(also)}, a part of it; give either"
+                )
+            heights = [layer.part_shape(i)[1] for i in range(len(parts))]
+            del lora.loras[name]
+            lora.loras.update(zip(parts, whole.split(parts, heights)))
         self.vocabulary.conform(lora)
         self._refuse_biases_without_room(lora)
 

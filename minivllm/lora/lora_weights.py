@@ -91,8 +91,12 @@ class LoRALayerWeights:
     def split(self, names: Sequence[str], heights: Sequence[int]) -> list["LoRALayerWeights"]:
         """One adapter for several layers with the same input as one for each: A is shared, B (ΣN, r) is taken apart.
 
-        heights: the N of each
+        heights: the N of each; ValueError where B is not as tall as all of them
         """
+        if len(self.lora_b) != sum(heights):
+            raise ValueError(
+                f"{self.module_name} has lora_B {tuple(self.lora_b.shape)}, expected {(sum(heights), self.rank)}"
+            )
         lora_bs = self.lora_b.split(heights)
         biases = [None] * len(names) if self.bias is None else self.bias.split(heights, dim=1)
         return [
