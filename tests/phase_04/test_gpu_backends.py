@@ -160,9 +160,11 @@ def test_a_batch_without_adapters_is_the_base_layer_alone(backend, monkeypatch):
 
 
 def test_the_highest_slot_counts_beside_base_rows(backend):
-    """INCIDENTS 13."""
-    linear, x = Linear(backend), random(3, WIDTH, seed=9)
-    token_slots = torch.tensor([-1, 2, 0])
+    """INCIDENTS 13: as many adapters as slots, and base rows that the count forgot."""
+    linear, x = Linear(backend), random(4, WIDTH, seed=9)
+    linear.ids = (11, 12, 13)
+    linear.put(1, [1, 4, 2], seed=3)
+    token_slots = torch.tensor([-1, 2, 0, 1])
 
     linear.step(token_slots)
 
