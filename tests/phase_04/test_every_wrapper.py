@@ -250,3 +250,13 @@ def test_a_layer_of_three_slices_is_not_taken_for_one_of_two():
 
     assert taken_by == []
     assert from_layer(layer, 2, config, ["a", "b"]) is layer
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_only_rank_has_all_of_every_a_and_b(name):
+    wrapped = make(name, "loops")
+    lora_a, lora_b = ([pair and pair[side] for pair in wrapped.pairs[21]] for side in (0, 1))
+
+    assert wrapped.layer.slice_lora_a(lora_a) == lora_a
+    assert wrapped.layer.slice_lora_b(lora_b) == lora_b
+    assert (wrapped.layer.tp_size, wrapped.layer.tp_rank) == (1, 0)
