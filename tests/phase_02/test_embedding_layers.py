@@ -6,6 +6,7 @@ reads a slot that is not a row's own shows it.
 
 import pytest
 import torch
+from gpu import DEVICE
 from naive_punica import NaivePunica
 from rows import assert_rows_equal
 
@@ -28,6 +29,11 @@ def randn(*shape, seed, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def device_of(backend):
+    """Kernels run on the GPU where there is one."""
+    return DEVICE if backend == "triton" else "cpu"
+
+
 class Ends:
     """What both layers have in common: the slots' adapters, and a backend that knows which row has which.
 
@@ -38,7 +44,7 @@ class Ends:
     outputs_of_b: int
 
     def __init__(self, backend=None, dtype=torch.float64, extra=0):
-        self.dtype, self.extra = dtype, extra
+        self.dtype, self.extra, self.device = dtype, extra, device_of(backend)
         self.config = LoRAConfig(RANK, SLOTS, lora_extra_vocab_size=extra, punica_backend=backend or "auto")
         self.punica = get_punica_wrapper(64, 64, "cpu", lora_config=self.config) if backend else NaivePunica()
         self.layer = self.make()
@@ -80,16 +86,17 @@ class Embedding(Ends):
 
     def make(self):
         base = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=self.dtype)
-        self.weight = base.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
+        self.weight = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
+        base.weight.data = self.weight.to(self.device)
         layer = VocabParallelEmbeddingWithLoRA(base)
         layer.create_lora_weights(SLOTS, self.config)
         return layer
 
     @torch.inference_mode()
     def run(self, ids):
-        y = self.layer(torch.tensor(ids))
+        y = self.layer(torch.tensor(ids, device=self.device))
         assert isinstance(y, torch.Tensor), f"forward returned {y!r}, not the (T, H) embeddings"
-        return y
+        return y.cpu()
 
     def expected(self, ids, slots):
         rows = []
@@ -118,20 +125,22 @@ class Logits(Ends):
 
     def make(self):
         self.head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=self.dtype)
-        self.head.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
-        layer = LogitsProcessorWithLoRA(LogitsProcessor(VOCAB), HIDDEN, self.dtype, "cpu", None)
+        self.weight = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
+        self.head.weight.data = self.weight.to(self.device)
+        layer = LogitsProcessorWithLoRA(LogitsProcessor(VOCAB), HIDDEN, self.dtype, self.device, None)
         layer.create_lora_weights(SLOTS, self.config)
         return layer
 
     @torch.inference_mode()
     def run(self, hidden_states, embedding_bias=None):
-        return self.layer._get_logits(hidden_states, self.head, embedding_bias)
+        bias = None if embedding_bias is None else embedding_bias.to(self.device)
+        return self.layer._get_logits(hidden_states.to(self.device), self.head, bias).cpu()
 
     def expected(self, hidden_states, slots, embedding_bias=None):
         rows = []
         for row, slot in zip(hidden_states.double(), slots, strict=True):
             logits = torch.full((VOCAB + self.extra,), -torch.inf, dtype=torch.float64)
-            logits[:VOCAB] = self.head.weight.double() @ row
+            logits[:VOCAB] = self.weight.double() @ row
             if embedding_bias is not None:
                 logits[:VOCAB] += embedding_bias.double()
             if slot >= 0:
@@ -225,7 +234,7 @@ class EmbeddingTests:
 
         embedding.step([-1] * 6)
 
-        assert torch.equal(embedding.run(ids), embedding.layer.base_layer(torch.tensor(ids)))
+        assert torch.equal(embedding.run(ids), embedding.weight[ids])
 
     def test_nothing_is_written_to_the_base_weight(self, backend, dtype, extra):
         embedding = Embedding(backend, dtype, extra)
@@ -233,7 +242,7 @@ class EmbeddingTests:
 
         embedding.assert_answers([3, 3, 4], [1, 4, -1])
 
-        assert torch.equal(embedding.layer.weight, before)
+        assert torch.equal(embedding.layer.weight.cpu(), before)
 
 
 class LogitsTests:
@@ -278,7 +287,8 @@ class LogitsTests:
 
         logits.step([-1] * 6)
 
-        assert torch.equal(logits.run(hidden_states), logits.layer.base_layer(logits.head, hidden_states))
+        base = logits.layer.base_layer(logits.head, hidden_states.to(logits.device))
+        assert torch.equal(logits.run(hidden_states), base.cpu())
 
 
 @pytest.mark.lab("2.8")
@@ -386,8 +396,11 @@ class TestAsVllmCalls:
     def punica_wrapper(self, request):
         config = LoRAConfig(max_loras=8, max_lora_rank=8, lora_dtype=torch.float32)
         object.__setattr__(config, "punica_backend", request.param)
-        self.config = config
-        return get_punica_wrapper(8192, 256, "cpu", lora_config=config)
+        self.config, self.device = config, device_of(request.param)
+        return get_punica_wrapper(8192, 256, self.device, lora_config=config)
+
+    def randn(self, *shape, seed):
+        return randn(*shape, seed=seed, dtype=torch.float32).to(self.device)
 
     def rows(self, per_input):
         """Ids of tokens and of prompts: every adapter, the base (0), several times."""
@@ -399,7 +412,7 @@ class TestAsVllmCalls:
         vocab_size, max_loras = 512, 8
         id_to_index = [*self.IDS, None, None, None]
         embedding = VocabParallelEmbedding(vocab_size, 64)
-        embedding.weight.data = randn(vocab_size, 64, seed=0, dtype=torch.float32)
+        embedding.weight.data = self.randn(vocab_size, 64, seed=0)
         lora_embedding = VocabParallelEmbeddingWithLoRA(embedding)
         lora_embedding.create_lora_weights(max_loras, self.config)
         lora_embedding.set_mapping(punica_wrapper)
@@ -407,13 +420,14 @@ class TestAsVllmCalls:
         for slot, adapter in enumerate(id_to_index):
             if adapter is not None:
                 loras[adapter] = (
-                    randn(8, vocab_size, seed=slot, dtype=torch.float32),
-                    randn(64, 8, seed=99 + slot, dtype=torch.float32),
+                    self.randn(8, vocab_size, seed=slot),
+                    self.randn(64, 8, seed=99 + slot),
                 )
                 lora_embedding.set_lora(slot, lora_a=loras[adapter][0], lora_b=loras[adapter][1])
 
         index_mapping, prompt_mapping = self.rows(per_input=20)
-        ids = torch.randint(1, vocab_size, (len(index_mapping),), generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(1, vocab_size, (len(index_mapping),), generator=generator).to(self.device)
         mapping = LoRAMapping(index_mapping, prompt_mapping, is_prefill=stage)
         punica_wrapper.update_metadata(mapping, id_to_index, max_loras, vocab_size)
         result = lora_embedding(ids)
@@ -436,7 +450,7 @@ class TestAsVllmCalls:
         vocab_size, max_loras, hidden = 300, 8, 64
         id_to_index = [*self.IDS, None, None, None]
         linear = ParallelLMHead(num_embeddings=vocab_size, embedding_dim=hidden, params_dtype=torch.float32)
-        linear.weight.data = randn(vocab_size, hidden, seed=0, dtype=torch.float32)
+        linear.weight.data = self.randn(vocab_size, hidden, seed=0)
         logits_processor = LogitsProcessor(vocab_size)
         lora_logits_processor = LogitsProcessorWithLoRA(
             logits_processor, hidden, linear.weight.dtype, linear.weight.device, None
@@ -447,13 +461,13 @@ class TestAsVllmCalls:
         for slot, adapter in enumerate(id_to_index):
             if adapter is not None:
                 loras[adapter] = (
-                    randn(8, hidden, seed=slot, dtype=torch.float32),
-                    randn(vocab_size, 8, seed=99 + slot, dtype=torch.float32),
+                    self.randn(8, hidden, seed=slot),
+                    self.randn(vocab_size, 8, seed=99 + slot),
                 )
                 lora_logits_processor.set_lora(slot, lora_a=loras[adapter][0], lora_b=loras[adapter][1])
 
         index_mapping, prompt_mapping = self.rows(per_input=1)
-        hidden_states = randn(8, hidden, seed=5, dtype=torch.float32)
+        hidden_states = self.randn(8, hidden, seed=5)
         mapping = LoRAMapping(index_mapping, prompt_mapping, is_prefill=stage)
         punica_wrapper.update_metadata(mapping, id_to_index, max_loras, vocab_size)
         result = lora_logits_processor._get_logits(
