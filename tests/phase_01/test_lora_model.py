@@ -101,6 +101,20 @@ def test_names_without_pefts_prefix_mean_the_same():
 
 
 @pytest.mark.lab("1.6")
+def test_a_bias_on_b_goes_with_its_module():
+    """PEFT's `lora_bias`; a module without one in the file has none."""
+    tensors = good_tensors()
+    tensors[f"{PREFIX}{Q}.lora_B.bias"] = bias = torch.linspace(-1, 1, 10)
+
+    lora = from_tensors(tensors, config=good_config(lora_bias=True), dtype=torch.float64)
+
+    assert_modules(lora, WIDTHS.keys())
+    assert_rows_equal(lora.loras[Q].bias, bias[None].double(), what=f"bias of {Q}")
+    assert lora.loras[Q].bias.dtype == torch.float64
+    assert [lora.loras[module].bias for module in WIDTHS if module != Q] == [None] * (len(WIDTHS) - 1)
+
+
+@pytest.mark.lab("1.6")
 def test_the_same_tensor_with_and_without_the_prefix_is_refused():
     tensors = good_tensors()
     tensors[f"{Q}.lora_A.weight"] = tensors[A] + 1
