@@ -1,0 +1,43 @@
+"""Every incident of the page has a test that is there."""
+
+import ast
+import re
+import tomllib
+
+import pytest
+from vllm_names import ROOT
+
+PAGE = (ROOT / "docs" / "incidents.md").read_text()
+TEST = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)")
+ROWS = {int(n): row for n, row in re.findall(r"^\| (\d+) (\|.*)$", PAGE, re.M)}
+
+
+def functions_of(path):
+    """Names of the test functions in a file, those of classes too."""
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_all_of_them_are_there():
+    assert list(ROWS) == list(range(1, 23))
+
+
+@pytest.mark.parametrize("number", ROWS)
+def test_an_incident_has_a_test(number):
+    cited = TEST.findall(ROWS[number])
+
+    assert cited
+    assert [(name, path) for name, path in cited if name not in functions_of(path)] == []
+
+
+def test_every_test_that_the_page_names_exists():
+    assert [(name, path) for name, path in TEST.findall(PAGE) if name not in functions_of(path)] == []
+
+
+@pytest.mark.parametrize("number", ROWS)
+def test_the_labs_of_an_incident_exist(number):
+    last_cell = ROWS[number].rstrip(" |").rpartition(" | ")[2]
+
+    for lab in re.findall(r"^\d\.\d+|(?<=, )\d\.\d+$", last_cell):
+        (hints,) = ROOT.glob(f"labs/{int(lab[0]):02}_*/hints.toml")
+        assert lab in tomllib.loads(hints.read_text())
