@@ -194,7 +194,7 @@ class WrappedModules:
             module = self.modules[self.targets[name][0]]
             if not module.is_linear:
                 raise ValueError(
-                    f"{name} has a bias on B (lora_bias), which only linears of the blocks may have; train it without"
+                    f"{name} has a bias on B (lora_bias), which embeddings and experts cannot have; train without"
                 )
             if not module.extra_slots:
                 raise ValueError(f"{name} has a bias on B (lora_bias); pass --enable-lora-bias")

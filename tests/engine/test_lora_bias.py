@@ -210,5 +210,23 @@ def test_a_bias_on_the_output_embedding_is_refused(llama, tmp_path):
     folder = save_adapter(tmp_path / "head", llama.base, 0, **config)
     engine = llama.engine(bias_enabled=True)
 
-    with pytest.raises(ValueError, match=r"lm_head has a bias on B.*only linears of the blocks"):
+    with pytest.raises(ValueError, match=r"lm_head has a bias on B.*embeddings and experts"):
         engine.add_request("a", [3], greedy(2), lora_request=llama.request("bias", lora_path=str(folder)))
+
+
+def test_a_bias_on_an_expert_is_refused(tmp_path):
+    """It would have to be added once for each expert that a token runs, as weighted as its output."""
+    world = AdapterSet(tmp_path, "mixtral", {"attention": {"target_modules": ["q_proj"], "lora_bias": True}})
+    expert = "base_model.model.model.layers.1.block_sparse_moe.experts.2.w1"
+    edit(
+        world.path("attention"),
+        **{
+            f"{expert}.lora_A.weight": torch.ones(8, 48, dtype=torch.float64),
+            f"{expert}.lora_B.weight": torch.ones(80, 8, dtype=torch.float64),
+            f"{expert}.lora_B.bias": torch.ones(80, dtype=torch.float64),
+        },
+    )
+    engine = world.engine(bias_enabled=True)
+
+    with pytest.raises(ValueError, match=r"experts\.2\.w1 has a bias on B.*embeddings and experts"):
+        engine.add_request("a", [3], greedy(2), lora_request=world.request("attention"))
