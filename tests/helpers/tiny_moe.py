@@ -172,13 +172,15 @@ def old_adapter(variant: str, name: str, other_names: bool = False) -> OldAdapte
 class SparseWorld:
     """A base model's folder and those of adapters for it: "parameters/..." by PEFT, "old/..." from older trainers.
 
-    names   of the adapters; the id of names[i] is i + 1
+    names       of the adapters; the id of names[i] is i + 1
+    overrides   of the model's config
     """
 
-    def __init__(self, folder: Path, variant: str) -> None:
+    def __init__(self, folder: Path, variant: str, **overrides: object) -> None:
         self.folder, self.variant = folder, variant
         self.base = folder / "base"
-        transformers_model(variant).double().save_pretrained(self.base)
+        model = transformers_model(variant, **overrides)
+        model.double().save_pretrained(self.base)
         self.old = {f"old/{name}": old_adapter(variant, name) for name in OLD_ADAPTERS}
         self.names = [*(f"parameters/{name}" for name in PARAMETERS), *self.old]
         for seed, name in enumerate(self.names):
@@ -186,7 +188,7 @@ class SparseWorld:
             if kind == "parameters":
                 save_adapter(folder / name, self.base, seed, **PARAMETERS[short])
             else:
-                self.old[name].save(folder / name, transformers_model(variant), seed)
+                self.old[name].save(folder / name, model, seed)
         self._oracles: dict[str | None, torch.nn.Module] = {}
         self._answers: dict[tuple, list[int]] = {}
 

@@ -135,7 +135,7 @@ class TestForward:
     def test_an_adapter_may_lack_parts(self, backend, ranks):
         base = base_layer(torch.float32, device=DEVICE)
         layer = wrap(base, backend)
-        adapters = [random_adapter(1, ranks), random_adapter(2), random_adapter(3, ranks[::-1])]
+        adapters = [random_adapter(seed, ranks) for seed in range(3)]
         for slot, (lora_a, lora_b) in enumerate(adapters):
             layer.set_lora(slot, lora_a, lora_b)
         use_slots(layer, MIXED)
