@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from gpu import DEVICE
 from safetensors.torch import load_file, save_file
 from tiny_adapters import load_oracle, save_adapter
 from tiny_engine import greedy, run, snapshot, tokens_of
@@ -100,7 +101,9 @@ class TestTokens:
         names = [None, "parameters/patterns", "old/some experts", "parameters/attention"]
         pairs = [(name, token_ids(3 + i, i)) for i, name in enumerate(names)]
 
-        assert_answers(mixtral, pairs, mixtral.engine(punica_backend="triton", dtype="float32"))
+        assert_answers(
+            mixtral, pairs, mixtral.engine(punica_backend="triton", dtype="float32", device=DEVICE)
+        )
 
     @pytest.mark.parametrize("backend", ["loops", "grouped"])
     def test_of_a_slots_next_adapter_hold_nothing_of_the_last_ones_experts(self, world, backend):
