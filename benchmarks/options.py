@@ -19,6 +19,11 @@ def add_engine_options(parser: ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters and of the slots")
     parser.add_argument("--punica-backend", default="auto")
+    parser.add_argument(
+        "--target-modules",
+        type=lambda names: names.split(","),
+        help="what to wrap; all that can be if not given",
+    )
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
@@ -44,6 +49,7 @@ def engine_args(
         "max_lora_rank": options.rank,
         "max_cpu_loras": cpu_loras,
         "punica_backend": options.punica_backend,
+        "target_modules": options.target_modules,
     }
     return EngineArgs(
         model=options.model,
