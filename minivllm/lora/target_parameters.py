@@ -59,14 +59,13 @@ def unfold_target_parameters(
 
 def _parameter(experts: str, depth: int, peft_helper: PEFTHelper, name: str) -> str:
     """The parameter that the wrapper at this depth adapts; the outermost, at depth 0, is the last one's."""
-    named = [f"{experts}.{parameter}" for parameter in PARAMETERS]
-    adapted = [parameter for parameter in named if peft_helper.is_target_parameter(parameter)]
+    adapted = [p for p in PARAMETERS if peft_helper.is_target_parameter(f"{experts}.{p}")]
     if depth >= len(adapted):
         raise ValueError(
-            f"{name} adapts a parameter of all experts, but target_parameters in adapter_config.json has "
-            f"{len(adapted)} of {' and '.join(named)}"
+            f"{name} adapts a parameter of all experts, but of {experts} target_parameters in adapter_config.json has "
+            f"{'only ' + adapted[0] if adapted else 'none'}"
         )
-    return adapted[-1 - depth]
+    return f"{experts}.{adapted[-1 - depth]}"
 
 
 def _unfold(tensor: torch.Tensor, is_lora_a: bool, rank: int, name: str) -> torch.Tensor:
