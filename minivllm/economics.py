@@ -122,9 +122,11 @@ class SlotMemory:
     layout    more that a backend takes for its way to lay slots out. "grouped" has B of a fused linear n times as
               wide: S * R * (n - 1) * (sum of N). "folded" rounds the rows of base weight and A up to a multiple of
               eight, and a base bias is as long as these
-    staging   on a GPU: the buffer that an adapter arrives in, as long as the largest that fits into a slot
-    tables    on a GPU: where each matrix lies, 72 bytes each, and live ranks, 4 bytes a part and slot. Everywhere,
-              with `long_lora_scaling_factors`: cosines and sines of all positions, once more for each factor
+    staging   on a GPU: the buffer that an adapter arrives in, as long as the largest that fits into a slot, and 24
+              bytes for each of its matrices
+    tables    on a GPU: where each matrix of a slot lies, 48 bytes each, and live ranks, 4 bytes a part and slot.
+              Everywhere, with `long_lora_scaling_factors`: cosines and sines of the model's own positions once more,
+              and of those of each factor
 
     Not in it: what a GPU backend keeps for the rows of a step, some 12 bytes for each that there can be; and what
     PyTorch's allocator rounds up, which for each "folded" weight may be 1 MiB.
