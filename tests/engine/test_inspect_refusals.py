@@ -332,8 +332,8 @@ class TestAllAtOnce:
         change = {
             A0: torch.ones(8, 7),
             f"base_model.model.{Q0.replace('q_proj', 'k_proj')}.lora_A.weight": torch.ones(8, 48) * torch.nan,
-            "base_model.model.model.layers.0.mlp.experts.lora_A.weight": torch.ones(8, 48),
-            "base_model.model.model.layers.0.mlp.experts.lora_B.weight": torch.ones(48, 8),
+            "base_model.model.model.layers.0.mlp.expert_proj.lora_A.weight": torch.ones(8, 48),
+            "base_model.model.model.layers.0.mlp.expert_proj.lora_B.weight": torch.ones(48, 8),
         }
         edit_weights(folder, lambda weights: {**weights, **change})
 
@@ -343,7 +343,7 @@ class TestAllAtOnce:
         assert len(report["reasons"]) == 3
         assert "k_proj.lora_A holds NaN" in said
         assert f"{Q0} has lora_A (8, 7)" in said
-        assert "'model.layers.0.mlp.experts' (nearest: " in said
+        assert "'model.layers.0.mlp.expert_proj' (nearest: " in said
 
     def test_a_rank_that_is_too_high_does_not_hide_what_is_wrong_besides(self, world, folder):
         edit_weights(folder, lambda weights: {n: w * torch.nan if n == A0 else w for n, w in weights.items()})
