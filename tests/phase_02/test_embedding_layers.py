@@ -46,7 +46,9 @@ class Ends:
     def __init__(self, backend=None, dtype=torch.float64, extra=0):
         self.dtype, self.extra, self.device = dtype, extra, device_of(backend)
         self.config = LoRAConfig(RANK, SLOTS, lora_extra_vocab_size=extra, punica_backend=backend or "auto")
-        self.punica = get_punica_wrapper(64, 64, "cpu", lora_config=self.config) if backend else NaivePunica()
+        self.punica = NaivePunica()
+        if backend:
+            self.punica = get_punica_wrapper(64, 64, self.device, lora_config=self.config)
         self.layer = self.make()
         self.layer.set_mapping(self.punica)
         self.a, self.b, self.new = {}, {}, {}
