@@ -63,7 +63,7 @@ def _parameter(experts: str, depth: int, peft_helper: PEFTHelper, name: str) -> 
     if depth >= len(adapted):
         raise ValueError(
             f"{name} adapts a parameter of all experts, but of {experts} target_parameters in adapter_config.json has "
-            f"{'only ' + adapted[0] if adapted else 'none'}"
+            f"{'only ' + ' and '.join(adapted) if adapted else 'none'}"
         )
     return f"{experts}.{adapted[-1 - depth]}"
 

@@ -1,5 +1,6 @@
 """Names and module replacement under vLLM's one name for both. Stands for vllm/lora/utils.py (v0.22.1)."""
 
+from minivllm.lora.expert_parts import process_packed_modules_mapping
 from minivllm.lora.names import (
     get_adapter_absolute_path,
     is_base_embedding_weights,
@@ -23,5 +24,6 @@ __all__ = [
     "is_in_target_modules",
     "is_supported_lora_module",
     "parse_fine_tuned_lora_name",
+    "process_packed_modules_mapping",
     "replace_submodule",
 ]

@@ -342,6 +342,22 @@ def test_what_would_be_served_wrongly_is_refused_by_name(mixtral, tmp_path, case
     assert_answers(mixtral, [("old/plain", token_ids(9, 0))], engine)
 
 
+def test_warming_up_runs_the_experts_adapters(world):
+    engine = world.engine()
+    manager = engine.runner.lora_manager.manager
+    dummy = manager.create_dummy_lora(7, 3)
+
+    manager.add_adapter(dummy)
+    manager.activate_adapter(7)
+
+    experts = [layer for layer in manager.modules.values() if isinstance(layer, FusedMoEWithLoRA)]
+    assert len(experts) == 2
+    assert all(layer.live_ranks == [[3, 0]] * 3 for layer in experts)
+    manager.remove_adapter(7)
+    engine.runner.warm_up()
+    assert_answers(world, [("parameters/both", token_ids(9, 0)), (None, token_ids(9, 0))], engine)
+
+
 class Mixtral3D(MixtralForCausalLM):
     is_3d_moe_weight: ClassVar = True
 
