@@ -1,10 +1,15 @@
 """What every test relies on."""
 
+import logging
 import os
 
 import torch
 
 pytest_plugins = ["labs.kit.plugin"]
+
+# PEFT imports torchao, which warns of kernels for hardware that is not there and that no test calls.
+for name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 # Two cores: one thread a test leaves room for what else runs, and tiny models gain nothing from more.
 torch.set_num_threads(1)
