@@ -2,6 +2,7 @@
 
 from minivllm.labs import Todo
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 
@@ -184,10 +185,11 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         loras             w1, w2, w3 (gate, down, up) of expert 0, then of expert 1, and so on; None for what has no
                           adapter, but not for all
         module_name       of the result
-        is_non_gated_moe  experts have no up: where no expert has a w3, the third part is the first one's tensors
+        is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1
 
-        Each is optimized by its own scaling, so what is packed needs none any more: 1, or None for a part that no
-        expert has, which is None in all lists. `rank` is the largest of all.
+        A part keeps the scaling that its experts share, for `optimize` to fold in. Where they differ each expert is
+        optimized first, and the part's scaling is 1. A part that no expert has is None in all lists. `rank` is the
+        largest of all.
 
         Raises ValueError, naming the module, for a length that is no multiple of 3, and where nothing has an adapter.
         """
@@ -198,7 +200,7 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         """One part of all experts in one: A (E, r, K), B (E, N, r), None where no expert has it.
 
         r is the largest rank of any of them. Past an expert's own rank there are zeros, and so there are for an expert
-        that lacks the part. Alpha is the first one's.
+        that lacks the part. Alpha is the first one's, and so is the scaling, once it is all experts'.
         """
         raise Todo("lab 1.7: pack the experts of a layer")
 

@@ -1,6 +1,7 @@
 """The A and B of one module, alone or packed. Stands for vllm/lora/lora_weights.py (v0.22.1)."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 
@@ -197,10 +198,11 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         loras             w1, w2, w3 (gate, down, up) of expert 0, then of expert 1, and so on; None for what has no
                           adapter, but not for all
         module_name       of the result
-        is_non_gated_moe  experts have no up: where no expert has a w3, the third part is the first one's tensors
+        is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1
 
-        Each is optimized by its own scaling, so what is packed needs none any more: 1, or None for a part that no
-        expert has, which is None in all lists. `rank` is the largest of all.
+        A part keeps the scaling that its experts share, for `optimize` to fold in. Where they differ each expert is
+        optimized first, and the part's scaling is 1. A part that no expert has is None in all lists. `rank` is the
+        largest of all.
 
         Raises ValueError, naming the module, for a length that is no multiple of 3, and where nothing has an adapter.
         """
@@ -210,15 +212,16 @@ class PackedLoRALayerWeights(LoRALayerWeights):
                 f"{len(loras)} parts, {sum(lora is not None for lora in loras)} of them with an adapter"
             )
         parts = [cls._stack_experts(loras[part::3]) for part in range(3)]
-        if is_non_gated_moe and parts[2] is None:
-            parts[2] = parts[0]
+        if is_non_gated_moe:
+            parts[2] = copy(parts[0])
+            parts[2].scaling = 1
         return cls(
             module_name=module_name,
             rank=max(part.rank for part in parts if part is not None),
             lora_alphas=[None if part is None else part.lora_alpha for part in parts],
             lora_a=[None if part is None else part.lora_a for part in parts],
             lora_b=[None if part is None else part.lora_b for part in parts],
-            scaling=[None if part is None else 1 for part in parts],
+            scaling=[None if part is None else part.scaling for part in parts],
         )
 
     @staticmethod
@@ -226,18 +229,20 @@ class PackedLoRALayerWeights(LoRALayerWeights):
         """One part of all experts in one: A (E, r, K), B (E, N, r), None where no expert has it.
 
         r is the largest rank of any of them. Past an expert's own rank there are zeros, and so there are for an expert
-        that lacks the part. Alpha is the first one's.
+        that lacks the part. Alpha is the first one's, and so is the scaling, once it is all experts'.
         """
-        present = {expert: lora.optimize() for expert, lora in enumerate(loras) if lora is not None}
+        present = {expert: lora for expert, lora in enumerate(loras) if lora is not None}
         if not present:
             return None
+        if len({lora.scaling for lora in present.values()}) > 1:
+            present = {expert: lora.optimize() for expert, lora in present.items()}
         first, rank = next(iter(present.values())), max(len(lora.lora_a) for lora in present.values())
         lora_a = first.lora_a.new_zeros(len(loras), rank, first.input_dim)  # (E, r, K)
         lora_b = first.lora_b.new_zeros(len(loras), first.output_dim, rank)  # (E, N, r)
         for expert, lora in present.items():
             lora_a[expert, : len(lora.lora_a)] = lora.lora_a
             lora_b[expert, :, : len(lora.lora_a)] = lora.lora_b
-        return LoRALayerWeights(first.module_name, rank, first.lora_alpha, lora_a, lora_b, scaling=1)
+        return LoRALayerWeights(first.module_name, rank, first.lora_alpha, lora_a, lora_b, first.scaling)
 
     # endregion
 

@@ -272,7 +272,7 @@ class WrappedModules:
         if name not in self.packed_modules:
             return parts[0].optimize()
         if isinstance(layer := self.modules[name], FusedMoEWithLoRA):
-            return pack_experts(name, layer, parts)
+            return pack_experts(name, layer, parts).optimize()
         return PackedLoRALayerWeights.pack(parts)
 
     # region lab 2.7: a whole adapter into a slot
