@@ -26,6 +26,7 @@ PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded")
 LOAD_FORMATS = ("auto", "dummy")
 TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
 CPU_KV_CACHE_BYTES = 2**30
+LARGEST_FACTOR = 2**32  # of positions: no memory holds so many angles
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -128,8 +129,10 @@ class LoRAConfig:
         """Ascending, each once."""
         factors = self.long_lora_scaling_factors
         is_list = isinstance(factors, list | tuple | set | frozenset)
-        if not is_list or not all(isinstance(f, int | float) and 1 < f < float("inf") for f in factors):
-            raise ValueError(f"long_lora_scaling_factors must be numbers greater than 1, got {factors!r}")
+        if not is_list or not all(isinstance(f, int | float) and 1 < f <= LARGEST_FACTOR for f in factors):
+            raise ValueError(
+                f"long_lora_scaling_factors must be numbers greater than 1, at most {LARGEST_FACTOR}, got {factors!r}"
+            )
         return tuple(sorted({float(factor) for factor in factors}))
 
 

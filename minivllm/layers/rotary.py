@@ -42,8 +42,10 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.head_size, self.max_position, self.rope = head_size, max_position, rope
-        positions = torch.arange(max_position, dtype=torch.float32)
-        angles = positions[:, None, None] * inverse_frequencies(head_size, rope)  # (P, 1, D/2)
+        # Computed on the CPU whatever the device, but for a model of shapes alone, which may be of any length.
+        where = "meta" if device is not None and torch.device(device).type == "meta" else "cpu"
+        positions = torch.arange(max_position, dtype=torch.float32, device=where)
+        angles = positions[:, None, None] * inverse_frequencies(head_size, rope).to(where)  # (P, 1, D/2)
         cos, sin = angles.cos(), angles.sin()
         # The minus of rotate-half goes into the table, where it costs nothing per layer.
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)

@@ -16,8 +16,9 @@ BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Ends of the parameters that may be adapted in the place of a module: of experts, and of what is a linear here.
 TARGET_PARAMETERS = ("gate_up_proj", "down_proj", "weight")
 
-# Wider than any model. A rank from a file goes into float arithmetic, which a JSON int can overflow.
+# Wider and longer than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.
 LARGEST_RANK = 2**20
+LONGEST_CONTEXT = 2**32
 
 
 @dataclass
@@ -87,8 +88,8 @@ class PEFTHelper:
     def _long_context_scaling_factor(self) -> float:
         """By how much an adapter trained at `context_length` stretches the base model's positions."""
         length, base = self.context_length or 0, self.vllm_max_position_embeddings
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-            raise ValueError(f"context_length must be an int of at least 1, got {length!r}")
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= LONGEST_CONTEXT:
+            raise ValueError(f"context_length must be an int from 1 to {LONGEST_CONTEXT}, got {length!r}")
         return float(max(1, math.ceil(length / base))) if length and base else 1.0
 
     def _checked_pattern(self, name: str) -> dict[str, Any]:

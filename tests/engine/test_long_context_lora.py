@@ -167,18 +167,27 @@ def test_the_factor_is_the_context_over_the_models_rounded_up(context_length, po
     assert helper.vllm_long_context_scaling_factor == factor
 
 
-@pytest.mark.parametrize("length", ["4096", -1, 2.5, True])
+@pytest.mark.parametrize("length", ["4096", -1, 2.5, True, 10**400])
 def test_a_context_length_that_is_no_length_is_refused(length):
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "context_length": length}
 
     with pytest.raises(ValueError, match="context_length"):
-        PEFTHelper.from_dict(config)
+        PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": 48})
 
 
-@pytest.mark.parametrize("factors", [[1.0], [0], [2, float("inf")], "2.0", [float("nan")], 4.0])
+@pytest.mark.parametrize("factors", [[1.0], [0], [2, float("inf")], "2.0", [float("nan")], 4.0, [10**400]])
 def test_factors_that_stretch_nothing_are_refused(factors):
     with pytest.raises(ValueError, match="long_lora_scaling_factors"):
         LoRAConfig(long_lora_scaling_factors=factors)
+
+
+def test_a_model_of_shapes_alone_has_tables_of_any_length():
+    """`minivllm inspect` makes one for what an adapter asks for, which may be nonsense."""
+    base = RotaryEmbedding(6, 10, RopeParameters(), torch.float64, "meta")
+
+    wrapped = LinearScalingRotaryEmbeddingWithLoRA(base, (2.0**32,), max_loras=2)
+
+    assert wrapped.cos.is_meta and len(wrapped.cos) == 10 + 10 * 2**32
 
 
 def test_the_tables_are_the_angles_of_divided_positions():
