@@ -37,7 +37,8 @@ def _ask(resolver_name: str, base_model_name: str, lora_name: str) -> LoRAReques
     resolver = LoRAResolverRegistry.get_resolver(resolver_name)
     try:
         answer = _run(resolver.resolve_lora(base_model_name, lora_name))
-    except Exception as error:  # a resolver is other people's code: it may raise anything
+    # A resolver is other people's code: it may raise anything, also what a task that was cancelled leaves it.
+    except (Exception, asyncio.CancelledError) as error:
         raise ValueError(
             f"LoRA resolver '{resolver_name}' failed at adapter '{lora_name}': "
             f"{type(error).__name__}: {error}"

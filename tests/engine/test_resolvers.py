@@ -61,7 +61,7 @@ class Answers(LoRAResolver):
         self.asked.append((base_model_name, lora_name))
         await asyncio.sleep(0)
         answer = self.answers.get(lora_name)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -404,7 +404,13 @@ class TestRefused:
         assert "alias 07 and 12 more; " in self.refusal(engine, "sql")
 
     @pytest.mark.parametrize(
-        "error", [OSError("no route to the store"), RuntimeError("token expired"), KeyError("sql")]
+        "error",
+        [
+            OSError("no route to the store"),
+            RuntimeError("token expired"),
+            KeyError("sql"),
+            asyncio.CancelledError("timed out"),
+        ],
     )
     def test_by_a_resolver_that_raises_it_is_named_and_no_other_asked(self, world, engine, error):
         _, _, last = register(a={}, store={"sql": error}, b={"sql": world.request("mlp")})
