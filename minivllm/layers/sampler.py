@@ -82,7 +82,9 @@ class Sampler(nn.Module):
             return logits
         allowed = logits.clone()
         for i in early:
-            allowed[i, self.eos_token_ids + rows[i].stop_token_ids] = -math.inf
+            stops = self.eos_token_ids + rows[i].stop_token_ids
+            # An adapter may read tokens of its own for which there are no logits.
+            allowed[i, [token_id for token_id in stops if token_id < logits.shape[1]]] = -math.inf
         return allowed
 
 
@@ -155,7 +157,8 @@ def _raw_logprobs(
 def _top_logprobs(logits: torch.Tensor, token_id: int, num_logprobs: int) -> dict[int, Logprob]:
     logprobs = logits.double().log_softmax(dim=-1)  # (V,)
     sampled = logprobs[token_id]
-    top = logprobs.topk(num_logprobs)
+    # A request may ask for more than there are, if its adapter reads tokens for which there are no logits.
+    top = logprobs.topk(min(num_logprobs, len(logprobs)))
     # Sorted from the top, the first of its equals tells how many tokens are above one.
     ranks = torch.searchsorted(-top.values, -top.values) + 1  # (num_logprobs,)
     found = {token_id: Logprob(sampled.item(), 1 + int((logprobs > sampled).sum()))}

@@ -242,6 +242,20 @@ class TestSampling:
         with pytest.raises(ValueError, match=message):
             engine.add_request("a", [3], greedy(2, **params), lora_request=llama.request(name))
 
+    @pytest.mark.parametrize(
+        "params", [{"stop_token_ids": [V], "min_tokens": 2}, {"logprobs": V + 1}], ids=str
+    )
+    def test_parameters_may_name_tokens_that_are_only_read(self, llama, params):
+        """Without `lm_head` among the engine's modules there are no logits for them."""
+        engine = make_engine(llama, target_modules=["embed_tokens", "q_proj", "v_proj"])
+        engine.add_request("base", [5, 9], greedy(3))
+        engine.add_request("a", [5, V], greedy(3, **params), lora_request=llama.request("reads"))
+
+        outputs = run(engine)
+
+        assert tokens_of(outputs["a"]) == llama.answer("reads", [5, V], 3)
+        assert tokens_of(outputs["base"]) == llama.answer(None, [5, 9], 3)
+
 
 class TestPrompts:
     @pytest.mark.parametrize(
