@@ -70,7 +70,7 @@ class LLM:
         """Answer conversations through the tokenizer's chat template; otherwise as `generate`.
 
         The tokenizer is an adapter's own where it adds tokens and brings one; its template, too, if it has any.
-        ValueError for an engine without a tokenizer.
+        ValueError for an engine without a tokenizer, and for what the template cannot take.
         """
         if self.llm_engine.tokenizer is None:
             raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
@@ -87,9 +87,13 @@ class LLM:
 
     def _render(self, conversation: list[dict[str, str]], tokenizer: Any) -> tuple[str, list[int]]:
         template = tokenizer.chat_template or self.llm_engine.tokenizer.chat_template
-        text = tokenizer.apply_chat_template(
-            conversation, chat_template=template, tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                conversation, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        # A template is a program that comes with a model or an adapter: it may raise anything.
+        except Exception as error:
+            raise ValueError(f"the chat template cannot take this conversation: {error}") from error
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:

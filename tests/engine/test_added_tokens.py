@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import character_tokenizer, greedy, run, snapshot, tokens_of
+from tiny_engine import OPTIONS, character_tokenizer, greedy, run, snapshot, tokens_of
 from tiny_tokens import COUNTS, H, TokenSet, V, with_new
 
 from minivllm import LLM, SamplingParams
@@ -392,6 +392,21 @@ class TestPrompts:
 
         assert base.prompt == "a[cat]:"
         assert (mine.prompt, mine.prompt_token_ids) == ("[mew]a[cat]", [V + 1, 68, V])
+
+    @pytest.mark.parametrize("template", ["{% for", "{{ raise_exception('no such role') }}", "{{ 1 + 'a' }}"])
+    def test_of_a_chat_that_the_adapters_own_template_cannot_take_are_refused(self, llama, folder, template):
+        own = character_tokenizer()
+        own.chat_template = template
+        own.save_pretrained(folder)
+        llm = LLM(str(llama.base), **{**OPTIONS, "lora_extra_vocab_size": EXTRA})
+        llm.get_tokenizer().chat_template = "{{ messages[0]['content'] }}:"
+        before = snapshot(llm.llm_engine)
+        cats = llama.request("cats", lora_path=str(folder))
+
+        with pytest.raises(ValueError, match="the chat template cannot take this conversation: "):
+            llm.chat([[{"role": "user", "content": "a"}]] * 2, greedy(2), lora_request=[None, cats])
+
+        assert snapshot(llm.llm_engine) == before
 
 
 class TestRefused:
