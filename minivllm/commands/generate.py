@@ -53,7 +53,7 @@ def _read_line(number: int, line: str) -> NamedPrompt:
         return NamedPrompt(line)
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or of a size or depth that is none here
         return NamedPrompt(line)  # a prompt may start with a brace
     if not isinstance(record.get("prompt"), str):
         raise ValueError(f'line {number} has no "prompt" text: {line[:80]}')

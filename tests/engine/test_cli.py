@@ -282,6 +282,14 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
     assert read_prompts(None, file) == [NamedPrompt("one\u2028two", "base")]
 
 
+@pytest.mark.parametrize("line", ['{"prompt": ' + "[" * 100_000, '{"prompt": ' + "1" * 5000 + "}"])
+def test_a_line_that_is_more_than_json_can_be_is_a_prompt(tmp_path, line):
+    file = tmp_path / "prompts.txt"
+    file.write_text(line)
+
+    assert read_prompts(None, file) == [NamedPrompt(line)]
+
+
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
