@@ -23,10 +23,11 @@ def refuse_slots_that_do_not_fit(config: EngineConfig) -> None:
         return
     wrapped = [layer for layer in adapted_layers(model) if layer.is_in(lora_config.target_modules)]
     names = sorted({layer.name.rpartition(".")[2] for layer in wrapped})
+    options = ("max_loras", "max_lora_rank", "lora_extra_vocab_size", "long_lora_scaling_factors")
+    given = [f"{name} ({value})" for name in options if (value := getattr(lora_config, name))]
     raise ValueError(
-        f"LoRA slots need {needed:,} bytes, but {config.device} has {free:,} for them: lower max_loras "
-        f"({lora_config.max_loras}) or max_lora_rank ({lora_config.max_lora_rank}), or name fewer target_modules "
-        f"than {', '.join(names)}"
+        f"LoRA slots need {needed:,} bytes, but {config.device} has {free:,} for them: lower "
+        f"{', '.join(given[:-1])} or {given[-1]}, or name fewer target_modules than {', '.join(names)}"
     )
 
 

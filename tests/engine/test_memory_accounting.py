@@ -83,6 +83,26 @@ def test_slots_that_leave_no_room_for_two_blocks_are_named(world, monkeypatch):
         RunnerOnStandIn(config(world, max_loras=40))
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (
+            {"lora_extra_vocab_size": 10**12},
+            "max_lora_rank (16) or lora_extra_vocab_size (1000000000000), or",
+        ),
+        (
+            {"long_lora_scaling_factors": [1e9]},
+            "max_lora_rank (16) or long_lora_scaling_factors ((1000000000.0,)), or",
+        ),
+    ],
+)
+def test_what_makes_slots_too_large_is_named(world, option, said):
+    with pytest.raises(ValueError) as refusal:
+        LLMEngine(config(world, **option), None, warm_up=False)
+
+    assert said in str(refusal.value)
+
+
 def test_slots_that_can_never_fit_are_refused_before_they_are_allocated(world, monkeypatch):
     engine_config = config(world, max_loras=3, max_lora_rank=64)
     needed = slot_memory(engine_config.model_config.architecture, engine_config.lora_config).total
