@@ -91,7 +91,7 @@ class TestDtype:
 class TestDummyWeights:
     def engine(self, folder, **options):
         options = {**OPTIONS, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "auto", **options}
-        return LLMEngine.from_engine_args(EngineArgs(model=str(folder), device="cpu", **options))
+        return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **options))
 
     def test_need_only_a_config_and_answer_token_ids(self, config_only):
         engine = self.engine(config_only)

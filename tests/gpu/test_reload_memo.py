@@ -4,7 +4,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from gpu import needs_cuda
+from gpu import DEVICE, needs_cuda
 from tiny_engine import LoRARequest, greedy, run, tiny_world
 
 
@@ -13,7 +13,7 @@ def test_an_adapter_read_again_with_another_rank_is_served_whole(tmp_path_factor
     world = tiny_world(tmp_path_factory)
     shutil.copytree(world.path("qv"), tmp_path / "a")
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
-    engine = world.engine(dtype="float32", punica_backend=backend)
+    engine = world.engine(dtype="float32", device=DEVICE, punica_backend=backend)
     engine.add_request("x", [5], greedy(1), lora_request=lora)
     run(engine)
 
