@@ -182,10 +182,10 @@ class LoRAModel:
                 skip_prefixes=skip_prefixes,
             )
             _refuse_unexpected(lora.loras, sorted(expected_lora_modules))
-            lora.added_tokens = max(map(len, added.values()), default=0)
-            lora.new_embeddings = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
+        lora.added_tokens = max(map(len, added.values()), default=0)
+        lora.new_embeddings = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
         return lora
 
 

@@ -453,3 +453,11 @@ def test_a_layer_may_be_handed_to_another_backend_with_all_it_holds(first, secon
     mixed.step(ids)
 
     mixed.assert_answers(x, ids, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["triton", "folded"])
+def test_kernels_without_a_gpu_and_without_their_interpreter_are_refused_at_the_start(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    with pytest.raises(ValueError, match=f"'{name}' needs a GPU; on a CPU take grouped"):
+        get_punica_wrapper(8, 2, "cpu", lora_config=LoRAConfig(punica_backend=name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from minivllm.config import LoRAConfig
@@ -19,11 +21,17 @@ def get_punica_wrapper(
     """The backend that `lora_config.punica_backend` names; "auto" is the quickest one for the device.
 
     "loops" and "grouped" run anywhere, "triton" and "folded" on a GPU (without one, through Triton's interpreter).
+    ValueError where neither is there.
     """
     backend = "auto" if lora_config is None else lora_config.punica_backend
     if backend == "auto":
         backend = "folded" if torch.device(device).type == "cuda" else "grouped"
     if backend in ("triton", "folded"):
+        if torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"punica backend '{backend}' needs a GPU; on a CPU take grouped, or set TRITON_INTERPRET=1 for "
+                "Triton's interpreter, which is slow"
+            )
         from minivllm.lora.punica_wrapper.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
 
         gpu_wrapper = PunicaWrapperFolded if backend == "folded" else PunicaWrapperGPU
