@@ -235,19 +235,32 @@ class PEFTHelper:
                 "train with another initialisation, or convert the adapter with PEFT's "
                 "save_pretrained(path_initial_model_for_weight_conversion=...).",
             ),
-            (self.layer_replication, "layer_replication changes the base model and is not supported."),
-            (self.trainable_token_indices, "trainable_token_indices is not supported."),
-            (self.alora_invocation_tokens is not None, "aLoRA (alora_invocation_tokens) is not supported."),
+            (
+                self.layer_replication,
+                "layer_replication changes the base model and is not supported; train without it.",
+            ),
+            (
+                self.trainable_token_indices,
+                f"trainable_token_indices {self.trainable_token_indices!r} is not supported; train without it, or "
+                "bring new tokens in new_embeddings.safetensors.",
+            ),
+            (
+                self.alora_invocation_tokens is not None,
+                "aLoRA (alora_invocation_tokens) is not supported; train without it.",
+            ),
             (
                 parameters,
                 f"target_parameters {parameters!r} are not supported, only gate_up_proj and down_proj of experts, and "
                 "weights of linears.",
             ),
-            (self.use_qalora, "QALoRA (use_qalora) is not supported."),
-            (self.use_bdlora, "BD-LoRA (use_bdlora) is not supported."),
-            (self.arrow_config, "Arrow (arrow_config) is not supported."),
-            (self.kasa_config, "KaSA (kasa_config) changes the base model and is not supported."),
-            (self.monteclora_config, "MonteCLoRA (monteclora_config) is not supported."),
+            (self.use_qalora, "QALoRA (use_qalora) is not supported; train without it."),
+            (self.use_bdlora, "BD-LoRA (use_bdlora) is not supported; train without it."),
+            (self.arrow_config, "Arrow (arrow_config) is not supported; train without it."),
+            (
+                self.kasa_config,
+                "KaSA (kasa_config) changes the base model and is not supported; train without it.",
+            ),
+            (self.monteclora_config, "MonteCLoRA (monteclora_config) is not supported; train without it."),
         ]
 
 
