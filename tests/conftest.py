@@ -17,3 +17,11 @@ torch.set_num_threads(1)
 # Without a GPU the Triton kernels run through its interpreter, which must be chosen before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Files that take longest, so that they do not come last, when the other processes have nothing left to do.
+LONGEST = ("test_notebooks.py", "test_course.py", "test_texts_and_mutants.py", "test_engine_soak.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Whole files change places; what is in them keeps its order."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)

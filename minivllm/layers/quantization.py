@@ -22,7 +22,7 @@ def quantize_linears(model: nn.Module, device: torch.device | str) -> None:
     before, so F.linear takes it, and what is computed and adapted stays in the model's dtype. Each row of a fused
     linear is scaled alone, hence as it would be unfused. Embeddings, norms, experts and KEPT_IN_FULL stay as they are.
     """
-    with _quiet():
+    with no_warnings_of_torchao():
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     # With its inductor settings it would change torch.compile for everybody.
     quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False), _is_quantized, device)
@@ -33,7 +33,7 @@ def _is_quantized(module: nn.Module, name: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def no_warnings_of_torchao() -> Iterator[None]:
     """torchao warns, when imported, of kernels for hardware that is not there and that nothing here calls."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
