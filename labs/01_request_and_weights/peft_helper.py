@@ -217,6 +217,15 @@ class PEFTHelper:
         parameters = [
             p for p in self.target_parameters or [] if p.rpartition(".")[2] not in TARGET_PARAMETERS
         ]
+        others = {
+            "layer_replication, which changes the base model,": self.layer_replication,
+            "aLoRA (alora_invocation_tokens)": self.alora_invocation_tokens is not None,
+            "QALoRA (use_qalora)": self.use_qalora,
+            "BD-LoRA (use_bdlora)": self.use_bdlora,
+            "Arrow (arrow_config)": self.arrow_config,
+            "KaSA (kasa_config), which changes the base model,": self.kasa_config,
+            "MonteCLoRA (monteclora_config)": self.monteclora_config,
+        }
         return [
             (self.peft_type != "LORA", f"peft_type {self.peft_type!r} is not supported, only LORA."),
             (
@@ -236,31 +245,16 @@ class PEFTHelper:
                 "save_pretrained(path_initial_model_for_weight_conversion=...).",
             ),
             (
-                self.layer_replication,
-                "layer_replication changes the base model and is not supported; train without it.",
-            ),
-            (
                 self.trainable_token_indices,
                 f"trainable_token_indices {self.trainable_token_indices!r} is not supported; train without it, or "
                 "bring new tokens in new_embeddings.safetensors.",
-            ),
-            (
-                self.alora_invocation_tokens is not None,
-                "aLoRA (alora_invocation_tokens) is not supported; train without it.",
             ),
             (
                 parameters,
                 f"target_parameters {parameters!r} are not supported, only gate_up_proj and down_proj of experts, and "
                 "weights of linears.",
             ),
-            (self.use_qalora, "QALoRA (use_qalora) is not supported; train without it."),
-            (self.use_bdlora, "BD-LoRA (use_bdlora) is not supported; train without it."),
-            (self.arrow_config, "Arrow (arrow_config) is not supported; train without it."),
-            (
-                self.kasa_config,
-                "KaSA (kasa_config) changes the base model and is not supported; train without it.",
-            ),
-            (self.monteclora_config, "MonteCLoRA (monteclora_config) is not supported; train without it."),
+            *((used, f"{what} is not supported; train without it.") for what, used in others.items()),
         ]
 
 

@@ -28,9 +28,9 @@ def get_punica_wrapper(
         backend = "folded" if torch.device(device).type == "cuda" else "grouped"
     if backend in ("triton", "folded"):
         if torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            # The variable is Triton's own, for its interpreter: slow, and enough for tests.
             raise ValueError(
-                f"punica backend '{backend}' needs a GPU; on a CPU take grouped, or set TRITON_INTERPRET=1 for "
-                "Triton's interpreter, which is slow"
+                f"punica backend '{backend}' needs a GPU; on a CPU take grouped, or set TRITON_INTERPRET=1"
             )
         from minivllm.lora.punica_wrapper.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
 
