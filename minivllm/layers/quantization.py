@@ -16,7 +16,7 @@ KEPT_IN_FULL = ("lm_head", "gate")
 def quantize_linears(model: nn.Module, device: torch.device | str) -> None:
     """Quantize the weights of a loaded model's linears and move the model to `device`, linear by linear.
 
-    Wherever the model was before, the device never holds more than one of these weights in full.
+    Where the model comes from the CPU, the device never holds more than one of these weights in full.
 
     A weight (N, K) becomes torchao's Int8Tensor: (N, K) int8 and one float32 scale a row. Its shape and dtype read as
     before, so F.linear takes it, and what is computed and adapted stays in the model's dtype. Each row of a fused
