@@ -125,6 +125,16 @@ class LoRAConfig:
         if self.long_lora_scaling_factors is not None:
             object.__setattr__(self, "long_lora_scaling_factors", self._checked_factors())
 
+    def slot_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Of slots and adapters beside a model: "auto" is the model's."""
+        return model_dtype if self.lora_dtype == "auto" else self.lora_dtype
+
+    def backend_on(self, device: torch.device | str) -> str:
+        """The punica backend that "auto" means there: the quickest."""
+        if self.punica_backend != "auto":
+            return self.punica_backend
+        return "folded" if torch.device(device).type == "cuda" else "grouped"
+
     def _checked_factors(self) -> tuple[float, ...]:
         """Ascending, each once."""
         factors = self.long_lora_scaling_factors
@@ -287,10 +297,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
-        if self.lora_config is not None and self.lora_config.lora_dtype == "auto":
-            object.__setattr__(
-                self, "lora_config", replace(self.lora_config, lora_dtype=self.model_config.dtype)
-            )
+        if self.lora_config is not None:
+            slot_dtype = self.lora_config.slot_dtype(self.model_config.dtype)
+            object.__setattr__(self, "lora_config", replace(self.lora_config, lora_dtype=slot_dtype))
         if self.lora_config is not None and self.model_config.quantization is not None:
             object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
 

@@ -161,10 +161,7 @@ def slot_memory(
     """
     on_gpu = torch.device(device).type == "cuda"
     dtype = dtype or (model.dtype if on_gpu else torch.float32)
-    slot_dtype = dtype if lora_config.lora_dtype == "auto" else lora_config.lora_dtype
-    backend = lora_config.punica_backend
-    if backend == "auto":
-        backend = "folded" if on_gpu else "grouped"
+    slot_dtype, backend = lora_config.slot_dtype(dtype), lora_config.backend_on(device)
     wrapped = [layer for layer in adapted_layers(model) if layer.is_in(lora_config.target_modules)]
     slots, rank, item = lora_config.max_loras, lora_config.max_lora_rank, slot_dtype.itemsize
     matrices = [size * rank for size in _sizes(wrapped, lora_config)]

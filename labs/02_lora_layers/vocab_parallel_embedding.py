@@ -31,7 +31,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
     ) -> None:
         """Allocate the slots, all empty."""
         weight, rank = self.base_layer.weight, lora_config.max_lora_rank
-        dtype = weight.dtype if lora_config.lora_dtype == "auto" else lora_config.lora_dtype
+        dtype = lora_config.slot_dtype(weight.dtype)
         extra, width = lora_config.lora_extra_vocab_size, self.base_layer.embedding_dim
         where = {"dtype": dtype, "device": weight.device}
         self.lora_a_stacked = torch.zeros(max_loras, self.vocab_size + extra, rank, **where)

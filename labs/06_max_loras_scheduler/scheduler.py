@@ -18,7 +18,7 @@ from minivllm.core.output import (
     SchedulerStats,
     Skip,
 )
-from minivllm.core.request import Request, RequestStatus, check_stop
+from minivllm.core.request import Request, RequestStatus, check_stop, lora_is_off
 
 
 class Scheduler:
@@ -90,10 +90,7 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id '{request.request_id}' is in use; give every request its own")
         if request.lora_request and not self.lora.max_loras:
-            raise ValueError(
-                f"request '{request.request_id}' names adapter '{request.lora_request.lora_name}' but LoRA "
-                "is off; start the engine with enable_lora=True"
-            )
+            raise lora_is_off(request.request_id, request.lora_request.lora_name)
         self.check_fits(request)
 
     def check_fits(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
-from minivllm.lora.new_embeddings import convert_new_embeddings, read_new_embeddings
+from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import find_weights_file, read_weights
@@ -44,7 +44,7 @@ class AdapterOnDisk:
 
     @property
     def added_tokens(self) -> int:
-        return max(map(len, self.new_embeddings.values()), default=0)
+        return count_added_tokens(self.new_embeddings)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:

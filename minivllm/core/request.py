@@ -135,3 +135,10 @@ def check_stop(request: Request, max_model_len: int | None) -> bool:
     if not request.is_finished and request.num_tokens >= request.max_num_tokens(max_model_len):
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     return request.is_finished
+
+
+def lora_is_off(request_id: str, lora_name: str) -> ValueError:
+    """What a request is told that names an adapter to an engine without LoRA."""
+    return ValueError(
+        f"request '{request_id}' names adapter '{lora_name}' but LoRA is off; start the engine with enable_lora=True"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
-from minivllm.core.request import Request, RequestStatus
+from minivllm.core.request import Request, RequestStatus, lora_is_off
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_names import resolve_lora
 from minivllm.engine.adapter_registry import AdapterRegistry
@@ -96,10 +96,7 @@ class LLMEngine:
         """
         _check_types(request_id, params, lora_request)
         if lora_request is not None and self.adapters is None:
-            raise ValueError(
-                f"request '{request_id}' names adapter '{getattr(lora_request, 'lora_name', lora_request)}' but LoRA "
-                "is off; start the engine with enable_lora=True"
-            )
+            raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
         lora_request = self._resolved(lora_request)
         traits = BASE if lora_request is None else self.adapters.examine(lora_request)
         text, token_ids = self.input_processor.read_prompt(request_id, prompt, traits)

@@ -13,7 +13,7 @@ from minivllm.lora.names import (
     is_supported_lora_module,
     parse_fine_tuned_lora_name,
 )
-from minivllm.lora.new_embeddings import convert_new_embeddings, read_new_embeddings
+from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.stats import storage_bytes
 from minivllm.lora.target_parameters import is_unfolded, unfold_target_parameters
@@ -184,7 +184,7 @@ class LoRAModel:
             _refuse_unexpected(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
-        lora.added_tokens = max(map(len, added.values()), default=0)
+        lora.added_tokens = count_added_tokens(added)
         lora.new_embeddings = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
         return lora
 

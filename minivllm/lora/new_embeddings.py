@@ -52,6 +52,11 @@ def read_new_embeddings(lora_dir: str, shapes_only: bool = False) -> dict[str, t
     return tensors
 
 
+def count_added_tokens(tensors: dict[str, torch.Tensor]) -> int:
+    """How many tokens new embeddings are for."""
+    return max(map(len, tensors.values()), default=0)
+
+
 def convert_new_embeddings(
     tensors: dict[str, torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:

@@ -219,16 +219,13 @@ class WrappedModules:
 
         For a fused module the message lists the parts to name instead (`packed_modules`), for a rank `max_lora_rank`
         and the option `--max-lora-rank r` that would admit it, for A, (r, K), and B, (N, r), the shapes they have
-        and should have, as tuples. K and N are a part's (`part_shape`) where the module is fused, else the module's
-        (`whole_shape`).
+        and should have, as tuples; `_shape_of` knows K and N of a target.
         """
         if name not in self.targets:
             raise ValueError(
                 f"{name} is fused here; the adapter must name its parts {self.packed_modules[name]}"
             )
-        module_name, part = self.targets[name]
-        module = self.modules[module_name]
-        width, height = module.part_shape(part) if module_name in self.packed_modules else module.whole_shape
+        width, height = self._shape_of(name)
         rank = weights.lora_a.shape[0]
         if rank > self.lora_config.max_lora_rank:
             raise ValueError(
@@ -243,6 +240,12 @@ class WrappedModules:
             )
 
     # endregion
+
+    def _shape_of(self, target: str) -> tuple[int, int]:
+        """K and N that A and B of a target must have: a part's where the module is fused, else the module's."""
+        module_name, part = self.targets[target]
+        module = self.modules[module_name]
+        return module.part_shape(part) if module_name in self.packed_modules else module.whole_shape
 
     def _unmatched(self, unknown: list[str]) -> str:
         shown = []
@@ -299,10 +302,9 @@ class WrappedModules:
     def dummy(self, lora_id: int, rank: int) -> LoRAModel:
         """An adapter of zeros over everything that is wrapped."""
         loras = {}
-        for target, (name, part) in self.targets.items():
-            module = self.modules[name]
-            width, height = module.part_shape(part) if name in self.packed_modules else module.whole_shape
-            dtype = module.a_slots[0].dtype
+        for target, (name, _) in self.targets.items():
+            width, height = self._shape_of(target)
+            dtype = self.modules[name].a_slots[0].dtype
             loras[target] = LoRALayerWeights.create_dummy_lora_weights(
                 target, width, height, rank, dtype, "cpu"
             )

@@ -1,10 +1,8 @@
 """Adapters on experts on a GPU: near the exact result in every dtype, and nothing is read back to find who has what."""
 
-import contextlib
-
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
+from gpu import DEVICE, needs_cuda, no_waiting
 from rows import assert_rows_equal
 from tiny_engine import greedy, run, tokens_of
 from tiny_models import token_ids
@@ -142,16 +140,6 @@ def test_gate_and_up_in_one_are_the_same():
         use_slots(layer, slots)
 
     assert_rows_equal(three(x, router_logits), two(x, router_logits), tolerance=1e-5)
-
-
-@contextlib.contextmanager
-def no_waiting():
-    """Whatever reads from the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_cuda

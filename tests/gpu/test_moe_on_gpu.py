@@ -1,10 +1,8 @@
 """Experts on a GPU: the same answers as one by one, and in bfloat16 without waiting for the GPU to know the counts."""
 
-import contextlib
-
 import pytest
 import torch
-from gpu import DEVICE, needs_cuda
+from gpu import DEVICE, needs_cuda, no_waiting
 from tiny_engine import OPTIONS, greedy, run, tokens_of
 from tiny_models import token_ids, transformers_model
 
@@ -74,16 +72,6 @@ def test_rows_of_a_batch_are_rounded_alike_whatever_their_order(tokens):
     y_mixed[mixed.places] = y[pairs.places].view(tokens, 5, 64)[order].flatten(0, 1)
 
     assert torch.equal(layer.combine(y_mixed, mixed), layer.combine(y, pairs)[order])
-
-
-@contextlib.contextmanager
-def no_waiting():
-    """Whatever reads from the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_cuda

@@ -22,24 +22,15 @@ OPTIONS = {
 }
 
 
-class TinyWorld:
-    """A base model's folder and the folders of four adapters for it, `tiny_adapters.ADAPTERS`.
+class AdapterFolders:
+    """Adapters in folders of their own.
 
-    names: of the adapters; the id of names[i] is i + 1
+    folder   where these lie, each under its adapter's name
+    names    of the adapters; the id of names[i] is i + 1
     """
 
-    def __init__(self, folder: Path, variant: str, dtype: torch.dtype = torch.float64) -> None:
-        self.folder = folder
-        self.variant = variant
-        self.base = folder / "base"
-        self.names = list(ADAPTERS)
-        self.dtype = dtype
-        self._oracles: dict[torch.dtype, Oracle] = {}
-        if not folder.exists():
-            save_base(self.base, variant, dtype)
-            character_tokenizer().save_pretrained(self.base)
-            for seed, (name, config) in enumerate(ADAPTERS.items()):
-                save_adapter(self.path(name), self.base, seed, **config)
+    folder: Path
+    names: list[str]
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -54,6 +45,23 @@ class TinyWorld:
             "lora_path": str(self.path(name)),
         }
         return LoRARequest(**{**values, **changes})
+
+
+class TinyWorld(AdapterFolders):
+    """A base model's folder and the folders of four adapters for it, `tiny_adapters.ADAPTERS`."""
+
+    def __init__(self, folder: Path, variant: str, dtype: torch.dtype = torch.float64) -> None:
+        self.folder = folder
+        self.variant = variant
+        self.base = folder / "base"
+        self.names = list(ADAPTERS)
+        self.dtype = dtype
+        self._oracles: dict[torch.dtype, Oracle] = {}
+        if not folder.exists():
+            save_base(self.base, variant, dtype)
+            character_tokenizer().save_pretrained(self.base)
+            for seed, (name, config) in enumerate(ADAPTERS.items()):
+                save_adapter(self.path(name), self.base, seed, **config)
 
     def oracle(self, dtype: torch.dtype = torch.float64) -> Oracle:
         """transformers + PEFT with all four adapters."""

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 from tiny_adapters import save_adapter, save_base
-from tiny_engine import OPTIONS, character_tokenizer, greedy, run, tokens_of
+from tiny_engine import OPTIONS, AdapterFolders, character_tokenizer, greedy, run, tokens_of
 from tiny_models import token_ids
 from tiny_oracle import Oracle
 
-from minivllm import EngineArgs, LLMEngine, LoRARequest
+from minivllm import EngineArgs, LLMEngine
 
 
-class AdapterSet:
+class AdapterSet(AdapterFolders):
     """A base model's folder, and one for each adapter.
 
     adapters   name -> options of PEFT's LoraConfig; the id of the n-th is n
@@ -28,20 +28,6 @@ class AdapterSet:
             save_adapter(folder / name, self.base, seed, **config)
         self._oracles: dict[str | None, Oracle] = {}
         self._answers: dict[tuple, list[int]] = {}
-
-    def path(self, name: str) -> Path:
-        return self.folder / name
-
-    def request(self, name: str | None, **changes: object) -> LoRARequest | None:
-        """The LoRARequest that names one of the adapters; None for the base model."""
-        if name is None:
-            return None
-        values = {
-            "lora_name": name,
-            "lora_int_id": self.names.index(name) + 1,
-            "lora_path": str(self.path(name)),
-        }
-        return LoRARequest(**{**values, **changes})
 
     def oracle(self, name: str | None) -> Oracle:
         """transformers, with PEFT's adapter on it; a model of its own, since adapters may change what is tied."""

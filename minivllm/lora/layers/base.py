@@ -115,7 +115,7 @@ class BaseLayerWithLoRA(nn.Module):
 
         Raises ValueError for a list of another length than n.
         """
-        parts_a, parts_b = self.slice_lora_a(_as_list(lora_a)), self.slice_lora_b(_as_list(lora_b))
+        parts_a, parts_b = self.slice_lora_a(as_list(lora_a)), self.slice_lora_b(as_list(lora_b))
         for i, a, b in zip(range(self.n_slices), parts_a, parts_b, strict=True):
             rank = 0 if a is None or b is None else a.shape[-2]
             if rank:
@@ -141,7 +141,7 @@ class BaseLayerWithLoRA(nn.Module):
 
     def _set_extras(self, index: int, extras: Weights) -> None:
         """Write what comes beside A and B, zeros where there is nothing.   extras: (rows, columns) or a list of n"""
-        parts = [None] * self.n_slices if extras is None else self.slice_extras(_as_list(extras))
+        parts = [None] * self.n_slices if extras is None else self.slice_extras(as_list(extras))
         for buffer, extra in zip(self.extra_slots, parts):
             rows = 0 if extra is None else len(extra)
             if rows:
@@ -234,14 +234,14 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         """Allocate the slots, all empty. Done once: no adapter that comes later allocates or frees anything.
 
         max_loras     S, the number of slots; rows of the base model need none
-        lora_config   gives R, which is `max_lora_rank`, and `lora_dtype`, where "auto" is the base weight's
+        lora_config   gives R, which is `max_lora_rank`, and the dtype beside that of the base weight (`slot_dtype`)
 
         Makes `lora_a_stacked`, `lora_b_stacked` and `live_ranks` as the class describes them, on the base weight's
         device. Widths are `input_size` and `output_slices`: a weight that has been packed has no shape to read.
         `_create_bias_slots` has to be called last.
         """
         weight, rank = self.base_layer.weight, lora_config.max_lora_rank
-        dtype = weight.dtype if lora_config.lora_dtype == "auto" else lora_config.lora_dtype
+        dtype = lora_config.slot_dtype(weight.dtype)
         device = weight.device
         self.lora_a_stacked = tuple(
             torch.zeros(max_loras, 1, rank, self.input_size, dtype=dtype, device=device)
@@ -310,5 +310,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     # endregion
 
 
-def _as_list(weights: Weights) -> list[torch.Tensor | None]:
+def as_list(weights: Weights) -> list[torch.Tensor | None]:
+    """One entry a slice."""
     return weights if isinstance(weights, list) else [weights]

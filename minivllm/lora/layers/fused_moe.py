@@ -47,7 +47,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     ) -> None:
         """Allocate the slots, all empty."""
         weight, rank = self.base_layer.w13_weight, lora_config.max_lora_rank
-        dtype = weight.dtype if lora_config.lora_dtype == "auto" else lora_config.lora_dtype
+        dtype = lora_config.slot_dtype(weight.dtype)
         slots, where = (max_loras, self.num_experts), {"dtype": dtype, "device": weight.device}
         self.lora_a_stacked = tuple(torch.zeros(*slots, rank, k, **where) for k, _ in self.part_shapes)
         self.lora_b_stacked = tuple(torch.zeros(*slots, n, rank, **where) for _, n in self.part_shapes)

@@ -93,7 +93,7 @@ class QKVParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     wraps: ClassVar = {QKVParallelLinear: 1}
 
 
-class MergedColumnParallelLinearVariableSliceWithLoRA(BaseLinearLayerWithLoRA):
+class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinearWithLoRA):
     """Three or more linears in one, with an adapter for each or one for all. vLLM: the same name.
 
     An adapter for all has one A, which every slice then gets, and a B that is as tall as the layer.
@@ -111,23 +111,21 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(BaseLinearLayerWithLoRA):
         is_wide = type(source_layer) is MergedColumnParallelLinear and len(source_layer.output_sizes) >= 3
         return is_wide and len(packed_modules_list) in (0, 1, len(source_layer.output_sizes))
 
-    def _slice_widths(self, base_layer: MergedColumnParallelLinear) -> tuple[int, ...]:
-        return tuple(base_layer.output_sizes)
-
     def slice_lora_a(self, lora_a: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return lora_a * self.n_slices if len(lora_a) == 1 else lora_a
 
     def slice_lora_b(self, lora_b: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        if len(lora_b) > 1:
-            return lora_b
-        whole = lora_b[0]
-        return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices, dim=-2))
+        return self._taken_apart(lora_b, dim=0)
 
     def slice_extras(self, extras: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        if len(extras) > 1:
-            return extras
-        bias = extras[0]
-        return [None] * self.n_slices if bias is None else list(bias.split(self.output_slices, dim=1))
+        return self._taken_apart(extras, dim=1)
+
+    def _taken_apart(self, tensors: list[torch.Tensor | None], dim: int) -> list[torch.Tensor | None]:
+        """One for all of the layer as one for each slice, along the dimension of the outputs."""
+        if len(tensors) > 1:
+            return tensors
+        whole = tensors[0]
+        return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices, dim))
 
 
 class _FullySharded:

@@ -50,8 +50,7 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
     ) -> None:
         """Allocate the slots, all empty."""
         rank, extra = lora_config.max_lora_rank, lora_config.lora_extra_vocab_size
-        dtype = self.dtype if lora_config.lora_dtype == "auto" else lora_config.lora_dtype
-        where = {"dtype": dtype, "device": self.device}
+        where = {"dtype": lora_config.slot_dtype(self.dtype), "device": self.device}
         self.lora_a_stacked = torch.zeros(max_loras, 1, rank, self.hidden_size, **where)
         self.lora_b_stacked = torch.zeros(max_loras, 1, self.vocab_size + extra, rank, **where)
         if extra:

@@ -195,10 +195,10 @@ class PunicaWrapperBase(PunicaWrapperABC):
 
         y: (P, N)   x: (P, K)   rows: what `expert_rows` gave. vLLM: `add_lora_fused_moe`
         """
-        offset, dtype = 0, torch.promote_types(x.dtype, torch.float32)
+        offset = 0
         for lora_a, lora_b in zip(layer.lora_a_stacked[slices], layer.lora_b_stacked[slices]):
             a, b = lora_a.flatten(0, 1), lora_b.flatten(0, 1)  # (S * E, R, K), (S * E, N_i, R)
-            h = torch.zeros(len(x), a.shape[1], dtype=dtype, device=x.device)  # (P, R)
+            h = self.rank_buffer(x, a)  # (P, R)
             bgmv_shrink(x, a, h, rows)
             bgmv_expand_slice(h, b, y, rows, offset, b.shape[1])
             offset += b.shape[1]

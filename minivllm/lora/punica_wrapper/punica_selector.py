@@ -23,9 +23,7 @@ def get_punica_wrapper(
     "loops" and "grouped" run anywhere, "triton" and "folded" on a GPU (without one, through Triton's interpreter).
     ValueError where neither is there.
     """
-    backend = "auto" if lora_config is None else lora_config.punica_backend
-    if backend == "auto":
-        backend = "folded" if torch.device(device).type == "cuda" else "grouped"
+    backend = (lora_config or LoRAConfig()).backend_on(device)
     if backend in ("triton", "folded"):
         if torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             # The variable is Triton's own, for its interpreter: slow, and enough for tests.
