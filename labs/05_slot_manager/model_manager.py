@@ -52,8 +52,7 @@ class LoRAModelManager(AdapterReports):
             )
         }
         self.wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
-        on_gpu = torch.device(device).type == "cuda"
-        self.slot_writer = SlotWriter(self.wrapped, device) if on_gpu else None
+        self.slot_writer = SlotWriter(self.wrapped, device) if torch.device(device).type == "cuda" else None
         self.stats = LoRAStats()
         self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
         self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
@@ -209,7 +208,8 @@ class LoRAModelManager(AdapterReports):
         """Tell the backend which adapter each row of the coming step has."""
         self._translate(mapping)
         self.punica_wrapper.sync_slots()  # an adapter read again may sit in its old slot, with other weights
-        self.wrapped.stretch_rotaries([self.get_adapter(adapter_id) for adapter_id in self.lora_index_to_id])
+        if self.wrapped.rotaries:
+            self.wrapped.stretch_rotaries([self.get_adapter(held) for held in self.lora_index_to_id])
         if self.slot_writer is not None:
             self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
 

@@ -76,7 +76,10 @@ class LLM:
             raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         loras = _for_each(lora_request, len(conversations), "lora_request")
-        tokenizers = {lora: self.get_tokenizer(lora) for lora in dict.fromkeys(loras)}
+        # Only an adapter that adds tokens brings a tokenizer: where none may, none is read, or resolved, to know it.
+        lora_config = self.llm_engine.config.lora_config
+        may_add = lora_config is not None and lora_config.lora_extra_vocab_size > 0
+        tokenizers = {lora: self.get_tokenizer(lora if may_add else None) for lora in dict.fromkeys(loras)}
         rendered = [self._render(c, tokenizers[lora]) for c, lora in zip(conversations, loras)]
         prompts = [{"prompt": text, "prompt_token_ids": ids} for text, ids in rendered]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
