@@ -1,7 +1,12 @@
 """Runs notebooks; as a command, keeps their outputs: `python tests/helpers/notebooks.py phases/*/walkthrough.ipynb`."""
 
+import atexit
+import functools
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -15,11 +20,26 @@ def execute(path: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["MPLCONFIGDIR"] = fonts_of_its_own()
     resources = {"metadata": {"path": str(path.parent)}}
     NotebookClient(notebook, timeout=LIMIT, kernel_name="python3", resources=resources).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran
     return notebook
+
+
+@functools.cache
+def fonts_of_its_own() -> str:
+    """A folder with matplotlib's list of fonts, made for this run.
+
+    The user's may name fonts of an environment that is gone, and what matplotlib says of it would be in the outputs;
+    so would the making of a list, if a notebook were first to need one.
+    """
+    folder = tempfile.mkdtemp(prefix="matplotlib-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    make = [sys.executable, "-c", "import matplotlib.font_manager"]
+    subprocess.run(make, env={**os.environ, "MPLCONFIGDIR": folder}, check=True, capture_output=True)
+    return folder
 
 
 def text_of(cell: nbformat.NotebookNode) -> str:
