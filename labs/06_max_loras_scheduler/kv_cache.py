@@ -132,6 +132,18 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def check_fits(self, request: Request, max_model_len: int | None) -> None:
+        """ValueError if the request, with an empty cache all to itself, would still lack blocks."""
+        # The last token is sampled but never computed.
+        num_tokens = request.max_num_tokens(max_model_len) - 1
+        num_blocks = self.num_blocks_for(num_tokens)
+        usable = self.block_pool.num_usable_blocks
+        if num_blocks > usable:
+            raise ValueError(
+                f"request '{request.request_id}' may need {num_blocks} KV blocks ({num_tokens} tokens) but "
+                f"the cache has {usable}; shorten the prompt, lower max_tokens, or raise num_blocks"
+            )
+
     # region lab 6.5: whose keys and values these are
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Blocks that hold the longest known prefix of a request which has none yet; [] with caching off.

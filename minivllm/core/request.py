@@ -110,6 +110,22 @@ class Request:
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
 
+    def start_over(self, max_model_len: int | None) -> None:
+        """Back to the queue with nothing computed and no block, whatever it was in the middle of.
+
+        A last token that ends the answer was never told, or the request would be finished: it is sampled again.
+        """
+        if self.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self.num_preemptions += 1
+            self.status = RequestStatus.PREEMPTED
+        self.all_token_ids = self.prompt_token_ids + self.output_token_ids
+        if self.output_token_ids and check_stop(self, max_model_len):
+            self.output_token_ids.pop()
+            self.all_token_ids.pop()
+            self.status, self.stop_reason = RequestStatus.PREEMPTED, None
+        self.num_computed_tokens = 0
+        self.block_ids, self.block_hashes, self.cache_identity = [], [], None
+
     def max_num_tokens(self, max_model_len: int | None) -> int:
         """The most tokens, prompt and answer, that it may come to; one is always sampled."""
         prompt = len(self.prompt_token_ids)
@@ -141,4 +157,12 @@ def lora_is_off(request_id: str, lora_name: str) -> ValueError:
     """What a request is told that names an adapter to an engine without LoRA."""
     return ValueError(
         f"request '{request_id}' names adapter '{lora_name}' but LoRA is off; start the engine with enable_lora=True"
+    )
+
+
+def all_pinned(lora_name: str, max_loras: int, pinned: set[int]) -> str:
+    """What a request is told whose adapter can have no slot, since all are pinned for others."""
+    return (
+        f"adapter '{lora_name}' needs a slot but all {max_loras} are pinned "
+        f"(adapters {', '.join(map(str, sorted(pinned)))}); unpin one or raise max_loras"
     )

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
-from minivllm.core.kv_cache import KVCacheManager
+from minivllm.core.kv_cache import BlockPool, KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import (
     ADAPTER_COPY,
@@ -17,7 +17,7 @@ from minivllm.core.output import (
     SchedulerStats,
     Skip,
 )
-from minivllm.core.request import Request, RequestStatus, check_stop, lora_is_off
+from minivllm.core.request import Request, RequestStatus, all_pinned, check_stop, lora_is_off
 
 
 class Scheduler:
@@ -90,19 +90,7 @@ class Scheduler:
             raise ValueError(f"request id '{request.request_id}' is in use; give every request its own")
         if request.lora_request and not self.lora.max_loras:
             raise lora_is_off(request.request_id, request.lora_request.lora_name)
-        self.check_fits(request)
-
-    def check_fits(self, request: Request) -> None:
-        """ValueError if the request, with an empty cache all to itself, would still lack blocks."""
-        # The last token is sampled but never computed.
-        num_tokens = request.max_num_tokens(self.max_model_len) - 1
-        num_blocks = self.kv_cache.num_blocks_for(num_tokens)
-        usable = self.kv_cache.block_pool.num_usable_blocks
-        if num_blocks > usable:
-            raise ValueError(
-                f"request '{request.request_id}' may need {num_blocks} KV blocks ({num_tokens} tokens) but "
-                f"the cache has {usable}; shorten the prompt, lower max_tokens, or raise num_blocks"
-            )
+        self.kv_cache.check_fits(request, self.max_model_len)
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus, error: str | None = None
@@ -116,6 +104,25 @@ class Scheduler:
         for request in requests:
             self._finish(request, status, error)
         return requests
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Forget queues, blocks and clocks, and queue exactly these requests again, by `arrival_order`.
+
+        For a step that broke off anywhere. It reads the requests and the counters alone: what else there is may be
+        half changed. Who ran goes on as after a preemption. Counters stay, and the engine's `blocked_adapters`.
+
+        requests    those that are not answered yet
+        """
+        self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)
+        self.lora = LoRAAdmission(self.lora.max_loras, self.lora.max_wait_steps)
+        self._prefetched = []
+        self.waiting = sorted(requests, key=lambda request: request.arrival_order)
+        self.running = []
+        self.requests = {request.request_id: request for request in self.waiting}
+        num_preemptions = sum(request.num_preemptions for request in self.waiting)
+        for request in self.waiting:
+            request.start_over(self.max_model_len)
+        self._num_preemptions += sum(request.num_preemptions for request in self.waiting) - num_preemptions
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -179,7 +186,11 @@ class Scheduler:
             if request.adapter_id in output.preempted_adapters:
                 self._preempt(request, output)
         for request in [r for r in self.waiting if self.lora.never_fits(r.adapter_id)]:
-            self._finish(request, RequestStatus.FINISHED_ERROR, self._refusal(request))
+            self._finish(
+                request,
+                RequestStatus.FINISHED_ERROR,
+                all_pinned(request.lora_request.lora_name, self.lora.max_loras, self.lora.pinned),
+            )
             output.refused.append(request)
 
     # region lab 6.3: token budget
@@ -319,13 +330,6 @@ class Scheduler:
         self.kv_cache.free(request)
         request.status = status
         request.error = error
-
-    def _refusal(self, request: Request) -> str:
-        pinned = ", ".join(str(adapter_id) for adapter_id in sorted(self.lora.pinned))
-        return (
-            f"adapter '{request.lora_request.lora_name}' needs a slot but all {self.lora.max_loras} are "
-            f"pinned (adapters {pinned}); unpin one or raise max_loras"
-        )
 
     def _move_lora_clocks(self, output: SchedulerOutput) -> None:
         self.lora.end_step(
