@@ -160,9 +160,9 @@ def lora_is_off(request_id: str, lora_name: str) -> ValueError:
     )
 
 
-def all_pinned(lora_name: str, max_loras: int, pinned: set[int]) -> str:
+def all_pinned(request: Request, pinned: set[int]) -> str:
     """What a request is told whose adapter can have no slot, since all are pinned for others."""
     return (
-        f"adapter '{lora_name}' needs a slot but all {max_loras} are pinned "
+        f"adapter '{request.lora_request.lora_name}' needs a slot but all {len(pinned)} are pinned "
         f"(adapters {', '.join(map(str, sorted(pinned)))}); unpin one or raise max_loras"
     )

@@ -186,11 +186,7 @@ class Scheduler:
             if request.adapter_id in output.preempted_adapters:
                 self._preempt(request, output)
         for request in [r for r in self.waiting if self.lora.never_fits(r.adapter_id)]:
-            self._finish(
-                request,
-                RequestStatus.FINISHED_ERROR,
-                all_pinned(request.lora_request.lora_name, self.lora.max_loras, self.lora.pinned),
-            )
+            self._finish(request, RequestStatus.FINISHED_ERROR, all_pinned(request, self.lora.pinned))
             output.refused.append(request)
 
     # region lab 6.3: token budget

@@ -16,7 +16,7 @@ class Interrupt(BaseException):
     """What Ctrl-C is to a step."""
 
 
-def interrupted(call, after):
+def interrupted(after, call, *arguments):
     """Call it, and break it off before line `after` of those it runs in core/; False if it runs fewer."""
     lines = 0
 
@@ -33,7 +33,7 @@ def interrupted(call, after):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        call()
+        call(*arguments)
     except Interrupt:
         return True
     finally:
@@ -148,11 +148,11 @@ def test_wherever_a_step_breaks_off_every_request_ends_with_the_tokens_it_would_
         world = mixed_world()
         answered = [r for r in world.requests.values() if r.is_finished]
         if what == "schedule":
-            broke_off = interrupted(world.scheduler.schedule, after)
+            broke_off = interrupted(after, world.scheduler.schedule)
         else:
             output = world.schedule()
             sampled = world.execute(output)
-            broke_off = interrupted(lambda: world.scheduler.update_from_output(output, sampled), after)
+            broke_off = interrupted(after, world.scheduler.update_from_output, output, sampled)
         world.scheduler.reset(r for r in world.requests.values() if r not in answered)
         world.check_state()
         world.run()
