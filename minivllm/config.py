@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minivllm.sampling_params import shown
+
 if TYPE_CHECKING:
     from minivllm.models.config import ModelArchitecture
 
@@ -63,10 +65,14 @@ def parse_device(device: str | torch.device) -> str:
     return str(parsed)
 
 
-def _require_positive(**values: int) -> None:
+def _require_int(smallest: int, **values: int) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value < 2**63:
+            raise ValueError(f"{name} must be an int of at least {smallest}, got {shown(value)}")
+
+
+def _require_positive(**values: int) -> None:
+    _require_int(1, **values)
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,8 @@ class ModelConfig:
     quantization    "torchao" = the linears of the blocks in int8, weights only (its Int8WeightOnlyConfig), as they are
                     loaded; embeddings, head, router and experts stay in `dtype`. None = nothing is quantized
     position_factor how many times the model's positions a context may have: the largest rotary factor of adapters
+    max_logprobs    the most logprobs a request may ask for beside each token; -1 = as many as there are tokens. Each
+                    costs time in steps that others wait for, too
     """
 
     model: str
@@ -171,11 +179,16 @@ class ModelConfig:
     enforce_eager: bool = False
     quantization: str | None = None
     position_factor: float = 1.0
+    max_logprobs: int = 20
     architecture: ModelArchitecture = field(init=False)
 
     def __post_init__(self) -> None:
         from minivllm.models.config import ModelArchitecture
 
+        if self.max_model_len is not None:
+            _require_int(1, max_model_len=self.max_model_len)
+        _require_int(-1, max_logprobs=self.max_logprobs)
+        _require_int(0, seed=self.seed)
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(
                 f"load_format '{self.load_format}' is not supported; use one of {', '.join(LOAD_FORMATS)}"

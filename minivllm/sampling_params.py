@@ -1,11 +1,21 @@
 """How one request picks its tokens and when it stops. Stands for vllm/sampling_params.py (v0.22.1)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5
+
+# What one request may ask to be looked for in every token of its answer, since all others wait for that.
+MOST_STOP_STRINGS = 64
+LONGEST_STOP_STRING = 1024
+MOST_STOP_IDS = 1024
+
+# Counts end up in int64 tensors.
+LARGEST_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +27,15 @@ class SamplingParams:
     top_k: this many likeliest tokens, and those tied with the last. 0 (or -1) is off.
     min_p: in [0, 1]; tokens at least this likely relative to the likeliest. 0 is off.
     seed: makes a request's tokens its own, whatever it is batched with. None: the engine's generator.
-    stop: string(s) that end the text; kept as a list. They need `detokenize`.
-    stop_token_ids: ids that end the request, beside the model's own end-of-sequence ids.
+    stop: string(s) that end the text; kept as a list, each once. They need `detokenize`. At most 64, of at most 1,024
+        characters each.
+    stop_token_ids: ids that end the request, beside the model's own end-of-sequence ids; kept as a list, each once. At
+        most 1,024.
     ignore_eos: go on past the end-of-sequence ids (but never past `stop_token_ids`).
     max_tokens: at most so many new tokens.
     min_tokens: neither ids nor strings stop the request before so many new tokens.
     logprobs: None, or how many of the likeliest tokens to report beside each sampled one.
+    Numbers may be of any kind (numpy's, too) and are kept as int or float.
     Raises ValueError naming the field, its value and what is allowed.
     """
 
@@ -46,10 +59,13 @@ class SamplingParams:
         self._check_flags()
         self._check_distribution()
         self._check_length()
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        self._store("stop", _stop_strings(self.stop))
+        self._store("stop_token_ids", _stop_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
-            raise ValueError(f"stop strings {self.stop} need the text to be made; leave detokenize on")
+            raise ValueError(f"stop strings {shown(self.stop)} need the text to be made; leave detokenize on")
+
+    def _store(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -69,60 +85,87 @@ class SamplingParams:
     def _check_flags(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
 
     def _check_distribution(self) -> None:
-        if not (_is_number(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"temperature must be a finite number of at least 0 (0 is greedy), got {self.temperature!r}"
-            )
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p must be in (0, 1] (1 is off), got {self.top_p!r}")
-        if not (_is_int(self.top_k) and self.top_k >= -1):
-            raise ValueError(f"top_k must be an integer of at least 1, or 0 for off, got {self.top_k!r}")
-        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise ValueError(f"min_p must be in [0, 1] (0 is off), got {self.min_p!r}")
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
-            raise ValueError(f"seed must be an integer in [0, 2**64) or None, got {self.seed!r}")
+        self._check_float("temperature", lambda t: t >= 0, "a finite number of at least 0 (0 is greedy)")
+        self._check_float("top_p", lambda p: 0 < p <= 1, "in (0, 1] (1 is off)")
+        self._check_float("min_p", lambda p: 0 <= p <= 1, "in [0, 1] (0 is off)")
+        self._check_int("top_k", -1, "an integer of at least 1, or 0 for off")
+        if self.seed is not None:
+            self._check_int("seed", 0, "an integer in [0, 2**64) or None", largest=2**64 - 1)
 
     def _check_length(self) -> None:
-        if not (_is_int(self.n) and self.n == 1):
-            raise ValueError(f"n must be 1, got {self.n!r}; for more answers send the prompt again")
-        if not (_is_int(self.max_tokens) and self.max_tokens >= 1):
-            raise ValueError(f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}")
-        if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens):
-            raise ValueError(
-                f"min_tokens must be an integer in [0, max_tokens={self.max_tokens}], got {self.min_tokens!r}"
-            )
-        if self.logprobs is not None and not (_is_int(self.logprobs) and self.logprobs >= 0):
-            raise ValueError(f"logprobs must be an integer of at least 0, or None, got {self.logprobs!r}")
+        self._check_int("n", 1, "1: for more answers send the prompt again", largest=1)
+        self._check_int("max_tokens", 1, "an integer of at least 1")
+        self._check_int(
+            "min_tokens", 0, f"an integer in [0, max_tokens={self.max_tokens}]", largest=self.max_tokens
+        )
+        if self.logprobs is not None:
+            self._check_int("logprobs", 0, "an integer of at least 0, or None")
+
+    def _check_float(self, name: str, allows: Callable[[float], bool], allowed: str) -> None:
+        """Keep it as a float: an int may be larger than what tensors can be divided by."""
+        value = getattr(self, name)
+        try:
+            number = float(value) if is_real(value) else math.nan
+        except OverflowError:
+            number = math.nan
+        if not (math.isfinite(number) and allows(number)):
+            raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+        self._store(name, number)
+
+    def _check_int(self, name: str, smallest: int, allowed: str, largest: int = LARGEST_COUNT) -> None:
+        value = getattr(self, name)
+        if not (is_integral(value) and smallest <= value <= largest):
+            raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+        self._store(name, int(value))
 
 
 def _stop_strings(stop: str | list[str] | None) -> list[str]:
-    strings = [stop] if isinstance(stop, str) else _listed("stop", stop)
+    strings = [stop] if isinstance(stop, str) else _listed("stop", stop, MOST_STOP_STRINGS)
     if not all(isinstance(string, str) for string in strings):
-        raise ValueError(f"stop must hold strings only, got {stop!r}")
+        raise ValueError(f"stop must hold strings only, got {shown(stop)}")
     if "" in strings:
-        raise ValueError(f"stop must not hold an empty string, which would match at once, got {stop!r}")
-    return strings
+        raise ValueError(f"stop must not hold an empty string, which would match at once, got {shown(stop)}")
+    if (longest := max(map(len, strings), default=0)) > LONGEST_STOP_STRING:
+        raise ValueError(
+            f"stop must hold strings of at most {LONGEST_STOP_STRING} characters, got one of {longest}"
+        )
+    return list(dict.fromkeys(strings))
 
 
 def _stop_ids(stop_token_ids: list[int] | None) -> list[int]:
-    ids = _listed("stop_token_ids", stop_token_ids)
-    if not all(_is_int(token_id) and token_id >= 0 for token_id in ids):
-        raise ValueError(f"stop_token_ids must be token ids, integers of at least 0, got {stop_token_ids!r}")
-    return ids
+    ids = _listed("stop_token_ids", stop_token_ids, MOST_STOP_IDS)
+    if not all(is_integral(token_id) and 0 <= token_id <= LARGEST_COUNT for token_id in ids):
+        raise ValueError(
+            f"stop_token_ids must be token ids, integers of at least 0, got {shown(stop_token_ids)}"
+        )
+    return list(dict.fromkeys(map(int, ids)))
 
 
-def _listed(name: str, value: Any) -> list[Any]:
+def _listed(name: str, value: Any, most: int) -> list[Any]:
     if value is not None and not isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} must be a list, got {value!r}")
+        raise ValueError(f"{name} must be a list, got {shown(value)}")
+    if len(value or ()) > most:
+        raise ValueError(f"{name} may hold {most} at most, got {len(value)}")
     return list(value or ())
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_integral(value: Any) -> bool:
+    """Whether it is a whole number, of whatever type; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_real(value: Any) -> bool:
+    """Whether it is a number with an order, of whatever type; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def shown(value: Any, longest: int = 80) -> str:
+    """A value as an error shows it: what a caller gave may be as long as a book, or not be shown at all."""
+    try:
+        text = repr(value)
+    except Exception as error:  # an int of more digits than Python writes out, or somebody's own __repr__
+        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -13,6 +13,7 @@ LAYERS = (
     ("labs",),
     (
         "config",
+        "faults",
         "sampling_params",
         "models.config",
         "models.interfaces",

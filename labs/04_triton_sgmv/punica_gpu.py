@@ -124,8 +124,8 @@ class PunicaWrapperGPU(PunicaWrapperBase):
     def _slots_of_step(self) -> set[int]:
         """Slots that the step uses; found once a step, and only if somebody asks."""
         if self._slots_found_in is not self.token_lora_indices:
-            self._slots_found_in = self.token_lora_indices
             self._step_slots = set(self.token_lora_indices.tolist()) - {-1}
+            self._slots_found_in = self.token_lora_indices
         return self._step_slots
 
     def expert_rows(self, layer: FusedMoEWithLoRA, adapters: torch.Tensor) -> TileList:

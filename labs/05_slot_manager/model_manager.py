@@ -24,7 +24,6 @@ class LoRAModelManager(AdapterReports):
 
     Two tiers: *registered* adapters are in CPU memory (at most `capacity`), *active* ones are also copied into
     a slot (at most `lora_slots`). This class refuses what does not fit; `LRUCacheLoRAModelManager` evicts.
-
     ValueError when the model does not support LoRA, has nothing to wrap, or not what `target_modules` names.
     """
 
@@ -94,7 +93,7 @@ class LoRAModelManager(AdapterReports):
     def add_adapter(self, adapter: LoRAModel) -> bool:
         """Register: fold scaling in, pack, keep in memory. False, and just used, if the id is there already.
 
-        Raises ValueError when it does not fit the model, RuntimeError when memory is full; nothing has changed.
+        ValueError when it does not fit the model, RuntimeError when memory is full; nothing has changed.
         """
         if adapter.id in self._registered_adapters:
             self.touch_adapter(adapter.id)
@@ -175,8 +174,7 @@ class LoRAModelManager(AdapterReports):
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Take the adapter out of its slot; a pin goes with it. False if it is in none.
 
-        Its weights stay in the buffers until the next adapter overwrites them: no row is sent to a slot that
-        the table calls free.
+        Its weights stay there until others overwrite them: no row is sent to a slot that the table calls free.
         """
         return self._active_adapters.pop(adapter_id) is not None
 
@@ -197,8 +195,8 @@ class LoRAModelManager(AdapterReports):
     def _translate(self, mapping: LoRAMapping) -> None:
         """Have the backend translate the rows' adapter ids to slots, unless the last translation still holds.
 
-        The slot table is part of the memo's key: the same ids may sit in other slots than a step ago. What failed
-        is not remembered. The backend is told of one adapter more than there are slots: vLLM counts the base model.
+        The memo's key has the slot table: the same ids may sit in other slots than a step ago. While it is replaced
+        nothing is remembered. The backend is told of one adapter more than slots: vLLM counts the base model.
         """
         raise Todo("lab 5.3: a mapping counts only together with the slots it was made for")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from minivllm.faults import as_fault
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
@@ -200,10 +201,11 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 
-    def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, Exception]:
+    def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
         """Read into memory what a step needs and is not there, all that can be read.
 
-        Returns adapter id -> the OSError, ValueError or RuntimeError that kept it out.
+        Returns adapter id -> the error that kept it out, whatever it is: it is that adapter's alone, if it is a fault
+        at all (`as_fault`).
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_traits import AdapterTraits, traits_of
+from minivllm.faults import as_fault
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.names import get_adapter_absolute_path, looks_like_hub_id
 from minivllm.lora.request import LoRARequest
@@ -55,7 +56,7 @@ class AdapterRegistry:
         self.with_tokenizers = with_tokenizers
         self.entries: dict[int, AdapterEntry] = {}
         self._reloads: dict[tuple[int, int], LoRARequest] = {}
-        self._failures: dict[tuple[int, int], Exception] = {}
+        self._failures: dict[tuple[int, int], BaseException] = {}
         self._wanted_pins: set[int] = set()
 
     @property
@@ -146,6 +147,12 @@ class AdapterRegistry:
         self._wanted_pins.discard(adapter_id)
         self.manager.stats.by_adapter.pop(adapter_id, None)
 
+    def reset(self) -> None:
+        """After a call that broke off: what was only named is forgotten, and what is held back is held for a reload."""
+        self.scheduler.blocked_adapters = dict.fromkeys(self._reloads, RELOAD_PENDING)
+        for adapter_id in self.entries.keys() - self.manager.stats.by_adapter.keys():
+            self.release_unused(adapter_id)
+
     def name_of(self, adapter_id: int) -> str:
         entry = self.entries.get(adapter_id)
         return entry.request.lora_name if entry else str(adapter_id)
@@ -208,9 +215,9 @@ class AdapterRegistry:
         """Read it if need be, and pin it if there is a slot; if there is none, it is wanted."""
         if adapter_id not in self.manager.list_adapters():
             self.runner.add_lora(self.entries[adapter_id].request)
-        self._wanted_pins.discard(adapter_id)
         if self.manager.has_room_for(adapter_id):
             self.runner.pin_lora(adapter_id)
+            self._wanted_pins.discard(adapter_id)
         else:
             self._wanted_pins.add(adapter_id)
 
@@ -233,7 +240,8 @@ class AdapterRegistry:
         for adapter_id in sorted(self._wanted_pins):
             try:
                 self._pin(adapter_id)
-            except (OSError, ValueError, RuntimeError) as error:
+            except BaseException as error:
+                as_fault(error)
                 self._wanted_pins.discard(adapter_id)
                 logger.warning("adapter '%s' could not be pinned: %s", self.name_of(adapter_id), error)
 
@@ -270,7 +278,7 @@ class AdapterRegistry:
 
         What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
 
-        After an OSError, ValueError or RuntimeError the runner still has the old weights. The error is kept in
+        After any error (`as_fault`) the runner still has the old weights. The error is kept in
         `_failures` under (adapter id, generation) for the requests that waited; the entry's generation is a later
         one from then on, so that whoever comes next does not share their fate.
         """
@@ -285,7 +293,7 @@ class AdapterRegistry:
 
     # endregion
 
-    def take_failures(self) -> dict[tuple[int, int], Exception]:
+    def take_failures(self) -> dict[tuple[int, int], BaseException]:
         """(adapter id, generation) -> error of the reloads that have failed since the last call."""
         failures, self._failures = self._failures, {}
         return failures

@@ -57,7 +57,7 @@ class LoRAModelRunnerMixin:
 
     # endregion
 
-    def prepare_loras(self, lora_requests: Iterable[LoRARequest]) -> dict[int, Exception]:
+    def prepare_loras(self, lora_requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
         """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
         return self._manager().prepare_adapters(lora_requests)
 

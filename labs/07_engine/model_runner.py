@@ -2,7 +2,7 @@
 
 from minivllm.labs import Todo
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 from minivllm.config import CPU_KV_CACHE_BYTES, EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
+from minivllm.faults import as_fault
 from minivllm.layers.attention import Attention, AttentionMetadata
-from minivllm.layers.sampler import Logprob, Sampler, make_generator
+from minivllm.layers.sampler import Logprob, Sampler
 from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.row_sampler import RowSampler
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class PendingStep:
     requests   the P rows that sample
     logits     (P or more, V), the rows' own first; None when no row samples
     tokens     (P or more,) int64, the likeliest of each row if the step has found it already
+    errors     request id -> what its own row's sampling raised; filled in by `sample_tokens`
     """
 
     requests: list[Request]
     logits: torch.Tensor | None
     tokens: torch.Tensor | None = None
+    errors: dict[str, BaseException] = field(default_factory=dict)
 
 
 class ModelRunner(LoRAModelRunnerMixin):
@@ -65,7 +69,7 @@ class ModelRunner(LoRAModelRunnerMixin):
             refuse_slots_that_do_not_fit(config)
             self.model = self.load_lora_model(self.model, config, self.device)
         self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
-        self._generators: dict[str, torch.Generator | None] = {}
+        self.row_sampler = RowSampler(self.sampler)
         self.num_blocks = self._num_kv_blocks()
         self._allocate_kv_cache(self.num_blocks)
 
@@ -154,13 +158,22 @@ class ModelRunner(LoRAModelRunnerMixin):
 
     @torch.inference_mode()
     def sample_tokens(self, step: PendingStep) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
-        """Pick the tokens of a step that was launched, and wait for them; returns as `execute_model`."""
+        """Pick the tokens of a step that was launched, and wait for them; returns as `execute_model`.
+
+        Rows that cannot be sampled are left out; `step.errors` has them.
+        """
         if not step.requests:
             return {}
         if step.tokens is not None and all(map(_takes_likeliest, step.requests)):
             tokens = step.tokens[: len(step.requests)].tolist()
             return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
-        return self._sample(step.requests, step.logits[: len(step.requests)])
+        logits = step.logits[: len(step.requests)]
+        try:
+            return self.row_sampler.sample(step.requests, logits)
+        except BaseException as error:
+            sampled, errors = self.row_sampler.sample_apart(step.requests, logits, as_fault(error))
+            step.errors.update(errors)
+            return sampled
 
     def _graph_size(self, batch: InputBatch) -> int:
         """Rows of the CUDA graph that can run the batch; 0 if it must run eagerly."""
@@ -197,24 +210,9 @@ class ModelRunner(LoRAModelRunnerMixin):
         dtype = self.config.model_config.dtype
         return AttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device, dtype)
 
-    def _sample(
-        self, requests: list[Request], logits: torch.Tensor
-    ) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
-        for request in requests:
-            if request.request_id not in self._generators:
-                self._generators[request.request_id] = make_generator(request.sampling_params)
-        sampled = self.sampler(
-            logits,
-            [request.sampling_params for request in requests],
-            [self._generators[request.request_id] for request in requests],
-            [request.num_output_tokens for request in requests],
-        )
-        tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
-        return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
-
     def forget_request(self, request_id: str) -> None:
         """Drop what is kept for a request; call it when the request has ended."""
-        self._generators.pop(request_id, None)
+        self.row_sampler.forget(request_id)
 
     # ---- before the first step ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_traits import AdapterTraits, traits_of
+from minivllm.faults import as_fault
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.names import get_adapter_absolute_path, looks_like_hub_id
 from minivllm.lora.request import LoRARequest
@@ -54,7 +55,7 @@ class AdapterRegistry:
         self.with_tokenizers = with_tokenizers
         self.entries: dict[int, AdapterEntry] = {}
         self._reloads: dict[tuple[int, int], LoRARequest] = {}
-        self._failures: dict[tuple[int, int], Exception] = {}
+        self._failures: dict[tuple[int, int], BaseException] = {}
         self._wanted_pins: set[int] = set()
 
     @property
@@ -145,6 +146,12 @@ class AdapterRegistry:
         self._wanted_pins.discard(adapter_id)
         self.manager.stats.by_adapter.pop(adapter_id, None)
 
+    def reset(self) -> None:
+        """After a call that broke off: what was only named is forgotten, and what is held back is held for a reload."""
+        self.scheduler.blocked_adapters = dict.fromkeys(self._reloads, RELOAD_PENDING)
+        for adapter_id in self.entries.keys() - self.manager.stats.by_adapter.keys():
+            self.release_unused(adapter_id)
+
     def name_of(self, adapter_id: int) -> str:
         entry = self.entries.get(adapter_id)
         return entry.request.lora_name if entry else str(adapter_id)
@@ -207,9 +214,9 @@ class AdapterRegistry:
         """Read it if need be, and pin it if there is a slot; if there is none, it is wanted."""
         if adapter_id not in self.manager.list_adapters():
             self.runner.add_lora(self.entries[adapter_id].request)
-        self._wanted_pins.discard(adapter_id)
         if self.manager.has_room_for(adapter_id):
             self.runner.pin_lora(adapter_id)
+            self._wanted_pins.discard(adapter_id)
         else:
             self._wanted_pins.add(adapter_id)
 
@@ -232,7 +239,8 @@ class AdapterRegistry:
         for adapter_id in sorted(self._wanted_pins):
             try:
                 self._pin(adapter_id)
-            except (OSError, ValueError, RuntimeError) as error:
+            except BaseException as error:
+                as_fault(error)
                 self._wanted_pins.discard(adapter_id)
                 logger.warning("adapter '%s' could not be pinned: %s", self.name_of(adapter_id), error)
 
@@ -274,9 +282,9 @@ class AdapterRegistry:
         """
         for adapter_id, generation in sorted(self._reloads):
             if not self._in_flight(adapter_id, before=generation):
-                lora_request = self._reloads.pop((adapter_id, generation))
+                self._reload(self._reloads[adapter_id, generation], generation)
+                del self._reloads[adapter_id, generation]
                 del self.scheduler.blocked_adapters[adapter_id, generation]
-                self._reload(lora_request, generation)
         for adapter_id in [i for i, e in self.entries.items() if e.leaving and not self._in_flight(i)]:
             self.runner.remove_lora(adapter_id)
             self._forget(adapter_id)
@@ -286,7 +294,7 @@ class AdapterRegistry:
 
         What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
 
-        After an OSError, ValueError or RuntimeError the runner still has the old weights. The error is kept in
+        After any error (`as_fault`) the runner still has the old weights. The error is kept in
         `_failures` under (adapter id, generation) for the requests that waited; the entry's generation is a later
         one from then on, so that whoever comes next does not share their fate.
         """
@@ -296,8 +304,8 @@ class AdapterRegistry:
         self._refresh_in_use()
         try:
             self.runner.add_lora(lora_request)
-        except (OSError, ValueError, RuntimeError) as error:
-            self._failures[adapter_id, generation] = error
+        except BaseException as error:
+            self._failures[adapter_id, generation] = as_fault(error)
             self.entries[adapter_id].generation = max(generation + 1, self.entries[adapter_id].generation)
 
     def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
@@ -312,7 +320,7 @@ class AdapterRegistry:
 
     # endregion
 
-    def take_failures(self) -> dict[tuple[int, int], Exception]:
+    def take_failures(self) -> dict[tuple[int, int], BaseException]:
         """(adapter id, generation) -> error of the reloads that have failed since the last call."""
         failures, self._failures = self._failures, {}
         return failures

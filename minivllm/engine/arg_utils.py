@@ -25,6 +25,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
     quantization: str | None = None
+    max_logprobs: int = 20
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -74,6 +75,7 @@ class EngineArgs:
                 position_factor=max(lora_config.long_lora_scaling_factors or (), default=1.0)
                 if self.enable_lora
                 else 1.0,
+                max_logprobs=self.max_logprobs,
             ),
             cache_config=CacheConfig(
                 self.block_size,

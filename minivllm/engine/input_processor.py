@@ -1,13 +1,19 @@
 """From what a caller gives to token ids. Stands for vllm/v1/engine/input_processor.py (v0.22.1)."""
 
+import math
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter_traits import AdapterTraits
-from minivllm.sampling_params import SamplingParams
+from minivllm.faults import is_fault
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams, is_real, shown
 
 Prompt = str | dict[str, Any] | list[int]
+
+LONGEST_REQUEST_ID = 1024
 
 
 class InputProcessor:
@@ -19,6 +25,38 @@ class InputProcessor:
     def __init__(self, model_config: ModelConfig, tokenizer: Any = None) -> None:
         self.model_config = model_config
         self.tokenizer = tokenizer
+        self.most_logprobs = model_config.max_logprobs
+        self._longest_tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def check_arguments(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        arrival_time: float | None,
+        lora_request: LoRARequest | str | None,
+    ) -> None:
+        """TypeError for an argument of another kind, ValueError for one that no request may have."""
+        for name, value, kind in (
+            ("request_id", request_id, str),
+            ("params", params, SamplingParams),
+            ("lora_request", lora_request, LoRARequest | str | None),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {shown(value)}")
+        if len(request_id) > LONGEST_REQUEST_ID or not request_id.isprintable():
+            raise ValueError(
+                f"request_id must be at most {LONGEST_REQUEST_ID} printable characters, got {shown(request_id)}"
+            )
+        if arrival_time is not None and not (is_real(arrival_time) and _is_finite(arrival_time)):
+            raise ValueError(
+                f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, got "
+                f"{shown(arrival_time)}"
+            )
+        if params.logprobs is not None and params.logprobs > self.most_logprobs > -1:
+            raise ValueError(
+                f"request '{request_id}' asks for logprobs={params.logprobs}, but max_logprobs is "
+                f"{self.most_logprobs}; ask for fewer, or start the engine with more (-1 is all)"
+            )
 
     def read_prompt(
         self, request_id: str, prompt: Prompt, traits: AdapterTraits
@@ -35,9 +73,41 @@ class InputProcessor:
         if token_ids is None and isinstance(text, str):
             if self.tokenizer is None:
                 raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
-            token_ids = self.tokenizer_of(traits)(text)["input_ids"]
+            token_ids = self._tokenize(request_id, text, traits)
         self._check_prompt(request_id, token_ids, traits)
         return text, list(token_ids)
+
+    def _tokenize(self, request_id: str, text: str, traits: AdapterTraits) -> list[int]:
+        """ValueError for what is no text, or so long that reading it would hold up everybody for nothing."""
+        tokenizer = self.tokenizer_of(traits)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"request '{request_id}' has a prompt that is no text: character {error.start} is "
+                f"{text[error.start]!a}, half of a pair; decode it as UTF-8 first"
+            ) from None
+        longest = self.longest(traits)
+        if len(text) > longest * self._longest_token(tokenizer):
+            raise ValueError(
+                f"request '{request_id}' has a prompt of {len(text)} characters, which is more than "
+                f"{self._name_of_limit(longest)} allows; shorten it or raise --max-model-len"
+            )
+        try:
+            return tokenizer(text)["input_ids"]
+        # A tokenizer may come with an adapter, and what it raises is a matter of this prompt alone.
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise ValueError(
+                f"request '{request_id}' has a prompt that its tokenizer cannot read: {shown(error)}"
+            ) from error
+
+    def _longest_token(self, tokenizer: Any) -> int:
+        """Characters that one token can stand for at most."""
+        if tokenizer not in self._longest_tokens:
+            self._longest_tokens[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
+        return self._longest_tokens[tokenizer]
 
     def tokenizer_of(self, traits: AdapterTraits) -> Any:
         """The adapter's own where it has one, else the model's; None where prompts come as token ids."""
@@ -76,10 +146,18 @@ class InputProcessor:
         if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
             whose = f" (adapter '{traits.name}' adds {traits.added_tokens} tokens)" if traits.name else ""
             raise ValueError(
-                f"request '{request_id}' has prompt token ids {wrong[:5]}; use ints from 0 to {vocab_size - 1}{whose}"
+                f"request '{request_id}' has prompt token ids {shown(wrong[:5])}; "
+                f"use ints from 0 to {vocab_size - 1}{whose}"
             )
 
     def _name_of_limit(self, longest: int) -> str:
         if longest == self.model_config.max_model_len:
             return f"max_model_len {longest}"
         return f"the {longest} positions that its adapter, or the base model, was trained for"
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int that no float holds
+        return False

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -17,12 +18,13 @@ from minivllm.sampling_params import SamplingParams
 class LLM:
     """An engine and a loop around it. vLLM: `LLM`.
 
-    Options are those of `EngineArgs`: `LLM(model, enable_lora=True, max_loras=4, max_lora_rank=32)`.
+    One thread at a time may call it; another gets a RuntimeError. Options are those of `EngineArgs`: `LLM(model, enable_lora=True, max_loras=4, max_lora_rank=32)`.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **options))
         self._request_numbers = itertools.count()
+        self._turns = Turns("LLM")
 
     def generate(
         self,
@@ -43,19 +45,30 @@ class LLM:
         ValueError if any prompt cannot be served; then none is. A request that fails later has
         finish_reason "error" and says why in `.error`. Nothing is left behind by an error or Ctrl-C.
         """
+        with self._turns.take():
+            return self._generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None,
+    ) -> list[RequestOutput]:
         prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         params = _for_each(
             SamplingParams() if sampling_params is None else sampling_params, len(prompts), "sampling_params"
         )
         loras = _for_each(lora_request, len(prompts), "lora_request")
-        ids: list[str] = []
+        # Known before any is in the engine: an interrupt may come between any two lines.
+        ids = [str(next(self._request_numbers)) for _ in prompts]
         try:
-            for prompt, param, lora in zip(prompts, params, _reload_once(loras)):
-                request_id = str(next(self._request_numbers))
-                ids.append(self.llm_engine.add_request(request_id, prompt, param, lora_request=lora))
+            for request_id, prompt, param, lora in zip(ids, prompts, params, _reload_once(loras)):
+                self.llm_engine.add_request(request_id, prompt, param, lora_request=lora)
             finished = self._run(ids, use_tqdm)
         except BaseException:
-            self.llm_engine.abort_request(ids)
+            with no_interrupts():
+                self.llm_engine.abort_request(ids)
             raise
         return [finished[request_id] for request_id in ids]
 

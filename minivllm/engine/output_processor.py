@@ -8,6 +8,7 @@ from typing import Any
 from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.faults import as_fault, reason
 from minivllm.layers.sampler import Logprob
 
 
@@ -16,6 +17,7 @@ class RequestState:
     """What the engine keeps of a request beside the scheduler's part. vLLM: `RequestState`.
 
     tokenizer   what its tokens become text by: the model's or its adapter's; None = there is no text
+    num_emitted   tokens that outputs have told of
     """
 
     request: Request
@@ -56,26 +58,47 @@ class OutputProcessor:
                 metrics.first_scheduled_time = now
 
     def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
-        """What is new of a request since the last call; forgets it once it has finished.
+        """What is new of a request since the last output that was `delivered`; to be called once a step.
 
         A stop string ends the request here: its status becomes FINISHED_STOPPED, and the caller must take
-        it out of the scheduler if it was still there.
+        it out of the scheduler if it was still there. What making the text raises ends the request, too, as
+        FINISHED_ERROR with the text that there was.
         """
         state = self.states[request.request_id]
         new_token_ids = request.output_token_ids[state.num_emitted :]
-        state.num_emitted += len(new_token_ids)
-        delta_text, stop_string = state.detokenizer.update(
-            new_token_ids, request.is_finished, stop_terminated=_ended_by_token(request)
-        )
-        if stop_string is not None and request.status is not RequestStatus.FINISHED_ERROR:
-            request.status = RequestStatus.FINISHED_STOPPED
-            request.stop_reason = stop_string
-        if logprobs is not None:
-            self._add_logprobs(state, new_token_ids[-1], logprobs)
+        delta_text = ""
+        try:
+            if logprobs is not None:
+                self._add_logprobs(state, new_token_ids[-1], logprobs)
+            delta_text, stop_string = state.detokenizer.update(
+                new_token_ids, request.is_finished, stop_terminated=_ended_by_token(request)
+            )
+            if stop_string is not None and request.status is not RequestStatus.FINISHED_ERROR:
+                request.status = RequestStatus.FINISHED_STOPPED
+                request.stop_reason = stop_string
+        # A tokenizer may come with an adapter.
+        except BaseException as error:
+            request.status, request.error = RequestStatus.FINISHED_ERROR, reason(as_fault(error))
         self._move_clocks(state)
-        if request.is_finished:
-            del self.states[request.request_id]
         return self._output(state, delta_text, new_token_ids)
+
+    def delivered(self, output: RequestOutput) -> None:
+        """An output is on its way to the caller; forgets its request if it is the last."""
+        if output.finished:
+            self.states.pop(output.request_id, None)
+        elif (state := self.states.get(output.request_id)) is not None:
+            state.num_emitted = len(output.outputs[0].token_ids)
+
+    def rewind(self, undelivered: Iterable[RequestOutput]) -> list[Request]:
+        """All requests as their last outputs left them, whatever was done to them since; those that have not ended.
+
+        undelivered   outputs that were made in a call that did not get to its end, and are on their way now
+        """
+        for output in undelivered:
+            self.delivered(output)
+        for state in self.states.values():
+            _rewind(state)
+        return [state.request for state in self.states.values()]
 
     def drop(self, request_id: str) -> None:
         """Forget a request that nobody wants to hear of any more."""
@@ -121,6 +144,18 @@ class OutputProcessor:
             error=request.error,
             metrics=state.metrics,
         )
+
+
+def _rewind(state: RequestState) -> None:
+    request, num_tokens = state.request, state.num_emitted
+    del request.output_token_ids[num_tokens:]
+    request.all_token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+    request.status, request.stop_reason, request.error = RequestStatus.WAITING, None, None
+    del state.logprobs[num_tokens:]
+    tokens = zip(request.output_token_ids, state.logprobs)
+    state.cumulative_logprob = sum(logprobs[token].logprob for token, logprobs in tokens)
+    state.detokenizer = IncrementalDetokenizer(state.tokenizer, request.sampling_params)
+    state.detokenizer.update(request.output_token_ids, finished=False)
 
 
 def _ended_by_token(request: Request) -> bool:

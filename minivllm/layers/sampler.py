@@ -93,6 +93,24 @@ def make_generator(params: SamplingParams) -> torch.Generator | None:
     return None if params.seed is None else torch.Generator().manual_seed(params.seed)
 
 
+class RepeatableDraws:
+    """A request's `make_generator`, by the position of the token to draw: a step taken again draws the same again."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._generator = make_generator(params)
+        self._position = -1
+        self._state: torch.Tensor | None = None
+
+    def at(self, position: int) -> torch.Generator | None:
+        """The generator, as it was before this position was first drawn. Positions never go back by more than one."""
+        if self._generator is not None:
+            if position == self._position:
+                self._generator.set_state(self._state)
+            else:
+                self._state, self._position = self._generator.get_state(), position
+        return self._generator
+
+
 def token_weights(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """How much each token weighs in the draw: 0 if filtered out, else its probability times a constant.
 

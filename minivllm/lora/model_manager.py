@@ -23,7 +23,6 @@ class LoRAModelManager(AdapterReports):
 
     Two tiers: *registered* adapters are in CPU memory (at most `capacity`), *active* ones are also copied into
     a slot (at most `lora_slots`). This class refuses what does not fit; `LRUCacheLoRAModelManager` evicts.
-
     ValueError when the model does not support LoRA, has nothing to wrap, or not what `target_modules` names.
     """
 
@@ -93,7 +92,7 @@ class LoRAModelManager(AdapterReports):
     def add_adapter(self, adapter: LoRAModel) -> bool:
         """Register: fold scaling in, pack, keep in memory. False, and just used, if the id is there already.
 
-        Raises ValueError when it does not fit the model, RuntimeError when memory is full; nothing has changed.
+        ValueError when it does not fit the model, RuntimeError when memory is full; nothing has changed.
         """
         if adapter.id in self._registered_adapters:
             self.touch_adapter(adapter.id)
@@ -186,8 +185,7 @@ class LoRAModelManager(AdapterReports):
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Take the adapter out of its slot; a pin goes with it. False if it is in none.
 
-        Its weights stay in the buffers until the next adapter overwrites them: no row is sent to a slot that
-        the table calls free.
+        Its weights stay there until others overwrite them: no row is sent to a slot that the table calls free.
         """
         return self._active_adapters.pop(adapter_id) is not None
 
@@ -211,11 +209,12 @@ class LoRAModelManager(AdapterReports):
     def _translate(self, mapping: LoRAMapping) -> None:
         """Have the backend translate the rows' adapter ids to slots, unless the last translation still holds.
 
-        The slot table is part of the memo's key: the same ids may sit in other slots than a step ago. What failed
-        is not remembered. The backend is told of one adapter more than there are slots: vLLM counts the base model.
+        The memo's key has the slot table: the same ids may sit in other slots than a step ago. While it is replaced
+        nothing is remembered. The backend is told of one adapter more than slots: vLLM counts the base model.
         """
         slots = self.lora_index_to_id
         if (mapping, slots) != self._last_mapping:
+            self._last_mapping = None
             self.punica_wrapper.update_metadata(mapping, slots, self.lora_slots + 1, self.vocab_size)
             self._last_mapping = (mapping, slots)
 
@@ -309,9 +308,10 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         self.check_adapter(adapter)
         self._pack(adapter)
         was_pinned = adapter.id in self.pinned_adapters
-        was_active = self.deactivate_adapter(adapter.id)
-        self._registered_adapters.put(adapter.id, adapter)
+        was_active = adapter.id in self._active_adapters
         try:
+            self.deactivate_adapter(adapter.id)
+            self._registered_adapters.put(adapter.id, adapter)
             if was_active:
                 self.activate_adapter(adapter.id)
         except BaseException:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from minivllm.faults import as_fault
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
@@ -205,17 +206,18 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
         self._adapter_manager.in_use = frozenset(wanted)
         return wanted
 
-    def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, Exception]:
+    def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
         """Read into memory what a step needs and is not there, all that can be read.
 
-        Returns adapter id -> the OSError, ValueError or RuntimeError that kept it out.
+        Returns adapter id -> the error that kept it out, whatever it is: it is that adapter's alone, if it is a fault
+        at all (`as_fault`).
         """
-        failures: dict[int, Exception] = {}
+        failures: dict[int, BaseException] = {}
         for adapter_id, request in self._claim(requests).items():
             try:
                 self._load_if_missing(request)
-            except (OSError, ValueError, RuntimeError) as error:
-                failures[adapter_id] = error
+            except BaseException as error:
+                failures[adapter_id] = as_fault(error)
         return failures
 
     # endregion

@@ -25,7 +25,7 @@ def _check_requests(engine: LLMEngine, live: set[str]) -> None:
         set(scheduler.requests) ^ live,
     )
     assert set(engine.output_processor.states) == live
-    assert set(engine.runner._generators) <= live
+    assert set(engine.runner.row_sampler.draws) <= live
     assert len(scheduler.running) <= scheduler.scheduler_config.max_num_seqs
 
 
@@ -102,7 +102,7 @@ def check_empty(engine: LLMEngine) -> None:
     check_engine(engine, [])
     pool = engine.scheduler.kv_cache.block_pool
     assert len(pool.free) == pool.num_usable_blocks
-    assert not engine.runner._generators
+    assert not engine.runner.row_sampler.draws
     manager = engine.adapters.manager
     assert not engine.adapters.entries and not manager.list_adapters() and not manager.pinned_adapters
     assert not manager.stats.by_adapter

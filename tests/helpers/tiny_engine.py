@@ -18,6 +18,7 @@ OPTIONS = {
     "max_lora_rank": 16,
     "block_size": 4,
     "num_kv_blocks": 200,
+    "max_logprobs": -1,
     "warm_up": False,
 }
 

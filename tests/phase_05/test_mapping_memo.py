@@ -150,3 +150,22 @@ def test_a_translation_that_failed_is_not_remembered():
     manager.set_adapter_mapping(mapping)
 
     assert_rows_go_to(manager, [1], [1])
+
+
+def test_what_a_translation_that_broke_off_has_overwritten_is_not_remembered_either(monkeypatch):
+    manager = manager_with(1, 2)
+    mapping = LoRAMapping((1, 1), (1,))
+    manager.set_adapter_mapping(mapping)
+    update = manager.punica_wrapper.update_metadata
+
+    def broken_off(other, *args):
+        update(other, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.punica_wrapper, "update_metadata", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            manager.set_adapter_mapping(LoRAMapping((2, 2), (2,)))
+
+    manager.set_adapter_mapping(mapping)
+    assert_rows_go_to(manager, [0, 0], [0])

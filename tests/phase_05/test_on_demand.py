@@ -192,6 +192,37 @@ def test_preparing_tells_who_failed_and_loads_the_others(folders):
     assert_slots(worker.manager, [None] * 4, "preparing brings adapters into memory, not into slots")
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large"), KeyError("weight")], ids=repr)
+def test_preparing_keeps_whatever_one_adapter_raises_to_that_adapter(folders, monkeypatch, error):
+    worker = make_worker(slots=4, memory=4)
+    fail_load(monkeypatch, worker, 2, error)
+
+    failures = worker.prepare_adapters(folders.requests(1, 2, 3))
+
+    assert failures == {2: error}
+    assert_memory(worker.manager, [1, 3], "2 raised something; 1 and 3 are well")
+
+
+def test_preparing_lets_ctrl_c_through(folders, monkeypatch):
+    worker = make_worker(slots=4, memory=4)
+    fail_load(monkeypatch, worker, 2, KeyboardInterrupt())
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.prepare_adapters(folders.requests(1, 2, 3))
+
+
+def fail_load(monkeypatch, worker, adapter_id, error):
+    """Have one adapter's loading raise something that no folder is to blame for."""
+    load = worker._load_adapter
+
+    def loaded(lora_request, **kwargs):
+        if lora_request.lora_int_id == adapter_id:
+            raise error
+        return load(lora_request, **kwargs)
+
+    monkeypatch.setattr(worker, "_load_adapter", loaded)
+
+
 def test_preparing_evicts_from_memory_nothing_that_the_step_needs(folders, monkeypatch):
     worker = make_worker(slots=2, memory=2)
     worker.set_active_adapters(folders.requests(5, 6), None)

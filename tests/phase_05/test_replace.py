@@ -129,6 +129,26 @@ def test_a_copy_that_fails_leaves_the_old_weights_to_be_served(monkeypatch, pinn
     assert_slot_holds(manager, 0, OLD, "the old weights of 1")
 
 
+def test_a_pin_outlives_whatever_breaks_off_the_change(monkeypatch):
+    """Ctrl-C may come between any two lines: here it comes when the slot is given up already."""
+    manager = manager_with_old()
+    manager.pin_adapter(1)
+    registered = manager._registered_adapters
+    put, interrupts = registered.put, [KeyboardInterrupt()]
+
+    def interrupted_once(*args):
+        if interrupts:
+            raise interrupts.pop()
+        put(*args)
+
+    monkeypatch.setattr(registered, "put", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        manager.replace_adapter(adapter_of(1, NEW))
+
+    assert manager.pinned_adapters == {1}, "1 was pinned, and nobody has unpinned it"
+    assert_slot_holds(manager, 0, OLD, "the old weights of 1")
+
+
 def test_on_a_dead_device_no_slot_names_what_it_does_not_hold(monkeypatch):
     manager = manager_with_old(slots=1)
     manager.pin_adapter(1)

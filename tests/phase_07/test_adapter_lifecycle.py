@@ -44,7 +44,7 @@ class StandInRunner:
         self.calls.append(f"read {request.lora_path}")
         self.in_use.append(self.manager.in_use)
         weights = self.disk[request.lora_path]
-        if isinstance(weights, Exception):
+        if isinstance(weights, BaseException):
             raise weights
         if request.load_inplace or request.lora_int_id not in self.memory:
             self.memory[request.lora_int_id] = weights
@@ -312,7 +312,9 @@ class TestReloadThatFails:
 
     @lab
     @pytest.mark.parametrize(
-        "error", [ValueError("NaN"), OSError("gone"), RuntimeError("full")], ids=lambda e: type(e).__name__
+        "error",
+        [ValueError("NaN"), OSError("gone"), RuntimeError("full"), MemoryError(), KeyError("weight")],
+        ids=lambda e: type(e).__name__,
     )
     def test_is_not_raised_at_whoever_ends_a_request_but_kept_for_those_who_waited(self, world, error):
         world.ask("old")
@@ -351,11 +353,17 @@ class TestReloadThatFails:
         assert world.runner.memory == {1: "newest"}
 
     @lab
-    def test_with_anything_else_is_a_bug_and_is_raised(self, world):
-        world.order_reload("new", weights=KeyError("weight"))
+    def test_that_is_cut_short_is_done_by_the_next_settling(self, world):
+        new = world.order_reload("new", weights=KeyboardInterrupt())
 
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyboardInterrupt):
             world.registry.settle()
+
+        assert not world.may_run(new), "requests that were promised other weights would get the old ones"
+        world.runner.disk["/one"] = "new"
+        world.registry.settle()
+        assert world.runner.memory == {1: "new"}
+        assert world.may_run(new)
 
 
 class TestThroughTheEngine:

@@ -101,9 +101,9 @@ def test_a_step_that_was_interrupted_is_taken_again(world, monkeypatch):
     for name in (None, "qv", "all"):
         engine.add_request(str(name), token_ids(7, 1), greedy(4), lora_request=world.request(name))
 
-    for name in ("launch_model", "_sample"):
+    for part, name in ((engine.runner, "launch_model"), (engine.runner.row_sampler, "sample")):
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runner, name, lambda *args: 1 / 0)
+            patch.setattr(part, name, lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         engine.step()

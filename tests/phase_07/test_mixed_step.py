@@ -164,7 +164,7 @@ def test_a_seeded_request_draws_on_where_it_stopped(steps):
     assert tokens == again
     assert len(set(tokens)) > 1
     steps.runner.forget_request("a")
-    assert set(steps.runner._generators) == {"b"}
+    assert set(steps.runner.row_sampler.draws) == {"b"}
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 2, "block_size": 16, "max_num_seqs": 1}])

@@ -55,6 +55,7 @@ class LinearScalingRotaryEmbeddingWithLoRA(nn.Module):
         """Take in the factor of the adapter in each slot, (S,) of `factors`; 1 for a free one."""
         if slot_factors != self._slot_factors:
             starts = torch.tensor([self._start_of[factor] for factor in (*slot_factors, 1.0)])
+            self._slot_factors = []  # until the copy has come to its end, nobody knows what is there
             self.starts.copy_(starts, non_blocking=True)
             self._slot_factors = list(slot_factors)
 

@@ -1,0 +1,213 @@
+"""One step of the engine, and what is done when it fails. Stands for vllm/v1/engine/core.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+import time
+from dataclasses import replace
+from typing import Any
+
+from minivllm.config import EngineConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.metrics import EngineMetrics
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.recorder import record_step
+from minivllm.engine.trace import Trace
+from minivllm.engine.turns import Turns
+from minivllm.faults import as_fault, reason
+from minivllm.layers.sampler import Logprob
+from minivllm.worker.model_runner import ModelRunner, PendingStep
+
+
+class EngineCore:
+    """Scheduler, model runner and outputs, one step at a time. vLLM: `EngineCore`, which has no outputs.
+
+    tokenizer   a transformers fast tokenizer; None = prompts come as token ids and answers have no text
+    trace       what every step did
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Any = None, warm_up: bool = True) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.runner = ModelRunner(config)
+        if warm_up:
+            self.runner.warm_up()
+        self.scheduler = Scheduler(
+            config.scheduler_config,
+            replace(config.cache_config, num_blocks=self.runner.num_blocks),
+            config.lora_config,
+            max_model_len=config.model_config.max_model_len,
+            adapter_identity=self._adapter_identity,
+            pinned_adapters=self._pinned_adapters,
+            can_prefetch=self.runner.can_prefetch_lora,
+        )
+        self.adapters = None
+        if config.lora_config is not None:
+            self.adapters = AdapterRegistry(
+                self.scheduler, self.runner, with_tokenizers=tokenizer is not None
+            )
+        self.output_processor = OutputProcessor(tokenizer)
+        self.metrics = EngineMetrics()
+        self.trace = Trace(capacity=10_000)
+        self._started = time.monotonic()
+        self._turns = Turns("engine", self._mend)
+        self._undelivered: list[RequestOutput] = []  # made in a step that has not returned
+        self._launched: SchedulerOutput | None = None  # the step that is being computed
+        self._failed_steps = 0  # in a row
+
+    def _adapter_identity(self, adapter_id: int) -> int | None:
+        """A number that stands for the weights behind an id right now; None while they are not in memory."""
+        lora = self.adapters.manager.get_adapter(adapter_id)
+        return lora and lora.load_id
+
+    def _pinned_adapters(self) -> set[int]:
+        return self.adapters.pinned_adapters() if self.adapters else set()
+
+    # ---- one step -------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run, sample; what is new of every request that got a token or ended. vLLM: the same name.
+
+        What one request or its adapter raises ends that request. What the whole step raises comes out of here once,
+        and nothing has changed: the next call takes the step again. If that fails, too, the requests of the step end
+        with the error. Outputs of a call that raised come with the next one's.
+        """
+        with self._turns.take(errors_leave_it_whole=False):
+            try:
+                self._step(self._undelivered)
+                self._failed_steps = 0
+            except BaseException as error:
+                self._end_who_is_at_fault(as_fault(error))
+            outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    # region lab 7.4: one step of the engine
+    def _step(self, outputs: list[RequestOutput]) -> None:
+        """One step; what is new of a request goes into `outputs` at once, and so is not lost if the rest fails.
+
+        First reloads and unloads are settled (`_settle_adapters`), then the scheduler decides. The output
+        processor hears who was admitted (`mark_scheduled`), and the refused are finished (`_finish`). A step in
+        which nothing is scheduled ends here.
+
+        Then the adapters are read (`_prepare_adapters`). Requests whose adapter cannot be loaded end with
+        finish_reason "error", and the step is dropped with them: the others go on with the next one.
+
+        Between the launch (`_launch`) and the sampling (`_sample`) of what was launched the step is recorded
+        (`_record`) and the adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
+        `update_from_output` takes request id -> [token], and whoever it names gets an output with its logprobs.
+        `metrics.observe_step` counts the step, the seconds from its beginning, and those from launch to tokens.
+        """
+        raise Todo("lab 7.4: one step of the engine")
+
+    # endregion
+
+    def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        self._launched = scheduled
+        return self.runner.launch_model(scheduled)
+
+    def _sample(
+        self, launched: PendingStep, outputs: list[RequestOutput]
+    ) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+        """Request id -> (token, logprobs) of all rows that can be sampled; the others end."""
+        sampled = self.runner.sample_tokens(launched)
+        self._launched = None
+        for request_id, error in launched.errors.items():
+            self._fail([request_id], error, outputs)
+        return sampled
+
+    def _settle_adapters(self, outputs: list[RequestOutput]) -> None:
+        """Do the reloads and unloads whose time has come; end the requests that waited for a reload that failed."""
+        if self.adapters is None:
+            return
+        self.adapters.settle()
+        # Requests that end here may have stood in the way of the next reload, and that may fail as well.
+        while failures := self.adapters.take_failures():
+            for (adapter_id, generation), error in failures.items():
+                waiting = [
+                    request.request_id
+                    for request in self.scheduler.requests.values()
+                    if (request.adapter_id, request.adapter_generation) == (adapter_id, generation)
+                ]
+                self._fail(waiting, error, outputs)
+
+    def _prepare_adapters(self, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> bool:
+        """Load what the step needs, and end the requests whose adapters cannot be; whether there were any."""
+        if self.adapters is None:
+            return False
+        self.adapters.pin_wanted()
+        wanted = {request.adapter_id: request.lora_request for request in scheduled.running}
+        failures = self.runner.prepare_loras(wanted.values())
+        for adapter_id, error in failures.items():
+            self._fail_adapter(adapter_id, error, outputs)
+        return bool(failures)
+
+    def _fail_adapter(self, adapter_id: int, error: BaseException, outputs: list[RequestOutput]) -> None:
+        users = [r.request_id for r in self.scheduler.requests.values() if r.adapter_id == adapter_id]
+        self._fail(users, error, outputs)
+        self.adapters.release_unused(adapter_id)
+
+    def _fail(self, request_ids: list[str], error: BaseException, outputs: list[RequestOutput]) -> None:
+        for request in self.scheduler.finish_requests(
+            request_ids, RequestStatus.FINISHED_ERROR, reason(error)
+        ):
+            self._finish(request, outputs)
+
+    def _finish(
+        self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None = None
+    ) -> None:
+        """A request's output, and the end of it if this is the end."""
+        output = self.output_processor.process(request, logprobs)
+        outputs.append(output)
+        self.output_processor.delivered(output)
+        if output.finished:
+            # A stop string is found in the text, so the scheduler does not know of it yet.
+            self.scheduler.finish_requests(request.request_id, request.status)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.runner.forget_request(request.request_id)
+        self.metrics.observe_finished(request.status.finish_reason)
+        if request.adapter_id:
+            self.adapters.request_ended(request.adapter_id)
+
+    def _record(self, scheduled: SchedulerOutput, now: float) -> None:
+        self.trace.append(
+            record_step(self.metrics.steps, now - self._started, scheduled, self.scheduler, self.adapters)
+        )
+
+    # ---- what goes wrong in a step ----------------------------------------------------------------------------
+
+    def _end_who_is_at_fault(self, error: BaseException) -> None:
+        """End the requests that a failed step can be put down to; raise the error if nobody is, for the first time."""
+        launched, self._launched = self._launched, None
+        # While a step is computed the scheduler is not at work: what it decided is dropped.
+        self._turns.torn = launched is None
+        if adapter_id := getattr(error, "adapter_id", 0):
+            return self._fail_adapter(adapter_id, error, self._undelivered)
+        self._failed_steps += 1
+        if self._failed_steps == 1:
+            raise error
+        self._failed_steps = 0
+        if launched is None:
+            self._mend()
+        users = (
+            self.scheduler.requests
+            if launched is None
+            else [s.request.request_id for s in launched.scheduled]
+        )
+        return self._fail(list(users), error, self._undelivered)
+
+    def _mend(self) -> None:
+        """After a call that broke off: every request goes on from the last output that its caller has, or will get.
+
+        What was done since then is done again. Only requests that the output processor knows are in the engine.
+        """
+        self._launched = None
+        requests = self.output_processor.rewind(self._undelivered)
+        self.scheduler.reset(requests)
+        self.runner.row_sampler.forget_all_but(request.request_id for request in requests)
+        if self.adapters is not None:
+            self.adapters.reset()
+        self._turns.torn = False

@@ -1,0 +1,70 @@
+"""Who may call an engine, and what a call that broke off has left. Stands for nothing in vLLM (v0.22.1).
+
+vLLM keeps its engine in a process of its own, fed by a queue; there a Ctrl-C never comes between two lines of a step.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Turns:
+    """Calls of one object by one thread at a time, each of which begins with a whole state.
+
+    what    what is called, for the error
+    mend    makes the state whole again after a call that broke off
+
+    torn    a call is under way, or broke off so that nobody knows how much of it was done
+    """
+
+    def __init__(self, what: str, mend: Callable[[], None] = lambda: None) -> None:
+        self.what = what
+        self.mend = mend
+        self.torn = False
+        self._holder: dict[str, int] = {}  # "thread" -> its id, while a call is under way
+
+    @contextmanager
+    def take(self, errors_leave_it_whole: bool = True) -> Iterator[None]:
+        """Around a call that changes the state. RuntimeError when another thread is in one.
+
+        errors_leave_it_whole   an Exception comes before anything has changed. Where that is not so, the call that
+                                raises it clears `torn` itself, if it knows better
+
+        After anything else (Ctrl-C), which may come between any two lines, the next call mends the state first.
+        """
+        me = threading.get_ident()
+        # One operation of a dict, which no other thread can come between.
+        if self._holder.setdefault("thread", me) != me:
+            raise RuntimeError(
+                f"another thread is in a call of this {self.what}, which serves one thread at a time; "
+                "call it from one thread, and hand that thread the others' requests through a queue.Queue"
+            )
+        try:
+            if self.torn:
+                self.mend()
+            self.torn = True
+            yield
+            self.torn = False
+        except Exception:
+            if errors_leave_it_whole:
+                self.torn = False
+            raise
+        finally:
+            self._holder.clear()
+
+
+@contextmanager
+def no_interrupts() -> Iterator[None]:
+    """Inside, Ctrl-C waits; for clearing up after one, which a second one must not break off."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen and callable(before):
+            before(seen[0], None)

@@ -1,0 +1,31 @@
+"""Which errors are one request's, one adapter's or one step's own, so that the engine outlives them.
+
+vLLM 0.22.1 has no such rule: what a step raises ends its `EngineCore`.
+"""
+
+from minivllm.labs import LabError, Todo
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether an error may be put down to the request, the adapter or the step that raised it.
+
+    Not so: Ctrl-C, an exit, a task that was cancelled, and an exercise that nobody has solved yet. A panic in one of
+    the Rust libraries (tokenizers, safetensors) is a fault, although pyo3 derives it from BaseException.
+    """
+    if isinstance(error, Todo | LabError):
+        return False
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def as_fault(error: BaseException) -> BaseException:
+    """The error, to be kept and told; raised again if it is no fault."""
+    if not is_fault(error):
+        raise error
+    return error
+
+
+def reason(error: BaseException) -> str:
+    """What a request that ends with an error is told."""
+    if isinstance(error, ValueError | OSError | RuntimeError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,64 @@
+"""From logits of rows to tokens of requests. Stands for the sampling in vllm/v1/worker/gpu_input_batch.py (v0.22.1)."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from minivllm.core.request import Request
+from minivllm.faults import as_fault
+from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler
+
+Sampled = dict[str, tuple[int, dict[int, Logprob] | None]]
+
+
+class RowSampler:
+    """The sampler, and each request's own source of randomness.
+
+    draws   request id -> where its numbers come from, from its first token to `forget`
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.draws: dict[str, RepeatableDraws] = {}
+
+    def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
+        """Request id -> (token, its logprobs if asked for).   logits: (P, V), a row each request"""
+        for request in requests:
+            if request.request_id not in self.draws:
+                self.draws[request.request_id] = RepeatableDraws(request.sampling_params)
+        positions = [request.num_output_tokens for request in requests]
+        sampled = self.sampler(
+            logits,
+            [request.sampling_params for request in requests],
+            [self.draws[request.request_id].at(i) for request, i in zip(requests, positions)],
+            positions,
+        )
+        tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
+        return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
+
+    def sample_apart(
+        self, requests: Sequence[Request], logits: torch.Tensor, error: BaseException
+    ) -> tuple[Sampled, dict[str, BaseException]]:
+        """As `sample`, row by row, so that what one request raises ends that one alone; and what each raised, by id.
+
+        error   what the rows raised together. It is raised again if no row can be sampled alone: it is nobody's own.
+        """
+        sampled: Sampled = {}
+        errors: dict[str, BaseException] = {}
+        for row, request in enumerate(requests):
+            try:
+                sampled |= self.sample([request], logits[row : row + 1])
+            except BaseException as own:
+                errors[request.request_id] = as_fault(own)
+        if not sampled:
+            raise error
+        return sampled, errors
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request that has ended."""
+        self.draws.pop(request_id, None)
+
+    def forget_all_but(self, request_ids: Iterable[str]) -> None:
+        """Drop what is kept for requests that are not among these."""
+        for request_id in self.draws.keys() - set(request_ids):
+            self.forget(request_id)
