@@ -24,8 +24,13 @@ def as_fault(error: BaseException) -> BaseException:
     return error
 
 
+def is_expected(error: BaseException) -> bool:
+    """Whether it is of the kinds that the engine itself raises, with a sentence that says what to do."""
+    return isinstance(error, ValueError | OSError | RuntimeError)
+
+
 def reason(error: BaseException) -> str:
     """What a request that ends with an error is told."""
-    if isinstance(error, ValueError | OSError | RuntimeError) and str(error):
+    if is_expected(error) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

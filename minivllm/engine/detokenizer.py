@@ -6,6 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from minivllm.engine.stop_strings import StopStrings
 from minivllm.layers.sampler import Logprob
 from minivllm.sampling_params import SamplingParams
 
@@ -27,6 +28,7 @@ class IncrementalDetokenizer:
         self._params = params
         self._tokenizer = fast_backend(tokenizer) if tokenizer is not None and params.detokenize else None
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._stops = StopStrings(params.stop)
         self._undecoded: list[int] = []  # the last ids, whose bytes are no whole character yet
         self._num_tokens = 0
         self._decoded = ""
@@ -69,20 +71,12 @@ class IncrementalDetokenizer:
 
     def _append(self, text: str) -> str | None:
         """Add text; if a stop string ends in it, cut all text there and return the stop string."""
-        num_searched = len(self._decoded)
         self._decoded += text
-        if self._num_tokens <= self._params.min_tokens:
+        match = self._stops.take_in(text, may_stop=self._num_tokens > self._params.min_tokens)
+        if match is None:
             return None
-        matches = []
-        for stop in self._params.stop:
-            start = self._decoded.find(stop, max(0, num_searched + 1 - len(stop)))
-            if start >= 0:
-                matches.append((start + len(stop), start, stop))
-        if not matches:
-            return None
-        end, start, stop = min(matches)
-        self._decoded = self._decoded[: end if self._params.include_stop_str_in_output else start]
-        return stop
+        self._decoded = self._decoded[: match.end if self._params.include_stop_str_in_output else match.start]
+        return match.string
 
     def _decode_next(self, token_id: int) -> str:
         """The characters that this token makes whole, if any."""
@@ -104,15 +98,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)
 
     def _num_held_back(self) -> int:
-        """Length of the longest end of the text that a stop string starts with."""
-        if self._params.include_stop_str_in_output:
-            return 0
-        longest = max((len(stop) - 1 for stop in self._params.stop), default=0)
-        for length in range(min(longest, len(self._decoded)), 0, -1):
-            end = self._decoded[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._params.stop):
-                return length
-        return 0
+        return 0 if self._params.include_stop_str_in_output else self._stops.num_begun
 
 
 def add_decoded_tokens(tokenizer: Any, logprobs: dict[int, Logprob]) -> None:

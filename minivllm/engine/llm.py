@@ -18,7 +18,8 @@ from minivllm.sampling_params import SamplingParams
 class LLM:
     """An engine and a loop around it. vLLM: `LLM`.
 
-    One thread at a time may call it; another gets a RuntimeError. Options are those of `EngineArgs`: `LLM(model, enable_lora=True, max_loras=4, max_lora_rank=32)`.
+    Options are those of `EngineArgs`: `LLM(model, enable_lora=True, max_loras=4, max_lora_rank=32)`.
+    One thread at a time may call it; another gets a RuntimeError.
     """
 
     def __init__(self, model: str, **options: Any) -> None:

@@ -114,6 +114,8 @@ class LLMEngine(EngineCore):
             for request in self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED):
                 self._forget(request)
             self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
+            if not self.has_unfinished_requests():
+                self._failed_steps = 0  # whatever fails next is somebody else's
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do, or to tell."""

@@ -1,14 +1,17 @@
 """SamplingParams refuses what cannot be served, in one sentence that names the field and the value."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
 from minivllm.sampling_params import SamplingParams
 
 REFUSED = {
     "n": [0, 2, 1.0, True],
-    "temperature": [-0.1, float("nan"), float("inf"), "1", None, True],
+    "temperature": [-0.1, float("nan"), float("inf"), "1", None, True, 1j, [1]],
     "top_p": [0, -0.5, 1.01, float("nan"), "0.9", None],
-    "top_k": [-2, 1.5, "5", None, True],
+    "top_k": [-2, 1.5, "5", None, True, 2**63],
     "min_p": [-0.01, 1.01, float("nan"), None],
     "seed": [-1, 2**64, 1.0, "7", True],
     "stop": ["", ["a", ""], 3, [3], {"a": 1}],
@@ -46,6 +49,63 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
 
     assert name in str(refusal.value)
     assert repr(value) in str(refusal.value)
+
+
+HUGE = 10**400  # an int that no float holds; of more than 4,300 digits it cannot even be shown
+
+
+@pytest.mark.parametrize("value", [HUGE, HUGE**20, -HUGE], ids=["400 digits", "8,000 digits", "negative"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "n"]
+)
+def test_a_number_that_nothing_holds_is_refused_in_a_short_sentence(name, value):
+    with pytest.raises(ValueError, match=name) as refusal:
+        SamplingParams(**{name: value})
+
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kept"),
+    [
+        ("temperature", 2**64, 2.0**64),
+        ("temperature", np.float32(0.5), 0.5),
+        ("temperature", Fraction(1, 4), 0.25),
+        ("top_p", 1, 1.0),
+        ("min_p", np.float64(0.25), 0.25),
+        ("top_k", np.int64(7), 7),
+        ("max_tokens", np.int32(7), 7),
+        ("seed", np.uint64(2**64 - 1), 2**64 - 1),
+        ("stop_token_ids", [np.int64(3), 3, 4], [3, 4]),
+        ("stop", ["a", "b", "a"], ["a", "b"]),
+    ],
+)
+def test_numbers_are_kept_in_the_type_that_is_used(field, value, kept):
+    found = getattr(SamplingParams(**{field: value}), field)
+
+    assert found == kept
+    assert type(found) is type(kept)
+    assert not isinstance(found, list) or all(type(a) is type(b) for a, b in zip(found, kept))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("stop", [f"stop {i}" for i in range(65)], "64 at most, got 65"),
+        ("stop", "x" * 1025, "at most 1024 characters, got one of 1025"),
+        ("stop", ["ok", "x" * 10**6], "got one of 1000000"),
+        ("stop_token_ids", list(range(1025)), "1024 at most, got 1025"),
+    ],
+)
+def test_what_everybody_would_wait_for_is_bounded(field, value, says):
+    with pytest.raises(ValueError, match=says) as refusal:
+        SamplingParams(**{field: value})
+
+    assert field in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+def test_as_much_as_is_allowed_is_allowed():
+    SamplingParams(stop=[f"{i:04}" * 256 for i in range(64)], stop_token_ids=list(range(1024)))
 
 
 @pytest.mark.parametrize(("name", "value"), cases(ALLOWED))

@@ -1,0 +1,262 @@
+"""What one request, one adapter or one step raises: it ends that one, and the others have the tokens of PEFT."""
+
+import math
+
+import pytest
+from tiny_engine import greedy, run, tiny_world, tokens_of
+
+from minivllm import LoRARequest, SamplingParams
+from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.labs import Todo
+from minivllm.layers import sampler
+
+PROMPT = [5, 6, 7, 8, 9]
+FAULTS = [MemoryError(), OverflowError("int too large"), KeyError("weight")]
+
+
+class PanicException(BaseException):
+    """Named and derived like what pyo3 makes of a panic in a Rust library."""
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def tenants(engine, world, names=(None, "qv", "all"), length=6):
+    for name in names:
+        engine.add_request(str(name), PROMPT, greedy(length), lora_request=world.request(name))
+
+
+def assert_served(world, outputs, names=(None, "qv", "all"), length=6):
+    for name in names:
+        assert tokens_of(outputs[str(name)]) == world.oracle().greedy(name, PROMPT, length), name
+
+
+class TestOneRow:
+    @pytest.mark.parametrize("error", [*FAULTS, PanicException("panicked")], ids=repr)
+    def test_that_cannot_be_sampled_ends_alone(self, world, monkeypatch, error):
+        engine = world.engine()
+        weigh = sampler.token_weights
+
+        def weights(logits, params):
+            if params.temperature == 7:
+                raise error
+            return weigh(logits, params)
+
+        monkeypatch.setattr(sampler, "token_weights", weights)
+        tenants(engine, world)
+        engine.add_request("bad", PROMPT, SamplingParams(temperature=7), lora_request=world.request("qv"))
+
+        outputs = run(engine)
+
+        assert outputs["bad"].outputs[0].finish_reason == "error"
+        assert type(error).__name__ in outputs["bad"].error
+        assert_served(world, outputs)
+
+    @pytest.mark.parametrize("error", [*FAULTS, PanicException("panicked")], ids=repr)
+    def test_whose_text_cannot_be_made_ends_alone_with_the_text_so_far(self, world, monkeypatch, error):
+        engine = world.llm().llm_engine
+        update, calls = IncrementalDetokenizer.update, []
+
+        def updated(self, *args, **kwargs):
+            if self._params.max_tokens == 9:
+                calls.append(self)
+                if len(calls) == 3:
+                    raise error
+            return update(self, *args, **kwargs)
+
+        monkeypatch.setattr(IncrementalDetokenizer, "update", updated)
+        tenants(engine, world)
+        engine.add_request("bad", PROMPT, greedy(9))
+
+        outputs = run(engine)
+
+        assert outputs["bad"].outputs[0].finish_reason == "error"
+        assert type(error).__name__ in outputs["bad"].error
+        assert len(outputs["bad"].outputs[0].text) == 2
+        assert_served(world, outputs)
+
+    def test_that_is_an_unsolved_exercise_is_raised(self, world, monkeypatch):
+        engine = world.engine()
+        engine.add_request("a", PROMPT, SamplingParams(temperature=7))
+
+        def unsolved(logits, params):
+            raise Todo("lab 9.9")
+
+        monkeypatch.setattr(sampler, "token_weights", unsolved)
+        for _ in range(3):
+            with pytest.raises(Todo):
+                engine.step()
+
+
+class TestOneAdapter:
+    @pytest.mark.parametrize("error", [*FAULTS, PanicException("panicked")], ids=repr)
+    def test_that_cannot_be_read_ends_its_requests_alone(self, world, monkeypatch, error):
+        engine = world.engine(max_loras=3)
+        tenants(engine, world, [None, "qv", "all", "mlp"])
+        worker = engine.runner.lora_manager
+        load = worker._load_adapter
+
+        def loaded(request, **kwargs):
+            if request.lora_name == "all":
+                raise error
+            return load(request, **kwargs)
+
+        monkeypatch.setattr(worker, "_load_adapter", loaded)
+
+        outputs = run(engine)
+
+        assert type(error).__name__ in outputs["all"].error
+        assert_served(world, outputs, [None, "qv", "mlp"])
+
+    @pytest.mark.parametrize("error", [*FAULTS, PanicException("panicked")], ids=repr)
+    def test_that_cannot_be_copied_into_its_slot_ends_its_requests_alone(self, world, monkeypatch, error):
+        engine = world.engine(max_loras=3)
+        tenants(engine, world, [None, "qv", "all", "mlp"])
+        wrapped = engine.adapters.manager.wrapped
+        write, all_id = wrapped.write, world.request("all").lora_int_id
+
+        def written(lora, slot):
+            if lora.id == all_id:
+                raise error
+            write(lora, slot)
+
+        monkeypatch.setattr(wrapped, "write", written)
+
+        outputs = run(engine)
+
+        assert type(error).__name__ in outputs["all"].error
+        assert_served(world, outputs, [None, "qv", "mlp"])
+
+
+class TestAWholeStep:
+    def test_that_fails_once_is_taken_again(self, world, monkeypatch):
+        engine = world.engine()
+        tenants(engine, world)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner.model, "compute_logits", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+
+        assert_served(world, run(engine))
+
+    @pytest.mark.parametrize("error", [MemoryError("out of it"), PanicException("panicked")], ids=repr)
+    def test_that_fails_twice_ends_its_requests_and_no_other(self, world, monkeypatch, error):
+        engine = world.engine(max_num_seqs=2)
+        tenants(engine, world)
+
+        def failing(*args):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner.model, "compute_logits", failing)
+            with pytest.raises(type(error)):
+                engine.step()
+            ended = engine.step()
+
+        assert {o.request_id: o.error for o in ended} == dict.fromkeys(
+            ["None", "qv"], f"{type(error).__name__}: {error}"
+        )
+        assert_served(world, run(engine), ["all"])
+
+    def test_that_fails_twice_where_decisions_are_made_ends_all_requests(self, world, monkeypatch):
+        """There nobody can tell whose fault it is, and what is half decided is forgotten."""
+        engine = world.engine(max_num_seqs=2)
+        tenants(engine, world)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.scheduler.kv_cache, "cache_blocks", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+            ended = engine.step()
+
+        assert {o.request_id for o in ended} == {"None", "qv", "all"}
+        tenants(engine, world)
+        assert_served(world, run(engine))
+
+    def test_that_fails_now_and_then_fails_nobody(self, world, monkeypatch):
+        engine = world.engine()
+        tenants(engine, world)
+        outputs, compute = {}, engine.runner.model.compute_logits
+
+        for number in range(60):
+            failing = number % 2
+            monkeypatch.setattr(
+                engine.runner.model, "compute_logits", (lambda *args: 1 / 0) if failing else compute
+            )
+            try:
+                outputs |= {o.request_id: o for o in engine.step()}
+            except ZeroDivisionError:
+                assert failing
+
+        assert_served(world, outputs)
+
+    def test_does_not_swallow_who_ended_before_it_failed(self, world, monkeypatch, tmp_path):
+        """A reload that fails ends its request in the step whose pass then fails, too."""
+        engine = world.engine()
+        folder = tmp_path / "mine"
+        folder.mkdir()
+        for file in world.path("qv").iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        mine = LoRARequest("mine", 9, str(folder))
+        engine.add_request("old", PROMPT, greedy(2), lora_request=mine)
+        run(engine)
+        engine.add_request("base", PROMPT, greedy(6))
+        engine.add_request(
+            "new", PROMPT, greedy(2), lora_request=LoRARequest("mine", 9, str(folder), load_inplace=True)
+        )
+        damage(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner.model, "compute_logits", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+
+        outputs = run(engine)
+
+        assert "NaN" in outputs["new"].error
+        assert tokens_of(outputs["base"]) == world.oracle().greedy(None, PROMPT, 6)
+
+    def test_has_something_to_tell_though_all_requests_have_ended(self, world, monkeypatch):
+        engine = world.engine()
+        engine.add_request("a", PROMPT, greedy(1))
+        monkeypatch.setattr(engine.metrics, "observe_step", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+
+        assert engine.has_unfinished_requests()
+        monkeypatch.undo()
+        [output] = engine.step()
+        assert output.finished and tokens_of(output) == world.oracle().greedy(None, PROMPT, 1)
+        assert not engine.has_unfinished_requests()
+
+    @pytest.mark.parametrize("where", ["scheduler.update_from_output", "output_processor.process"])
+    def test_taken_again_repeats_the_seeded_draws(self, world, monkeypatch, where):
+        params = SamplingParams(temperature=1.5, seed=11, max_tokens=12, ignore_eos=True)
+        expected = drawn(world.engine(), params, world)
+        part, _, name = where.partition(".")
+        engine = world.engine()
+        engine.add_request("a", PROMPT, params, lora_request=world.request("qv"))
+
+        for number in range(12):
+            if number % 3 == 0:
+                with monkeypatch.context() as patch:
+                    patch.setattr(getattr(engine, part), name, lambda *args: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        engine.step()
+            outputs = engine.step()
+
+        assert tokens_of(outputs[0]) == expected
+        assert len(set(expected)) > 3
+
+
+def drawn(engine, params, world):
+    engine.add_request("a", PROMPT, params, lora_request=world.request("qv"))
+    return tokens_of(run(engine)["a"])
+
+
+def damage(folder):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "adapter_model.safetensors"
+    save_file({n: torch.full_like(w, math.nan) for n, w in load_file(path).items()}, path)

@@ -1,0 +1,152 @@
+"""One thread at a time, and Ctrl-C at any line."""
+
+import signal
+import threading
+
+import pytest
+from interrupts import run_attack
+from tiny_engine import greedy, tiny_world, tokens_of
+
+from minivllm.engine.turns import Turns, no_interrupts
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def in_a_thread(function):
+    """Its result, or what it raised."""
+    box = []
+
+    def call():
+        try:
+            box.append(function())
+        except BaseException as error:
+            box.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(timeout=60)
+    return box[0]
+
+
+class TestASecondThread:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda engine, world: engine.step(),
+            lambda engine, world: engine.add_request("b", PROMPT, greedy(2)),
+            lambda engine, world: engine.abort_request("a"),
+            lambda engine, world: engine.add_lora(world.request("qv")),
+            lambda engine, world: engine.remove_lora(1),
+            lambda engine, world: engine.pin_lora(1),
+            lambda engine, world: engine.unpin_lora(1),
+        ],
+        ids=["step", "add_request", "abort_request", "add_lora", "remove_lora", "pin_lora", "unpin_lora"],
+    )
+    def test_is_told_how_to_do_it_while_the_first_is_in_a_step(self, world, monkeypatch, call):
+        engine = world.engine()
+        engine.add_request("a", PROMPT, greedy(4))
+        launch, answers = engine.runner.launch_model, []
+
+        def launched(scheduled):
+            if not answers:
+                answers.append(in_a_thread(lambda: call(engine, world)))
+            return launch(scheduled)
+
+        monkeypatch.setattr(engine.runner, "launch_model", launched)
+        outputs = [output for _ in range(4) for output in engine.step()]
+
+        assert isinstance(answers[0], RuntimeError)
+        assert "one thread at a time" in str(answers[0]) and "queue" in str(answers[0])
+        assert tokens_of(outputs[-1]) == world.oracle().greedy(None, PROMPT, 4)
+
+    def test_may_call_once_the_first_is_through(self, world):
+        engine = world.engine()
+        in_a_thread(lambda: engine.add_request("a", PROMPT, greedy(2)))
+
+        outputs = [*engine.step(), *in_a_thread(engine.step)]
+
+        assert tokens_of(outputs[-1]) == world.oracle().greedy(None, PROMPT, 2)
+
+    def test_that_was_refused_leaves_the_first_its_turn(self):
+        turns = Turns("engine")
+
+        with turns.take():
+            for _ in range(2):
+                assert isinstance(in_a_thread(lambda: turns.take().__enter__()), RuntimeError)
+
+        assert in_a_thread(lambda: turns.take().__enter__()) is None
+
+
+def test_fifteen_callers_of_one_llm_get_their_own_answer_or_an_error(world):
+    llm = world.llm(max_num_seqs=8)
+    expected = {name: world.oracle().greedy(name, PROMPT, 12) for name in [None, *world.names]}
+    start, answers = threading.Barrier(15), {}
+
+    def call(number):
+        name = [None, *world.names][number % 5]
+        start.wait()
+        try:
+            [output] = llm.generate(
+                {"prompt_token_ids": PROMPT}, greedy(12), use_tqdm=False, lora_request=world.request(name)
+            )
+            answers[number] = tokens_of(output) == expected[name]
+        except RuntimeError as error:
+            answers[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(15)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+
+    right = [number for number, answer in answers.items() if answer is True]
+    refused = [answer for answer in answers.values() if isinstance(answer, RuntimeError)]
+    assert right and len(right) + len(refused) == 15, answers
+    assert all("serves one thread at a time" in str(error) for error in refused)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+class TestAnInterrupt:
+    def test_at_any_line_leaves_nothing_and_the_next_answers_are_right(self):
+        counts = run_attack(interrupts=80, seed=7)
+
+        assert counts["interrupted"] > 40
+
+    def test_by_a_real_signal_does_so_too(self):
+        counts = run_attack(interrupts=0, seed=7, signals=12)
+
+        assert counts["interrupted"] > 3
+
+    def test_makes_the_next_call_mend_first_and_an_error_does_not(self):
+        mended = []
+        turns = Turns("engine", lambda: mended.append("mended"))
+
+        with pytest.raises(ValueError), turns.take():
+            raise ValueError
+        with turns.take():
+            pass
+        assert mended == []
+
+        with pytest.raises(KeyboardInterrupt), turns.take():
+            raise KeyboardInterrupt
+        with turns.take():
+            assert mended == ["mended"]
+        with turns.take():
+            pass
+        assert mended == ["mended"]
+
+    def test_waits_while_the_last_one_is_cleared_up(self):
+        done = []
+
+        with pytest.raises(KeyboardInterrupt), no_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            done.append("cleared up")
+
+        assert done == ["cleared up"]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
