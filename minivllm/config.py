@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minivllm.sampling_params import shown
+from minivllm.validation import is_real, require_bool, require_int, require_text, shown
 
 if TYPE_CHECKING:
     from minivllm.models.config import ModelArchitecture
@@ -31,12 +31,12 @@ CPU_KV_CACHE_BYTES = 2**30
 LARGEST_FACTOR = 2**32  # of positions: no memory holds so many angles
 
 
-def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+def parse_dtype(dtype: str | torch.dtype, option: str = "dtype") -> torch.dtype:
     """A torch dtype from its name; ValueError lists the names there are."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype '{dtype}'; use one of auto, {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"unknown {option} {shown(dtype)}; use one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
@@ -48,11 +48,11 @@ def parse_device(device: str | torch.device) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        parsed = torch.device(device)
+        parsed = torch.device(device) if isinstance(device, str | torch.device) else None
     except RuntimeError:
         parsed = None
     if parsed is None or parsed.type not in ("cpu", "cuda"):
-        raise ValueError(f"device '{device}' is not supported; use auto, cpu, cuda or cuda:N")
+        raise ValueError(f"device {shown(device)} is not supported; use auto, cpu, cuda or cuda:N")
     if parsed.type == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
@@ -65,14 +65,15 @@ def parse_device(device: str | torch.device) -> str:
     return str(parsed)
 
 
-def _require_int(smallest: int, **values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value < 2**63:
-            raise ValueError(f"{name} must be an int of at least {smallest}, got {shown(value)}")
+def _is_list_of_names(names: object) -> bool:
+    return isinstance(names, list | tuple | set | frozenset) and all(isinstance(name, str) for name in names)
 
 
-def _require_positive(**values: int) -> None:
-    _require_int(1, **values)
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long for any file system, or with a NUL
+        return False
 
 
 @dataclass(frozen=True)
@@ -108,26 +109,29 @@ class LoRAConfig:
     long_lora_scaling_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
+        require_int(1, max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
         if self.max_cpu_loras is None:
             object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        _require_positive(max_cpu_loras=self.max_cpu_loras)
+        require_int(1, max_cpu_loras=self.max_cpu_loras)
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                 "an adapter in a slot is kept in memory too"
             )
         if self.lora_dtype != "auto":
-            object.__setattr__(self, "lora_dtype", parse_dtype(self.lora_dtype))
-        if self.target_modules is not None and not self.target_modules:
+            object.__setattr__(self, "lora_dtype", parse_dtype(self.lora_dtype, "lora_dtype"))
+        targets = self.target_modules
+        if targets is not None and not _is_list_of_names(targets):
+            raise ValueError(f"target_modules must be a list of names, or None for all, got {shown(targets)}")
+        if targets is not None and not targets:
             raise ValueError("target_modules is an empty list; use None to wrap every linear")
         if self.punica_backend not in PUNICA_BACKENDS:
             raise ValueError(
-                f"unknown punica backend '{self.punica_backend}'; use one of {', '.join(PUNICA_BACKENDS)}"
+                f"unknown punica backend {shown(self.punica_backend)} (punica_backend); use one of "
+                f"{', '.join(PUNICA_BACKENDS)}"
             )
-        extra = self.lora_extra_vocab_size
-        if isinstance(extra, bool) or not isinstance(extra, int) or extra < 0:
-            raise ValueError(f"lora_extra_vocab_size must be an int of at least 0, got {extra!r}")
+        require_int(0, lora_extra_vocab_size=self.lora_extra_vocab_size)
+        require_bool(fully_sharded_loras=self.fully_sharded_loras, bias_enabled=self.bias_enabled)
         if self.long_lora_scaling_factors is not None:
             object.__setattr__(self, "long_lora_scaling_factors", self._checked_factors())
 
@@ -147,7 +151,7 @@ class LoRAConfig:
         is_list = isinstance(factors, list | tuple | set | frozenset)
         if not is_list or not all(isinstance(f, int | float) and 1 < f <= LARGEST_FACTOR for f in factors):
             raise ValueError(
-                f"long_lora_scaling_factors must be numbers greater than 1, at most {LARGEST_FACTOR}, got {factors!r}"
+                f"long_lora_scaling_factors must be numbers greater than 1, at most {LARGEST_FACTOR}, got {shown(factors)}"
             )
         return tuple(sorted({float(factor) for factor in factors}))
 
@@ -186,16 +190,18 @@ class ModelConfig:
         from minivllm.models.config import ModelArchitecture
 
         if self.max_model_len is not None:
-            _require_int(1, max_model_len=self.max_model_len)
-        _require_int(-1, max_logprobs=self.max_logprobs)
-        _require_int(0, seed=self.seed)
+            require_int(1, max_model_len=self.max_model_len)
+        require_int(-1, max_logprobs=self.max_logprobs)
+        require_int(0, seed=self.seed)
+        require_bool(skip_tokenizer_init=self.skip_tokenizer_init, enforce_eager=self.enforce_eager)
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(
-                f"load_format '{self.load_format}' is not supported; use one of {', '.join(LOAD_FORMATS)}"
+                f"load_format {shown(self.load_format)} is not supported; use one of {', '.join(LOAD_FORMATS)}"
             )
+        require_text(model=self.model)
         folder = Path(self.model).expanduser()
-        if not folder.is_dir():
-            raise FileNotFoundError(f"model folder '{self.model}' does not exist")
+        if not _is_folder(folder):
+            raise FileNotFoundError(f"model folder {shown(self.model)} does not exist")
         architecture = ModelArchitecture.from_folder(folder)
         max_model_len = architecture.resolve_max_model_len(self.max_model_len, self.position_factor)
         object.__setattr__(self, "model", str(folder))
@@ -210,7 +216,7 @@ class ModelConfig:
         """ValueError for what torchao cannot do, ModuleNotFoundError where it is missing."""
         if self.quantization != "torchao":
             raise ValueError(
-                f"quantization '{self.quantization}' is not supported; use torchao, or None for the weights as stored"
+                f"quantization {shown(self.quantization)} is not supported; use torchao, or None for the weights as stored"
             )
         # It multiplies by the int8 numbers before it scales, and so leaves float16's range; float64 it does not know.
         if self.dtype in (torch.float16, torch.float64):
@@ -253,13 +259,14 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        _require_positive(block_size=self.block_size)
+        require_int(1, block_size=self.block_size)
         for name in ("num_blocks", "memory_bytes"):
             if getattr(self, name) is not None:
-                _require_positive(**{name: getattr(self, name)})
+                require_int(1, **{name: getattr(self, name)})
         share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
+        if not is_real(share) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(share)}")
+        require_bool(enable_prefix_caching=self.enable_prefix_caching)
 
 
 @dataclass(frozen=True)
@@ -276,7 +283,8 @@ class SchedulerConfig:
     max_lora_wait_steps: int = 64
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_int(
+            1,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_lora_wait_steps=self.max_lora_wait_steps,
@@ -290,6 +298,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        require_int(1, tensor_parallel_size=self.tensor_parallel_size)
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size {self.tensor_parallel_size} is not supported; this engine runs on one device"

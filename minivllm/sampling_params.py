@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
+
+from minivllm.validation import LARGEST_INT, is_integral, is_real, require_bool, shown
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5
@@ -13,9 +14,6 @@ GREEDY_TEMPERATURE = 1e-5
 MOST_STOP_STRINGS = 64
 LONGEST_STOP_STRING = 1024
 MOST_STOP_IDS = 1024
-
-# Counts end up in int64 tensors.
-LARGEST_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +82,7 @@ class SamplingParams:
 
     def _check_flags(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+            require_bool(**{name: getattr(self, name)})
 
     def _check_distribution(self) -> None:
         self._check_float("temperature", lambda t: t >= 0, "a finite number of at least 0 (0 is greedy)")
@@ -115,7 +112,7 @@ class SamplingParams:
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
         self._store(name, number)
 
-    def _check_int(self, name: str, smallest: int, allowed: str, largest: int = LARGEST_COUNT) -> None:
+    def _check_int(self, name: str, smallest: int, allowed: str, largest: int = LARGEST_INT) -> None:
         value = getattr(self, name)
         if not (is_integral(value) and smallest <= value <= largest):
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
@@ -137,7 +134,7 @@ def _stop_strings(stop: str | list[str] | None) -> list[str]:
 
 def _stop_ids(stop_token_ids: list[int] | None) -> list[int]:
     ids = _listed("stop_token_ids", stop_token_ids, MOST_STOP_IDS)
-    if not all(is_integral(token_id) and 0 <= token_id <= LARGEST_COUNT for token_id in ids):
+    if not all(is_integral(token_id) and 0 <= token_id <= LARGEST_INT for token_id in ids):
         raise ValueError(
             f"stop_token_ids must be token ids, integers of at least 0, got {shown(stop_token_ids)}"
         )
@@ -150,22 +147,3 @@ def _listed(name: str, value: Any, most: int) -> list[Any]:
     if len(value or ()) > most:
         raise ValueError(f"{name} may hold {most} at most, got {len(value)}")
     return list(value or ())
-
-
-def is_integral(value: Any) -> bool:
-    """Whether it is a whole number, of whatever type; a bool is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_real(value: Any) -> bool:
-    """Whether it is a number with an order, of whatever type; a bool is none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def shown(value: Any, longest: int = 80) -> str:
-    """A value as an error shows it: what a caller gave may be as long as a book, or not be shown at all."""
-    try:
-        text = repr(value)
-    except Exception as error:  # an int of more digits than Python writes out, or somebody's own __repr__
-        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."

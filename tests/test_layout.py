@@ -15,6 +15,7 @@ LAYERS = (
         "config",
         "faults",
         "sampling_params",
+        "validation",
         "models.config",
         "models.interfaces",
         "models.demo_model",

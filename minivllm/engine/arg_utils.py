@@ -10,6 +10,7 @@ from minivllm.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from minivllm.validation import require_bool
 
 
 @dataclass
@@ -50,6 +51,7 @@ class EngineArgs:
 
     def create_engine_config(self) -> EngineConfig:
         """The validated configuration. ValueError or FileNotFoundError for what cannot be."""
+        require_bool(enable_lora=self.enable_lora, warm_up=self.warm_up)
         lora_config = LoRAConfig(
             max_lora_rank=self.max_lora_rank,
             max_loras=self.max_loras,

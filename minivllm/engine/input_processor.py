@@ -9,7 +9,8 @@ from minivllm.config import ModelConfig
 from minivllm.engine.adapter_traits import AdapterTraits
 from minivllm.faults import is_fault
 from minivllm.lora.request import LoRARequest
-from minivllm.sampling_params import SamplingParams, is_real, shown
+from minivllm.sampling_params import SamplingParams
+from minivllm.validation import is_real, shown
 
 Prompt = str | dict[str, Any] | list[int]
 

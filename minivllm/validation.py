@@ -1,0 +1,46 @@
+"""What an option or a parameter must be, in one style: a ValueError names it and shows what it was."""
+
+from numbers import Integral, Real
+from typing import Any
+
+LARGEST_INT = 2**63 - 1  # counts end up in int64 tensors
+
+
+def require_int(smallest: int, **values: object) -> None:
+    """ValueError for a value that is no int from `smallest` to the largest of a tensor."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= LARGEST_INT:
+            raise ValueError(f"{name} must be an int of at least {smallest}, got {shown(value)}")
+
+
+def require_bool(**values: object) -> None:
+    """ValueError for a value that is neither True nor False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
+def require_text(**values: object) -> None:
+    """ValueError for a value that is no text."""
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be text, got {shown(value)}")
+
+
+def is_integral(value: Any) -> bool:
+    """Whether it is a whole number, of whatever type; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is a number with an order, of whatever type; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def shown(value: Any, longest: int = 80) -> str:
+    """A value as an error shows it: what a caller gave may be as long as a book, or not be shown at all."""
+    try:
+        text = repr(value)
+    except Exception as error:  # an int of more digits than Python writes out, or somebody's own __repr__
+        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

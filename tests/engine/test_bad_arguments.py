@@ -1,0 +1,199 @@
+"""Engine options and prompts that cannot be served: refused at the start, by name, in a short sentence."""
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from tiny_engine import character_tokenizer, greedy, run, snapshot, tiny_world, tokens_of
+
+from minivllm import EngineArgs, LLMEngine, SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9]
+INTS = [
+    "max_model_len",
+    "max_logprobs",
+    "seed",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "lora_extra_vocab_size",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_lora_wait_steps",
+    "tensor_parallel_size",
+]
+NUMBERS = ("gpu_memory_utilization",)
+FLAGS = [
+    "skip_tokenizer_init",
+    "enforce_eager",
+    "enable_lora",
+    "fully_sharded_loras",
+    "bias_enabled",
+    "enable_prefix_caching",
+    "warm_up",
+]
+TEXTS = ["dtype", "device", "load_format", "lora_dtype", "punica_backend"]
+MAY_BE_NONE = {"max_model_len", "max_cpu_loras", "num_kv_blocks", "kv_cache_memory_bytes", "quantization"}
+NO_INTS = [1.5, "x", "5", True, math.nan, math.inf, -2, 10**400, [1], {}, 1j, None]
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def options_and_values():
+    for name in INTS:
+        for value in NO_INTS:  # 10**400 is more than a tensor holds
+            if not (value is None and name in MAY_BE_NONE):
+                yield name, value
+    yield from (("lora_extra_vocab_size", value) for value in (-1, 2**63))
+    for name in NUMBERS:
+        yield from ((name, value) for value in NO_INTS)
+    for name in FLAGS:
+        yield from ((name, value) for value in ("yes", 1, None, []))
+    for name in TEXTS:
+        yield from ((name, value) for value in ("no such thing", 5, None, [], b"auto"))
+
+
+def test_every_option_is_tried():
+    others = {
+        "model",
+        "quantization",
+        "target_modules",
+        "long_lora_scaling_factors",
+        "threads",
+    }
+
+    assert {f.name for f in fields(EngineArgs)} - others == {*INTS, *NUMBERS, *FLAGS, *TEXTS}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [pytest.param(n, v, id=f"{n}={str(v)[:12]}") for n, v in options_and_values()]
+)
+def test_an_option_of_no_use_is_refused_by_its_name(world, name, value):
+    args = EngineArgs(**{"model": str(world.base), "device": "cpu", "enable_lora": True, name: value})
+
+    with pytest.raises(ValueError, match=name.removeprefix("num_kv_").removeprefix("kv_cache_")) as refusal:
+        args.create_engine_config()
+
+    assert len(str(refusal.value)) <= 500
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target_modules", "q_proj"),
+        ("target_modules", [3]),
+        ("target_modules", 5),
+        ("target_modules", []),
+        ("long_lora_scaling_factors", [math.nan]),
+        ("long_lora_scaling_factors", "2.0"),
+        ("long_lora_scaling_factors", [10**400]),
+        ("quantization", 5),
+        ("quantization", []),
+    ],
+)
+def test_a_list_of_no_use_is_refused_by_its_name(world, name, value):
+    args = EngineArgs(**{"model": str(world.base), "device": "cpu", "enable_lora": True, name: value})
+
+    with pytest.raises(ValueError, match=name):
+        args.create_engine_config()
+
+
+@pytest.mark.parametrize("model", [None, 5, "", "no/such/folder", b"x", ["a"], "a\0b", "x" * 10_000], ids=str)
+def test_a_model_that_is_no_folder_is_refused(model):
+    with pytest.raises((FileNotFoundError, ValueError), match="model"):
+        EngineArgs(model=model).create_engine_config()
+
+
+class TestText:
+    @pytest.fixture
+    def engine(self, world):
+        return world.engine(character_tokenizer(), max_model_len=64)
+
+    @pytest.mark.parametrize("text", ["a\ud800b", "\udcff", "\udfff\ud800"], ids=ascii)
+    def test_that_is_none_is_refused(self, engine, text):
+        before = snapshot(engine)
+
+        with pytest.raises(
+            ValueError, match=r"'a' has a prompt that is no text: character \d is '\\ud"
+        ) as refusal:
+            engine.add_request("a", text, greedy())
+
+        assert str(refusal.value).isprintable() and str(refusal.value).isascii()
+        assert snapshot(engine) == before
+
+    def test_that_is_longer_than_any_context_is_refused_unread(self, engine, monkeypatch):
+        monkeypatch.setattr(engine.tokenizer, "_encode_plus", None)
+
+        with pytest.raises(
+            ValueError, match=r"100000 characters, which is more than max_model_len 64 allows"
+        ):
+            engine.add_request("a", "a" * 100_000, greedy())
+
+    def test_that_just_fits_is_read(self, engine):
+        engine.add_request("a", "a" * 60, greedy(2))
+
+        assert len(run(engine)["a"].prompt_token_ids) == 60
+
+    def test_that_the_tokenizer_stumbles_over_is_refused(self, world):
+        class Stumbling:
+            def __init__(self, tokenizer):
+                self.tokenizer = tokenizer
+
+            def __getattr__(self, name):
+                return getattr(self.tokenizer, name)
+
+            def __call__(self, text):
+                raise PanicException("index out of bounds")
+
+        class PanicException(BaseException):
+            pass
+
+        engine = world.engine(Stumbling(character_tokenizer()))
+
+        with pytest.raises(
+            ValueError, match=r"'a' has a prompt that its tokenizer cannot read.*out of bounds"
+        ):
+            engine.add_request("a", "abc", greedy())
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("temperature", [2**64, 1e300, np.float32(0.5)], ids=str)
+    def test_of_any_kind_and_size_draw_a_token(self, world, temperature):
+        engine = world.engine()
+        engine.add_request(
+            "hot", PROMPT, SamplingParams(temperature=temperature, max_tokens=5, ignore_eos=True)
+        )
+        engine.add_request("cool", PROMPT, greedy(5))
+
+        outputs = run(engine)
+
+        assert len(tokens_of(outputs["hot"])) == 5
+        assert tokens_of(outputs["cool"]) == world.oracle().greedy(None, PROMPT, 5)
+
+    def test_of_logprobs_are_bounded_by_the_engine(self, world):
+        engine = world.engine(max_logprobs=20)
+
+        with pytest.raises(ValueError, match="logprobs=21, but max_logprobs is 20"):
+            engine.add_request("a", PROMPT, greedy(2, logprobs=21))
+
+        engine.add_request("b", PROMPT, greedy(2, logprobs=20))
+        assert len(run(engine)["b"].outputs[0].logprobs) == 2
+        assert EngineArgs(str(world.base)).max_logprobs == 20
+
+    def test_of_arrival_may_be_numpys(self, world):
+        engine = world.engine()
+
+        engine.add_request("a", PROMPT, greedy(1), arrival_time=np.float32(3))
+
+        assert type(run(engine)["a"].metrics.arrival_time) is float
+
+
+def test_an_engine_is_made_of_checked_options(world):
+    assert isinstance(world.engine(max_model_len=64, seed=2**62), LLMEngine)
