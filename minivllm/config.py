@@ -151,7 +151,8 @@ class LoRAConfig:
         is_list = isinstance(factors, list | tuple | set | frozenset)
         if not is_list or not all(isinstance(f, int | float) and 1 < f <= LARGEST_FACTOR for f in factors):
             raise ValueError(
-                f"long_lora_scaling_factors must be numbers greater than 1, at most {LARGEST_FACTOR}, got {shown(factors)}"
+                f"long_lora_scaling_factors must be numbers greater than 1, at most {LARGEST_FACTOR}, got "
+                f"{shown(factors)}"
             )
         return tuple(sorted({float(factor) for factor in factors}))
 
@@ -216,7 +217,8 @@ class ModelConfig:
         """ValueError for what torchao cannot do, ModuleNotFoundError where it is missing."""
         if self.quantization != "torchao":
             raise ValueError(
-                f"quantization {shown(self.quantization)} is not supported; use torchao, or None for the weights as stored"
+                f"quantization {shown(self.quantization)} is not supported; use torchao, or None for the weights as "
+                "stored"
             )
         # It multiplies by the int8 numbers before it scales, and so leaves float16's range; float64 it does not know.
         if self.dtype in (torch.float16, torch.float64):
