@@ -74,35 +74,37 @@ class InputProcessor:
         if token_ids is None and isinstance(text, str):
             if self.tokenizer is None:
                 raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
-            token_ids = self._tokenize(request_id, text, traits)
+            token_ids = self.tokenize(
+                f"the prompt of request '{request_id}'", text, self.tokenizer_of(traits)
+            )
         self._check_prompt(request_id, token_ids, traits)
         return text, list(token_ids)
 
-    def _tokenize(self, request_id: str, text: str, traits: AdapterTraits) -> list[int]:
-        """ValueError for what is no text, or so long that reading it would hold up everybody for nothing."""
-        tokenizer = self.tokenizer_of(traits)
+    def tokenize(self, what: str, text: str, tokenizer: Any, **options: Any) -> list[int]:
+        """Token ids. ValueError for what is no text, or so long that reading it would hold up everybody for nothing.
+
+        what      begins the error's sentence    options   of the tokenizer's call
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"request '{request_id}' has a prompt that is no text: character {error.start} is "
+                f"{what} is no text: character {error.start} is "
                 f"{text[error.start]!a}, half of a pair; decode it as UTF-8 first"
             ) from None
-        longest = self.longest(traits)
+        longest = self.model_config.max_model_len
         if len(text) > longest * self._longest_token(tokenizer):
             raise ValueError(
-                f"request '{request_id}' has a prompt of {len(text)} characters, which is more than "
-                f"{self._name_of_limit(longest)} allows; shorten it or raise --max-model-len"
+                f"{what} has {len(text)} characters, more than max_model_len {longest} allows; shorten it or raise "
+                "max_model_len"
             )
         try:
-            return tokenizer(text)["input_ids"]
+            return tokenizer(text, **options)["input_ids"]
         # A tokenizer may come with an adapter, and what it raises is a matter of this prompt alone.
         except BaseException as error:
             if not is_fault(error):
                 raise
-            raise ValueError(
-                f"request '{request_id}' has a prompt that its tokenizer cannot read: {shown(error)}"
-            ) from error
+            raise ValueError(f"{what} cannot be read by its tokenizer: {shown(error)}") from error
 
     def _longest_token(self, tokenizer: Any) -> int:
         """Characters that one token can stand for at most."""

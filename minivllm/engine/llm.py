@@ -111,7 +111,8 @@ class LLM:
         # A template is a program that comes with a model or an adapter: it may raise anything.
         except Exception as error:
             raise ValueError(f"the chat template cannot take this conversation: {error}") from error
-        return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+        processor = self.llm_engine.input_processor
+        return text, processor.tokenize("the conversation", text, tokenizer, add_special_tokens=False)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted, finished = set(ids), {}
