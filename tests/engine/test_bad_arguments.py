@@ -121,7 +121,7 @@ class TestText:
         before = snapshot(engine)
 
         with pytest.raises(
-            ValueError, match=r"'a' has a prompt that is no text: character \d is '\\ud"
+            ValueError, match=r"the prompt of request 'a' is no text: character \d is '\\ud"
         ) as refusal:
             engine.add_request("a", text, greedy())
 
@@ -131,9 +131,7 @@ class TestText:
     def test_that_is_longer_than_any_context_is_refused_unread(self, engine, monkeypatch):
         monkeypatch.setattr(engine.tokenizer, "_encode_plus", None)
 
-        with pytest.raises(
-            ValueError, match=r"100000 characters, which is more than max_model_len 64 allows"
-        ):
+        with pytest.raises(ValueError, match=r"'a' has 100000 characters, more than max_model_len 64 allows"):
             engine.add_request("a", "a" * 100_000, greedy())
 
     def test_that_just_fits_is_read(self, engine):
@@ -158,9 +156,18 @@ class TestText:
         engine = world.engine(Stumbling(character_tokenizer()))
 
         with pytest.raises(
-            ValueError, match=r"'a' has a prompt that its tokenizer cannot read.*out of bounds"
+            ValueError, match=r"prompt of request 'a' cannot be read by its tokenizer.*out of bounds"
         ):
             engine.add_request("a", "abc", greedy())
+
+    def test_of_a_conversation_is_checked_likewise(self, world):
+        llm = world.llm(max_model_len=64)
+        llm.llm_engine.tokenizer.chat_template = "{{ messages[0].content }}"
+
+        with pytest.raises(ValueError, match=r"the conversation is no text: character 1 is '\\ud800'"):
+            llm.chat([{"role": "user", "content": "a\ud800"}], greedy(2), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"the conversation has 100000 characters"):
+            llm.chat([{"role": "user", "content": "a" * 100_000}], greedy(2), use_tqdm=False)
 
 
 class TestNumbers:
