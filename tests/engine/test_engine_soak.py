@@ -10,6 +10,8 @@ from soak_round import NUM_ADAPTERS, Report, Round
 from minivllm import SamplingParams
 from minivllm.engine.adapter_registry import AdapterRegistry
 
+NIGHTLY_REQUESTS = 10_000  # of each seed
+
 
 def test_nothing_is_lost_leaked_or_answered_wrongly():
     report = run_soak(300, seed=0)
@@ -23,6 +25,15 @@ def test_nothing_is_lost_leaked_or_answered_wrongly():
         *("refused", "nonsense"),
     ):
         assert report.counts[happened] > 3, f"{happened}: {report.counts[happened]}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [1, 2, 101])
+def test_nor_in_thousands_of_requests(seed):
+    report = run_soak(NIGHTLY_REQUESTS, seed)
+
+    assert report.counts["requests"] == NIGHTLY_REQUESTS
+    assert report.counts["tokens verified"] > 3 * NIGHTLY_REQUESTS
 
 
 def test_a_reload_under_an_earlier_request_is_noticed(monkeypatch):
