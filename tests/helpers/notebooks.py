@@ -21,9 +21,18 @@ def execute(path: Path) -> nbformat.NotebookNode:
     """The notebook with the outputs of a fresh run, in its own folder and on a CPU. Raises what a cell raises."""
     client = client_for(path)
     client.execute()
-    for cell in client.nb.cells:
-        cell.metadata.pop("execution", None)  # when it ran
+    tidy(client.nb)
     return client.nb
+
+
+def tidy(notebook: nbformat.NotebookNode) -> None:
+    """Leave out what differs between two runs or two machines and says nothing."""
+    notebook.metadata["language_info"] = {"name": "python"}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when it ran
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                output["data"].pop("text/plain", None)  # its size in pixels
 
 
 def client_for(path: Path) -> NotebookClient:
@@ -32,21 +41,28 @@ def client_for(path: Path) -> NotebookClient:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["MPLCONFIGDIR"] = fonts_of_its_own()
     resources = {"metadata": {"path": str(path.parent)}}
-    return NotebookClient(notebook, timeout=LIMIT, kernel_name="python3", resources=resources)
+    return NotebookClient(
+        notebook, timeout=LIMIT, kernel_name="python3", resources=resources, coalesce_streams=True
+    )
 
 
-def execute_again(path: Path) -> list[str]:
+def execute_again(path: Path, stop: str | None = None) -> list[str]:
     """What goes wrong for a reader who runs cells again, in a sentence each.
 
+    stop   a heading, such as "## Pack": cells under it and after it are left alone
+
     In one kernel: all cells; then each once more, from the last to the first, so that none finds the one before it
-    run anew; then all from the top. Each must print what it printed at first.
+    run anew; then all from the top, each twice. Each must print what it printed at first.
     """
     client = client_for(path)
-    cells = [(index, cell) for index, cell in enumerate(client.nb.cells) if cell.cell_type == "code"]
+    starts = [cell.source.startswith(f"{stop}\n") for cell in client.nb.cells]
+    cells = list(enumerate(client.nb.cells[: starts.index(True)] if stop else client.nb.cells))
+    cells = [(index, cell) for index, cell in cells if cell.cell_type == "code"]
     wrong = []
     with client.setup_kernel():
         cells = [(index, cell, text_of(client.execute_cell(cell, index))) for index, cell in cells]
-        for when, order in (("alone after all", cells[::-1]), ("from the top again", cells)):
+        twice = [cell for cell in cells for _ in range(2)]
+        for when, order in (("alone after all", cells[::-1]), ("twice, from the top", twice)):
             for index, cell, before in order:
                 where = f"cell {index}, run {when}: {cell.source.splitlines()[0]}"
                 try:

@@ -45,3 +45,10 @@ def test_a_fresh_run_gives_the_committed_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
 def test_cells_can_be_run_again_after_others_and_from_the_top(path):
     assert execute_again(path) == []
+
+
+def test_folding_can_be_tried_again_after_packing():
+    """The cheap part of the above for the notebook where it was first found."""
+    path = ROOT / "phases" / "01_request_and_weights" / "walkthrough.ipynb"
+
+    assert execute_again(path, stop="## What is refused") == []
