@@ -3,17 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 
-.PHONY: help setup demo test lint soak bench bench-gpu adapters docs notebooks clean
+.PHONY: help setup demo test nightly lint soak bench bench-gpu adapters docs notebook notebooks clean
 
 help:
 	@echo "make demo    serve a mixed batch of four adapters and the base model"
-	@echo "make test    run the test suite"
+	@echo "make test    run the tests: at most 8 minutes on two cores"
+	@echo "make nightly  run what make test leaves out, because it is slow and rare: at most an hour"
 	@echo "make lint    ruff, check and format"
 	@echo "make soak    2000 random requests against a model of the engine (N=... for more, SEED=...)"
 	@echo "make bench   decoding speed on this CPU beside transformers and PEFT"
 	@echo "make bench-gpu  engine and layers with random weights on a GPU (MODEL=llama-8b; see benchmarks/README.md)"
 	@echo "make adapters  train the four demo adapters anew and score them (DEVICE=cuda; slow on a CPU)"
 	@echo "make docs    the site, into out/site"
+	@echo "make notebook  a phase's notebook in JupyterLab, on your code (PHASE=3; none: where you are)"
 	@echo "make notebooks  run the notebooks anew and keep their outputs"
 	@echo "make setup   only the virtual environment, the dependencies and the demo model"
 	@echo "             the course is then at $(BIN)/lab: your path; lab check, lab watch, lab hint 1.1, lab --help"
@@ -35,6 +37,12 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# What `make test` leaves out, and the random searches at length. Both together are all there is.
+nightly: setup
+	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 4 --dist worksteal --durations 20
+	$(BIN)/python tests/engine/malformed.py --adapters 10000 --seed 0
+	$(BIN)/python tests/engine/interrupts.py --interrupts 1000 --seed 0
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,6 +50,10 @@ lint: setup
 docs: setup
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . out/site
 	@echo "out/site/index.html"
+
+PHASE ?=
+notebook: setup
+	$(BIN)/lab notebook $(PHASE)
 
 notebooks: setup
 	$(BIN)/python tests/helpers/notebooks.py docs/*.ipynb phases/*/walkthrough.ipynb

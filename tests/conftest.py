@@ -3,6 +3,7 @@
 import logging
 import os
 
+import pytest
 import torch
 
 pytest_plugins = ["labs.kit.plugin"]
@@ -19,9 +20,45 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Files that take longest, so that they do not come last, when the other processes have nothing left to do.
-LONGEST = ("test_notebooks.py", "test_course.py", "test_texts_and_mutants.py", "test_engine_soak.py")
+LONGEST = (
+    *("test_slot_memory.py", "test_runner_graphs.py", "test_engine_demo_tokens.py", "test_lab.py"),
+    *("test_notebooks.py", "test_quantized_base.py", "test_bench_engine.py", "test_fused_adapters.py"),
+)
+
+LEFT_OUT = pytest.StashKey[int]()  # how many nightly tests are not run
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Whole files change places; what is in them keeps its order."""
+    for item in items if not torch.cuda.is_available() else ():
+        if item.get_closest_marker("nightly_without_gpu"):
+            item.add_marker("nightly")
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_deselected(items):
+    """By `-m` or by `-k`: either way they do not run."""
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    for item in nightly[:1]:
+        item.config.stash[LEFT_OUT] = item.config.stash.get(LEFT_OUT, 0) + len(nightly)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Every process of a run collects all tests, so one tells for all."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{left_out} nightly test{'s' * (left_out > 1)} not run: "
+            "`make nightly` runs all of them, `-m nightly` those of the files named",
+            yellow=True,
+        )

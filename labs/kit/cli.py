@@ -237,16 +237,60 @@ def run(
     ] = None,
 ) -> None:
     """Run a command on your code, and ours for what you have not begun."""
-    progress = Progress()
-    begun = [e.number for e in choose(None) if progress.state(e) != "todo"]
-    yours = labs or ",".join(begun)
+    yours = labs or begun()
     console.print(f"yours: {yours or 'nothing yet, this is our code'}")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
-        status = subprocess.run(command, env={**os.environ, "MINIVLLM_LABS": yours, "PATH": path}).returncode
+        status = subprocess.run(command, env=environment(yours)).returncode
     except OSError as error:
         raise LabError(f"'{command[0]}' cannot be run: {error.strerror}") from None
     raise typer.Exit(status)
+
+
+def begun() -> str:
+    """The exercises that the learner has touched, as MINIVLLM_LABS takes them."""
+    progress = Progress()
+    return ",".join(e.number for e in choose(None) if progress.state(e) != "todo")
+
+
+def environment(yours: str) -> dict[str, str]:
+    """This process's, with the learner's code for `yours`, and with this Python's programs before others."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "MINIVLLM_LABS": yours, "PATH": path}
+
+
+@app.command()
+def notebook(
+    phase: Annotated[str | None, typer.Argument(help="A phase, such as 3. None: where you are.")] = None,
+    jupyter: Annotated[
+        list[str] | None, typer.Argument(help="Options of JupyterLab, such as `-- --port 9000`.")
+    ] = None,
+    engine: Annotated[bool, typer.Option("--engine", help="On our code alone.")] = False,
+    labs: Annotated[str | None, typer.Option(help="What is yours, as for `lab run`.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start your copy over; the old one is kept.")
+    ] = False,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
+) -> None:
+    """Open your copy of a phase's notebook in JupyterLab, on your code for what you began."""
+    from labs.kit.notebook import command, learners_copy, require_jupyterlab
+
+    require_jupyterlab()
+    yours = "" if engine else labs or begun()
+    path, is_new = learners_copy(phase_of(phase), fresh)
+    state = "a copy of ours" if is_new else "as you left it; --fresh starts it over"
+    console.print(f"notebook: {shown(path)} ({state})")
+    console.print(f"yours: {yours or 'nothing, this is our code'}; ours: all else")
+    console.print("After a change in labs/ restart the kernel. Ctrl-C here ends JupyterLab.")
+    sys.stdout.flush()
+    arguments = command(path, jupyter or [], browser)
+    os.execve(arguments[0], arguments, environment(yours))  # so that Ctrl-C is JupyterLab's to answer
+
+
+def phase_of(which: str | None) -> str:
+    """The phase of an exercise or a number; of the next exercise to solve, if none is given."""
+    progress, chosen = Progress(), choose(which)
+    left = [exercise for exercise in chosen if progress.state(exercise) != "passed"]
+    return (left or chosen[-1:])[0].phase
 
 
 @app.command()
@@ -284,12 +328,17 @@ def grade_command(
 
 
 @app.command()
-def mutants(which: Which = None) -> None:
+def mutants(
+    which: Which = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Of each exercise one mistake, by a hash.")
+    ] = False,
+) -> None:
     """For maintainers: put in every classic mistake and see the exercise's tests catch it."""
     from labs.kit.mutants import check_mutants
 
     bad = total = 0
-    for verdict in check_mutants(choose(which)):
+    for verdict in check_mutants(choose(which), sample=sample):
         total += verdict.mutant is not None
         bad += not verdict.is_good
         name = verdict.mutant.name if verdict.mutant else "(the engine)"

@@ -168,7 +168,8 @@ def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) ->
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
     Overlay(job.sources).install()
     steady_hypothesis()
-    options = ["-p", "no:cacheprovider", *["-x"] * job.stop_at_first, *["--tb=long"] * job.trace]
+    # Of marks only the exercise's count here, not those that the settings leave out.
+    options = ["-m", "", "-p", "no:cacheprovider", *["-x"] * job.stop_at_first, *["--tb=long"] * job.trace]
     plugins = [_Recorder(job.exercise, job.trace, sender)]
     sender.send(int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5)
 

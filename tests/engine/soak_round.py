@@ -127,6 +127,16 @@ class Round:
         check_engine(self.engine, self.live)
         self.leaving &= {sent.adapter_id for sent in self.live.values()}
 
+    def _order(self, adapter_id: int, reload: bool) -> None:
+        """Note a reload before it is asked for: it may be done at once."""
+        if reload:
+            self.orders[adapter_id].append(self.num_sent)
+
+    def _take_back_order(self, adapter_id: int, reload: bool) -> None:
+        """A refused order stands no more. Orders between two arrivals share a number: the others stay."""
+        if reload:
+            self.orders[adapter_id].remove(self.num_sent)
+
     def _forget_orders_done(self) -> None:
         """After a step, only those reloads are pending that an older request stands in the way of."""
         for adapter_id, orders in self.orders.items():
@@ -196,10 +206,12 @@ class Round:
             self.disk.write(adapter_id)
         prefix = self.rng.choice([[], *self.prefixes])
         prompt = prefix + self._ids(self.rng.randint(1, LONGEST_PROMPT - len(prefix)))
-        params = self._params()
+        self.send(adapter_id, prompt, self._params(), reload)
+
+    def send(self, adapter_id: int, prompt: list[int], params: SamplingParams, reload: bool = False) -> None:
+        """A request that must be refused for what is known of its adapter, or else be taken."""
         request_id, arrival = f"r{self.num_sent}", self.num_sent
-        if reload:
-            self.orders[adapter_id].append(arrival)
+        self._order(adapter_id, reload)
         refusal = self._refusal(adapter_id, reload)
         try:
             self._call(
@@ -211,7 +223,7 @@ class Round:
             )
         except (ValueError, FileNotFoundError) as error:
             assert refusal, f"refused without a reason: {error}"
-            self.orders[adapter_id] = [order for order in self.orders[adapter_id] if order != arrival]
+            self._take_back_order(adapter_id, reload)
             self.report.counts["refused"] += 1
         else:
             assert not refusal, f"taken although {refusal}"
@@ -290,15 +302,20 @@ class Round:
         adapter_id = self.rng.randint(1, NUM_ADAPTERS)
         if reload and self.disk.is_good(adapter_id):
             self.disk.write(adapter_id)
+        self.add(adapter_id, reload)
+
+    def add(self, adapter_id: int, reload: bool = False) -> None:
+        """Load ahead, or read again; refused for a bad folder, an unload to come, or no room."""
         manager = self.engine.adapters.manager
         full = len(manager.list_adapters()) == manager.capacity
-        if reload:
-            self.orders[adapter_id].append(self.num_sent)
+        self._order(adapter_id, reload)
         try:
             self._call(self.engine.add_lora, self.lora_request(adapter_id, reload))
         except (ValueError, OSError) as error:
+            self._take_back_order(adapter_id, reload)
             assert adapter_id in self.leaving or not self.disk.is_good(adapter_id), error
         except RuntimeError as error:
+            self._take_back_order(adapter_id, reload)
             assert full and adapter_id not in manager.list_adapters(), error
         else:
             if reload and self.disk.is_good(adapter_id):

@@ -142,7 +142,9 @@ class TestMixedBatch:
             for completion in completions
         ]
 
-    @pytest.mark.parametrize("backend", ["auto", "loops", "triton"])
+    @pytest.mark.parametrize(
+        "backend", ["auto", "loops", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)]
+    )
     def test_gives_the_tokens_and_logits_of_peft_on_the_same_int8_weights(
         self, world, oracle, pairs, backend
     ):
@@ -277,6 +279,7 @@ class TestOptions:
         assert result.stderr == ""
 
 
+@pytest.mark.nightly
 def test_the_demo_model_answers_as_transformers_and_peft_with_the_same_int8_weights():
     base, pairs = demo_base(), task_prompts(1)
     llm = LLM(

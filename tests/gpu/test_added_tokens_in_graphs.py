@@ -58,7 +58,7 @@ def assert_right(world, pairs, answers, max_tokens=6):
         assert answer == world.answer(name, prompt, max_tokens + i % 3), f"{i}: {name}"
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
 def test_tokens_that_adapters_add_are_written_and_read_in_captured_steps(tokens, backend):
     engine = captured(tokens, backend, max_loras=2, lora_extra_vocab_size=EXTRA)
     names = ["cats", None, "dogs", "wide ends", "reads", "plain", "narrow ends"]
@@ -87,6 +87,7 @@ def test_steps_with_adapters_and_without_take_turns(tokens):
     assert {with_lora for _, with_lora in engine.replayed} == {True, False}
 
 
+@pytest.mark.nightly_without_gpu
 def test_a_seed_draws_alike_in_captured_steps_beside_added_tokens(tokens):
     params = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
     engine = captured(tokens, max_loras=2, lora_extra_vocab_size=EXTRA)
@@ -101,6 +102,7 @@ def test_a_seed_draws_alike_in_captured_steps_beside_added_tokens(tokens):
     assert max(drawn[0]) < V
 
 
+@pytest.mark.nightly_without_gpu
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_biases_are_added_in_captured_steps(biases, backend):
     engine = captured(biases, backend, max_loras=2, bias_enabled=True)

@@ -31,7 +31,13 @@ ADAPTERS = {
 POSITIONS = 64
 
 
-@pytest.fixture(scope="module", params=["llama-linear-rope-biases-tied", "qwen3-wide-heads"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("llama-linear-rope-biases-tied", marks=pytest.mark.nightly_without_gpu),
+        "qwen3-wide-heads",
+    ],
+)
 def world(request, tmp_path_factory):
     """(folder, oracles by adapter): a tied and an untied model of 64 positions."""
     root = tmp_path_factory.mktemp("embeddings")
@@ -69,7 +75,7 @@ def lora(root, name):
     return LoRARequest(name, list(ADAPTERS).index(name) + 1, str(root / name)) if name else None
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
 def test_captured_steps_give_the_tokens_of_each_request_alone(world, backend):
     """Six requests on three slots: slots change hands between replays of the same graph."""
     root, oracles = world

@@ -97,7 +97,7 @@ def assert_tokens_are_right(world, outputs, names, max_tokens=4):
         assert tokens_of(outputs[str(i)]) == expected, f"{i}: {name}"
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
 def test_padded_steps_give_the_tokens_of_each_request_alone(world, backend):
     engine = paged_engine(world, punica_backend=backend)
 
@@ -111,6 +111,7 @@ def test_padded_steps_give_the_tokens_of_each_request_alone(world, backend):
     assert len({size for size, _ in engine.replayed}) == 4, "the batch did not pass through all sizes"
 
 
+@pytest.mark.nightly_without_gpu
 def test_the_highest_slot_counts_beside_base_rows_in_a_captured_step(world):
     """Incident 13: as many adapters as slots, and base rows that the count forgot."""
     engine = paged_engine(world, punica_backend="triton", max_loras=2, max_num_seqs=3)
@@ -140,6 +141,7 @@ def test_a_batch_without_adapters_runs_the_graph_without_lora(world, names, with
     assert engine.replayed == [(2, with_lora)]
 
 
+@pytest.mark.nightly_without_gpu
 def test_after_a_batch_with_adapters_comes_one_without_and_back(world):
     engine = paged_engine(world)
 
@@ -191,7 +193,15 @@ WISHES = {
 }
 
 
-@pytest.mark.parametrize("wishes", [["sampled"], ["logprobs"], ["sampled", "logprobs", "greedy"]], ids=str)
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        pytest.param(["sampled"], marks=pytest.mark.nightly_without_gpu),
+        pytest.param(["logprobs"], marks=pytest.mark.nightly_without_gpu),
+        ["sampled", "logprobs", "greedy"],
+    ],
+    ids=str,
+)
 def test_rows_that_want_more_than_the_likeliest_token_get_it_from_the_logits(world, wishes):
     outputs = []
     for graphs in (True, False):

@@ -1,6 +1,7 @@
 """Runs notebooks; as a command, keeps their outputs: `python tests/helpers/notebooks.py phases/*/walkthrough.ipynb`."""
 
 import atexit
+import copy
 import functools
 import os
 import shutil
@@ -11,21 +12,67 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 LIMIT = 180  # seconds a cell
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
     """The notebook with the outputs of a fresh run, in its own folder and on a CPU. Raises what a cell raises."""
+    client = client_for(path)
+    client.execute()
+    tidy(client.nb)
+    return client.nb
+
+
+def tidy(notebook: nbformat.NotebookNode) -> None:
+    """Leave out what differs between two runs or two machines and says nothing."""
+    notebook.metadata["language_info"] = {"name": "python"}
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when it ran
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                output["data"].pop("text/plain", None)  # its size in pixels
+
+
+def client_for(path: Path) -> NotebookClient:
     notebook = nbformat.read(path, as_version=4)
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["MPLCONFIGDIR"] = fonts_of_its_own()
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=LIMIT, kernel_name="python3", resources=resources).execute()
-    for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # when it ran
-    return notebook
+    return NotebookClient(
+        notebook, timeout=LIMIT, kernel_name="python3", resources=resources, coalesce_streams=True
+    )
+
+
+def execute_again(path: Path, stop: str | None = None) -> list[str]:
+    """What goes wrong for a reader who runs cells again, in a sentence each.
+
+    stop   a heading, such as "## Pack": cells under it and after it are left alone
+
+    In one kernel: all cells; then each once more, from the last to the first, so that none finds the one before it
+    run anew; then all from the top, each twice. Each must print what it printed at first.
+    """
+    client = client_for(path)
+    starts = [cell.source.startswith(f"{stop}\n") for cell in client.nb.cells]
+    cells = list(enumerate(client.nb.cells[: starts.index(True)] if stop else client.nb.cells))
+    cells = [(index, cell) for index, cell in cells if cell.cell_type == "code"]
+    wrong = []
+    with client.setup_kernel():
+        cells = [(index, cell, text_of(client.execute_cell(cell, index))) for index, cell in cells]
+        twice = [cell for cell in cells for _ in range(2)]
+        for when, order in (("alone after all", cells[::-1]), ("twice, from the top", twice)):
+            for index, cell, before in order:
+                where = f"cell {index}, run {when}: {cell.source.splitlines()[0]}"
+                try:
+                    now = text_of(client.execute_cell(copy.deepcopy(cell), index))
+                except CellExecutionError as error:
+                    wrong.append(f"{where}: {error.ename}: {error.evalue}")
+                    continue
+                if now != before and "timing" not in cell.metadata.get("tags", []):
+                    wrong.append(f"{where}: prints something else:\n{now}\ninstead of\n{before}")
+    return wrong
 
 
 @functools.cache

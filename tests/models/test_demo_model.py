@@ -42,6 +42,7 @@ def greedy(model, tokenizer, n):
     return answers
 
 
+@pytest.mark.nightly
 def test_the_folder_generates_what_the_gguf_file_generates(folder):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

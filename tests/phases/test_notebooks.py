@@ -1,13 +1,19 @@
-"""Notebooks run, and their committed outputs are those of a fresh run, outside cells tagged `timing`."""
+"""Notebooks run, also cell by cell, and print what is committed, outside cells tagged `timing`."""
 
 from pathlib import Path
 
 import nbformat
 import pytest
-from notebooks import execute, has_picture, text_of
+
+from notebooks import execute, execute_again, has_picture, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = [ROOT / "docs" / "economics.ipynb", *sorted(ROOT.glob("phases/*/walkthrough.ipynb"))]
+# They load the demo model, and take as long as all others together.
+LONG = ("01_request_and_weights", "07_engine")
+SOME_NIGHTLY = [
+    pytest.param(path, marks=pytest.mark.nightly if path.parent.name in LONG else ()) for path in NOTEBOOKS
+]
 
 
 def code_cells(notebook):
@@ -22,7 +28,7 @@ def test_every_code_cell_has_an_output_and_some_a_picture(path):
     assert any(map(has_picture, cells))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", SOME_NIGHTLY, ids=lambda path: path.parent.name)
 def test_a_fresh_run_gives_the_committed_outputs(path):
     committed = code_cells(nbformat.read(path, as_version=4))
 
@@ -33,3 +39,16 @@ def test_a_fresh_run_gives_the_committed_outputs(path):
         assert not any(output.get("name") == "stderr" for output in now.outputs), text_of(now)
         if "timing" not in before.metadata.get("tags", []):
             assert text_of(now) == text_of(before), before.source
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.parent.name)
+def test_cells_can_be_run_again_after_others_and_from_the_top(path):
+    assert execute_again(path) == []
+
+
+def test_folding_can_be_tried_again_after_packing():
+    """The cheap part of the above for the notebook where it was first found."""
+    path = ROOT / "phases" / "01_request_and_weights" / "walkthrough.ipynb"
+
+    assert execute_again(path, stop="## What is refused") == []

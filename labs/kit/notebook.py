@@ -1,0 +1,57 @@
+"""`lab notebook`: a copy of a phase's notebook in JupyterLab, on the learner's code or on ours."""
+
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from labs.kit.progress import FOLDER as KEPT
+from minivllm.labs import ROOT, LabError
+
+# Git does not see it, and `make clean` leaves it: what learners try out changes no committed notebook.
+FOLDER = ROOT / "notebooks"
+
+
+def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
+    """The learner's copy of a phase's notebook, and whether it was made now from the committed one.
+
+    phase   such as 03_cpu_punica
+    fresh   make it anew; what was there is kept under .lab/backup
+    """
+    ours, yours = ROOT / "phases" / phase / "walkthrough.ipynb", FOLDER / f"{phase}.ipynb"
+    if yours.is_file() and not fresh:
+        return yours, False
+    if yours.is_file():
+        backup = KEPT / "backup" / f"{phase}-{time.strftime('%Y%m%d-%H%M%S')}.ipynb"
+        backup.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(yours, backup)
+    FOLDER.mkdir(exist_ok=True)
+    shutil.copyfile(ours, yours)
+    return yours, True
+
+
+def require_jupyterlab() -> None:
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise LabError("JupyterLab is not installed; `make setup` installs it")
+
+
+def command(notebook: Path, options: list[str], browser: bool) -> list[str]:
+    """What starts JupyterLab with the notebook open.
+
+    The checkout is its root, so labs/ can be edited beside the notebook. Kernels run with this Python.
+
+    options   JupyterLab's own; they have the last word
+    browser   False, or no display: the address is printed alone
+    """
+    address = f"/lab/tree/{notebook.relative_to(ROOT).as_posix()}"
+    settings = [f"--ServerApp.root_dir={ROOT}", f"--LabApp.default_url={address}"]
+    quiet = [] if browser and has_display() else ["--no-browser"]
+    return [sys.executable, "-m", "jupyterlab", *settings, *quiet, *options]
+
+
+def has_display() -> bool:
+    """Without one, Jupyter would take a browser for terminals, which cannot show JupyterLab."""
+    known = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    return not sys.platform.startswith("linux") or any(os.environ.get(name) for name in known)

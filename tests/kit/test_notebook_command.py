@@ -1,0 +1,221 @@
+"""`lab notebook`: JupyterLab with a copy of the phase's notebook, on the learner's code."""
+
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import nbformat
+import pytest
+from checkout import Checkout, environment
+from jupyter_client import BlockingKernelClient
+
+from labs.kit import notebook
+from minivllm.labs import LabError
+
+LIMIT = 60  # seconds that a server or a cell may take
+SERVED = "notebooks/03_cpu_punica.ipynb"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("notebook"))
+    checkout.solve("3.2")
+    return checkout
+
+
+class Server:
+    """`lab notebook` with these arguments, and what it answers."""
+
+    def __init__(self, checkout, *arguments):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        own = {"JUPYTER_RUNTIME_DIR": str(checkout.root / "runtime"), "JUPYTER_TOKEN": "secret"}
+        options = ["--allow-root", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0"]
+        command = [
+            sys.executable,
+            "-m",
+            "labs.kit.cli",
+            "notebook",
+            *arguments,
+            "--no-browser",
+            "--",
+            *options,
+        ]
+        self.runtime = checkout.root / "runtime"
+        self.log = (checkout.root / "jupyter.log").open("w+")
+        self.process = subprocess.Popen(
+            command,
+            cwd=checkout.root,
+            env=environment(checkout.root, None) | own,
+            stdout=self.log,
+            stderr=self.log,
+        )
+
+    def said(self):
+        self.log.seek(0)
+        return self.log.read()
+
+    def ask(self, path, body=None):
+        """The answer of the server's REST API, once it is up."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/api/{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": "token secret", "Content-Type": "application/json"},
+        )
+        until = time.monotonic() + LIMIT
+        while True:
+            assert self.process.poll() is None, self.said()
+            try:
+                with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+                    return json.load(answer)
+            except ConnectionError:
+                assert time.monotonic() < until, self.said()
+            except urllib.error.URLError as error:
+                if not isinstance(error.reason, ConnectionError) or time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
+
+    def run(self, code):
+        """What code prints in the notebook's kernel."""
+        body = {"path": SERVED, "name": "", "type": "notebook", "kernel": {"name": "python3"}}
+        kernel = self.ask("sessions", body)["kernel"]["id"]
+        client = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel}.json"))
+        client.load_connection_file()
+        client.start_channels()
+        client.wait_for_ready(timeout=LIMIT)
+        printed = []
+
+        def note(message):
+            if message["msg_type"] in ("stream", "error"):
+                content = message["content"]
+                printed.append(content.get("text", content.get("evalue")))
+
+        try:
+            client.execute_interactive(code, timeout=LIMIT, output_hook=note)
+        except (TimeoutError, queue.Empty):
+            pytest.fail(f"no answer after {LIMIT} s: {code}")
+        finally:
+            client.stop_channels()
+        return "".join(printed)
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(LIMIT)
+        self.log.close()
+
+
+@pytest.fixture
+def serve(checkout):
+    servers = []
+
+    def serve(*arguments):
+        servers.append(Server(checkout, *arguments))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.stop()
+
+
+WHOSE = """
+import inspect, os, sys
+from minivllm.lora.ops.torch_ops import bgmv_shrink
+print(sys.executable)
+print(os.path.relpath(inspect.getsourcefile(bgmv_shrink), ".."))
+"""
+
+
+def test_a_phases_notebook_is_served_and_its_cells_run_on_the_learners_code(serve, checkout):
+    server = serve("3")
+    served = server.ask(f"contents/{SERVED}")["content"]
+    committed = nbformat.read(checkout.root / "phases/03_cpu_punica/walkthrough.ipynb", as_version=4)
+    first = next(cell for cell in committed.cells if cell.cell_type == "code")
+
+    printed = server.run(first.source)
+    python, source = server.run(WHOSE).split()
+
+    assert [cell["source"] for cell in served["cells"]] == [cell.source for cell in committed.cells]
+    assert first.outputs[-1].text.splitlines()[-1] in printed
+    assert python == sys.executable
+    assert source == "labs/03_cpu_punica/torch_ops.py"
+    assert "yours: 3.2; ours: all else" in server.said()
+    assert f"127.0.0.1:{server.port}/lab/tree/{SERVED}" in server.said()
+
+
+def test_the_engines_code_can_be_asked_for(serve):
+    server = serve("3", "--engine")
+
+    printed = server.run(WHOSE)
+
+    assert printed.split()[1] == "minivllm/lora/ops/torch_ops.py"
+    assert "yours: nothing" in server.said()
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The folders that copies are made in, empty."""
+    monkeypatch.setattr(notebook, "FOLDER", tmp_path / "notebooks")
+    monkeypatch.setattr(notebook, "KEPT", tmp_path / ".lab")
+    return tmp_path
+
+
+def test_a_copy_is_opened_as_it_was_left(own):
+    path, is_new = notebook.learners_copy("03_cpu_punica")
+    path.write_text("mine")
+
+    again = notebook.learners_copy("03_cpu_punica")
+
+    assert is_new
+    assert again == (path, False)
+    assert path.read_text() == "mine"
+
+
+def test_a_copy_that_is_started_over_is_kept(own):
+    path, _ = notebook.learners_copy("03_cpu_punica")
+    ours = path.read_text()
+    path.write_text("mine")
+
+    again = notebook.learners_copy("03_cpu_punica", fresh=True)
+
+    assert again == (path, True)
+    assert path.read_text() == ours
+    assert [kept.read_text() for kept in own.glob(".lab/backup/03_cpu_punica-*.ipynb")] == ["mine"]
+
+
+def test_git_does_not_see_copies():
+    ignored = subprocess.run(
+        ["git", "check-ignore", "-q", str(notebook.FOLDER / "03_cpu_punica.ipynb")], cwd=notebook.ROOT
+    )
+
+    if ignored.returncode == 128:
+        pytest.skip("no git checkout")
+    assert ignored.returncode == 0
+
+
+def test_no_browser_is_started_where_there_is_nothing_to_show_it_on(monkeypatch):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    path = notebook.FOLDER / "03_cpu_punica.ipynb"
+
+    without = notebook.command(path, [], browser=True)
+    monkeypatch.setenv("DISPLAY", ":0")
+    within = notebook.command(path, ["--port=9000"], browser=True)
+
+    assert "--no-browser" in without
+    assert "--no-browser" not in within
+    assert within[-1] == "--port=9000"
+    assert "--no-browser" in notebook.command(path, [], browser=False)
+
+
+def test_without_jupyterlab_there_is_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyterlab", None)
+
+    with pytest.raises(LabError, match=r"^JupyterLab is not installed; `make setup` installs it$"):
+        notebook.require_jupyterlab()
