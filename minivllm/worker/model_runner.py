@@ -15,6 +15,7 @@ from minivllm.layers.sampler import Logprob, Sampler, make_generator
 from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
+from minivllm.worker.cpu_threads import cpu_threads
 from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
@@ -67,6 +68,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         self._generators: dict[str, torch.Generator | None] = {}
         self.num_blocks = self._num_kv_blocks()
         self._allocate_kv_cache(self.num_blocks)
+        self.cpu_threads = cpu_threads(self)
 
     # ---- the KV cache ---------------------------------------------------------------------------------------
 
@@ -262,8 +264,10 @@ class ModelRunner(LoRAModelRunnerMixin):
         """
         tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
         rows = min(8, self.config.scheduler_config.max_num_seqs)
+        self.cpu_threads.measure()
         for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
-            self._dummy_run(query_lens)
+            with self.cpu_threads.in_use():
+                self._dummy_run(query_lens)
         eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
         if self.use_paged_attention and not eager:
             self.capture_model()
