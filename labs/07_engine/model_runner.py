@@ -231,8 +231,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         rows = min(8, self.config.scheduler_config.max_num_seqs)
         self.cpu_threads.measure()
         for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
-            with self.cpu_threads.in_use():
-                self._dummy_run(query_lens)
+            self.cpu_threads.run(partial(self._dummy_run, query_lens))
         eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
         if self.use_paged_attention and not eager:
             self.capture_model()

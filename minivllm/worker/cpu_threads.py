@@ -48,6 +48,7 @@ class CPUThreads:
     candidates   ascending; more than one only where the number is measured
     parts        a step's products, one call each: what is measured
     clock        seconds
+    seconds      of what `run` did last: before the first request, of the warm-up's decode step
     apply        sets the calling thread's number; `current` reads it
 
     Outside `in_use` the process keeps the number that it had.
@@ -67,6 +68,7 @@ class CPUThreads:
         self.candidates = list(candidates) if parts and len(candidates) > 1 else [number]
         self.parts, self.clock, self.apply, self.current = parts, clock, apply, current
         self.measurements = 0
+        self.seconds: float | None = None
         self._pass_seconds = math.inf  # of all parts, on `number` threads
         self._cost = self._pause = self._lost = 0.0
         self._due = -math.inf
@@ -94,6 +96,13 @@ class CPUThreads:
             yield
         finally:
             self.apply(before)
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Do that on the chosen number, and keep how long it took in `seconds`."""
+        started = self.clock()
+        with self.in_use():
+            work()
+        self.seconds = self.clock() - started
 
     def settle(self) -> None:
         """Stay with the number there is: no more measurements."""
@@ -132,10 +141,10 @@ class CPUThreads:
         self._due = self.clock() + self._pause
 
     def _time(self, number: int, limit: float) -> float:
-        """Seconds of one pass over the parts; infinite as soon as PASSES of them take longer than by `limit` each."""
+        """Seconds of one pass over the parts; infinite as soon as it is clear that another that took `limit` is better."""
         with self.in_use(number):
             # The first pass makes threads and oneDNN's primitives for them.
-            for passes, allowed in ((1, 2 * PASSES * limit), (PASSES, PASSES * limit)):
+            for passes, allowed in ((1, 2 * PASSES * limit), (PASSES, PASSES * limit / GAIN)):
                 started = self.clock()
                 for _ in range(passes):
                     for part in self.parts:
