@@ -141,7 +141,7 @@ class CPUThreads:
         self._due = self.clock() + self._pause
 
     def _time(self, number: int, limit: float) -> float:
-        """Seconds of one pass over the parts; infinite as soon as it is clear that another that took `limit` is better."""
+        """Seconds of one pass over the parts; infinite once it is clear that another, of `limit`, is better."""
         with self.in_use(number):
             # The first pass makes threads and oneDNN's primitives for them.
             for passes, allowed in ((1, 2 * PASSES * limit), (PASSES, PASSES * limit / GAIN)):
