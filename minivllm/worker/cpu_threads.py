@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.layers.linear import LinearBase
 
@@ -46,7 +47,7 @@ class CPUThreads:
     number       threads that a step computes on
     reason       who decided: "asked for", "OMP_NUM_THREADS", "measured" and the like
     candidates   ascending; more than one only where the number is measured
-    parts        a step's products, one call each: what is measured
+    parts        a step's products, one call each: what is measured; `watch` puts the model's own here
     clock        seconds
     seconds      of what `run` did last: before the first request, of the warm-up's decode step
     apply        sets the calling thread's number; `current` reads it
@@ -65,7 +66,7 @@ class CPUThreads:
         current: Callable[[], int] = torch.get_num_threads,
     ) -> None:
         self.number, self.reason = number, reason
-        self.candidates = list(candidates) if parts and len(candidates) > 1 else [number]
+        self.candidates = list(candidates) or [number]
         self.parts, self.clock, self.apply, self.current = parts, clock, apply, current
         self.measurements = 0
         self.seconds: float | None = None
@@ -135,6 +136,7 @@ class CPUThreads:
             best = before
         self.number, self._pass_seconds = best, seconds[best]
         self.measurements += 1
+        self.reason = "measured"
         self._cost, self._lost = self.clock() - started, 0.0
         is_news = is_first or best != before
         self._pause = min(FIRST_PAUSE * self._cost if is_news else 2 * self._pause, LONGEST_PAUSE)
@@ -171,31 +173,32 @@ class CPUThreads:
         ratios.append(seconds / self._pass_seconds)
 
 
-def cpu_threads(runner: "ModelRunner") -> CPUThreads:
-    """Who decides: `threads`, then OMP_NUM_THREADS, then measuring. The runner's steps are in its care from then on.
+def cpu_threads(config: EngineConfig) -> CPUThreads:
+    """Who decides: `threads`, then OMP_NUM_THREADS, then measuring, which needs `watch` and goes up to what there is.
 
-    Measured numbers are at most what PyTorch has now, the cores that the process may run on, and its share of their
-    time. On a GPU the host computes next to nothing: only `threads` counts there.
+    That is at most what PyTorch has now, the cores that the process may run on, and its share of their time. On a GPU
+    the host computes next to nothing: only `threads` counts there. What is measured begins with one thread: reading a
+    model gains little from more.
     """
-    now, asked = torch.get_num_threads(), runner.config.threads
-    if asked is not None:
-        threads = CPUThreads(asked, "asked for")
-    elif runner.on_gpu:
-        threads = CPUThreads(now, "the GPU computes")
-    elif os.environ.get("OMP_NUM_THREADS"):
-        threads = CPUThreads(now, "OMP_NUM_THREADS")
-    else:
-        most = min(now, available_cores())
-        rows = min(ROWS, runner.config.scheduler_config.max_num_seqs)
-        parts = products(runner.model, rows, runner.config.model_config.dtype) if most > 1 else []
-        threads = CPUThreads(most, "measured" if parts else "all there are", numbers_up_to(most), parts)
-    if threads.is_open or threads.number != now:
-        _take_care_of(runner, threads)
-    return threads
+    now = torch.get_num_threads()
+    if config.threads is not None:
+        return CPUThreads(config.threads, "asked for")
+    if torch.device(config.device).type == "cuda":
+        return CPUThreads(now, "the GPU computes")
+    if os.environ.get("OMP_NUM_THREADS"):
+        return CPUThreads(now, "OMP_NUM_THREADS")
+    most = min(now, available_cores())
+    return CPUThreads(1, "not measured yet" if most > 1 else "all there are", numbers_up_to(most))
 
 
-def _take_care_of(runner: "ModelRunner", threads: CPUThreads) -> None:
-    """What the runner computes from here on, it computes on the chosen number."""
+def watch(runner: "ModelRunner") -> None:
+    """What the runner computes from here on, it computes on the chosen number; if it is measured, on its own model."""
+    threads, config = runner.cpu_threads, runner.config
+    if threads.is_open:
+        rows = min(ROWS, config.scheduler_config.max_num_seqs)
+        threads.parts = products(runner.model, rows, config.model_config.dtype)
+    elif threads.number == torch.get_num_threads():
+        return
     tokens, seconds = 0, 0.0
     launch_model, sample_tokens = runner.launch_model, runner.sample_tokens
 

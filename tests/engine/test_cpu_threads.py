@@ -11,6 +11,7 @@ from tiny_models import token_ids
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.worker import cpu_threads as module
+from minivllm.worker import model_runner
 from minivllm.worker.cpu_threads import PASSES, CPUThreads, cpu_quota, numbers_up_to
 
 PARTS = 10
@@ -38,8 +39,8 @@ class Machine:
     def chooser(self, candidates=(1, 2, 3, 4)) -> CPUThreads:
         parts = [self.product] * PARTS
         return CPUThreads(
-            candidates[-1],
-            "measured",
+            1,
+            "not measured yet",
             candidates,
             parts,
             clock=lambda: self.now,
@@ -271,12 +272,23 @@ class TestWhoDecides:
         assert answers[0] == answers[1] == answers[2]
 
     def test_a_gpu_engine_is_left_alone(self, four_threads):
-        runner = SimpleNamespace(config=SimpleNamespace(threads=None), on_gpu=True)
+        threads = module.cpu_threads(SimpleNamespace(threads=None, device="cuda:0"))
 
-        threads = module.cpu_threads(runner)
+        assert str(threads) == "4 CPU threads (the GPU computes)"
+        assert not threads.is_open
 
-        assert (threads.number, threads.is_open) == (4, False)
-        assert not hasattr(runner, "launch_model")
+    def test_a_model_is_read_on_one_thread_until_more_are_measured(self, world, four_threads, monkeypatch):
+        seen, get_model = [], model_runner.get_model
+        monkeypatch.setattr(
+            model_runner,
+            "get_model",
+            lambda *a, **k: seen.append(torch.get_num_threads()) or get_model(*a, **k),
+        )
+
+        self.engine(world)
+
+        assert seen == [1]
+        assert torch.get_num_threads() == 4
 
 
 class TestCores:
