@@ -40,6 +40,10 @@ Dtype = Annotated[
 Quantization = Annotated[
     str | None, typer.Option(help="torchao: the base model's linears in int8; adapters stay as they are.")
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads; OMP_NUM_THREADS if not given, or else as many as are fastest."),
+]
 Bias = Annotated[
     bool, typer.Option("--enable-lora-bias", help="Serve adapters with a bias on B (PEFT's lora_bias).")
 ]
@@ -59,13 +63,21 @@ def demo(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    threads: Threads = None,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and slots.png.")] = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
-    from minivllm.commands.demo import run_demo
+    with Console().status("starting"):  # PyTorch takes some seconds to import
+        from minivllm.commands.demo import run_demo
 
-    options = {"punica_backend": punica, "device": device, "dtype": dtype, "quantization": quantization}
+    options = {
+        "punica_backend": punica,
+        "device": device,
+        "dtype": dtype,
+        "quantization": quantization,
+        "threads": threads,
+    }
     run_demo(max_loras, max_tokens, per_adapter, options, out, as_json)
 
 
@@ -101,6 +113,7 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
+    threads: Threads = None,
     load_format: Annotated[
         str, typer.Option(help="auto reads the weights; dummy draws random ones.")
     ] = "auto",
@@ -127,6 +140,7 @@ def generate(
         "device": device,
         "dtype": dtype,
         "quantization": quantization,
+        "threads": threads,
         "load_format": load_format,
         "max_model_len": max_model_len,
         "punica_backend": punica,

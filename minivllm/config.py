@@ -309,7 +309,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All of the above. vLLM: `VllmConfig`."""
+    """All of the above. vLLM: `VllmConfig`.
+
+    threads   CPU threads that a step computes on; None = OMP_NUM_THREADS if that is set, else as many as are fastest
+    """
 
     model_config: ModelConfig
     cache_config: CacheConfig = field(default_factory=CacheConfig)
@@ -317,8 +320,11 @@ class EngineConfig:
     lora_config: LoRAConfig | None = None
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     device: str = "auto"
+    threads: int | None = None
 
     def __post_init__(self) -> None:
+        if self.threads is not None:
+            _require_positive(threads=self.threads)
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
         if self.lora_config is not None:

@@ -1,6 +1,7 @@
 """One step of the engine, and what is done when it fails. Stands for vllm/v1/engine/core.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,11 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.recorder import record_step
 from minivllm.engine.trace import Trace
 from minivllm.engine.turns import Turns
-from minivllm.faults import as_fault, reason
+from minivllm.faults import as_fault, is_expected, reason
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.model_runner import ModelRunner, PendingStep
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -149,6 +152,8 @@ class EngineCore:
         self.adapters.release_unused(adapter_id)
 
     def _fail(self, request_ids: list[str], error: BaseException, outputs: list[RequestOutput]) -> None:
+        if not is_expected(error):
+            logger.error("requests %s end with an error that nobody foresaw", request_ids, exc_info=error)
         for request in self.scheduler.finish_requests(
             request_ids, RequestStatus.FINISHED_ERROR, reason(error)
         ):
@@ -184,7 +189,7 @@ class EngineCore:
         launched, self._launched = self._launched, None
         # While a step is computed the scheduler is not at work: what it decided is dropped.
         self._turns.torn = launched is None
-        if adapter_id := getattr(error, "adapter_id", 0):
+        if adapter_id := self._in_no_slot(launched):
             return self._fail_adapter(adapter_id, error, self._undelivered)
         self._failed_steps += 1
         if self._failed_steps == 1:
@@ -198,6 +203,15 @@ class EngineCore:
             else [s.request.request_id for s in launched.scheduled]
         )
         return self._fail(list(users), error, self._undelivered)
+
+    def _in_no_slot(self, launched: SchedulerOutput | None) -> int:
+        """The adapter that a launch failed at, or 0. They come into slots by id, before anything is computed."""
+        if self.adapters is None or launched is None:
+            return 0
+        missing = {
+            r.adapter_id for r in launched.running
+        } - self.adapters.manager.list_active_adapters().keys()
+        return min(missing - {0}, default=0)
 
     def _mend(self) -> None:
         """After a call that broke off: every request goes on from the last output that its caller has, or will get.

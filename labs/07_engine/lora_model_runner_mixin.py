@@ -2,7 +2,7 @@
 
 from minivllm.labs import Todo
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -125,7 +125,10 @@ class LoRAModelRunnerMixin:
         """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
         manager = self._manager().manager
         if self.can_prefetch_lora(lora_id) and manager.has_room_for(lora_id):
-            with manager.slot_writer.behind_step():
+            with (
+                manager.slot_writer.behind_step(),
+                suppress(Exception),
+            ):  # its own step says what is wrong with it
                 manager.activate_adapter(lora_id)
 
     def remove_lora(self, lora_id: int) -> bool:

@@ -8,17 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from minivllm.commands.common import checkout_folder, console, print_json
+from minivllm.commands.serve_progress import ServeProgress, say_how_long
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.trace_plot import draw_trace
 from minivllm.lora.request import LoRARequest
-from minivllm.models.demo_model import demo_model_path
+from minivllm.models.demo_model import MODEL_NAME, demo_model_path
 from minivllm.sampling_params import SamplingParams
 
 ADAPTERS = ("json", "sql", "bullets", "dates")
@@ -48,29 +49,34 @@ def run_demo(
 
     options: further `EngineArgs`
     """
-    out.mkdir(parents=True, exist_ok=True)  # first: better to fail now than after the work
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens
+    )  # first: better to fail now than after the work
+    out.mkdir(parents=True, exist_ok=True)
     requests = demo_requests(per_adapter)
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(demo_model_path()),
-            enable_lora=True,
-            max_loras=max_loras,
-            max_lora_rank=32,
-            max_cpu_loras=max(3, max_loras),
-            max_model_len=512,
-            max_num_seqs=16,
-            max_num_batched_tokens=96,
-            max_lora_wait_steps=16,
-            **options,
-        )
+    args = EngineArgs(
+        model=str(demo_model_path()),
+        enable_lora=True,
+        max_loras=max_loras,
+        max_lora_rank=32,
+        max_cpu_loras=max(3, max_loras),
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=96,
+        max_lora_wait_steps=16,
+        **options,
     )
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    screen = Console(quiet=True) if as_json else console
+    with screen.status(f"reading {MODEL_NAME}, and one step to warm up"):
+        engine = LLMEngine.from_engine_args(args)
+    say_how_long(screen, engine, expected_steps(len(requests), max_tokens))
     started = time.perf_counter()
-    outputs = serve(engine, requests, params, quiet=as_json)
+    outputs = serve(engine, requests, params, screen)
     seconds = time.perf_counter() - started
-    report = make_report(engine, requests, outputs, seconds)
-    write_json(report, out / "demo.json")
-    draw_trace(engine.trace, out / "slots.png")
+    with screen.status("drawing the slots"):
+        report = make_report(engine, requests, outputs, seconds)
+        write_json(report, out / "demo.json")
+        draw_trace(engine.trace, out / "slots.png")
     if as_json:
         print_json(report)
     else:
@@ -97,24 +103,29 @@ def demo_requests(per_adapter: int) -> list[DemoRequest]:
     return requests
 
 
+def expected_steps(requests: int, max_tokens: int) -> int:
+    """About how many steps it takes: until the last request comes, and its answer."""
+    return STEPS_BETWEEN_ARRIVALS * (requests - 1) + max_tokens
+
+
 def serve(
-    engine: LLMEngine, requests: list[DemoRequest], params: SamplingParams, quiet: bool = False
+    engine: LLMEngine, requests: list[DemoRequest], params: SamplingParams, screen: Console
 ) -> dict[str, RequestOutput]:
     """Step the engine while requests arrive; the last output of each."""
     folder = checkout_folder() / "adapters"
     loras = {name: LoRARequest(name, i, str(folder / name)) for i, name in enumerate(ADAPTERS, 1)}
     arriving, finished, step = deque(requests), {}, 0
-    with Progress(console=console, transient=True, disable=quiet) as progress:
-        bar = progress.add_task("serving", total=len(requests))
+    steps = expected_steps(len(requests), params.max_tokens)
+    with ServeProgress(engine, len(requests), steps, screen) as progress:
         while arriving or engine.has_unfinished_requests():
             if arriving and step % STEPS_BETWEEN_ARRIVALS == 0:
                 request = arriving.popleft()
                 lora = loras[request.adapter] if request.adapter else None
                 engine.add_request(request.request_id, request.prompt, params, lora_request=lora)
-            for output in engine.step():
-                if output.finished:
-                    finished[output.request_id] = output
-                    progress.advance(bar)
+            outputs = engine.step()
+            ended = {output.request_id: output for output in outputs if output.finished}
+            finished |= ended
+            progress.advance(len(ended), sum(len(output.outputs[0].delta_token_ids) for output in outputs))
             step += 1
     return finished
 
@@ -140,6 +151,7 @@ def make_report(
         ],
         "requests": len(requests),
         "seconds": seconds,
+        "threads": str(engine.runner.cpu_threads),
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "max_loras": engine.config.lora_config.max_loras,
@@ -176,7 +188,7 @@ def show(report: dict[str, Any], out: Path) -> None:
     )
     console.print(
         f"[bold]{report['tokens']} tokens[/] in {report['seconds']:.1f} s: "
-        f"{report['tokens_per_second']:.0f} tokens/s. "
+        f"{report['tokens_per_second']:.0f} tokens/s on {report['threads']}. "
         f"See {escape(str(out / 'demo.json'))} and {escape(str(out / 'slots.png'))}.",
         highlight=False,
     )

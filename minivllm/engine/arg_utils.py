@@ -48,6 +48,7 @@ class EngineArgs:
     max_lora_wait_steps: int = 64
     tensor_parallel_size: int = 1
     warm_up: bool = True
+    threads: int | None = None
 
     def create_engine_config(self) -> EngineConfig:
         """The validated configuration. ValueError or FileNotFoundError for what cannot be."""
@@ -92,4 +93,5 @@ class EngineArgs:
             lora_config=lora_config if self.enable_lora else None,
             parallel_config=ParallelConfig(self.tensor_parallel_size),
             device=self.device,
+            threads=self.threads,
         )

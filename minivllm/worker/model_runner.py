@@ -16,6 +16,7 @@ from minivllm.layers.sampler import Logprob, Sampler
 from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
+from minivllm.worker.cpu_threads import cpu_threads, watch
 from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
@@ -56,21 +57,24 @@ class ModelRunner(LoRAModelRunnerMixin):
             torch.cuda.set_device(torch.device(self.device).index or 0)  # Triton launches on the current one
         self.use_paged_attention = self.on_gpu and model_config.dtype in (torch.float16, torch.bfloat16)
         self.decode_graphs: DecodeGraphs | None = None
-        self.model = get_model(
-            model_config.model,
-            model_config.dtype,
-            self.device,
-            load_format=model_config.load_format,
-            seed=model_config.seed,
-            quantization=model_config.quantization,
-        )
-        if config.lora_config is not None:
-            refuse_slots_that_do_not_fit(config)
-            self.model = self.load_lora_model(self.model, config, self.device)
-        self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
-        self.row_sampler = RowSampler(self.sampler)
-        self.num_blocks = self._num_kv_blocks()
-        self._allocate_kv_cache(self.num_blocks)
+        self.cpu_threads = cpu_threads(config)
+        with self.cpu_threads.in_use():
+            self.model = get_model(
+                model_config.model,
+                model_config.dtype,
+                self.device,
+                load_format=model_config.load_format,
+                seed=model_config.seed,
+                quantization=model_config.quantization,
+            )
+            if config.lora_config is not None:
+                refuse_slots_that_do_not_fit(config)
+                self.model = self.load_lora_model(self.model, config, self.device)
+            self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
+            self.row_sampler = RowSampler(self.sampler)
+            self.num_blocks = self._num_kv_blocks()
+            self._allocate_kv_cache(self.num_blocks)
+        watch(self)
 
     # ---- the KV cache ---------------------------------------------------------------------------------------
 
@@ -260,8 +264,9 @@ class ModelRunner(LoRAModelRunnerMixin):
         """
         tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
         rows = min(8, self.config.scheduler_config.max_num_seqs)
+        self.cpu_threads.measure()
         for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
-            self._dummy_run(query_lens)
+            self.cpu_threads.run(partial(self._dummy_run, query_lens))
         eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
         if self.use_paged_attention and not eager:
             self.capture_model()

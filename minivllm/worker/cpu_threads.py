@@ -1,0 +1,294 @@
+"""On how many CPU threads a step computes. Stands for vllm/v1/worker/cpu_worker.py (v0.22.1), which binds threads.
+
+A parallel product waits for its slowest thread. Where other processes have some of the cores, that thread waits for a
+core, and the others wait for it: four threads on two free cores can be twenty times slower than one. So the number is
+measured, on products of the model itself, and measured again when steps become slow or some time has passed.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from minivllm.config import EngineConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.layers.linear import LinearBase
+
+if TYPE_CHECKING:
+    from minivllm.worker.model_runner import ModelRunner
+
+CGROUP = Path("/sys/fs/cgroup")
+# One measurement of one number: a pass that nobody times, then these, over weights of so many numbers.
+PASSES = 4
+WEIGHTS = 2**25
+ROWS = 8
+GAIN = 0.95  # of the best time so far: more threads have to be at least that much faster
+DUDS = 2  # numbers in a row that bring nothing; no larger one is tried
+SLOW = 2.0  # times what it should take: what a step takes beyond that is lost
+FIRST_PAUSE = 20  # times what a measurement took, until the next one
+LONGEST_PAUSE = 60.0  # seconds
+COPIES = ("prepare_loras", "prefetch_lora", "add_lora")
+
+Part = Callable[[], Any]
+
+
+class CPUThreads:
+    """The number of threads, and how it came about.
+
+    number       threads that a step computes on
+    reason       who decided: "asked for", "OMP_NUM_THREADS", "measured" and the like
+    candidates   ascending; more than one only where the number is measured
+    parts        a step's products, one call each: what is measured; `watch` puts the model's own here
+    clock        seconds
+    seconds      of what `run` did last: before the first request, of the warm-up's decode step
+    apply        sets the calling thread's number; `current` reads it
+
+    Outside `in_use` the process keeps the number that it had.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        reason: str,
+        candidates: Sequence[int] = (),
+        parts: Sequence[Part] = (),
+        clock: Callable[[], float] = time.perf_counter,
+        apply: Callable[[int], None] = torch.set_num_threads,
+        current: Callable[[], int] = torch.get_num_threads,
+    ) -> None:
+        self.number, self.reason = number, reason
+        self.candidates = list(candidates) or [number]
+        self.parts, self.clock, self.apply, self.current = parts, clock, apply, current
+        self.measurements = 0
+        self.seconds: float | None = None
+        self._pass_seconds = math.inf  # of all parts, on `number` threads
+        self._cost = self._pause = self._lost = 0.0
+        self._due = -math.inf
+        # A step's seconds over those of a pass, by the size of the step: on a machine that is slow both grow.
+        self._ratios: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to choose."""
+        return len(self.candidates) > 1
+
+    def __str__(self) -> str:
+        of = f" of {self.candidates[-1]}" if self.is_open else ""
+        return f"{self.number}{of} CPU thread{'s' * (max(self.candidates) > 1)} ({self.reason})"
+
+    @contextlib.contextmanager
+    def in_use(self, number: int | None = None) -> Iterator[None]:
+        """Inside, the calling thread computes on `number` threads, None = on the chosen number."""
+        number, before = number or self.number, self.current()
+        if number == before:
+            yield
+            return
+        self.apply(number)
+        try:
+            yield
+        finally:
+            self.apply(before)
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Do that on the chosen number, and keep how long it took in `seconds`."""
+        started = self.clock()
+        with self.in_use():
+            work()
+        self.seconds = self.clock() - started
+
+    def settle(self) -> None:
+        """Stay with the number there is: no more measurements."""
+        self.candidates = [self.number]
+
+    # ---- measuring ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def measure(self, from_the_start: bool = True) -> None:
+        """Take the fastest number. Nothing to choose: nothing is done.
+
+        It begins with the smallest number, or else with one a little below the current. A number is given up as soon
+        as it has taken longer than the best so far: trying four threads on two cores costs next to nothing.
+        """
+        if not self.is_open:
+            return
+        started, before, is_first = self.clock(), self.number, self.measurements == 0
+        first = 0 if from_the_start else max(0, self.candidates.index(before) - DUDS)
+        best, duds, seconds = self.candidates[first], 0, {}
+        for number in self.candidates[first:]:
+            seconds[number] = self._time(number, seconds.get(best, math.inf))
+            if number == best or seconds[number] < GAIN * seconds[best]:
+                best, duds = number, 0
+            else:
+                duds += 1
+            if duds == DUDS:
+                break
+        # What is in use stays unless another one is clearly faster.
+        if not is_first and seconds[best] > GAIN * seconds.get(before, math.inf):
+            best = before
+        self.number, self._pass_seconds = best, seconds[best]
+        self.measurements += 1
+        self.reason = "measured"
+        self._cost, self._lost = self.clock() - started, 0.0
+        is_news = is_first or best != before
+        self._pause = min(FIRST_PAUSE * self._cost if is_news else 2 * self._pause, LONGEST_PAUSE)
+        self._due = self.clock() + self._pause
+
+    def _time(self, number: int, limit: float) -> float:
+        """Seconds of one pass over the parts; infinite once it is clear that another, of `limit`, is better."""
+        with self.in_use(number):
+            # The first pass makes threads and oneDNN's primitives for them.
+            for passes, allowed in ((1, 2 * PASSES * limit), (PASSES, PASSES * limit / GAIN)):
+                started = self.clock()
+                for _ in range(passes):
+                    for part in self.parts:
+                        part()
+                        if self.clock() - started > allowed:
+                            return math.inf
+        return (self.clock() - started) / PASSES
+
+    # ---- beside the steps -----------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Measure again if it is time, or if steps have lost more than it costs."""
+        if self.is_open and (self._lost > self._cost or self.clock() >= self._due):
+            self.measure(from_the_start=self._lost > self._cost or not self.measurements)
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long on the chosen number."""
+        if not self.is_open:
+            return
+        ratios = self._ratios[tokens.bit_length()]
+        if len(ratios) >= 3:
+            expected = statistics.median(ratios) * self._pass_seconds
+            self._lost += max(0.0, seconds - SLOW * expected)
+        ratios.append(seconds / self._pass_seconds)
+
+
+def cpu_threads(config: EngineConfig) -> CPUThreads:
+    """Who decides: `threads`, then OMP_NUM_THREADS, then measuring, which needs `watch` and goes up to what there is.
+
+    That is at most what PyTorch has now, the cores that the process may run on, and its share of their time. On a GPU
+    the host computes next to nothing: only `threads` counts there. What is measured begins with one thread: reading a
+    model gains little from more.
+    """
+    now = torch.get_num_threads()
+    if config.threads is not None:
+        return CPUThreads(config.threads, "asked for")
+    if torch.device(config.device).type == "cuda":
+        return CPUThreads(now, "the GPU computes")
+    if os.environ.get("OMP_NUM_THREADS"):
+        return CPUThreads(now, "OMP_NUM_THREADS")
+    most = min(now, available_cores())
+    return CPUThreads(1, "not measured yet" if most > 1 else "all there are", numbers_up_to(most))
+
+
+def watch(runner: "ModelRunner") -> None:
+    """What the runner computes from here on, it computes on the chosen number; if it is measured, on its own model."""
+    threads, config = runner.cpu_threads, runner.config
+    if threads.is_open:
+        rows = min(ROWS, config.scheduler_config.max_num_seqs)
+        threads.parts = products(runner.model, rows, config.model_config.dtype)
+    elif threads.number == torch.get_num_threads():
+        return
+    tokens, seconds = 0, 0.0
+    launch_model, sample_tokens = runner.launch_model, runner.sample_tokens
+
+    def launch(output: SchedulerOutput) -> Any:
+        nonlocal tokens, seconds
+        threads.before_step()
+        started = threads.clock()
+        with threads.in_use():
+            step = launch_model(output)
+        tokens, seconds = sum(row.num_new_tokens for row in output.scheduled), threads.clock() - started
+        return step
+
+    def sample(step: Any) -> Any:
+        started = threads.clock()
+        with threads.in_use():
+            sampled = sample_tokens(step)
+        threads.observe_step(tokens, seconds + threads.clock() - started)
+        return sampled
+
+    def used_in(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any) -> Any:
+            with threads.in_use():
+                return method(*args)
+
+        return run
+
+    runner.launch_model, runner.sample_tokens = launch, sample
+    for name in COPIES:
+        setattr(runner, name, used_in(getattr(runner, name)))
+
+
+def products(model: nn.Module, rows: int, dtype: torch.dtype) -> list[Part]:
+    """The first linears of a model, each with `rows` rows: so many that their weights do not stay in a cache."""
+    parts: list[Part] = []
+    left = WEIGHTS
+    for module in model.modules():
+        if isinstance(module, LinearBase) and left > 0:
+            parts.append(functools.partial(module, torch.zeros(rows, module.input_size, dtype=dtype)))
+            left -= module.input_size * module.output_size
+    return parts
+
+
+def numbers_up_to(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12 and so on, and `most`."""
+    steps = sorted({1} | {base << power for base in (2, 3) for power in range(most.bit_length())})
+    return [*(number for number in steps if number < most), most]
+
+
+def available_cores() -> int:
+    """Cores that the process may run on, or what its control group's quota comes to, rounded down; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, cpu_quota())))
+
+
+def cpu_quota(root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Cores' worth of time that control groups, version 2 or 1, leave the process; infinite without a limit.
+
+    root         where they are mounted
+    membership   which of them the process is in; a container sees its own as the root
+    """
+    quotas = [math.inf]
+    for line in _read(membership).splitlines() or ["0::/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        group = top / path.strip("/")
+        # A limit of any group above counts too.
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top)), top):
+            quota, period = _read_quota(folder, is_version_2=not controllers)
+            if quota > 0 and period > 0:
+                quotas.append(quota / period)
+    return min(quotas)
+
+
+def _read_quota(folder: Path, is_version_2: bool) -> tuple[int, int]:
+    """Microseconds of computing, and of the period they are for; zeros where there is no limit."""
+    if is_version_2:
+        words = _read(folder / "cpu.max").split()
+    else:
+        words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdigit() for word in words):  # "max" and -1 are no limit
+        return 0, 0
+    return int(words[0]), int(words[1])
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file, or nobody may read it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
