@@ -22,6 +22,10 @@ LAYERS = (
         "layers.rotary",
     ),
     (
+        "lora.sentences",
+        "lora.limits",
+        "lora.patterns",
+        "lora.refusals",
         "lora.request",
         "lora.names",
         "lora.peft_helper",
@@ -32,6 +36,8 @@ LAYERS = (
     ),
     (
         "lora.lora_weights",
+        "lora.safetensors_file",
+        "lora.pickle_file",
         "lora.weights_files",
         "lora.new_embeddings",
         "lora.target_parameters",
@@ -131,7 +137,8 @@ def test_the_multi_lora_path_can_be_read_in_one_sitting():
         {"fused_moe", "expert_parts", "target_parameters"},
     )
     ends_of_a_model = {"vocab_parallel_embedding", "logits_processor", "new_embeddings"}
-    beside_it = kernels | experts | ends_of_a_model | {"rotary", "resolver", "stats"}
+    files_of_others = {"sentences", "limits", "patterns", "refusals", "safetensors_file", "pickle_file"}
+    beside_it = kernels | experts | ends_of_a_model | files_of_others | {"rotary", "resolver", "stats"}
     parts = [
         path for path in (PACKAGE / "lora").rglob("*.py") if not beside_it & {path.parent.name, path.stem}
     ]

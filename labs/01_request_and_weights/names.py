@@ -3,6 +3,8 @@
 from minivllm.labs import Todo
 import logging
 import os
+import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Protocol
 
@@ -31,6 +33,10 @@ ADAPTER_FILES = [
     "chat_template*",
 ]
 
+
+# To compare two names takes 50 µs, and a model of experts has 70,000.
+MOST_COMPARED = 400
+LONGEST_COMPARED = 120
 
 # The last part of the name of a layer's experts, and what trainers and servers call their parts, whichever expert's.
 EXPERTS = "experts"
@@ -79,6 +85,13 @@ def is_supported_lora_module(name: str, supported: list[str]) -> bool:
     return any(name == suffix or name.endswith(f".{suffix}") for suffix in supported)
 
 
+def dotted_ends(name: str) -> Iterator[str]:
+    """The name, and what is left behind each of its dots: `a.b.c`, `b.c`, `c`."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
 def is_in_target_modules(
     name: str, target_modules: list[str] | None, packed_mapping: dict[str, list[str]] | None = None
 ) -> bool:
@@ -103,8 +116,15 @@ def is_in_target_modules(
 
 
 def nearest_names(name: str, known: list[str], count: int = 2) -> list[str]:
-    """The known names that look most like `name`, for an error message."""
-    return get_close_matches(name, known, n=count, cutoff=0.4)
+    """The known names that look most like `name`, for an error message: of many, those with the same numbers."""
+    numbers = re.findall(r"\d+", name[:LONGEST_COMPARED])
+    alike = (
+        [other for other in known if re.findall(r"\d+", other) == numbers]
+        if len(known) > MOST_COMPARED
+        else []
+    )
+    compared = list(dict.fromkeys([*alike, *known]))[:MOST_COMPARED]
+    return get_close_matches(name[:LONGEST_COMPARED], compared, n=count, cutoff=0.4)
 
 
 def get_adapter_absolute_path(lora_path: str) -> str:

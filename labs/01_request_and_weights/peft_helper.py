@@ -1,24 +1,20 @@
 """What adapter_config.json says, and what we refuse. Stands for vllm/lora/peft_helper.py (v0.22.1)."""
 
 from minivllm.labs import Todo
-import json
 import math
 import os
 import re
-import sys
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.limits import read_config
+from minivllm.lora.names import dotted_ends
+from minivllm.lora.patterns import TimedPatterns
+from minivllm.lora.refusals import refusals_of, refuse_wrong_types
 
-# Initialisations that move part of the base weight into the adapter: on an unmoved base they are wrong.
-BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-# Ends of the parameters that may be adapted in the place of a module: of experts, and of what is a linear here.
-TARGET_PARAMETERS = ("gate_up_proj", "down_proj", "weight")
-
-# Wider and longer than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.
-LARGEST_RANK = 2**20
+# Longer than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.
 LONGEST_CONTEXT = 2**32
 
 
@@ -67,22 +63,11 @@ class PEFTHelper:
     vllm_long_context_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        self._patterns = TimedPatterns()
         self.rank_pattern = self._checked_pattern("rank_pattern")
         self.alpha_pattern = self._checked_pattern("alpha_pattern")
-        for name, rank in [("r", self.r), *self.rank_pattern.items()]:
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
-                raise ValueError(f"LoRA rank {name} must be an int from 1 to {LARGEST_RANK}, got {rank!r}")
-        for name, alpha in [("lora_alpha", self.lora_alpha), *self.alpha_pattern.items()]:
-            is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-            if not is_number or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
-                raise ValueError(f"LoRA alpha {name} must be a finite number, got {alpha!r}")
-        if not isinstance(self.use_rslora, bool | None):
-            raise ValueError(f"use_rslora must be true or false, got {self.use_rslora!r}")
-        parameters = self.target_parameters
-        if parameters is not None and not (
-            isinstance(parameters, list) and all(isinstance(p, str) for p in parameters)
-        ):
-            raise ValueError(f"target_parameters must be a list of names, got {parameters!r}")
+        refuse_wrong_types(self)
+        self._target_parameters = frozenset(self.target_parameters or ())
         self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
         self.vllm_long_context_scaling_factor = self._long_context_scaling_factor()
 
@@ -100,6 +85,7 @@ class PEFTHelper:
             return {}
         if not isinstance(pattern, dict):
             raise ValueError(f"{name} must map module names to numbers, got {pattern!r}")
+        self._patterns.admit(name, pattern)
         for key in pattern:
             try:
                 self._matches(key, "")
@@ -128,7 +114,10 @@ class PEFTHelper:
             raise FileNotFoundError(
                 f"'{lora_path}' has no adapter_config.json, so it is not an adapter folder"
             )
-        config = _read_json(path)
+        try:
+            config = read_config(path)
+        except OSError as error:
+            raise ValueError(f"'{path}' cannot be read: {error.strerror or error}") from error
         if not isinstance(config, dict):
             raise ValueError(f"'{path}' holds a {type(config).__name__}, expected a JSON object")
         # Another kind of adapter (IA3, prompt tuning) lacks LoRA's fields: name the kind, not the fields.
@@ -159,12 +148,12 @@ class PEFTHelper:
         """The rule alone, for any alpha and rank; `use_rslora` says which of the two it is."""
         raise Todo("lab 1.3: scaling of one module")
 
-    @staticmethod
-    def _matches(key: str, module_name: str) -> bool:
+    def _matches(self, key: str, module_name: str) -> bool:
         """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name.
 
         It must begin where a part of the name begins: `q_proj` matches `layers.0.self_attn.q_proj`, `proj` does
-        not. re.error for a key that is no regular expression.
+        not. `self._patterns.match(expression, name)` says whether `re.match` would find something, in limited time.
+        re.error for a key that is no regular expression, ValueError for one that takes too long.
         """
         raise Todo("lab 1.3: scaling of one module")
 
@@ -177,21 +166,22 @@ class PEFTHelper:
 
     def is_target_parameter(self, name: str) -> bool:
         """Whether `target_parameters` has a parameter's name or an end of it. PEFT's rule, which is not `_matches`."""
-        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or [])
+        targets = self._target_parameters
+        return bool(targets) and not targets.isdisjoint(dotted_ends(name))
 
     def name_in_patterns(self, module_name: str) -> str:
         """What PEFT asks the patterns by: the module's name, or its weight's if `target_parameters` has that."""
         weight = f"{module_name}.weight"
         return weight if self.is_target_parameter(weight) else module_name
 
-    @property
+    @cached_property
     def ranks(self) -> list[int]:
         """Every rank that a module of this adapter may have, in order."""
         return sorted({self.r, *self.rank_pattern.values()})
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
         """ValueError that lists everything in this adapter that the engine will not serve. vLLM: the same name."""
-        problems = [text for refused, text in self._refusals() if refused]
+        problems = [text for refused, text in refusals_of(self) if refused]
         if self.ranks[-1] > lora_config.max_lora_rank:
             problems.append(
                 f"LoRA rank {self.ranks[-1]} is greater than max_lora_rank {lora_config.max_lora_rank}; "
@@ -210,61 +200,3 @@ class PEFTHelper:
             )
         if problems:
             raise ValueError(" ".join(problems))
-
-    def _refusals(self) -> list[tuple[Any, str]]:
-        """(whether it applies, what we say) for each thing that PEFT can do and this engine cannot."""
-        init = str(self.init_lora_weights).lower()
-        parameters = [
-            p for p in self.target_parameters or [] if p.rpartition(".")[2] not in TARGET_PARAMETERS
-        ]
-        others = {
-            "layer_replication, which changes the base model,": self.layer_replication,
-            "aLoRA (alora_invocation_tokens)": self.alora_invocation_tokens is not None,
-            "QALoRA (use_qalora)": self.use_qalora,
-            "BD-LoRA (use_bdlora)": self.use_bdlora,
-            "Arrow (arrow_config)": self.arrow_config,
-            "KaSA (kasa_config), which changes the base model,": self.kasa_config,
-            "MonteCLoRA (monteclora_config)": self.monteclora_config,
-        }
-        return [
-            (self.peft_type != "LORA", f"peft_type {self.peft_type!r} is not supported, only LORA."),
-            (
-                self.modules_to_save,
-                f"The engine only supports modules_to_save being None, got {self.modules_to_save!r}.",
-            ),
-            (self.use_dora, "The engine does not yet support DoRA; train without use_dora."),
-            (
-                self.bias != "none",
-                f"Adapter bias cannot be used without bias_enabled, nor with it here: bias {self.bias!r} changes the "
-                "base model that all adapters share; train with bias='none'.",
-            ),
-            (
-                init.startswith(BASE_CHANGING_INITIALISATIONS),
-                f"init_lora_weights {self.init_lora_weights!r} changes the base model that all adapters share; "
-                "train with another initialisation, or convert the adapter with PEFT's "
-                "save_pretrained(path_initial_model_for_weight_conversion=...).",
-            ),
-            (
-                self.trainable_token_indices,
-                f"trainable_token_indices {self.trainable_token_indices!r} is not supported; train without it, or "
-                "bring new tokens in new_embeddings.safetensors.",
-            ),
-            (
-                parameters,
-                f"target_parameters {parameters!r} are not supported, only gate_up_proj and down_proj of experts, and "
-                "weights of linears.",
-            ),
-            *((used, f"{what} is not supported; train without it.") for what, used in others.items()),
-        ]
-
-
-def _read_json(path: str) -> Any:
-    """What a JSON file holds; ValueError names the file if that cannot be told."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except OSError as error:
-        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from error
-    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is not valid JSON: {error}") from error

@@ -9,8 +9,8 @@ from minivllm.config import DTYPES
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import (
     WeightsMapper,
+    dotted_ends,
     is_base_embedding_weights,
-    is_supported_lora_module,
     parse_fine_tuned_lora_name,
 )
 from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
@@ -107,6 +107,8 @@ class LoRAModel:
         Scaling is noted, not applied: that is `optimize`'s work. Biases on B (`lora_bias`) are no tensors of a pair:
         `_split_off_biases` takes them out before, `_add_biases` gives them to the modules at the end.
 
+        All is judged before anything is converted, so that a refusal costs no memory.
+
         Raises ValueError naming the tensor or the module: a name that is not LoRA's, one side of a module there
         twice (with PEFT's prefix and without), a module there under two names that the mapper makes one, A or B
         missing, shapes that do not fit together, a rank that the config does not give, NaN or Inf once converted;
@@ -136,11 +138,13 @@ class LoRAModel:
             _check_pair(module, pair, peft_helper.ranks)
             lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=pair[True].shape[-2])
             lora.module_name = module
-            lora.lora_a = pair[True].to(device=device, dtype=dtype)  # (r, K)
-            lora.lora_b = pair[False].to(device=device, dtype=dtype)  # (N, r)
-            _check_numbers(lora)
+            lora.lora_a = pair[True]  # (r, K)
+            lora.lora_b = pair[False]  # (N, r)
+            _check_numbers(lora, dtype)
             loras[module] = lora
-        _add_biases(loras, biases)
+        _add_biases(loras, biases, dtype)
+        for lora in loras.values():
+            lora.replace_tensors(lambda tensor: tensor.to(device=device, dtype=dtype))
         return cls(lora_model_id, max(lora.rank for lora in loras.values()), loras)
 
     # endregion
@@ -166,8 +170,13 @@ class LoRAModel:
         Raises FileNotFoundError when there is no weights file, ValueError when it is damaged, names modules
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
         """
+
+        def is_wanted(name: str) -> bool:
+            return not is_base_embedding_weights(name) and not _is_skipped(name, skip_prefixes or [])
+
         path = find_weights_file(lora_dir)
-        tensors, added = read_weights(path, shapes_only), read_new_embeddings(lora_dir, shapes_only)
+        tensors = read_weights(path, shapes_only, is_wanted)
+        added = read_new_embeddings(lora_dir, shapes_only)
         device = "meta" if shapes_only else device
         try:
             lora = cls.from_lora_tensors(
@@ -221,7 +230,9 @@ def _split_off_biases(
     return pairs, biases
 
 
-def _add_biases(loras: dict[str, LoRALayerWeights], biases: dict[str, torch.Tensor]) -> None:
+def _add_biases(
+    loras: dict[str, LoRALayerWeights], biases: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> None:
     """Give each module its bias. ValueError that names one without A and B, of another width, with NaN or Inf."""
     for module, bias in biases.items():
         if module not in loras:
@@ -229,13 +240,14 @@ def _add_biases(loras: dict[str, LoRALayerWeights], biases: dict[str, torch.Tens
         lora = loras[module]
         if len(bias) != lora.output_dim:
             raise ValueError(f"{module} has lora_B.bias {tuple(bias.shape)}, expected ({lora.output_dim},)")
-        lora.bias = bias[None].to(device=lora.lora_b.device, dtype=lora.lora_b.dtype)  # (1, N)
-        _check_finite(f"{module}.lora_B.bias", lora.bias, lora.scaling)
+        lora.bias = bias[None]  # (1, N)
+        _check_finite(f"{module}.lora_B.bias", lora.bias, lora.scaling, dtype)
 
 
 def _refuse_unexpected(modules: Iterable[str], expected: list[str]) -> None:
     """An adapter trained for another model must not load in silence and serve the base model."""
-    unexpected = sorted(name for name in modules if not is_supported_lora_module(name, expected))
+    ends = frozenset(expected)  # `is_supported_lora_module`, at once for all: experts have hundreds of ends
+    unexpected = sorted(name for name in modules if ends.isdisjoint(dotted_ends(name)))
     if unexpected:
         more = f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else ""
         raise ValueError(
@@ -272,16 +284,18 @@ def _check_pair(module: str, pair: dict[bool, torch.Tensor], ranks: list[int]) -
         )
 
 
-def _check_numbers(lora: LoRALayerWeights) -> None:
-    """ValueError for NaN or Inf, also for what becomes Inf in this dtype or when B is scaled."""
-    _check_finite(f"{lora.module_name}.lora_A", lora.lora_a, 1)
-    _check_finite(f"{lora.module_name}.lora_B", lora.lora_b, lora.scaling)
+def _check_numbers(lora: LoRALayerWeights, dtype: torch.dtype | None) -> None:
+    """ValueError for NaN or Inf, also for what becomes Inf in this dtype (None: its own) or when B is scaled."""
+    _check_finite(f"{lora.module_name}.lora_A", lora.lora_a, 1, dtype)
+    _check_finite(f"{lora.module_name}.lora_B", lora.lora_b, lora.scaling, dtype)
 
 
-def _check_finite(name: str, tensor: torch.Tensor, factor: float) -> None:
+def _check_finite(name: str, tensor: torch.Tensor, factor: float, dtype: torch.dtype | None) -> None:
     if tensor.is_meta:
         return
-    # One pass; NaN comes through both ends, and is not <= anything.
-    smallest, largest = (end.item() for end in torch.aminmax(tensor))
-    if not max(-smallest, largest) * abs(factor) <= torch.finfo(tensor.dtype).max:
-        raise ValueError(f"{name} holds NaN or Inf as {tensor.dtype}")
+    dtype = dtype or tensor.dtype
+    # One pass; NaN comes through both ends, and is not <= anything. No number between them is larger once rounded.
+    ends = torch.aminmax(tensor)
+    smallest, largest = (end.item() if end.dtype == dtype else end.to(dtype).item() for end in ends)
+    if not max(-smallest, largest) * abs(factor) <= torch.finfo(dtype).max:
+        raise ValueError(f"{name} holds NaN or Inf as {dtype}")

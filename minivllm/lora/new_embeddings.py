@@ -35,7 +35,7 @@ def read_new_embeddings(lora_dir: str, shapes_only: bool = False) -> dict[str, t
         return {}
     tensors = read_weights(path, shapes_only)
     if unknown := sorted(tensors.keys() - {INPUT, OUTPUT}):
-        raise ValueError(f"'{path}' holds {', '.join(unknown)}; only {INPUT} and {OUTPUT} are read")
+        raise ValueError(f"'{path}' holds {', '.join(unknown[:4])}; only {INPUT} and {OUTPUT} are read")
     if INPUT not in tensors:
         raise ValueError(f"'{path}' has no {INPUT}; without them the added tokens cannot be read")
     for name, tensor in tensors.items():

@@ -3,6 +3,8 @@
 import os
 from dataclasses import dataclass, field
 
+from minivllm.lora.sentences import in_one_sentence
+
 
 @dataclass(frozen=True)
 class LoRARequest:
@@ -28,6 +30,7 @@ class LoRARequest:
     load_inplace: bool = field(default=False, compare=False)
 
     # region lab 1.1: refuse what names no adapter
+    @in_one_sentence
     def __post_init__(self) -> None:
         """Check name, id and path, in this order; a `pathlib.Path` becomes the string it stands for.
 

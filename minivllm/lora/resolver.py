@@ -4,15 +4,16 @@ Stands for vllm/lora/resolver.py and vllm/plugins/lora_resolvers/filesystem_reso
 """
 
 import hashlib
-import json
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
+from minivllm.lora.limits import LONGEST_PATH, read_config
 from minivllm.lora.names import looks_like_hub_id
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.sentences import one_sentence
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class FilesystemResolver(LoRAResolver):
     def find(self, lora_name: str) -> str | None:
         """The folder of the adapter of that name, whatever model it is for; None if there is none."""
         # A plain relative path only: else one adapter would have many names, and an id for each of them.
+        if len(lora_name) > LONGEST_PATH:
+            return None
         if os.path.isabs(lora_name) or lora_name != os.path.normpath(lora_name):
             return None
         try:
@@ -101,25 +104,21 @@ class FilesystemResolver(LoRAResolver):
         """Whether the config is a LoRA's, trained on this model. What cannot be read is refused by the loader,
         which says why."""
         try:
-            with open(os.path.join(path, CONFIG), encoding="utf-8") as file:
-                config = json.load(file)
-        except (OSError, ValueError, RecursionError):
+            config = read_config(os.path.join(path, CONFIG))
+        except (OSError, ValueError):
             return True
         if not isinstance(config, dict):
             return True
         if (kind := config.get("peft_type")) != "LORA":
-            logger.warning("'%s' is no answer for '%s': its peft_type is %r", path, lora_name, kind)
+            logger.warning(
+                "%s", one_sentence(f"'{path}' is no answer for '{lora_name}': its peft_type is {kind!r}")
+            )
             return False
         trained_on = config.get("base_model_name_or_path")
         if any(_is_same_model(trained_on, name) for name in (base_model_name, *self.base_model_names)):
             return True
-        logger.warning(
-            "'%s' is no answer for '%s': it was trained on %r, and the engine serves '%s'",
-            path,
-            lora_name,
-            trained_on,
-            base_model_name,
-        )
+        other = f"it was trained on {trained_on!r}, and the engine serves '{base_model_name}'"
+        logger.warning("%s", one_sentence(f"'{path}' is no answer for '{lora_name}': {other}"))
         return False
 
 
@@ -134,7 +133,7 @@ def stable_id(lora_name: str) -> int:
 
 def _is_same_model(trained_on: object, served: str) -> bool:
     """The same text or the same folder; or a hub id and the folder that its model lies in."""
-    if not isinstance(trained_on, str) or not trained_on or "\0" in trained_on:
+    if not isinstance(trained_on, str) or not 0 < len(trained_on) <= LONGEST_PATH or "\0" in trained_on:
         return False
     if os.path.realpath(trained_on) == os.path.realpath(served):
         return True

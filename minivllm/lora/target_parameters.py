@@ -26,7 +26,7 @@ _UNFOLDED = re.compile(rf".*\bexperts\.(?:{'|'.join(PARAMETERS)})\.lora_[AB]\.we
 
 def is_unfolded(name: str) -> bool:
     """Whether `unfold_target_parameters` has given a tensor its name: it has a dimension for experts."""
-    return _UNFOLDED.fullmatch(name) is not None
+    return "experts" in name and _UNFOLDED.fullmatch(name) is not None
 
 
 def unfold_target_parameters(
@@ -48,7 +48,7 @@ def unfold_target_parameters(
             raise ValueError(
                 f"{name} is unsupported LoRA weight: adapters of all experts are read as PEFT saves them"
             )
-        if match := _FOLDED.fullmatch(name):
+        if "experts" in name and (match := _FOLDED.fullmatch(name)):
             experts, nesting, end, side = match.groups()
             parameter = _parameter(experts.removeprefix(PEFT_PREFIX), nesting.count("."), peft_helper, name)
             tensor = _unfold(tensor, side == "A", peft_helper.rank(parameter), name)

@@ -1,12 +1,15 @@
 """The files that an adapter's tensors lie in. Stands for the reading in vllm/lora/lora_model.py (v0.22.1)."""
 
-import io
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+
+from minivllm.lora.limits import open_file
+from minivllm.lora.pickle_file import find_pickled
+from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
 
 # PEFT's file names, in the order we prefer them: safetensors cannot run code.
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -27,60 +30,74 @@ def find_new_embeddings_file(lora_dir: str) -> Path | None:
     return _first_file(lora_dir, NEW_EMBEDDINGS_FILES)
 
 
+def weights_bytes(lora_dir: str) -> int:
+    """Bytes of an adapter's weights and new embeddings, as the files' sizes say."""
+    paths = _first_file(lora_dir, WEIGHT_FILES), find_new_embeddings_file(lora_dir)
+    return sum(path.stat().st_size for path in paths if path)
+
+
 def _first_file(folder: str, names: tuple[str, ...]) -> Path | None:
     return next((Path(folder, name) for name in names if os.path.isfile(os.path.join(folder, name))), None)
 
 
-def read_weights(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
+def read_weights(
+    path: Path, shapes_only: bool = False, is_wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, torch.Tensor]:
     """All tensors of a weights file, in the order of names.
 
-    shapes_only   tensors on the "meta" device: of a safetensors file, only the header is read
+    shapes_only   tensors on the "meta" device: of the file only names, dtypes and shapes are read
+    is_wanted     whether a tensor is read at all, by its name
 
-    ValueError names the file when it cannot be read, is damaged, cut short, or would need to run code.
+    ValueError names the file when it cannot be read, is damaged, cut short, would need to run code, or holds more than
+    our limits (`limits`). Nobody writes to the tensors but their owner: they are no views of the file.
     """
-    read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
+    find = _find_safetensors if path.suffix == ".safetensors" else _find_pickled
     try:
-        tensors = read(path, shapes_only)
+        with open_file(path) as file:
+            stored = find(path, file)
+            stored = {name: stored[name] for name in sorted(stored) if is_wanted(name)}
+            if shapes_only:
+                return {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in stored.items()}
+            in_place = sorted(stored, key=lambda name: stored[name].start)
+            tensors = {name: _read_tensor(path, file, stored[name]) for name in in_place}
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error}") from error
-    return {name: tensors[name].to("meta" if shapes_only else "cpu") for name in sorted(tensors)}
+    return {name: tensors[name] for name in stored}
 
 
-def _read_safetensors(path: Path, shapes_only: bool) -> dict[str, torch.Tensor]:
+def _find_safetensors(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
     try:
-        if shapes_only:
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 (no dict)
-        # Not safe_open: its tensors are views of the file, so that writing over it would change the adapter that
-        # is being served, and cutting it short would kill the process.
-        return safetensors.torch.load(path.read_bytes())
-    # All but the first: a dtype that torch does not have, or has no way to fill.
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        return find_safetensors(file)
+    except ValueError as error:
         raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
 
 
-def _read_pickle(path: Path, shapes_only: bool) -> dict[str, torch.Tensor]:
-    """With `weights_only`, so that nothing in the file can run. All of it is read, also for the shapes."""
-    data = io.BytesIO(path.read_bytes())
+def _find_pickled(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
+    advice = "save the adapter as safetensors"
     try:
-        tensors = torch.load(data, map_location="cpu", weights_only=True)
-    # Damaged bytes can raise anything. torch's own text is left out: it tells how to load the file regardless.
+        stored = find_pickled(file)
+    # Damaged bytes can raise anything, and what they raise says nothing to people.
     except Exception as error:
-        raise ValueError(
-            f"'{path}' is damaged or holds more than plain tensors; save the adapter as safetensors"
-        ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-        raise ValueError(f"'{path}' does not hold a dict of tensors by name; save the adapter as safetensors")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
-            raise ValueError(f"'{path}': {name} is not a plain tensor; save the adapter as safetensors")
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+        raise ValueError(f"'{path}' is damaged or holds more than plain tensors; {advice}") from error
+    if stored is None:
+        raise ValueError(f"'{path}' does not hold a dict of tensors by name; {advice}")
+    for name, tensor in stored.items():
+        if tensor is None:
+            raise ValueError(f"'{path}': {name} is not a plain tensor; {advice}")
+    return stored
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Dense numbers, all of them in the file: a pickle can also hold views larger than what they show."""
+def _read_tensor(path: Path, file: BinaryIO, stored: StoredTensor) -> torch.Tensor:
+    """One tensor in memory of its own. ValueError where the file ends before it: it was cut since it was judged."""
+    data = torch.empty(stored.nbytes, dtype=torch.uint8)
+    left, place = memoryview(data.numpy()), stored.start
+    while left:
+        if not (count := os.preadv(file.fileno(), [left], place)):
+            raise ValueError(f"'{path}' was cut short while it was read; load the adapter again")
+        left, place = left[count:], place + count
+    numbers = data.view(stored.dtype)
     return (
-        tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.untyped_storage().nbytes() >= tensor.nbytes
+        numbers.view(stored.shape)
+        if stored.stride is None
+        else numbers.as_strided(stored.shape, stored.stride)
     )

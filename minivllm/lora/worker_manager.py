@@ -8,11 +8,14 @@ from torch import nn
 
 from minivllm.faults import as_fault
 from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.limits import READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
 from minivllm.lora.names import EXPERT_PARTS, EXPERTS, get_adapter_absolute_path
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.sentences import LONGEST_NAME, one_sentence
+from minivllm.lora.weights_files import weights_bytes
 
 
 class WorkerLoRAManager:
@@ -61,30 +64,41 @@ class WorkerLoRAManager:
     def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
         """Read an adapter folder and check all of it; nothing in the engine has changed when this raises.
 
-        FileNotFoundError: no folder, no config, no weights. ValueError: everything else. Both name the adapter.
+        Of more than `READ_AT_ONCE` the shapes are judged before the numbers are read. FileNotFoundError: no folder,
+        no config, no weights. ValueError: everything else. Both name the adapter, in one sentence.
         """
-        manager = self._adapter_manager
+        name = one_sentence(lora_request.lora_name, LONGEST_NAME)
         try:
-            folder = get_adapter_absolute_path(lora_request.lora_path)
-            positions = getattr(getattr(manager.model, "config", None), "max_position_embeddings", None)
-            peft_helper = PEFTHelper.from_local_dir(folder, positions)
-            peft_helper.validate_legal(self.lora_config)
-            lora = LoRAModel.from_local_checkpoint(
-                folder,
-                self._expected_modules(),
-                peft_helper,
-                lora_model_id=lora_request.lora_int_id,
-                dtype=manager.lora_dtype,
-                model_vocab_size=self.vocab_size,
-                weights_mapper=getattr(manager.model, "hf_to_vllm_mapper", None),
-                skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
-                shapes_only=shapes_only,
-            )
-            manager.check_adapter(lora)
+            return self._read_adapter(lora_request, shapes_only)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"adapter '{lora_request.lora_name}': {error}") from error
+            raise FileNotFoundError(one_sentence(f"adapter '{name}': {error}")) from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"adapter '{lora_request.lora_name}': {error}") from error
+            raise ValueError(one_sentence(f"adapter '{name}': {error}")) from error
+        # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
+        except Exception as error:
+            raise ValueError(one_sentence(f"adapter '{name}' cannot be read: {error!r}")) from error
+
+    def _read_adapter(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
+        """As `_load_adapter`, but for who words the errors."""
+        manager = self._adapter_manager
+        folder = get_adapter_absolute_path(lora_request.lora_path)
+        if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
+            self._read_adapter(lora_request, shapes_only=True)
+        positions = getattr(getattr(manager.model, "config", None), "max_position_embeddings", None)
+        peft_helper = PEFTHelper.from_local_dir(folder, positions)
+        peft_helper.validate_legal(self.lora_config)
+        lora = LoRAModel.from_local_checkpoint(
+            folder,
+            self._expected_modules(),
+            peft_helper,
+            lora_model_id=lora_request.lora_int_id,
+            dtype=manager.lora_dtype,
+            model_vocab_size=self.vocab_size,
+            weights_mapper=getattr(manager.model, "hf_to_vllm_mapper", None),
+            skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+            shapes_only=shapes_only,
+        )
+        manager.check_adapter(lora)
         lora.name = lora_request.lora_name
         lora.scaling_factor = peft_helper.vllm_long_context_scaling_factor
         return lora

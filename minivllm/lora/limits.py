@@ -1,0 +1,98 @@
+"""How much of an adapter is read at all. vLLM has no such limits: vllm/lora/peft_helper.py reads what is there.
+
+An adapter comes from anybody. Each limit is far above what trainers write and far below what hurts: a refusal takes
+less than a second and less than 256 MB.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# PEFT writes 1 KB, and 100 bytes for each entry of a list of targets or of a pattern.
+CONFIG_BYTES = 2**20
+# Objects in objects. PEFT's go three deep; repr() of a thousand would end in a RecursionError.
+CONFIG_DEPTH = 16
+
+# An adapter of each expert of Qwen3-235B-A22B has 72,192 tensors: 94 layers, 128 experts, 3 linears, A and B.
+MOST_TENSORS = 100_000
+# 150 bytes a tensor and room for more; the library `safetensors` stops at 100 MB.
+HEADER_BYTES = 16 * 2**20
+# 70 characters are usual. What goes through names, above all through regular expressions, pays for each.
+LONGEST_TENSOR_NAME = 512
+MOST_DIMENSIONS = 8
+
+# A pickle is read operation by operation, 32 for each tensor; people who adapt experts save safetensors.
+MOST_PICKLED_TENSORS = 20_000
+PICKLE_BYTES = 5 * 2**20
+PICKLE_OPERATIONS = 1_000_000
+
+# Bytes of weights that may be read before their shapes are compared with the model's: to look twice takes longer.
+READ_AT_ONCE = 32 * 2**20
+
+# The largest tokenizers of today take 35 MB.
+TOKENIZER_BYTES = 64 * 2**20
+
+# A key for each linear of a model of 126 layers, whole: 882 entries.
+MOST_PATTERNS = 2048
+LONGEST_PATTERN = 256
+MOST_TARGET_PARAMETERS = 2048
+
+# Longer than what any file system takes.
+LONGEST_PATH = 4096
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """A file to read bytes from. OSError for anything else of that name: opening a pipe would wait for its writer."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"'{path}' is no plain file")
+    return file
+
+
+def file_size(file: BinaryIO) -> int:
+    """Bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read_config(path: str | Path) -> Any:
+    """What a small JSON file holds. ValueError names the file if that cannot be told, OSError passes through."""
+    with open_file(path) as file:
+        data = file.read(CONFIG_BYTES + 1)
+        if len(data) > CONFIG_BYTES:
+            raise ValueError(
+                f"'{path}' has {file_size(file)} bytes, more than the {CONFIG_BYTES} that a config may have"
+            )
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+        _refuse_depth(value)
+    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not valid JSON: {error}") from error
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Which of two values counts depends on the reader, so that one sees another adapter than the next."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def _refuse_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(CONFIG_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {CONFIG_DEPTH} deep")

@@ -1,0 +1,114 @@
+"""Where the tensors of a safetensors file lie. Stands for `safetensors.safe_open` in vllm/lora/lora_model.py (v0.22.1).
+
+The library maps the file into memory: what cuts it short meanwhile kills the process, and a header of 100 MB is
+parsed before anybody can ask for its size. Its format is eight bytes, a JSON object and the tensors.
+"""
+
+import json
+import math
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from minivllm.lora.limits import (
+    HEADER_BYTES,
+    LONGEST_TENSOR_NAME,
+    MOST_DIMENSIONS,
+    MOST_TENSORS,
+    file_size,
+)
+
+# Those that torch can show; what LoRA is served in is a matter of `lora_model`.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+class StoredTensor(NamedTuple):
+    """One tensor in a file.
+
+    start    of its first byte, in the file
+    nbytes   from there to its last
+    stride   in elements, where they are not in order
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    stride: tuple[int, ...] | None = None
+
+
+def find_safetensors(file: BinaryIO) -> dict[str, StoredTensor]:
+    """Name -> place of every tensor. Of the file only the header is read.
+
+    ValueError for what the format does not allow, such as tensors that overlap or leave the file, and for more than
+    our limits.
+    """
+    size = file_size(file)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > size - 8:
+        raise ValueError(f"it has {size} bytes, too few for its header")
+    if length > HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes, at most {HEADER_BYTES} are read")
+    header = _parse(file.read(length))
+    entries = [
+        (name, _place(name, entry, 8 + length)) for name, entry in header.items() if name != "__metadata__"
+    ]
+    entries.sort(key=lambda entry: (entry[1].start, entry[1].nbytes))
+    end = 8 + length
+    for name, stored in entries:
+        if stored.start != end:
+            raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
+        end += stored.nbytes
+    if end != size:
+        raise ValueError(f"it has {size} bytes, its header tells of {end}")
+    return dict(entries)
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """The header's JSON. Brackets and commas are counted first: 16 MB of `[` would be a GB of lists."""
+    for sign, most in ((b"{", MOST_TENSORS + 2), (b"[", 2 * MOST_TENSORS), (b",", 10 * MOST_TENSORS)):
+        if (count := text.count(sign)) > most:
+            what = "tensors" if sign == b"{" else f"'{sign.decode()}' in its header"
+            raise ValueError(f"it has {count} {what}, at most {most} are read")
+    try:
+        header = json.loads(text.decode())
+    except RecursionError:
+        raise ValueError("its header is nested too deep") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a {type(header).__name__}, not an object")
+    return header
+
+
+def _place(name: str, entry: Any, base: int) -> StoredTensor:
+    if len(name) > LONGEST_TENSOR_NAME:
+        raise ValueError(
+            f"a tensor's name has {len(name)} characters, at most {LONGEST_TENSOR_NAME} are read"
+        )
+    try:
+        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name[:100]} lacks a dtype that torch has, a shape or data_offsets") from error
+    is_shape = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS
+    if not is_shape or not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, end)):
+        raise ValueError(f"{name[:100]} has shape or data_offsets that no tensor has")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if end - start != nbytes:
+        raise ValueError(f"{name[:100]} needs {nbytes} bytes and has {end - start}")
+    return StoredTensor(dtype, tuple(shape), base + start, nbytes)

@@ -1,0 +1,48 @@
+"""Refusals as people may see them: one sentence, whatever was refused. vLLM has none of it: vllm/lora/ quotes as is."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+LONGEST_SENTENCE = 500  # characters: what a log line, a terminal and a JSON answer take without harm
+LONGEST_NAME = 80  # of a name in a sentence about something else
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def one_sentence(text: object, longest: int = LONGEST_SENTENCE) -> str:
+    """A text with nothing in it that a terminal obeys, of at most `longest` characters.
+
+    Line ends become spaces. Other characters that cannot be printed, halves of characters among them, become their
+    escapes. Of a longer text the middle is left out: the beginning names the thing, the end says what to do.
+    """
+    text = _cut(
+        str(text), 4 * longest
+    )  # an escape is longer than its character: cut a text of megabytes first
+    text = " ".join(text.split()) if any(end in text for end in "\n\r\t\v\f") else text
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return _cut("".join(shown), longest)
+
+
+def _cut(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    head = (longest - 5) // 2
+    return f"{text[:head]} ... {text[head + 5 - longest :]}"
+
+
+def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose ValueError, or FileNotFoundError, has one sentence, see `one_sentence`."""
+
+    @functools.wraps(function)
+    def refusing(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, FileNotFoundError) as error:
+            text = one_sentence(error)
+            if text == str(error):
+                raise
+            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+            raise kind(text) from error
+
+    return refusing
