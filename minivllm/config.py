@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minivllm.validation import is_real, require_bool, require_int, require_text, shown
+from minivllm.validation import (
+    is_folder,
+    is_list_of_names,
+    is_real,
+    require_bool,
+    require_int,
+    require_text,
+    shown,
+)
 
 if TYPE_CHECKING:
     from minivllm.models.config import ModelArchitecture
@@ -65,17 +73,6 @@ def parse_device(device: str | torch.device) -> str:
     return str(parsed)
 
 
-def _is_list_of_names(names: object) -> bool:
-    return isinstance(names, list | tuple | set | frozenset) and all(isinstance(name, str) for name in names)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name too long for any file system, or with a NUL
-        return False
-
-
 @dataclass(frozen=True)
 class LoRAConfig:
     """How much LoRA the engine makes room for. vLLM: `LoRAConfig`.
@@ -121,10 +118,8 @@ class LoRAConfig:
         if self.lora_dtype != "auto":
             object.__setattr__(self, "lora_dtype", parse_dtype(self.lora_dtype, "lora_dtype"))
         targets = self.target_modules
-        if targets is not None and not _is_list_of_names(targets):
+        if targets is not None and not (is_list_of_names(targets) and targets):
             raise ValueError(f"target_modules must be a list of names, or None for all, got {shown(targets)}")
-        if targets is not None and not targets:
-            raise ValueError("target_modules is an empty list; use None to wrap every linear")
         if self.punica_backend not in PUNICA_BACKENDS:
             raise ValueError(
                 f"unknown punica backend {shown(self.punica_backend)} (punica_backend); use one of "
@@ -201,7 +196,7 @@ class ModelConfig:
             )
         require_text(model=self.model)
         folder = Path(self.model).expanduser()
-        if not _is_folder(folder):
+        if not is_folder(folder):
             raise FileNotFoundError(f"model folder {shown(self.model)} does not exist")
         architecture = ModelArchitecture.from_folder(folder)
         max_model_len = architecture.resolve_max_model_len(self.max_model_len, self.position_factor)
@@ -324,7 +319,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.threads is not None:
-            _require_positive(threads=self.threads)
+            require_int(1, threads=self.threads)
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
         if self.lora_config is not None:

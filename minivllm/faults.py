@@ -34,3 +34,13 @@ def reason(error: BaseException) -> str:
     if is_expected(error) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def put_down_to(error: BaseException, adapter_id: int) -> None:
+    """Note that one adapter is to blame, for who catches the error; 0 is none."""
+    error.adapter_id = adapter_id
+
+
+def adapter_at_fault(error: BaseException) -> int:
+    """The id of the adapter that an error was put down to, 0 if to none."""
+    return getattr(error, "adapter_id", 0)

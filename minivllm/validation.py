@@ -1,6 +1,7 @@
 """What an option or a parameter must be, in one style: a ValueError names it and shows what it was."""
 
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 LARGEST_INT = 2**63 - 1  # counts end up in int64 tensors
@@ -35,6 +36,19 @@ def is_integral(value: Any) -> bool:
 def is_real(value: Any) -> bool:
     """Whether it is a number with an order, of whatever type; a bool is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_list_of_names(names: Any) -> bool:
+    """Whether it is a list, or the like, of texts and nothing else."""
+    return isinstance(names, list | tuple | set | frozenset) and all(isinstance(name, str) for name in names)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; no error for a name that no file system takes."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
 
 
 def shown(value: Any, longest: int = 80) -> str:

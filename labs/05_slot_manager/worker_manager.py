@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from minivllm.faults import as_fault
+from minivllm.faults import as_fault, put_down_to, reason
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.limits import READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
@@ -76,8 +76,10 @@ class WorkerLoRAManager:
         except (OSError, ValueError) as error:
             raise ValueError(one_sentence(f"adapter '{name}': {error}")) from error
         # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
-        except Exception as error:
-            raise ValueError(one_sentence(f"adapter '{name}' cannot be read: {error!r}")) from error
+        except BaseException as error:
+            raise ValueError(
+                one_sentence(f"adapter '{name}' cannot be read: {reason(as_fault(error))}")
+            ) from error
 
     def _read_adapter(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         """As `_load_adapter`, but for who words the errors."""
@@ -130,7 +132,16 @@ class WorkerLoRAManager:
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
         loading pass through.
         """
-        self._apply_adapters(requests)
+        requests = list(requests)
+        try:
+            self._apply_adapters(requests)
+        except BaseException as error:
+            # They come into slots by id: it is the first one's that is in none.
+            active = self._adapter_manager.list_active_adapters()
+            put_down_to(
+                error, min((r.lora_int_id for r in requests if r and r.lora_int_id not in active), default=0)
+            )
+            raise
         if mapping is not None:
             self._adapter_manager.set_adapter_mapping(mapping)
 

@@ -16,7 +16,7 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.recorder import record_step
 from minivllm.engine.trace import Trace
 from minivllm.engine.turns import Turns
-from minivllm.faults import as_fault, is_expected, reason
+from minivllm.faults import adapter_at_fault, as_fault, is_expected, reason
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.model_runner import ModelRunner, PendingStep
 
@@ -209,7 +209,7 @@ class EngineCore:
         launched, self._launched = self._launched, None
         # While a step is computed the scheduler is not at work: what it decided is dropped.
         self._turns.torn = launched is None
-        if adapter_id := self._in_no_slot(launched):
+        if adapter_id := adapter_at_fault(error):
             return self._fail_adapter(adapter_id, error, self._undelivered)
         self._failed_steps += 1
         if self._failed_steps == 1:
@@ -223,15 +223,6 @@ class EngineCore:
             else [s.request.request_id for s in launched.scheduled]
         )
         return self._fail(list(users), error, self._undelivered)
-
-    def _in_no_slot(self, launched: SchedulerOutput | None) -> int:
-        """The adapter that a launch failed at, or 0. They come into slots by id, before anything is computed."""
-        if self.adapters is None or launched is None:
-            return 0
-        missing = {
-            r.adapter_id for r in launched.running
-        } - self.adapters.manager.list_active_adapters().keys()
-        return min(missing - {0}, default=0)
 
     def _mend(self) -> None:
         """After a call that broke off: every request goes on from the last output that its caller has, or will get.

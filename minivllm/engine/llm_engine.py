@@ -13,6 +13,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
 
 
@@ -39,6 +40,7 @@ class LLMEngine(EngineCore):
 
     # ---- requests -------------------------------------------------------------------------------------------
 
+    @in_one_sentence
     def add_request(
         self,
         request_id: str,
@@ -126,6 +128,7 @@ class LLMEngine(EngineCore):
 
     # ---- adapters -------------------------------------------------------------------------------------------
 
+    @in_one_sentence
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request. vLLM: `add_lora`."""
         with self._turns.take():
@@ -152,7 +155,7 @@ class LLMEngine(EngineCore):
 
     def _adapters(self) -> AdapterRegistry:
         if self.adapters is None:
-            raise RuntimeError("LoRA is not enabled. Use enable_lora=True (--enable-lora) to enable LoRA.")
+            raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
         return self.adapters
 
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-
 from notebooks import execute, execute_again, has_picture, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
