@@ -11,14 +11,14 @@ from minivllm.labs import Todo
 from collections import Counter
 from collections.abc import Iterable
 
-from minivllm.core.request import Request
+from minivllm.core.waiting_queue import WaitingQueue
 
 
 class LoRAAdmission:
     """Deals `max_loras` slots to adapters. It sees adapter ids only (0 = base) and moves no request itself.
 
     Two clocks, both in steps, decide who makes way for whom:
-    waited[a]   how long adapter a has waited for a slot, since it was first passed over
+    waited(a)   how long adapter a has waited for a slot, since it was first passed over
     held[a]     how long adapter a has had one, since it brought its first token
 
     An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
@@ -31,10 +31,10 @@ class LoRAAdmission:
     taken         adapters that have a slot, or for which one is kept
     """
 
-    def __init__(self, max_loras: int, max_wait_steps: int) -> None:
+    def __init__(self, max_loras: int, max_wait_steps: int, waiting: WaitingQueue | None = None) -> None:
         self.max_loras = max_loras
         self.max_wait_steps = max_wait_steps
-        self.waited: dict[int, int] = {}
+        self.waiting = WaitingQueue() if waiting is None else waiting
         self.held: dict[int, int] = {}
         self.pinned: set[int] = set()
         self.num_running: Counter[int] = Counter()
@@ -65,51 +65,38 @@ class LoRAAdmission:
 
     def pass_over(self, adapter_id: int) -> None:
         """A request of an adapter that does not fit has let others go first: from now on its wait counts."""
-        self.waited.setdefault(adapter_id, 0)
+        self.waiting.pass_over(adapter_id)
+
+    def waited(self, adapter_id: int) -> int:
+        """Steps since it was passed over, 0 if it was not. Nothing is counted up: `WaitingQueue` knows since when."""
+        return self.waiting.waited(adapter_id)
 
     # region lab 6.4: bounded wait
     def make_room(self, waiting: Iterable[int]) -> list[int]:
         """Adapters whose running requests must be preempted now. Slots are kept for those that are due.
 
-        waiting     adapters that would run if they had a slot, each once or more, in any order
+        waiting     adapters that were passed over and would run if they had a slot, the longest wait first.
+                    Many may wait: it is read no further than to the first that is not due
 
         First, while more slots are taken than there are (a pin came in under running requests), the cheapest
-        adapter makes way, however short its turn was. Then every waiting adapter that is due takes a slot, the
-        longest wait first: one that is free, else that of the cheapest adapter which has had its turn. Where
-        there is neither, those that are left wait on. `_victim` says who is cheapest, `_evict` frees its slot.
+        adapter makes way, however short its turn was. Then every waiting adapter that is due takes a slot, in
+        its turn: one that is free, else that of the cheapest adapter which has had its turn. Where there is
+        neither, those that are left wait on. `_victim` says who is cheapest, `_evict` frees its slot.
         """
         raise Todo("lab 6.4: bounded wait")
 
     # endregion
 
-    def line(self, waiting: list[Request]) -> list[Request]:
-        """The order in which requests are considered: one of each adapter that was passed over, the longest
-        wait first, then all others by arrival. The one is its adapter's oldest, so that within an adapter
-        the first to come is the first served.
-
-        waiting     by arrival
-        """
-        oldest: dict[int, Request] = {}
-        for request in waiting:
-            if request.adapter_id in self.waited:
-                oldest.setdefault(request.adapter_id, request)
-        ahead = [oldest[adapter_id] for adapter_id in self._longest_wait_first(oldest)]
-        return ahead + [request for request in waiting if oldest.get(request.adapter_id) is not request]
-
-    def end_step(self, waiting: Iterable[int], ran: Iterable[int], sampled: set[int]) -> None:
-        """A step was computed: move the clocks. All arguments are adapter ids.
+    def end_step(self, ran: Iterable[int], sampled: set[int]) -> None:
+        """A step was computed: move the clocks. Both arguments are adapter ids.
 
         ran         of the requests that ran in this step, also of those that ended with it
         sampled     of those that got a token
         """
         ran = set(ran) - {0}
-        still_waiting = set(waiting) - ran
-        self.waited = {a: steps + 1 for a, steps in self.waited.items() if a in still_waiting}
+        self.waiting.end_step(ran)
         # A turn begins with its first token, or it might end before a long prompt is through, every time.
         self.held = {a: self.held.get(a, 0) + 1 for a in ran if a in self.held or a in sampled}
-
-    def _longest_wait_first(self, adapter_ids: Iterable[int]) -> list[int]:
-        return sorted(adapter_ids, key=lambda adapter_id: -self.waited[adapter_id])
 
     def _victim(self, min_held: int) -> int | None:
         """The adapter that is cheapest to preempt: fewest running requests, then the longest turn.
@@ -128,5 +115,5 @@ class LoRAAdmission:
         """Its slot is free, and its wait begins; gives the id back."""
         del self.num_running[adapter_id]
         self.taken.remove(adapter_id)
-        self.waited[adapter_id] = 0
+        self.waiting.begin_wait(adapter_id)
         return adapter_id

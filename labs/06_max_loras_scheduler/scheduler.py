@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from minivllm.labs import Todo
-from bisect import insort
 from collections.abc import Callable, Iterable
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.core.in_flight import InFlight
 from minivllm.core.kv_cache import BlockPool, KVCacheManager
+from minivllm.core.line import Line
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import (
     ADAPTER_COPY,
@@ -16,9 +17,9 @@ from minivllm.core.output import (
     RELOAD_PENDING,
     SchedulerOutput,
     SchedulerStats,
-    Skip,
 )
 from minivllm.core.request import Request, RequestStatus, all_pinned, check_stop, lora_is_off
+from minivllm.core.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -32,6 +33,7 @@ class Scheduler:
 
     waiting     by arrival; a preempted request goes back to its place
     running     by admission, so that prompts in the making come after all who already answer
+    in_flight   how many unfinished requests, waiting or running, each load of an adapter has
     blocked_adapters    (adapter_id, adapter_generation) -> why its requests may not be admitted now;
                 the engine's, while it reloads or unloads
 
@@ -39,6 +41,7 @@ class Scheduler:
     pinned_adapters     ids of the adapters whose slots are pinned at this moment
     can_prefetch        whether an adapter could be copied into a slot while a step runs
     max_model_len       longest prompt plus answer, in tokens
+    max_skips_told      of those whom a step passes over, so many are named
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch
+        self.max_skips_told = 32
         self._prefetched: list[int] = []  # by the step before
         self.blocked_adapters: dict[tuple[int, int], str] = {}
         self.kv_cache = KVCacheManager(
@@ -64,11 +68,11 @@ class Scheduler:
             cache_config.enable_prefix_caching,
             adapter_identity,
         )
-        self.lora = LoRAAdmission(
-            lora_config.max_loras if lora_config else 0, scheduler_config.max_lora_wait_steps
-        )
+        max_loras = lora_config.max_loras if lora_config else 0
+        self.waiting = WaitingQueue()
+        self.lora = LoRAAdmission(max_loras, scheduler_config.max_lora_wait_steps, self.waiting)
         self.requests: dict[str, Request] = {}
-        self.waiting: list[Request] = []
+        self.in_flight = InFlight()
         self.running: list[Request] = []
         self._num_arrived = 0
         self._num_preemptions = 0
@@ -82,8 +86,12 @@ class Scheduler:
         self.check_request(request)
         request.arrival_order = self._num_arrived
         self._num_arrived += 1
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        self.in_flight.add(request)
+        self.waiting.add(request)
 
     def check_request(self, request: Request) -> None:
         """ValueError if its id is in use, LoRA is off, or it can never fit in the KV cache."""
@@ -115,15 +123,15 @@ class Scheduler:
         requests    those that are not answered yet
         """
         self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)
-        self.lora = LoRAAdmission(self.lora.max_loras, self.lora.max_wait_steps)
-        self._prefetched = []
-        self.waiting = sorted(requests, key=lambda request: request.arrival_order)
-        self.running = []
-        self.requests = {request.request_id: request for request in self.waiting}
-        num_preemptions = sum(request.num_preemptions for request in self.waiting)
-        for request in self.waiting:
+        self.waiting = WaitingQueue()
+        self.lora = LoRAAdmission(self.lora.max_loras, self.lora.max_wait_steps, self.waiting)
+        self.requests, self.in_flight = {}, InFlight()
+        self.running, self._prefetched = [], []
+        for request in sorted(requests, key=lambda request: request.arrival_order):
+            self._num_preemptions -= request.num_preemptions
             request.start_over(self.max_model_len)
-        self._num_preemptions += sum(request.num_preemptions for request in self.waiting) - num_preemptions
+            self._num_preemptions += request.num_preemptions
+            self._queue(request)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -151,7 +159,9 @@ class Scheduler:
         self._make_lora_room(output)
         self._schedule_running(output)
         if output.halted_by is None:
+            self._line = Line(self.waiting, self.lora)
             self._schedule_waiting(output)
+            self._line.tell_skips(output, self.max_skips_told, self._held_back)
         output.running = list(self.running)
         self._prefetched = output.prefetch
         return output
@@ -174,21 +184,29 @@ class Scheduler:
             if scheduled.samples:
                 self._append_tokens(request, sampled[request.request_id])
                 answered.append(request)
-        self._move_lora_clocks(output)
+        self.lora.end_step(
+            ran={request.adapter_id for request in output.running},
+            sampled={s.request.adapter_id for s in output.scheduled if s.samples},
+        )
         return answered
 
     def _make_lora_room(self, output: SchedulerOutput) -> None:
         """Preempt whoever must give up a slot; refuse whoever can never have one."""
         self.lora.begin_step((request.adapter_id for request in self.running), self.pinned_adapters())
-        held_back = self._held_back()
-        ready = [request.adapter_id for request in self.waiting if request.request_id not in held_back]
-        output.preempted_adapters = self.lora.make_room(ready)
-        for request in reversed(self.running[:]):
-            if request.adapter_id in output.preempted_adapters:
-                self._preempt(request, output)
-        for request in [r for r in self.waiting if self.lora.never_fits(r.adapter_id)]:
-            self._finish(request, RequestStatus.FINISHED_ERROR, all_pinned(request, self.lora.pinned))
-            output.refused.append(request)
+        passed_over = self.waiting.longest_wait_first()
+        output.preempted_adapters = self.lora.make_room(
+            adapter_id for adapter_id in passed_over if not self._held_back(self.waiting.oldest(adapter_id))
+        )
+        if output.preempted_adapters:
+            for request in reversed(self.running[:]):
+                if request.adapter_id in output.preempted_adapters:
+                    self._preempt(request, output)
+        # Else nobody needs to be looked at; and once they are refused, only adapters with a pin are left.
+        if len(self.lora.pinned) >= self.lora.max_loras:
+            never = [adapter_id for adapter_id in self.waiting.adapters if self.lora.never_fits(adapter_id)]
+            for request in self.waiting.of_adapters(never):
+                self._finish(request, RequestStatus.FINISHED_ERROR, all_pinned(request, self.lora.pinned))
+                output.refused.append(request)
 
     # region lab 6.3: token budget
     def _schedule_running(self, output: SchedulerOutput) -> None:
@@ -204,7 +222,7 @@ class Scheduler:
 
     # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, by `lora.line`, until the step is `_full`. `halted_by` says what ended it.
+        """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
 
         Who may not join yet is passed by, with the reason (`_skip`): its adapter is about to change
         (`_held_back` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`), or comes
@@ -239,7 +257,8 @@ class Scheduler:
         return None if self._budget_left(output) else "token budget"
 
     def _skip(self, request: Request, reason: str, output: SchedulerOutput) -> None:
-        output.skipped.append(Skip(request.request_id, request.adapter_id, reason))
+        """It is passed over, and with it those of its adapter behind it; `Line.tell_skips` names them."""
+        self._line.skip(request, reason)
 
     def _admit(self, request: Request, output: SchedulerOutput) -> bool:
         """Let a waiting request run from where the prefix cache ends; False if it lacks blocks."""
@@ -267,25 +286,13 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
-        insort(self.waiting, request, key=lambda waiting: waiting.arrival_order)
+        self.waiting.add(request)
         output.preempted.append(request.request_id)
 
-    def _held_back(self) -> dict[str, str]:
-        """Request id -> why it may not join even if there is room: another load of its adapter is awaited."""
-        if not self.waiting:
-            return {}
-        oldest: dict[int, int] = {}
-        for request in self.requests.values():
-            generation = oldest.get(request.adapter_id, request.adapter_generation)
-            oldest[request.adapter_id] = min(generation, request.adapter_generation)
-        held_back = {}
-        for request in self.waiting:
-            reason = self.blocked_adapters.get((request.adapter_id, request.adapter_generation))
-            if reason is None and request.adapter_generation > oldest[request.adapter_id]:
-                reason = RELOAD_PENDING
-            if reason is not None:
-                held_back[request.request_id] = reason
-        return held_back
+    def _held_back(self, request: Request) -> str | None:
+        """Why it may not join even if there is room: another load of its adapter is awaited."""
+        reason = self.blocked_adapters.get((request.adapter_id, request.adapter_generation))
+        return RELOAD_PENDING if reason is None and self.in_flight.of_earlier_load(request) else reason
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> None:
         for token_id in token_ids:
@@ -296,18 +303,12 @@ class Scheduler:
         return None
 
     def _finish(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
-        queue = self.running if request in self.running else self.waiting
-        queue.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
         del self.requests[request.request_id]
+        self.in_flight.remove(request)
         self.kv_cache.free(request)
         request.status = status
         request.error = error
-
-    def _move_lora_clocks(self, output: SchedulerOutput) -> None:
-        self.lora.end_step(
-            waiting={request.adapter_id for request in self.waiting},
-            ran={request.adapter_id for request in output.running},
-            sampled={s.request.adapter_id for s in output.scheduled if s.samples},
-        )
-        for request in self.waiting:
-            request.lora_wait_steps += request.adapter_id in self.lora.waited

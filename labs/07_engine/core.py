@@ -53,7 +53,7 @@ class EngineCore:
             )
         self.output_processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics()
-        self.trace = Trace(capacity=10_000)
+        self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
         self._started = time.monotonic()
         self._turns = Turns("engine", self._mend)
         self._undelivered: list[RequestOutput] = []  # made in a step that has not returned

@@ -25,8 +25,7 @@ class ScheduledRequest(NamedTuple):
     samples: bool
 
 
-@dataclass(frozen=True)
-class Skip:
+class Skip(NamedTuple):
     """A request was passed over; those behind it were not.
 
     reason      MAX_LORAS, RELOAD_PENDING, ADAPTER_COPY (see `SchedulerOutput.prefetch`), or what the engine put
@@ -47,7 +46,8 @@ class SchedulerOutput:
     cached_tokens   request id -> tokens found in the prefix cache, for those admitted in this step
     preempted       ids of requests that lost their KV blocks and wait again
     preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
-    skipped         requests passed over, with the reason
+    skipped         requests passed over, with the reason: those that came first, as many as the scheduler tells
+    num_skipped     how many were passed over, told or not
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
                     The caller answers them; a second call of `schedule` does not name them again
     prefetch        adapters that get a slot while this step runs, for requests that join the next one
@@ -60,6 +60,7 @@ class SchedulerOutput:
     preempted: list[str] = field(default_factory=list)
     preempted_adapters: list[int] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
+    num_skipped: int = 0
     refused: list[Request] = field(default_factory=list)
     prefetch: list[int] = field(default_factory=list)
     halted_by: str | None = None

@@ -4,33 +4,33 @@ Stands for `resolve_lora` of vllm/entrypoints/openai/models/serving.py (v0.22.1)
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from minivllm.engine.adapter_registry import AdapterEntry
+from minivllm.engine.adapter_entry import AdapterEntry
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.resolver import LoRAResolverRegistry
 
 
-def resolve_lora(lora_name: str, base_model_name: str, known: Iterable[AdapterEntry]) -> LoRARequest:
+def resolve_lora(lora_name: str, base_model_name: str, known: Mapping[str, AdapterEntry]) -> LoRARequest:
     """The adapter of that name. vLLM: `OpenAIServingModels.resolve_lora`.
+
+    known   the engine's own, by name
 
     The engine's own come first, aliases too; then every resolver is asked in turn, and the first answer counts. It
     is known from then on, so that many requests for one name ask once.
 
     Raises ValueError for a name that nobody knows, and when a resolver fails or answers something else.
     """
-    entries = list(known)
-    for entry in entries:
-        if lora_name in entry.names:
-            return entry.request
+    if lora_name in known:
+        return known[lora_name].request
     for resolver_name in list(LoRAResolverRegistry.get_supported_resolvers()):
         answer = _ask(resolver_name, base_model_name, lora_name)
         if answer is not None:
             return replace(answer, lora_name=lora_name)
-    raise ValueError(_unknown(lora_name, entries))
+    raise ValueError(_unknown(lora_name, known))
 
 
 def _ask(resolver_name: str, base_model_name: str, lora_name: str) -> LoRARequest | None:
@@ -62,8 +62,8 @@ def _run(coroutine: Coroutine[Any, Any, LoRARequest | None]) -> LoRARequest | No
         return thread.submit(asyncio.run, coroutine).result()
 
 
-def _unknown(lora_name: str, entries: list[AdapterEntry]) -> str:
-    names = sorted(name for entry in entries for name in entry.names)
+def _unknown(lora_name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     asked = ", ".join(LoRAResolverRegistry.get_supported_resolvers())
     return (

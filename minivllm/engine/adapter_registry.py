@@ -4,40 +4,20 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 """
 
 import logging
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_entry import AdapterEntry, at_hand, folder_of
+from minivllm.engine.adapter_tokenizers import AdapterTokenizers
 from minivllm.engine.adapter_traits import AdapterTraits, traits_of
 from minivllm.faults import as_fault
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.names import get_adapter_absolute_path, looks_like_hub_id
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class AdapterEntry:
-    """One adapter that requests may name.
-
-    owner        what brought it: a request id, or "add_lora"
-    folder       where its path led when it was registered or reloaded: a link may lead elsewhere by now
-    names        everything it was called; the first is its name, the others are aliases
-    generation   counts reloads: requests of a later one wait until those of earlier ones have finished
-    leaving      it is being unloaded: requests in flight finish, new ones are refused
-    """
-
-    request: LoRARequest
-    owner: str
-    folder: str
-    traits: AdapterTraits
-    names: set[str] = field(default_factory=set)
-    generation: int = 0
-    leaving: bool = False
 
 
 class AdapterRegistry:
@@ -46,14 +26,20 @@ class AdapterRegistry:
     What must not happen under a running request (a reload, an unload, giving its slot to a pin) is noted and
     done by `settle`, before a step or when a request ends, once no request stands in its way.
 
+    entries      by id
+    by_name      the same, by each of their names
+    leaving      ids of those that are being unloaded: requests in flight finish, new ones are refused
+
     with_tokenizers   whether requests are text, so that adapters' own tokenizers are of use
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, with_tokenizers: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.with_tokenizers = with_tokenizers
+        self.tokenizers = AdapterTokenizers(self.manager) if with_tokenizers else None
         self.entries: dict[int, AdapterEntry] = {}
+        self.by_name: dict[str, AdapterEntry] = {}
+        self.leaving: set[int] = set()
         self._reloads: dict[tuple[int, int], LoRARequest] = {}
         self._failures: dict[tuple[int, int], BaseException] = {}
         self._wanted_pins: set[int] = set()
@@ -74,15 +60,17 @@ class AdapterRegistry:
         if entry is not None and not lora_request.load_inplace:
             return self._present_traits(entry)
         lora = self.runner.lora_manager.check_adapter(lora_request)
-        return traits_of(lora, lora_request, self.with_tokenizers)
+        return traits_of(lora, lora_request, self.tokenizers is not None)
 
     def _present_traits(self, entry: AdapterEntry) -> AdapterTraits:
         """Those of the last reload while it is to come; else what is in memory counts: a reload may have failed."""
-        adapter_id = entry.request.lora_int_id
+        adapter_id, traits = entry.request.lora_int_id, entry.traits
         lora = self.manager.get_adapter(adapter_id)
-        if lora is None or (adapter_id, entry.generation) in self._reloads:
-            return entry.traits
-        return entry.traits._replace(scaling_factor=lora.scaling_factor, added_tokens=lora.added_tokens)
+        if lora is not None and (adapter_id, entry.generation) not in self._reloads:
+            traits = traits._replace(scaling_factor=lora.scaling_factor, added_tokens=lora.added_tokens)
+        if self.tokenizers is None or not traits.added_tokens:
+            return traits
+        return traits._replace(tokenizer=self.tokenizers.get(entry.request))
 
     def resolve(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
@@ -95,32 +83,37 @@ class AdapterRegistry:
         """
         entry = self.entries.get(lora_request.lora_int_id)
         plain = replace(lora_request, load_inplace=False)
+        if self.tokenizers is not None and traits.added_tokens:
+            self.tokenizers.keep(lora_request.lora_int_id, traits.tokenizer)
+            traits = traits._replace(tokenizer=None)
         if entry is None:
-            entry = AdapterEntry(_at_hand(plain), owner, _folder(plain), traits)
+            entry = AdapterEntry(at_hand(plain), owner, folder_of(plain), traits)
             self.entries[lora_request.lora_int_id] = entry
         elif lora_request.load_inplace:
-            entry.request = replace(entry.request, lora_path=_at_hand(plain).lora_path)
+            entry.request = replace(entry.request, lora_path=at_hand(plain).lora_path)
             self._note_reload(entry, lora_request, traits)
-        entry.names.add(lora_request.lora_name)
+        if lora_request.lora_name not in entry.names:
+            entry.names += (lora_request.lora_name,)
+        self.by_name[lora_request.lora_name] = entry
         return entry.request, entry.generation
 
     def _known(self, lora_request: LoRARequest) -> AdapterEntry | None:
         """The registered adapter with this id. ValueError if it is another one, or on its way out."""
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
-        for other_id, other in self.entries.items():
-            if name in other.names and other_id != adapter_id:
-                raise ValueError(
-                    f"adapter name '{name}' belongs to lora_int_id {other_id} ({other.owner}), "
-                    f"not {adapter_id}; use that id or another name"
-                )
+        other = self.by_name.get(name)
+        if other is not None and (other_id := other.request.lora_int_id) != adapter_id:
+            raise ValueError(
+                f"adapter name '{name}' belongs to lora_int_id {other_id} ({other.owner}), "
+                f"not {adapter_id}; use that id or another name"
+            )
         entry = self.entries.get(adapter_id)
         if entry is None:
             return None
-        if entry.leaving:
+        if adapter_id in self.leaving:
             raise ValueError(
                 f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone"
             )
-        if lora_request.lora_path != entry.request.lora_path and _folder(lora_request) != entry.folder:
+        if lora_request.lora_path != entry.request.lora_path and folder_of(lora_request) != entry.folder:
             raise ValueError(
                 f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "
                 f"'{entry.request.lora_path}' ({entry.owner}), not to '{lora_request.lora_path}'; "
@@ -142,14 +135,21 @@ class AdapterRegistry:
 
     def _forget(self, adapter_id: int) -> None:
         """What was noted of it goes too: under the same id there may soon be another adapter."""
-        self.entries.pop(adapter_id, None)
+        entry = self.entries.pop(adapter_id, None)
+        for name in entry.names if entry else ():
+            self.by_name.pop(name, None)
+        self.leaving.discard(adapter_id)
+        if self.tokenizers is not None:
+            self.tokenizers.forget(adapter_id)
         self._wanted_pins.discard(adapter_id)
         self.manager.stats.by_adapter.pop(adapter_id, None)
 
     def reset(self) -> None:
         """After a call that broke off: what was only named is forgotten, and what is held back is held for a reload."""
+        self.by_name = {name: entry for entry in self.entries.values() for name in entry.names}
+        self.leaving &= self.entries.keys()
         self.scheduler.blocked_adapters = dict.fromkeys(self._reloads, RELOAD_PENDING)
-        for adapter_id in self.entries.keys() - self.manager.stats.by_adapter.keys():
+        for adapter_id in self.entries.keys() ^ self.manager.stats.by_adapter.keys():
             self.release_unused(adapter_id)
 
     def name_of(self, adapter_id: int) -> str:
@@ -235,7 +235,8 @@ class AdapterRegistry:
 
         A pin whose adapter cannot be read any more is dropped, with a warning in the log.
         """
-        self._refresh_in_use()
+        if self._wanted_pins:
+            self._refresh_in_use()
         for adapter_id in sorted(self._wanted_pins):
             try:
                 self._pin(adapter_id)
@@ -252,11 +253,11 @@ class AdapterRegistry:
 
         The order is kept under (adapter id, generation) in `_reloads`, with its `load_inplace`. Under the same
         key the scheduler is told to admit none of that generation (`blocked_adapters`, RELOAD_PENDING). The
-        entry has the new generation, traits and `_folder` at once; its `request` stays without the flag.
+        entry has the new generation, traits and `folder_of` at once; its `request` stays without the flag.
         """
         entry.generation += 1
         entry.traits = traits
-        entry.folder = _folder(lora_request)
+        entry.folder = folder_of(lora_request)
         key = (lora_request.lora_int_id, entry.generation)
         self._reloads[key] = lora_request
         self.scheduler.blocked_adapters[key] = RELOAD_PENDING
@@ -264,12 +265,11 @@ class AdapterRegistry:
     def remove_lora(self, adapter_id: int) -> bool:
         """Unload: at once, or when the requests that use it have finished. False for an unknown id.
 
-        From now on the entry is `leaving`, and new requests are refused.
+        From now on it is among those `leaving`, and new requests are refused.
         """
-        entry = self.entries.get(adapter_id)
-        if entry is None:
+        if adapter_id not in self.entries:
             return False
-        entry.leaving = True
+        self.leaving.add(adapter_id)
         self.settle()
         return True
 
@@ -285,7 +285,7 @@ class AdapterRegistry:
                 self._reload(self._reloads[adapter_id, generation], generation)
                 del self._reloads[adapter_id, generation]
                 del self.scheduler.blocked_adapters[adapter_id, generation]
-        for adapter_id in [i for i, e in self.entries.items() if e.leaving and not self._in_flight(i)]:
+        for adapter_id in [i for i in self.leaving if not self._in_flight(i)]:
             self.runner.remove_lora(adapter_id)
             self._forget(adapter_id)
 
@@ -311,12 +311,11 @@ class AdapterRegistry:
     def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
         """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
 
-        Unfinished are all of `scheduler.requests`, also those that wait or were preempted.
+        The scheduler counts them in `in_flight`, also those that wait or were preempted: `generations` of an
+        adapter are those of which there are any.
         """
-        return any(
-            request.adapter_id == adapter_id and (before is None or request.adapter_generation < before)
-            for request in self.scheduler.requests.values()
-        )
+        generations = self.scheduler.in_flight.generations(adapter_id)
+        return any(before is None or generation < before for generation in generations)
 
     # endregion
 
@@ -332,17 +331,3 @@ class AdapterRegistry:
 
 def _adapter_ids(scheduler: Scheduler) -> Iterable[int]:
     return (request.adapter_id for request in scheduler.running if request.adapter_id)
-
-
-def _at_hand(lora_request: LoRARequest) -> LoRARequest:
-    """A hub id as the folder it stands for now: no step waits for a network, nor brings other weights."""
-    path = lora_request.lora_path
-    if not looks_like_hub_id(path) or os.path.exists(path):
-        return lora_request
-    return replace(lora_request, lora_path=get_adapter_absolute_path(path))
-
-
-def _folder(lora_request: LoRARequest) -> str:
-    """What makes two paths the same adapter; a hub id stays what it is."""
-    path = os.path.expanduser(lora_request.lora_path)
-    return os.path.realpath(path) if os.path.exists(path) else lora_request.lora_path

@@ -34,11 +34,11 @@ def traits_of(lora: LoRAModel, lora_request: LoRARequest, with_tokenizer: bool) 
 
     ValueError that names the adapter for a tokenizer of its own that cannot be read.
     """
-    tokenizer = _load_tokenizer(lora_request) if with_tokenizer and lora.added_tokens else None
+    tokenizer = load_tokenizer(lora_request) if with_tokenizer and lora.added_tokens else None
     return AdapterTraits(lora.scaling_factor, lora.added_tokens, tokenizer, lora_request.lora_name)
 
 
-def _load_tokenizer(lora_request: LoRARequest) -> Any | None:
+def load_tokenizer(lora_request: LoRARequest) -> Any | None:
     """The tokenizer in an adapter's folder, None where there is none. No code that the folder brings is run."""
     folder = get_adapter_absolute_path(lora_request.lora_path)
     if not Path(folder, "tokenizer.json").is_file():

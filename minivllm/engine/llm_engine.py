@@ -95,7 +95,7 @@ class LLMEngine(EngineCore):
     def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
         if not isinstance(lora_request, str):
             return lora_request
-        return resolve_lora(lora_request, self.config.model_config.model, self.adapters.entries.values())
+        return resolve_lora(lora_request, self.config.model_config.model, self.adapters.by_name)
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
         pinned = self._pinned_adapters()

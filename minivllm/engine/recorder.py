@@ -1,6 +1,7 @@
 """One step as a trace record."""
 
 from functools import lru_cache
+from itertools import islice
 from operator import attrgetter
 
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
@@ -8,6 +9,9 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.trace import SlotEvent, StepRecord, TraceRow, TraceSkip
+
+# Of a queue with thousands a record names the first; the scheduler names as few of those it passes over.
+MAX_WAITING_NAMED = 32
 
 
 def record_step(
@@ -38,6 +42,7 @@ def record_step(
         adapter = name(request.adapter_id)
         return _trace_row(request.request_id, adapter, slot, entry.num_new_tokens, kind, cached or 0)
 
+    waiting = [request.request_id for request in islice(scheduler.waiting, MAX_WAITING_NAMED)]
     return StepRecord(
         step=step,
         time_s=time_s,
@@ -47,10 +52,12 @@ def record_step(
         loads=[name(e.adapter_id) for e in events if e.kind == "load"],
         activations=of_kind("activate"),
         evictions=of_kind("evict"),
-        skipped=[TraceSkip(s.request_id, name(s.adapter_id), s.reason) for s in output.skipped],
+        skipped=[_trace_skip(s.request_id, name(s.adapter_id), s.reason) for s in output.skipped],
         preempted=list(output.preempted),
-        waiting=[request.request_id for request in scheduler.waiting],
+        waiting=waiting,
         running=len(output.running),
+        more_skipped=output.num_skipped - len(output.skipped),
+        more_waiting=len(scheduler.waiting) - len(waiting),
     )
 
 
@@ -58,6 +65,12 @@ def record_step(
 def _trace_row(*values: object) -> TraceRow:
     """A decode looks the same at every step, so one row stands for all of them: a trace holds many steps."""
     return TraceRow(*values)
+
+
+@lru_cache(maxsize=4096)
+def _trace_skip(*values: object) -> TraceSkip:
+    """As with rows."""
+    return TraceSkip(*values)
 
 
 def _kind(entry: ScheduledRequest, admitted: bool) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 KINDS = ("prefill", "chunk", "decode")
+# A record with its fields and the headers of its lists.
+RECORD_BYTES = 800
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TraceRow:
     """One request's part of a step.
 
@@ -29,7 +33,7 @@ class TraceRow:
     cached: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SlotEvent:
     """An adapter went into a slot, or out of it."""
 
@@ -37,7 +41,7 @@ class SlotEvent:
     slot: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TraceSkip:
     """A waiting request that this step passed over, and why."""
 
@@ -46,7 +50,7 @@ class TraceSkip:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step of the engine. Adapters go by their names.
 
@@ -56,8 +60,10 @@ class StepRecord:
     pinned: adapters that may not be evicted
     loads: adapters read from disk for this step
     activations, evictions: adapters copied into a slot, or out of one to make room
-    skipped: requests passed over; preempted: requests that lost their KV blocks and wait again
-    waiting: requests in the queue after scheduling; running: how many have a place in the batch
+    skipped: requests passed over, the first of them; more_skipped: how many more there were
+    preempted: requests that lost their KV blocks and wait again
+    waiting: requests in the queue after scheduling, the first of them; more_waiting: how many more there were
+    running: how many have a place in the batch
     """
 
     step: int
@@ -72,6 +78,16 @@ class StepRecord:
     preempted: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     running: int = 0
+    more_skipped: int = 0
+    more_waiting: int = 0
+
+    @property
+    def num_skipped(self) -> int:
+        return len(self.skipped) + self.more_skipped
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.more_waiting
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> StepRecord:
@@ -90,11 +106,22 @@ class Trace:
     """The steps of an engine, oldest first.
 
     capacity: keep the last so many steps; None keeps all
+    max_bytes: keep the last that take so much memory, as far as it can be estimated; the last one whatever it takes
+    num_bytes: what those kept take
     """
 
-    def __init__(self, records: Iterable[StepRecord] = (), capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        records: Iterable[StepRecord] = (),
+        capacity: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
         self.capacity = capacity
+        self.max_bytes = max_bytes
         self.records: list[StepRecord] = []
+        self.num_bytes = 0
+        self._bytes: deque[int] = deque()
+        self._last_parts: set[int] = set()
         for record in records:
             self.append(record)
 
@@ -102,9 +129,21 @@ class Trace:
         return len(self.records)
 
     def append(self, record: StepRecord) -> None:
+        parts = _parts(record)
+        # What it shares with the record before is counted there: most rows are the same at every step.
+        new = sum(_part_bytes(part) for part in parts if id(part) not in self._last_parts)
+        self._last_parts = set(map(id, parts))
+        self._bytes.append(RECORD_BYTES + 8 * (len(parts) + len(record.slots) + len(record.pinned)) + new)
+        self.num_bytes += self._bytes[-1]
         self.records.append(record)
-        if self.capacity is not None and len(self.records) > self.capacity:
+        while self._holds_too_much() and len(self.records) > 1:
+            self.num_bytes -= self._bytes.popleft()
             del self.records[0]
+
+    def _holds_too_much(self) -> bool:
+        if self.capacity is not None and len(self.records) > self.capacity:
+            return True
+        return self.max_bytes is not None and self.num_bytes > self.max_bytes
 
     @property
     def adapters(self) -> list[str]:
@@ -114,7 +153,11 @@ class Trace:
         return sorted(names - {None})
 
     def summary(self) -> dict[str, int]:
-        """How often each thing happened, for a table and for tests that ask whether it did."""
+        """How often each thing happened, for a table and for tests that ask whether it did.
+
+        Requests are those that were computed. What the trace leaves out is counted, too: `steps_left_out` came before
+        the first that is kept, and `names_left_out` are those of waiting and skipped requests.
+        """
         rows = [row for record in self.records for row in record.rows]
         counts = {kind: sum(row.kind == kind for row in rows) for kind in KINDS}
         return {
@@ -130,8 +173,10 @@ class Trace:
             "loads": sum(len(record.loads) for record in self.records),
             "activations": sum(len(record.activations) for record in self.records),
             "evictions": sum(len(record.evictions) for record in self.records),
-            "skips": sum(len(record.skipped) for record in self.records),
+            "skips": sum(record.num_skipped for record in self.records),
             "preemptions": sum(len(record.preempted) for record in self.records),
+            "steps_left_out": self.records[0].step if self.records else 0,
+            "names_left_out": sum(record.more_skipped + record.more_waiting for record in self.records),
         }
 
     def write_jsonl(self, path: str | Path) -> None:
@@ -151,3 +196,14 @@ class Trace:
                 except (ValueError, TypeError, AttributeError) as error:
                     raise ValueError(f"line {number} of '{path}' is no step record: {error}") from error
         return trace
+
+
+def _parts(record: StepRecord) -> list[object]:
+    events = [*record.activations, *record.evictions]
+    return [*record.rows, *record.skipped, *record.waiting, *record.preempted, *record.loads, *events]
+
+
+def _part_bytes(part: object) -> int:
+    """A name, or a row, skip or event with the name of its request."""
+    name = getattr(part, "request", "")
+    return sys.getsizeof(part) + sys.getsizeof(name) + 16  # of the garbage collector

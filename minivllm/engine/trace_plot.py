@@ -60,7 +60,10 @@ def draw_trace(trace: Trace, path: str | Path, title: str = "One engine, many ad
 def _subtitle(trace: Trace) -> str:
     counts = trace.summary()
     names = ("steps", "requests", "adapters", "tokens", "loads", "evictions", "skips", "preemptions")
-    return "  ·  ".join(f"{counts[name]:,} {name[:-1] if counts[name] == 1 else name}" for name in names)
+    said = [f"{counts[name]:,} {name[:-1] if counts[name] == 1 else name}" for name in names]
+    if counts["steps_left_out"]:
+        said.append(f"{counts['steps_left_out']:,} steps before these are left out")
+    return "  ·  ".join(said)
 
 
 def _requests_in_order(trace: Trace) -> list[str]:
@@ -154,13 +157,17 @@ def _draw_requests(axes: Axes, trace: Trace, colours: dict, requests: list[str])
             _bar(axes, start, y, length, 0.78, facecolor=colours[adapter], linewidth=0, **hatch)
     axes.set_ylim(len(requests) - 0.3, -0.7)
     axes.set_yticks(range(len(requests)) if named else [], [f"{name:.16}" for name in requests if named])
-    _finish(axes, "Requests, in order of arrival: every column is one forward pass over all its colours")
+    unnamed = any(record.more_waiting for record in trace.records)
+    note = " (of a long queue only the first are drawn)" if unnamed else ""
+    _finish(
+        axes, f"Requests, in order of arrival: every column is one forward pass over all its colours{note}"
+    )
 
 
 def _draw_queue(axes: Axes, trace: Trace) -> None:
     edges = [x - 0.5 for x in range(len(trace) + 1)]
-    waiting = [len(record.waiting) for record in trace.records]
-    skipped = [len(record.skipped) for record in trace.records]
+    waiting = [record.num_waiting for record in trace.records]
+    skipped = [record.num_skipped for record in trace.records]
     axes.stairs(waiting, edges, fill=True, color=WAITING_COLOUR)
     axes.stairs(skipped, edges, fill=True, color=SKIPPED_COLOUR)
     axes.stairs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import time
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minivllm.lora.model_manager import LoRAModelManager
 
 
-@dataclass
+@dataclass(slots=True)
 class AdapterStats:
     """One adapter's history. It outlives the adapter's stay in memory: an idle adapter is not forgotten.
 
@@ -109,7 +109,8 @@ class LoRAStats:
 
     def as_dict(self) -> dict[str, object]:
         """Counters and hit rate as plain values, without the events."""
-        counters = {name: value for name, value in asdict(self).items() if name != "events"}
+        counters = asdict(replace(self, events=[]))
+        del counters["events"]
         return {**counters, "hit_rate": self.hit_rate}
 
 
@@ -175,5 +176,5 @@ class AdapterReports:
             "bytes": lora.nbytes,
             "slot": self.list_active_adapters().get(adapter_id),
             "pinned": adapter_id in self.pinned_adapters,
-            **vars(self.stats.by_adapter.get(adapter_id, AdapterStats())),
+            **asdict(self.stats.by_adapter.get(adapter_id, AdapterStats())),
         }

@@ -123,8 +123,9 @@ class LoRAModelRunnerMixin:
     def can_prefetch_lora(self, lora_id: int) -> bool:
         """Whether an adapter is in memory, in no slot, and could come into one beside a running step."""
         manager = self._manager().manager
-        waits = lora_id in manager.list_adapters() and lora_id not in manager.list_active_adapters()
-        return waits and manager.slot_writer is not None
+        if manager.slot_writer is None or manager.get_adapter(lora_id) is None:
+            return False
+        return lora_id not in manager.list_active_adapters()
 
     def prefetch_lora(self, lora_id: int) -> None:
         """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""

@@ -58,8 +58,14 @@ def _check_registry(engine: LLMEngine) -> None:
     assert in_flight <= adapters.entries.keys(), "a request's adapter is unknown"
     assert adapters.manager.list_adapters().keys() <= adapters.entries.keys(), "in memory but unknown"
     assert adapters.pinned_adapters() <= adapters.entries.keys(), "pinned but unknown"
-    leaving = {adapter_id for adapter_id, entry in adapters.entries.items() if entry.leaving}
-    assert leaving <= in_flight, "an unload was forgotten"
+    assert adapters.leaving <= in_flight, "an unload was forgotten"
+    named = {name: entry for entry in adapters.entries.values() for name in entry.names}
+    assert adapters.by_name == named, "a name leads elsewhere"
+    for adapter_id in in_flight:
+        generations = {
+            r.adapter_generation for r in engine.scheduler.requests.values() if r.adapter_id == adapter_id
+        }
+        assert set(engine.scheduler.in_flight.generations(adapter_id)) == generations
     assert adapters._reloads.keys() == engine.scheduler.blocked_adapters.keys()
     for adapter_id, generation in adapters._reloads:
         assert adapters._in_flight(adapter_id, before=generation + 1), "a reload that nobody waits for"

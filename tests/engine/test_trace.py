@@ -119,6 +119,8 @@ def test_the_summary_counts_what_happened():
         "evictions": 1,
         "skips": 1,
         "preemptions": 1,
+        "steps_left_out": 0,
+        "names_left_out": 0,
     }
 
 

@@ -87,6 +87,7 @@ class World:
             adapter_identity=self.loads.get,
             pinned_adapters=lambda: self.pinned,
         )
+        self.scheduler.max_skips_told = TOO_LONG  # all of them
 
     def add(self, adapter_id=0, prompt=(1,), max_tokens=4, request_id=None, **params):
         request = ShownRequest(
@@ -187,6 +188,9 @@ class World:
                 f"{request} is to compute tokens {first} to {first + num_new_tokens - 1}, "
                 f"and it has {request.num_tokens}"
             )
+        assert output.num_skipped == len(output.skipped), (
+            f"{output.num_skipped} passed over, and these are named: {output.skipped}"
+        )
         assert output.running == scheduler.running, f"{output.running} is not {scheduler.running}"
         assert tokens.keys() <= set(scheduler.running), (
             f"scheduled though not running: {sorted(map(str, tokens.keys() - set(scheduler.running)))}"

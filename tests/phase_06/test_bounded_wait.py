@@ -6,10 +6,13 @@ The streams below keep the slots busy for ever: as one request ends, the next of
 import random
 
 import pytest
-from scheduler_model import World
+from scheduler_model import World, lora
 
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import NO_BLOCKS
+from minivllm.core.request import Request
+from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lab("6.4")
 
@@ -18,10 +21,20 @@ class TestMakeRoom:
     """The rule itself, on clocks set by hand: `waited` and `held`, in steps; max_wait_steps is 3."""
 
     def make_room(self, *waiting, max_loras=1, running=(), pinned=(), waited=(), held=()):
-        admission = LoRAAdmission(max_loras, max_wait_steps=3)
-        admission.waited, admission.held = dict(waited), dict(held)
+        """waiting: the adapter of each request in the queue; waited: adapter -> steps since it was passed over"""
+        queue = WaitingQueue()
+        for arrival, adapter_id in enumerate(waiting):
+            request = Request(f"r{arrival}", [1], SamplingParams(), lora(adapter_id))
+            request.arrival_order = arrival
+            queue.add(request)
+        for adapter_id, steps in dict(waited).items():
+            queue.step = 100 - steps
+            queue.pass_over(adapter_id)
+        queue.step = 100
+        admission = LoRAAdmission(max_loras, 3, queue)
+        admission.held = dict(held)
         admission.begin_step(running, pinned)
-        return admission, admission.make_room(list(waiting))
+        return admission, admission.make_room(queue.longest_wait_first())
 
     @pytest.mark.parametrize(("waited", "evicted"), [(0, []), (2, []), (3, [1]), (4, [1])])
     def test_an_adapter_takes_a_slot_once_it_has_waited_for_the_bound(self, waited, evicted):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from small_engine import SmallWorld
 
+from minivllm.core.in_flight import InFlight
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.adapter_traits import BASE, AdapterTraits
@@ -61,7 +62,7 @@ class World:
 
     def __init__(self):
         self.runner = StandInRunner()
-        self.scheduler = SimpleNamespace(requests={}, running=[], blocked_adapters={})
+        self.scheduler = SimpleNamespace(in_flight=InFlight(), requests={}, running=[], blocked_adapters={})
         self.registry = AdapterRegistry(self.scheduler, self.runner)
         self.runner.disk = {"/one": "old", "/two": "two"}
         self.registry.add_lora(self.lora(1))
@@ -80,6 +81,7 @@ class World:
             adapter_id=lora_request.lora_int_id, adapter_generation=generation, lora_request=lora_request
         )
         self.scheduler.requests[request_id] = request
+        self.scheduler.in_flight.add(request)
         if running:
             self.scheduler.running.append(request)
         return generation
@@ -87,6 +89,7 @@ class World:
     def end(self, request_id):
         """The request has finished, and the engine says so."""
         request = self.scheduler.requests.pop(request_id)
+        self.scheduler.in_flight.remove(request)
         self.scheduler.running = [r for r in self.scheduler.running if r is not request]
         self.registry.request_ended(request.adapter_id)
 
