@@ -155,6 +155,41 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_and_drops_the_step(wor
     assert ids(second) == ["good"], "the others go on with the next step"
 
 
+def watch_launches(engine, monkeypatch):
+    """What is in memory whenever a step is launched."""
+    launch, seen = engine.runner.launch_model, []
+
+    def launched(scheduled):
+        seen.append(engine.list_loras())
+        return launch(scheduled)
+
+    monkeypatch.setattr(engine.runner, "launch_model", launched)
+    return seen
+
+
+def test_what_a_step_needs_is_in_memory_before_it_is_launched(world, monkeypatch):
+    engine = world.engine()
+    launches = watch_launches(engine, monkeypatch)
+    engine.add_request("a", [5, 6, 7], greedy(1), lora_request=world.request(1))
+    engine.add_request("b", [5, 6, 7], greedy(1), lora_request=world.request(2))
+
+    engine.step()
+
+    assert launches == [{1, 2}], "read during the pass, an adapter holds up everybody's step"
+
+
+def test_nothing_is_launched_of_a_step_whose_adapter_cannot_be_read(world, monkeypatch):
+    engine = world.engine()
+    launches = watch_launches(engine, monkeypatch)
+    engine.add_request("a", [5, 6, 7], greedy(1))
+    engine.add_request("b", [5, 6, 7], greedy(1), lora_request=bad_adapter(world))
+
+    outputs = engine.step()
+
+    assert ids(outputs) == ["b"]
+    assert launches == [], "what was scheduled for the requests that have ended is computed"
+
+
 def test_a_step_that_was_dropped_is_neither_counted_nor_recorded(world):
     engine = world.engine()
     engine.add_request("bad", [5, 6], greedy(), lora_request=bad_adapter(world))
