@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from gpu import taking_turns
 
 pytest_plugins = ["labs.kit.plugin"]
 
@@ -30,11 +31,21 @@ LEFT_OUT = pytest.StashKey[int]()  # how many nightly tests are not run
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Whole files change places; what is in them keeps its order."""
+    """Whole files change places, those whose tests wait for others to the end; what is in them keeps its order."""
     for item in items if not torch.cuda.is_available() else ():
         if item.get_closest_marker("nightly_without_gpu"):
             item.add_marker("nightly")
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    waiting = {item.path for item in items if item.get_closest_marker("alone_on_gpu")}
+    items.sort(key=lambda item: (item.path in waiting, item.path.name not in LONGEST))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fixtures too: they are what takes memory."""
+    if not torch.cuda.is_available():
+        return (yield)
+    with taking_turns(alone=item.get_closest_marker("alone_on_gpu") is not None):
+        return (yield)
 
 
 def pytest_deselected(items):

@@ -28,7 +28,8 @@ def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
         backup.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(yours, backup)
     FOLDER.mkdir(exist_ok=True)
-    shutil.copyfile(ours, yours)
+    text = ours.read_text(encoding="utf-8")
+    yours.write_text(text.replace("](README.md", f"](../phases/{phase}/README.md"), encoding="utf-8")
     return yours, True
 
 

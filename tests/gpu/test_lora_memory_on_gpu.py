@@ -126,6 +126,7 @@ def test_biases_added_tokens_and_longer_contexts_are_told_too(folder):
     assert_within(1, told, after.rounded - before.rounded, unsplit(manager))
 
 
+@pytest.mark.alone_on_gpu
 def test_a_kv_cache_is_smaller_by_what_slots_take(folder):
     allocated()
     free, total = torch.cuda.mem_get_info()

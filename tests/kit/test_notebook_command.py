@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from checkout import Checkout, environment
 from jupyter_client import BlockingKernelClient
 
 from labs.kit import notebook
+from labs.kit.regions import PHASES
 from minivllm.labs import LabError
 
 LIMIT = 60  # seconds that a server or a cell may take
@@ -186,6 +188,15 @@ def test_a_copy_that_is_started_over_is_kept(own):
     assert again == (path, True)
     assert path.read_text() == ours
     assert [kept.read_text() for kept in own.glob(".lab/backup/03_cpu_punica-*.ipynb")] == ["mine"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_links_of_a_copy_lead_somewhere(phase, own):
+    path, _ = notebook.learners_copy(phase)
+    cells = nbformat.read(path, as_version=4).cells
+    links = re.findall(r"\]\((?!http)([^)#]+)", "".join(c.source for c in cells if c.cell_type == "markdown"))
+
+    assert [link for link in links if not (notebook.ROOT / "notebooks" / link).exists()] == []
 
 
 def test_git_does_not_see_copies():

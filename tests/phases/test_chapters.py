@@ -48,6 +48,14 @@ def test_a_chapter_has_a_place_for_every_exercise(path):
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=short)
+def test_a_chapter_says_how_its_notebook_is_opened(path):
+    assert (
+        f"`lab notebook {int(path.parent.name[:2])}` opens the [notebook](walkthrough.ipynb)"
+        in path.read_text()
+    )
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=short)
 def test_questions_have_answers_that_are_folded(path):
     questions = path.read_text().split("## Check yourself")[1]
 

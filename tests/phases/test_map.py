@@ -1,6 +1,8 @@
 """The map to vLLM leads somewhere: every name on its left is vLLM's, every one in its middle is ours."""
 
+import ast
 import importlib
+import itertools
 import json
 import re
 from inspect import getsource, ismodule
@@ -10,11 +12,17 @@ import vllm_names
 from vllm_names import IN_BACKTICKS, PATH, ROOT, looks_like_a_name
 
 VLLM = json.loads(vllm_names.FILE.read_text())
-ROWS = [
-    [cell.strip() for cell in line.strip("|\n").split(" | ")]
-    for line in (ROOT / "docs" / "map-to-vllm.md").read_text().splitlines()
-    if line.startswith("| ") and not line.startswith("| vLLM |")
-]
+
+
+def table(header):
+    """The rows of the map's table that begins with this line."""
+    lines = (ROOT / "docs" / "map-to-vllm.md").read_text().split(header + "\n")[1].splitlines()[1:]
+    rows = itertools.takewhile(lambda line: line.startswith("| "), lines)
+    return [[cell.strip() for cell in row.strip("|\n").split(" | ")] for row in rows]
+
+
+ROWS = table("| vLLM | here | what differs, and why |")
+NOT_HERE = table("| in vLLM | why it is not here |")
 GONE = "vLLM up to "  # what 0.22.1 does not have any more
 
 
@@ -82,3 +90,27 @@ def test_the_map_has_every_part_that_the_engine_stands_for():
                 missing.append(f"{dotted}.{name}")
 
     assert missing == []
+
+
+@pytest.fixture(scope="module")
+def defined():
+    """What our sources define: classes, functions, fields and attributes."""
+    nodes = [
+        node for path in (ROOT / "minivllm").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    names = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    targets = [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    targets += [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    return names | {getattr(target, "id", getattr(target, "attr", None)) for target in targets}
+
+
+@pytest.mark.parametrize("row", NOT_HERE, ids=lambda row: row[0][:40])
+def test_what_is_not_here_is_in_vllm_and_not_here(row, defined):
+    left, reason = row
+    names = {name for name in names_of(left) if looks_like_a_name(name)}
+    paths = {token.rstrip("/") for token in IN_BACKTICKS.findall(left) if PATH.fullmatch(token)}
+
+    assert names - set(VLLM["names"]) == set(), "not in vLLM 0.22.1"
+    assert paths - set(VLLM["paths"]) == set(), "not in vLLM 0.22.1"
+    assert names & defined == set(), "it is here by now"
+    assert len(reason.split()) >= 5
