@@ -22,8 +22,8 @@ if not torch.cuda.is_available():
 
 # Files that take longest, so that they do not come last, when the other processes have nothing left to do.
 LONGEST = (
-    *("test_slot_memory.py", "test_runner_graphs.py", "test_engine_demo_tokens.py", "test_lab.py"),
-    *("test_notebooks.py", "test_quantized_base.py", "test_bench_engine.py", "test_fused_adapters.py"),
+    *("test_runner_graphs.py", "test_engine_demo_tokens.py", "test_lab.py", "test_fused_adapters.py"),
+    *("test_paged_models.py", "test_notebooks.py", "test_bench_engine.py", "test_added_tokens_in_graphs.py"),
 )
 
 LEFT_OUT = pytest.StashKey[int]()  # how many nightly tests are not run
