@@ -1,0 +1,311 @@
+"""An engine with a running batch, and malformed adapters by the thousand.
+
+    python tests/engine/malformed.py --adapters 10000 --seed 0
+
+Each adapter is a good one that was spoiled at random (malformed_adapters.py), and a request names it. It must be
+refused with ValueError or FileNotFoundError, in one sentence, within a second and within 256 MB or twice its files; the
+engine must be as before, and whoever runs must get the tokens that they get without. Where the spoiling did no harm the
+adapter is served, and nothing is asked but that all goes on.
+"""
+
+import argparse
+import ctypes
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("helpers", "models")]
+
+import torch
+from malformed_adapters import CONFIG, WAYS
+from tiny_engine import TinyWorld, character_tokenizer, greedy, snapshot, tokens_of
+
+from minivllm import LLMEngine, LoRARequest
+
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+BATCH = {"base": None, "first": "qv", "second": "all"}
+SECONDS, BYTES, CHARACTERS = 1.0, 256 * 2**20, 500
+BAD = 99
+
+
+class OutOfTime(BaseException):
+    """Nobody may catch it who catches what adapters raise."""
+
+
+@dataclass
+class Report:
+    """outcomes   (way, what became of the adapter) -> how often
+    faults     what must not happen, as text
+    slowest, largest   (seconds or bytes, way, number, sentence) of refusals
+    """
+
+    outcomes: Counter = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest: list[tuple] = field(default_factory=list)
+    largest: list[tuple] = field(default_factory=list)
+    answers: int = 0
+
+    def lines(self) -> list[str]:
+        totals = Counter()
+        for (_, outcome), count in self.outcomes.items():
+            totals[outcome] += count
+        lines = [
+            f"{sum(totals.values())} adapters: {dict(totals.most_common())}; {self.answers} answers compared"
+        ]
+        for name in WAYS:
+            found = {outcome: n for (way, outcome), n in sorted(self.outcomes.items()) if way == name}
+            lines.append(f"  {name:22} {found}")
+        for what, unit, worst in (("slowest", 1, self.slowest), ("largest", 2**20, self.largest)):
+            lines += [f"{what}: {v / unit:.3f} {way} {n}: {text[:110]}" for v, way, n, text in worst[:5]]
+        return [*lines, f"{len(self.faults)} faults", *self.faults[:40]]
+
+
+class Batch:
+    """Requests that never end: whoever finished is compared and asked again."""
+
+    def __init__(self, world: TinyWorld, engine: LLMEngine) -> None:
+        self.world, self.engine = world, engine
+        self.expected: dict[str, list[int]] = {}
+        self.answers = 0
+        self._count = 0
+        for name in BATCH:
+            self._ask(name)
+        while len(self.expected) < len(BATCH):
+            self.step()
+
+    def _ask(self, name: str) -> None:
+        self._count += 1
+        request = self.world.request(BATCH[name])
+        self.engine.add_request(f"{name} {self._count}", PROMPT, greedy(12), lora_request=request)
+
+    def step(self) -> list:
+        """One step; the outputs of other requests that ended. AssertionError for other tokens than without them."""
+        others = []
+        for output in self.engine.step():
+            name = output.request_id.partition(" ")[0]
+            if output.finished and name in BATCH:
+                assert output.error is None, f"{name}: {output.error}"
+                tokens = tokens_of(output)
+                assert tokens == self.expected.setdefault(name, tokens), f"{name} has other tokens"
+                self.answers += 1
+                self._ask(name)
+            elif output.finished:
+                others.append(output)
+        return others
+
+
+class Attack:
+    """Malformed adapters against one engine.
+
+    limit   seconds after which one of them is given up; what is to be found out may be that it hangs
+    """
+
+    def __init__(self, folder: Path, seed: int, limit: float = 30) -> None:
+        self.world = TinyWorld(folder / "world", "llama-llama3-rope")
+        self.disk, self.seed, self.limit = folder, seed, limit
+        self.report = Report()
+        self._start()
+
+    def _start(self) -> None:
+        options = {"lora_extra_vocab_size": 4, "bias_enabled": True, "max_loras": 3, "max_cpu_loras": 5}
+        self.engine = self.world.engine(character_tokenizer(), **options)
+        self.batch = Batch(self.world, self.engine)
+        self.engine.add_lora(self.world.request("qv"))
+
+    def run(self, count: int) -> Report:
+        started = time.monotonic()
+        for number in range(count):
+            self.one(number)
+            if sys.stderr.isatty() and number % 100 == 0:
+                print(f"\r{number} of {count}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr)
+        self.report.answers = self.batch.answers
+        self.report.slowest.sort(reverse=True)
+        self.report.largest.sort(reverse=True)
+        return self.report
+
+    def one(self, number: int) -> None:
+        rng = random.Random(f"{self.seed}/{number}")
+        way = rng.choice([*WAYS])
+        folder = self.disk / "adapter"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.world.path(rng.choice(["qv", "all", "patterns"])), folder)
+        is_late = rng.random() < 0.15
+        if not is_late:
+            WAYS[way](rng, folder)
+        request = _odd_request(rng, folder)
+        before = snapshot(self.engine)
+        peak = _Peak()
+        outcome, sentence, seconds = self._ask(request)
+        if outcome != "served":
+            self._judge(
+                way, number, outcome, sentence, seconds, peak.growth(), before == snapshot(self.engine)
+            )
+        elif is_late:  # good when it was asked for, spoiled before it is read
+            WAYS[way](rng, folder)
+            peak = _Peak()
+        if outcome == "served":
+            outcome, sentence, seconds = self._serve(way, number)
+            if outcome not in ("served", "failed alone") or outcome == "failed alone":
+                self._judge(way, number, outcome, sentence, seconds, peak.growth(), True)
+        self.report.outcomes[way, outcome] += 1
+        try:
+            self.batch.step()
+        except (Exception, OutOfTime) as error:
+            self._fault(way, number, f"the batch failed: {error!r}")
+            self._start()
+
+    def _ask(self, request: dict) -> tuple[str, str, float]:
+        """What became of a request: an exception's name or "served"; its sentence; seconds."""
+        started, sentence = time.perf_counter(), ""
+        try:
+            with _time_limit(self.limit):
+                self.engine.add_request("bad", PROMPT, greedy(3), lora_request=LoRARequest(**request))
+            outcome = "served"
+        except (ValueError, FileNotFoundError) as error:
+            outcome, sentence = type(error).__name__, str(error)
+        except (Exception, OutOfTime) as error:
+            outcome, sentence = f"! {type(error).__name__}", str(error)
+        return outcome, sentence, time.perf_counter() - started
+
+    def _serve(self, way: str, number: int) -> tuple[str, str, float]:
+        """Step until it ends; the longest step counts."""
+        longest = 0.0
+        try:
+            for _ in range(200):
+                started = time.perf_counter()
+                with _time_limit(self.limit):
+                    ended = self.batch.step()
+                longest = max(longest, time.perf_counter() - started)
+                if ended:
+                    self.engine.remove_lora(BAD)
+                    return (
+                        ("failed alone", ended[0].error, longest)
+                        if ended[0].error
+                        else ("served", "", longest)
+                    )
+            outcome = "! never ended", "", longest
+        except (Exception, OutOfTime) as error:
+            outcome = f"! {type(error).__name__} at a step", str(error), longest
+        self._start()
+        return outcome
+
+    def _judge(
+        self,
+        way: str,
+        number: int,
+        outcome: str,
+        sentence: str,
+        seconds: float,
+        growth: int,
+        is_as_before: bool,
+    ) -> None:
+        size = sum(path.lstat().st_blocks * 512 for path in (self.disk / "adapter").rglob("*"))
+        faults = {
+            f"raised {outcome}: {sentence[:200]!r}": outcome.startswith("!"),
+            f"took {seconds:.2f} s: {sentence[:100]!r}": seconds > SECONDS,
+            f"took {growth / 2**20:.0f} MB: {sentence[:100]!r}": growth > max(BYTES, 2 * size),
+            f"has {len(sentence)} characters": len(sentence) > CHARACTERS,
+            f"cannot be printed: {sentence[:200]!r}": not sentence.isprintable(),
+            "changed the engine": not is_as_before,
+        }
+        for text, is_fault in faults.items():
+            if is_fault:
+                self._fault(way, number, text)
+        for worst, value in ((self.report.slowest, seconds), (self.report.largest, growth)):
+            worst.append((value, way, number, ascii(sentence[:200])))
+            worst.sort(reverse=True)
+            del worst[8:]
+        if not is_as_before:
+            self._start()
+
+    def _fault(self, way: str, number: int, text: str) -> None:
+        self.report.faults.append(f"{way} {number}: {text}")
+
+
+def _odd_request(rng: random.Random, folder: Path) -> dict:
+    """Mostly plain; sometimes with a name or a path that is odd itself."""
+    names = ["bad"] * 20 + ["b\x1b[31md", "b\nd", "\ud800", "é" * 300, "x" * 1_000_000, "\u202e"]
+    paths = [str(folder)] * 100 + [
+        str(folder / CONFIG),
+        "/a\0b",
+        "/" + "x" * 5000,
+        "/" + "a/" * 50_000,
+        "/\x1b[2J\n",
+    ]
+    return {"lora_name": rng.choice(names), "lora_int_id": BAD, "lora_path": rng.choice(paths)}
+
+
+class _time_limit:
+    """OutOfTime after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        def end(*_: object) -> None:
+            raise OutOfTime(f"gave up after {self.seconds} s")
+
+        self.old = signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.old)
+
+
+class _Peak:
+    """By how many bytes this process has grown at most; the kernel keeps count, and starts anew when asked.
+
+    What the process has freed and kept is given back first: growing into it would not count.
+    """
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._status("VmHWM")
+
+    def growth(self) -> int:
+        return self._status("VmHWM") - self.before
+
+    @staticmethod
+    def _status(name: str) -> int:
+        line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith(name))
+        return 1024 * int(line.split()[1])
+
+
+def limit_memory(gigabytes: float) -> None:
+    """A bomb fails in this process before it harms the machine."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(gigabytes * 2**30),) * 2)
+
+
+def main() -> None:
+    import transformers
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--adapters", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=30, help="seconds until one adapter is given up")
+    parser.add_argument("--first", type=int, default=0, help="number of the first adapter")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        attack = Attack(Path(folder), options.seed, options.limit)
+        limit_memory(6)
+        report = attack.run(options.adapters)
+    print("\n".join(report.lines()))
+    sys.exit(bool(report.faults))
+
+
+if __name__ == "__main__":
+    main()
