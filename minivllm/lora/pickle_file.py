@@ -18,7 +18,7 @@ from minivllm.lora.limits import (
     MOST_DIMENSIONS,
     MOST_PICKLED_TENSORS,
     PICKLE_BYTES,
-    PICKLE_OPERATIONS,
+    PICKLE_READS,
     file_size,
 )
 from minivllm.lora.safetensors_file import StoredTensor
@@ -153,7 +153,7 @@ def _place(
 class _Counted(io.BytesIO):
     """Ends a pickle of too many operations: each reads at least once."""
 
-    left = 3 * PICKLE_OPERATIONS
+    left = PICKLE_READS
 
     def read(self, size: int = -1) -> bytes:
         self.left -= 1

@@ -9,12 +9,8 @@ adapter is served, and nothing is asked but that all goes on.
 """
 
 import argparse
-import ctypes
-import os
 import random
-import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -27,6 +23,7 @@ if __name__ == "__main__":
 
 import torch
 from malformed_adapters import CONFIG, WAYS
+from resource_limits import OutOfTime, Peak, TimeLimit, limit_memory
 from tiny_engine import TinyWorld, character_tokenizer, greedy, snapshot, tokens_of
 
 from minivllm import LLMEngine, LoRARequest
@@ -35,10 +32,6 @@ PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 BATCH = {"base": None, "first": "qv", "second": "all"}
 SECONDS, BYTES, CHARACTERS = 1.0, 256 * 2**20, 500
 BAD = 99
-
-
-class OutOfTime(BaseException):
-    """Nobody may catch it who catches what adapters raise."""
 
 
 @dataclass
@@ -143,7 +136,7 @@ class Attack:
             WAYS[way](rng, folder)
         request = _odd_request(rng, folder)
         before = snapshot(self.engine)
-        peak = _Peak()
+        peak = Peak()
         outcome, sentence, seconds = self._ask(request)
         if outcome != "served":
             self._judge(
@@ -151,7 +144,7 @@ class Attack:
             )
         elif is_late:  # good when it was asked for, spoiled before it is read
             WAYS[way](rng, folder)
-            peak = _Peak()
+            peak = Peak()
         if outcome == "served":
             outcome, sentence, seconds = self._serve(way, number)
             if outcome not in ("served", "failed alone") or outcome == "failed alone":
@@ -167,7 +160,7 @@ class Attack:
         """What became of a request: an exception's name or "served"; its sentence; seconds."""
         started, sentence = time.perf_counter(), ""
         try:
-            with _time_limit(self.limit):
+            with TimeLimit(self.limit):
                 self.engine.add_request("bad", PROMPT, greedy(3), lora_request=LoRARequest(**request))
             outcome = "served"
         except (ValueError, FileNotFoundError) as error:
@@ -182,7 +175,7 @@ class Attack:
         try:
             for _ in range(200):
                 started = time.perf_counter()
-                with _time_limit(self.limit):
+                with TimeLimit(self.limit):
                     ended = self.batch.step()
                 longest = max(longest, time.perf_counter() - started)
                 if ended:
@@ -242,50 +235,6 @@ def _odd_request(rng: random.Random, folder: Path) -> dict:
         "/\x1b[2J\n",
     ]
     return {"lora_name": rng.choice(names), "lora_int_id": BAD, "lora_path": rng.choice(paths)}
-
-
-class _time_limit:
-    """OutOfTime after so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __enter__(self) -> None:
-        def end(*_: object) -> None:
-            raise OutOfTime(f"gave up after {self.seconds} s")
-
-        self.old = signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.old)
-
-
-class _Peak:
-    """By how many bytes this process has grown at most; the kernel keeps count, and starts anew when asked.
-
-    What the process has freed and kept is given back first: growing into it would not count.
-    """
-
-    def __init__(self) -> None:
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        self.before = self._status("VmHWM")
-
-    def growth(self) -> int:
-        return self._status("VmHWM") - self.before
-
-    @staticmethod
-    def _status(name: str) -> int:
-        line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith(name))
-        return 1024 * int(line.split()[1])
-
-
-def limit_memory(gigabytes: float) -> None:
-    """A bomb fails in this process before it harms the machine."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + int(gigabytes * 2**30),) * 2)
 
 
 def main() -> None:
