@@ -10,6 +10,7 @@ adapter is served, and nothing is asked but that all goes on.
 
 import argparse
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -37,12 +38,13 @@ BAD = 99
 @dataclass
 class Report:
     """outcomes   (way, what became of the adapter) -> how often
-    faults     what must not happen, as text
+    faults     what must not happen, as text; kinds counts them
     slowest, largest   (seconds or bytes, way, number, sentence) of refusals
     """
 
     outcomes: Counter = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    kinds: Counter = field(default_factory=Counter)
     slowest: list[tuple] = field(default_factory=list)
     largest: list[tuple] = field(default_factory=list)
     answers: int = 0
@@ -59,7 +61,7 @@ class Report:
             lines.append(f"  {name:22} {found}")
         for what, unit, worst in (("slowest", 1, self.slowest), ("largest", 2**20, self.largest)):
             lines += [f"{what}: {v / unit:.3f} {way} {n}: {text[:110]}" for v, way, n, text in worst[:5]]
-        return [*lines, f"{len(self.faults)} faults", *self.faults[:40]]
+        return [*lines, f"{len(self.faults)} faults: {dict(self.kinds.most_common())}", *self.faults[:40]]
 
 
 class Batch:
@@ -222,6 +224,7 @@ class Attack:
 
     def _fault(self, way: str, number: int, text: str) -> None:
         self.report.faults.append(f"{way} {number}: {text}")
+        self.report.kinds[re.sub(r"[\d.]+", "#", text.partition(":")[0])] += 1
 
 
 def _odd_request(rng: random.Random, folder: Path) -> dict:
