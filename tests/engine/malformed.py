@@ -9,6 +9,7 @@ adapter is served, and nothing is asked but that all goes on.
 """
 
 import argparse
+import json
 import random
 import re
 import shutil
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,7 @@ import torch
 from malformed_adapters import CONFIG, WAYS
 from resource_limits import OutOfTime, Peak, TimeLimit, limit_memory
 from tiny_engine import TinyWorld, character_tokenizer, greedy, snapshot, tokens_of
+from tqdm import tqdm
 
 from minivllm import LLMEngine, LoRARequest
 
@@ -49,10 +52,19 @@ class Report:
     largest: list[tuple] = field(default_factory=list)
     answers: int = 0
 
-    def lines(self) -> list[str]:
+    @property
+    def totals(self) -> Counter:
         totals = Counter()
         for (_, outcome), count in self.outcomes.items():
             totals[outcome] += count
+        return totals
+
+    def as_json(self) -> dict:
+        worst = {"slowest": self.slowest, "largest": self.largest}
+        return {"outcomes": self.totals, "faults": self.faults, "answers": self.answers, **worst}
+
+    def lines(self) -> list[str]:
+        totals = self.totals
         lines = [
             f"{sum(totals.values())} adapters: {dict(totals.most_common())}; {self.answers} answers compared"
         ]
@@ -116,12 +128,9 @@ class Attack:
         self.batch = Batch(self.world, self.engine)
         self.engine.add_lora(self.world.request("qv"))
 
-    def run(self, count: int) -> Report:
-        started = time.monotonic()
-        for number in range(count):
+    def run(self, numbers: Iterable[int]) -> Report:
+        for number in numbers:
             self.one(number)
-            if sys.stderr.isatty() and number % 100 == 0:
-                print(f"\r{number} of {count}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr)
         self.report.answers = self.batch.answers
         self.report.slowest.sort(reverse=True)
         self.report.largest.sort(reverse=True)
@@ -248,14 +257,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=30, help="seconds until one adapter is given up")
     parser.add_argument("--first", type=int, default=0, help="number of the first adapter")
+    parser.add_argument("--json", action="store_true", help="one line for another program")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         attack = Attack(Path(folder), options.seed, options.limit)
         limit_memory(6)
-        report = attack.run(options.adapters)
-    print("\n".join(report.lines()))
+        report = attack.run(tqdm(range(options.first, options.first + options.adapters), mininterval=10))
+    print(json.dumps(report.as_json()) if options.json else "\n".join(report.lines()))
     sys.exit(bool(report.faults))
 
 
