@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from minivllm.config import DTYPES
+from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import (
     WeightsMapper,
@@ -134,9 +135,11 @@ class LoRAModel:
         weights_mapper: WeightsMapper | None = None,
         skip_prefixes: list[str] | None = None,
         shapes_only: bool = False,
+        most_tensors: int = MOST_TENSORS,
     ) -> "LoRAModel":
         """From an adapter folder; `expected_lora_modules` are the names (or ends of names) the model has.
-        With `shapes_only` the weights are not read: enough to check an adapter, not to serve it.
+        With `shapes_only` the weights are not read: enough to check an adapter, not to serve it. A file of more than
+        `most_tensors` is refused before any of them is looked at.
 
         Raises FileNotFoundError when there is no weights file, ValueError when it is damaged, names modules
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
@@ -146,7 +149,7 @@ class LoRAModel:
             return not is_base_embedding_weights(name) and not _is_skipped(name, skip_prefixes or [])
 
         path = find_weights_file(lora_dir)
-        tensors = read_weights(path, shapes_only, is_wanted)
+        tensors = read_weights(path, shapes_only, is_wanted, most_tensors)
         added = read_new_embeddings(lora_dir, shapes_only)
         device = "meta" if shapes_only else device
         try:

@@ -1,12 +1,27 @@
 """What of an adapter its requests depend on; its own tokenizer, as `get_lora_tokenizer` of vLLM up to 0.10 had it."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm.engine.detokenizer import fast_backend
+from minivllm.lora.limits import TOKENIZER_BYTES, TOKENIZER_CONFIG_BYTES
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.sentences import LONGEST_NAME, one_sentence
+
+# What transformers looks for beside a tokenizer, be it the model's.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
+TOKENIZER_CONFIGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    "processor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 class AdapterTraits(NamedTuple):
@@ -46,11 +61,37 @@ def load_tokenizer(lora_request: LoRARequest) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
+        _refuse_large_files(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         fast_backend(tokenizer)
-    # The tokenizers library raises nothing narrower.
-    except Exception as error:
+        _refuse_what_cannot_encode(tokenizer)
+    # The tokenizers library raises nothing narrower, and a panic of its Rust is no Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        name = one_sentence(lora_request.lora_name, LONGEST_NAME)
         raise ValueError(
-            f"adapter '{lora_request.lora_name}': the tokenizer in '{folder}' cannot be read: {error}"
+            one_sentence(f"adapter '{name}': the tokenizer in '{folder}' cannot be read: {error}")
         ) from error
     return tokenizer
+
+
+def _refuse_large_files(folder: str) -> None:
+    """ValueError names a file that transformers would read with the tokenizer, too large or no file at all."""
+    templates = Path(folder, "additional_chat_templates").glob("*.jinja")
+    for path in (*(Path(folder, name) for name in (*VOCABULARIES, *TOKENIZER_CONFIGS)), *templates):
+        if not os.path.lexists(path):
+            continue
+        if not path.is_file():
+            raise ValueError(f"{path.name} is no plain file")
+        most = TOKENIZER_BYTES if path.name in VOCABULARIES else TOKENIZER_CONFIG_BYTES
+        if (size := path.stat().st_size) > most:
+            raise ValueError(f"{path.name} has {size} bytes, at most {most} are read")
+
+
+def _refuse_what_cannot_encode(tokenizer: Any) -> None:
+    """A tokenizer may be read, and yet fail at its first text."""
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise ValueError(f"model_max_length must be a number, got {longest!r}")
+    tokenizer("a")

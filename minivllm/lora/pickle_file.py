@@ -9,6 +9,7 @@ import io
 import pickle
 import struct
 import zipfile
+from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from minivllm.lora.limits import (
     LONGEST_TENSOR_NAME,
     MOST_DIMENSIONS,
     MOST_PICKLED_TENSORS,
+    MOST_TENSORS,
     PICKLE_BYTES,
-    PICKLE_OPERATIONS,
+    PICKLE_READS,
     file_size,
 )
 from minivllm.lora.safetensors_file import StoredTensor
@@ -60,11 +62,32 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
 
 
-def find_pickled(file: BinaryIO) -> dict[str, StoredTensor | None] | None:
-    """Name -> place of every tensor; None for a value that is no plain one. Of the file no tensor is read.
+def find_pickled(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSORS) -> dict[str, StoredTensor]:
+    """Name -> place of every tensor. Of the file no tensor is read.
 
-    None where it holds no dict by name. Damaged files raise anything.
+    path           for people
+    most_tensors   that anybody has a use for
+
+    ValueError names the file for one that is damaged, holds other things, or more than our limits.
     """
+    advice = "save the adapter as safetensors"
+    try:
+        stored = _find(file)
+    # Damaged bytes can raise anything, and what they raise says nothing to people.
+    except Exception as error:
+        raise ValueError(f"'{path}' is damaged or holds more than plain tensors; {advice}") from error
+    if stored is None:
+        raise ValueError(f"'{path}' does not hold a dict of tensors by name; {advice}")
+    if len(stored) > most_tensors:
+        raise ValueError(f"'{path}' has {len(stored)} tensors, at most {most_tensors} are read")
+    for name, tensor in stored.items():
+        if tensor is None:
+            raise ValueError(f"'{path}': {name} is not a plain tensor; {advice}")
+    return stored
+
+
+def _find(file: BinaryIO) -> dict[str, StoredTensor | None] | None:
+    """None for a value that is no plain tensor, and in the place of all where there is no dict by name."""
     records = _records(file)
     found = _Reader(_read(file, records["data.pkl"], PICKLE_BYTES)).load()
     if "byteorder" in records and _read(file, records["byteorder"], 10) != b"little":
@@ -153,7 +176,7 @@ def _place(
 class _Counted(io.BytesIO):
     """Ends a pickle of too many operations: each reads at least once."""
 
-    left = 3 * PICKLE_OPERATIONS
+    left = PICKLE_READS
 
     def read(self, size: int = -1) -> bytes:
         self.left -= 1

@@ -6,6 +6,7 @@ parsed before anybody can ask for its size. Its format is eight bytes, a JSON ob
 
 import json
 import math
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -54,19 +55,29 @@ class StoredTensor(NamedTuple):
     stride: tuple[int, ...] | None = None
 
 
-def find_safetensors(file: BinaryIO) -> dict[str, StoredTensor]:
+def find_safetensors(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSORS) -> dict[str, StoredTensor]:
     """Name -> place of every tensor. Of the file only the header is read.
 
-    ValueError for what the format does not allow, such as tensors that overlap or leave the file, and for more than
-    our limits.
+    path           for people
+    most_tensors   that anybody has a use for
+
+    ValueError names the file for what the format does not allow, such as tensors that overlap or leave the file, and
+    for more than our limits.
     """
+    try:
+        return _find(file, most_tensors)
+    except ValueError as error:
+        raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
+
+
+def _find(file: BinaryIO, most_tensors: int) -> dict[str, StoredTensor]:
     size = file_size(file)
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
         raise ValueError(f"it has {size} bytes, too few for its header")
     if length > HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes, at most {HEADER_BYTES} are read")
-    header = _parse(file.read(length))
+    header = _parse(file.read(length), most_tensors)
     entries = [
         (name, _place(name, entry, 8 + length)) for name, entry in header.items() if name != "__metadata__"
     ]
@@ -81,9 +92,9 @@ def find_safetensors(file: BinaryIO) -> dict[str, StoredTensor]:
     return dict(entries)
 
 
-def _parse(text: bytes) -> dict[str, Any]:
+def _parse(text: bytes, most_tensors: int) -> dict[str, Any]:
     """The header's JSON. Brackets and commas are counted first: 16 MB of `[` would be a GB of lists."""
-    for sign, most in ((b"{", MOST_TENSORS + 2), (b"[", 2 * MOST_TENSORS), (b",", 10 * MOST_TENSORS)):
+    for sign, most in ((b"{", most_tensors + 2), (b"[", 2 * most_tensors), (b",", 10 * most_tensors + 100)):
         if (count := text.count(sign)) > most:
             what = "tensors" if sign == b"{" else f"'{sign.decode()}' in its header"
             raise ValueError(f"it has {count} {what}, at most {most} are read")
@@ -105,8 +116,8 @@ def _place(name: str, entry: Any, base: int) -> StoredTensor:
         dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name[:100]} lacks a dtype that torch has, a shape or data_offsets") from error
-    is_shape = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS
-    if not is_shape or not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, end)):
+    numbers = [*shape, start, end] if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS else [None]
+    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= 2**63:
         raise ValueError(f"{name[:100]} has shape or data_offsets that no tensor has")
     nbytes = math.prod(shape) * dtype.itemsize
     if end - start != nbytes:

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import torch
 
-from minivllm.lora.limits import open_file
+from minivllm.lora.limits import MOST_TENSORS, open_file
 from minivllm.lora.pickle_file import find_pickled
 from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
 
@@ -41,20 +41,24 @@ def _first_file(folder: str, names: tuple[str, ...]) -> Path | None:
 
 
 def read_weights(
-    path: Path, shapes_only: bool = False, is_wanted: Callable[[str], bool] = lambda name: True
+    path: Path,
+    shapes_only: bool = False,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+    most_tensors: int = MOST_TENSORS,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a weights file, in the order of names.
 
     shapes_only   tensors on the "meta" device: of the file only names, dtypes and shapes are read
     is_wanted     whether a tensor is read at all, by its name
+    most_tensors  that anybody has a use for; a file of more is refused
 
     ValueError names the file when it cannot be read, is damaged, cut short, would need to run code, or holds more than
     our limits (`limits`). Nobody writes to the tensors but their owner: they are no views of the file.
     """
-    find = _find_safetensors if path.suffix == ".safetensors" else _find_pickled
+    find = find_safetensors if path.suffix == ".safetensors" else find_pickled
     try:
         with open_file(path) as file:
-            stored = find(path, file)
+            stored = find(path, file, most_tensors)
             stored = {name: stored[name] for name in sorted(stored) if is_wanted(name)}
             if shapes_only:
                 return {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in stored.items()}
@@ -63,28 +67,6 @@ def read_weights(
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error}") from error
     return {name: tensors[name] for name in stored}
-
-
-def _find_safetensors(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
-    try:
-        return find_safetensors(file)
-    except ValueError as error:
-        raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
-
-
-def _find_pickled(path: Path, file: BinaryIO) -> dict[str, StoredTensor]:
-    advice = "save the adapter as safetensors"
-    try:
-        stored = find_pickled(file)
-    # Damaged bytes can raise anything, and what they raise says nothing to people.
-    except Exception as error:
-        raise ValueError(f"'{path}' is damaged or holds more than plain tensors; {advice}") from error
-    if stored is None:
-        raise ValueError(f"'{path}' does not hold a dict of tensors by name; {advice}")
-    for name, tensor in stored.items():
-        if tensor is None:
-            raise ValueError(f"'{path}': {name} is not a plain tensor; {advice}")
-    return stored
 
 
 def _read_tensor(path: Path, file: BinaryIO, stored: StoredTensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from minivllm.faults import as_fault, put_down_to, reason
 from minivllm.lora.layers import LoRAMapping
-from minivllm.lora.limits import READ_AT_ONCE
+from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
 from minivllm.lora.names import EXPERT_PARTS, EXPERTS, get_adapter_absolute_path
@@ -99,11 +99,18 @@ class WorkerLoRAManager:
             weights_mapper=getattr(manager.model, "hf_to_vllm_mapper", None),
             skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
             shapes_only=shapes_only,
+            most_tensors=self._most_tensors(),
         )
         manager.check_adapter(lora)
         lora.name = lora_request.lora_name
         lora.scaling_factor = peft_helper.vllm_long_context_scaling_factor
         return lora
+
+    def _most_tensors(self) -> int:
+        """More than an adapter of all modules has: A, B and a bias for each, and copies of base embeddings."""
+        if getattr(self._adapter_manager.model, "lora_skip_prefixes", None):
+            return MOST_TENSORS
+        return min(MOST_TENSORS, 4 * len(self._adapter_manager.wrapped.targets) + 16)
 
     def _expected_modules(self) -> list[str]:
         """The ends of module names an adapter may use: those of modules, and of the parts of fused ones."""

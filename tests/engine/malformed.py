@@ -1,0 +1,273 @@
+"""An engine with a running batch, and malformed adapters by the thousand.
+
+    python tests/engine/malformed.py --adapters 10000 --seed 0
+
+Each adapter is a good one that was spoiled at random (malformed_adapters.py), and a request names it. It must be
+refused with ValueError or FileNotFoundError, in one sentence, within a second and within 256 MB or twice its files; the
+engine must be as before, and whoever runs must get the tokens that they get without. Where the spoiling did no harm the
+adapter is served, and nothing is asked but that all goes on.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("helpers", "models")]
+
+import torch
+from malformed_adapters import CONFIG, WAYS
+from resource_limits import OutOfTime, Peak, TimeLimit, limit_memory
+from tiny_engine import TinyWorld, character_tokenizer, greedy, snapshot, tokens_of
+from tqdm import tqdm
+
+from minivllm import LLMEngine, LoRARequest
+
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+BATCH = {"base": None, "first": "qv", "second": "all"}
+SECONDS, BYTES, CHARACTERS = 1.0, 256 * 2**20, 500
+BAD = 99
+
+
+@dataclass
+class Report:
+    """outcomes   (way, what became of the adapter) -> how often
+    faults     what must not happen, as text; kinds counts them
+    slowest, largest   (seconds or bytes, way, number, sentence) of refusals
+    """
+
+    outcomes: Counter = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    kinds: Counter = field(default_factory=Counter)
+    slowest: list[tuple] = field(default_factory=list)
+    largest: list[tuple] = field(default_factory=list)
+    answers: int = 0
+
+    @property
+    def totals(self) -> Counter:
+        totals = Counter()
+        for (_, outcome), count in self.outcomes.items():
+            totals[outcome] += count
+        return totals
+
+    def as_json(self) -> dict:
+        worst = {"slowest": self.slowest, "largest": self.largest}
+        return {"outcomes": self.totals, "faults": self.faults, "answers": self.answers, **worst}
+
+    def lines(self) -> list[str]:
+        totals = self.totals
+        lines = [
+            f"{sum(totals.values())} adapters: {dict(totals.most_common())}; {self.answers} answers compared"
+        ]
+        for name in WAYS:
+            found = {outcome: n for (way, outcome), n in sorted(self.outcomes.items()) if way == name}
+            lines.append(f"  {name:22} {found}")
+        for what, unit, worst in (("slowest", 1, self.slowest), ("largest", 2**20, self.largest)):
+            lines += [f"{what}: {v / unit:.3f} {way} {n}: {text[:110]}" for v, way, n, text in worst[:5]]
+        return [*lines, f"{len(self.faults)} faults: {dict(self.kinds.most_common())}", *self.faults[:40]]
+
+
+class Batch:
+    """Requests that never end: whoever finished is compared and asked again."""
+
+    def __init__(self, world: TinyWorld, engine: LLMEngine) -> None:
+        self.world, self.engine = world, engine
+        self.expected: dict[str, list[int]] = {}
+        self.answers = 0
+        self._count = 0
+        for name in BATCH:
+            self._ask(name)
+        while len(self.expected) < len(BATCH):
+            self.step()
+
+    def _ask(self, name: str) -> None:
+        self._count += 1
+        request = self.world.request(BATCH[name])
+        self.engine.add_request(f"{name} {self._count}", PROMPT, greedy(12), lora_request=request)
+
+    def step(self) -> list:
+        """One step; the outputs of other requests that ended. AssertionError for other tokens than without them."""
+        others = []
+        for output in self.engine.step():
+            name = output.request_id.partition(" ")[0]
+            if output.finished and name in BATCH:
+                assert output.error is None, f"{name}: {output.error}"
+                tokens = tokens_of(output)
+                assert tokens == self.expected.setdefault(name, tokens), f"{name} has other tokens"
+                self.answers += 1
+                self._ask(name)
+            elif output.finished:
+                others.append(output)
+        return others
+
+
+class Attack:
+    """Malformed adapters against one engine.
+
+    limit   seconds after which one of them is given up; what is to be found out may be that it hangs
+    """
+
+    def __init__(self, folder: Path, seed: int, limit: float = 30) -> None:
+        self.world = TinyWorld(folder / "world", "llama-llama3-rope")
+        self.disk, self.seed, self.limit = folder, seed, limit
+        self.report = Report()
+        self._start()
+
+    def _start(self) -> None:
+        options = {"lora_extra_vocab_size": 4, "bias_enabled": True, "max_loras": 3, "max_cpu_loras": 5}
+        self.engine = self.world.engine(character_tokenizer(), **options)
+        self.batch = Batch(self.world, self.engine)
+        self.engine.add_lora(self.world.request("qv"))
+
+    def run(self, numbers: Iterable[int]) -> Report:
+        for number in numbers:
+            self.one(number)
+        self.report.answers = self.batch.answers
+        self.report.slowest.sort(reverse=True)
+        self.report.largest.sort(reverse=True)
+        return self.report
+
+    def one(self, number: int) -> None:
+        rng = random.Random(f"{self.seed}/{number}")
+        way = rng.choice([*WAYS])
+        folder = self.disk / "adapter"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.world.path(rng.choice(["qv", "all", "patterns"])), folder)
+        is_late = rng.random() < 0.15
+        if not is_late:
+            WAYS[way](rng, folder)
+        request = _odd_request(rng, folder)
+        before = snapshot(self.engine)
+        peak = Peak()
+        outcome, sentence, seconds = self._ask(request)
+        if outcome != "served":
+            self._judge(
+                way, number, outcome, sentence, seconds, peak.growth(), before == snapshot(self.engine)
+            )
+        elif is_late:  # good when it was asked for, spoiled before it is read
+            WAYS[way](rng, folder)
+            peak = Peak()
+        if outcome == "served":
+            outcome, sentence, seconds = self._serve(way, number)
+            if outcome not in ("served", "failed alone") or outcome == "failed alone":
+                self._judge(way, number, outcome, sentence, seconds, peak.growth(), True)
+        self.report.outcomes[way, outcome] += 1
+        try:
+            self.batch.step()
+        except (Exception, OutOfTime) as error:
+            self._fault(way, number, f"the batch failed: {error!r}")
+            self._start()
+
+    def _ask(self, request: dict) -> tuple[str, str, float]:
+        """What became of a request: an exception's name or "served"; its sentence; seconds."""
+        started, sentence = time.perf_counter(), ""
+        try:
+            with TimeLimit(self.limit):
+                self.engine.add_request("bad", PROMPT, greedy(3), lora_request=LoRARequest(**request))
+            outcome = "served"
+        except (ValueError, FileNotFoundError) as error:
+            outcome, sentence = type(error).__name__, str(error)
+        except (Exception, OutOfTime) as error:
+            outcome, sentence = f"! {type(error).__name__}", str(error)
+        return outcome, sentence, time.perf_counter() - started
+
+    def _serve(self, way: str, number: int) -> tuple[str, str, float]:
+        """Step until it ends; the longest step counts."""
+        longest = 0.0
+        try:
+            for _ in range(200):
+                started = time.perf_counter()
+                with TimeLimit(self.limit):
+                    ended = self.batch.step()
+                longest = max(longest, time.perf_counter() - started)
+                if ended:
+                    self.engine.remove_lora(BAD)
+                    return (
+                        ("failed alone", ended[0].error, longest)
+                        if ended[0].error
+                        else ("served", "", longest)
+                    )
+            outcome = "! never ended", "", longest
+        except (Exception, OutOfTime) as error:
+            outcome = f"! {type(error).__name__} at a step", str(error), longest
+        self._start()
+        return outcome
+
+    def _judge(
+        self,
+        way: str,
+        number: int,
+        outcome: str,
+        sentence: str,
+        seconds: float,
+        growth: int,
+        is_as_before: bool,
+    ) -> None:
+        size = sum(path.lstat().st_blocks * 512 for path in (self.disk / "adapter").rglob("*"))
+        faults = {
+            f"raised {outcome}: {sentence[:200]!r}": outcome.startswith("!"),
+            f"took {seconds:.2f} s: {sentence[:100]!r}": seconds > SECONDS,
+            f"took {growth / 2**20:.0f} MB: {sentence[:100]!r}": growth > max(BYTES, 2 * size),
+            f"has {len(sentence)} characters": len(sentence) > CHARACTERS,
+            f"cannot be printed: {sentence[:200]!r}": not sentence.isprintable(),
+            "changed the engine": not is_as_before,
+        }
+        for text, is_fault in faults.items():
+            if is_fault:
+                self._fault(way, number, text)
+        for worst, value in ((self.report.slowest, seconds), (self.report.largest, growth)):
+            worst.append((value, way, number, ascii(sentence[:200])))
+            worst.sort(reverse=True)
+            del worst[8:]
+        if not is_as_before:
+            self._start()
+
+    def _fault(self, way: str, number: int, text: str) -> None:
+        self.report.faults.append(f"{way} {number}: {text}")
+        self.report.kinds[re.sub(r"[\d.]+", "#", text.partition(":")[0])] += 1
+
+
+def _odd_request(rng: random.Random, folder: Path) -> dict:
+    """Mostly plain; sometimes with a name or a path that is odd itself."""
+    names = ["bad"] * 20 + ["b\x1b[31md", "b\nd", "\ud800", "é" * 300, "x" * 1_000_000, "\u202e"]
+    paths = [str(folder)] * 100 + [
+        str(folder / CONFIG),
+        "/a\0b",
+        "/" + "x" * 5000,
+        "/" + "a/" * 50_000,
+        "/\x1b[2J\n",
+    ]
+    return {"lora_name": rng.choice(names), "lora_int_id": BAD, "lora_path": rng.choice(paths)}
+
+
+def main() -> None:
+    import transformers
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--adapters", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=30, help="seconds until one adapter is given up")
+    parser.add_argument("--first", type=int, default=0, help="number of the first adapter")
+    parser.add_argument("--json", action="store_true", help="one line for another program")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        attack = Attack(Path(folder), options.seed, options.limit)
+        limit_memory(6)
+        report = attack.run(tqdm(range(options.first, options.first + options.adapters), mininterval=10))
+    print(json.dumps(report.as_json()) if options.json else "\n".join(report.lines()))
+    sys.exit(bool(report.faults))
+
+
+if __name__ == "__main__":
+    main()
