@@ -9,12 +9,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from minivllm.commands.options import PEERS, parse_peers
+from minivllm.commands.options import PEERS, parse_peers, with_options_of
 from minivllm.labs import Todo, describe
+from minivllm.quiet import quiet_libraries
 
-# A quiet terminal: what the libraries below would say of themselves is not the user's business.
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+quiet_libraries()
 # A thread that waits for another spins for up to a second by default. Where neighbours have that one's core, it is this
 # spinning that costs; a hundredth of a second spans what lies between two products. Read when PyTorch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
@@ -207,6 +206,7 @@ def main() -> None:
         problem = f"{error.filename}:{error.lineno}: {error.msg}"
     except (ValueError, OSError, ModuleNotFoundError) as error:
         problem = str(error)
+    problem = with_options_of(typer.main.get_command(app), sys.argv[1:], problem)
     Console(stderr=True).print(f"[red]error:[/red] {escape(problem)}", highlight=False, soft_wrap=True)
     sys.exit(2)
 

@@ -246,7 +246,7 @@ class LLMEngine:
 
     def _adapters(self) -> AdapterRegistry:
         if self.adapters is None:
-            raise RuntimeError("LoRA is not enabled. Use enable_lora=True (--enable-lora) to enable LoRA.")
+            raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
         return self.adapters
 
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:

@@ -29,7 +29,7 @@ class LoRAModelRunnerMixin:
 
     def _manager(self) -> LRUCacheWorkerLoRAManager:
         if self.lora_manager is None:
-            raise RuntimeError("LoRA is not enabled. Use enable_lora=True (--enable-lora) to enable LoRA.")
+            raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
         return self.lora_manager
 
     # region lab 7.2: the adapters of a step

@@ -23,7 +23,6 @@ from minivllm.commands.common import console, print_json
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.layers.quantization import no_warnings_of_torchao
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.sampling_params import SamplingParams
@@ -211,8 +210,7 @@ class Peers:
         self.bench = bench
         self.base = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32).eval()
         if with_peft:
-            with no_warnings_of_torchao():  # which PEFT imports
-                from peft import PeftModel
+            from peft import PeftModel
 
             model = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32)
             first, *others = bench.adapters
