@@ -88,6 +88,7 @@ class TestOnATerminal:
         assert all(len(line) < width for line in shown)
         assert not any("…" in line for line in shown)
         assert raw.rstrip().endswith("\x1b[2K"), "the line is wiped"
+        assert raw.count("\n") <= 1, "nothing stays above it"
 
     def test_the_bar_is_not_full_before_the_end(self):
         clock = Clock()
