@@ -14,8 +14,8 @@ from minivllm.labs import Todo, describe
 from minivllm.quiet import quiet_libraries
 
 quiet_libraries()
-# A thread that waits for another spins for up to a second by default. Where neighbours have that one's core, it is this
-# spinning that costs; a hundredth of a second spans what lies between two products. Read when PyTorch is imported.
+# A thread that waits for another one looks 300,000 times before it sleeps. Where neighbours have that one's core, it is
+# this looking that costs; 10,000 times still span what lies between two products. Read when PyTorch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

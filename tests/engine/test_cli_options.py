@@ -1,6 +1,7 @@
 """Options: nonsense is refused before anything is loaded, and messages name those that the command has."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -133,3 +134,18 @@ class TestRemarks:
             inside = logger.isEnabledFor(logging.WARNING)
 
         assert (inside, logger.isEnabledFor(logging.WARNING)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_commands_have_threads_wait_a_while_unless_somebody_has_said_how(given, spins):
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import os, sys, minivllm.cli; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment | given, capture_output=True, text=True, timeout=60
+    )
+
+    assert ran.stdout.split() == [spins, "False"], ran.stderr
