@@ -1,66 +1,118 @@
 """`python -m benchmarks.engine decode|serve|switch`: the whole engine on random weights. See README.md."""
 
+import importlib
 import shutil
-import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import decode, plots, serve, switch
-from benchmarks.options import add_engine_options, model_folder
-from benchmarks.report import Report, default_path
+from benchmarks.arguments import (
+    BACKENDS,
+    DTYPES,
+    SHAPE_NAMES,
+    decode_case,
+    device,
+    each_once,
+    model,
+    number,
+    one_of,
+    run_as_command,
+    whole,
+)
 
+NAME = "python -m benchmarks.engine"
 # Options that say which part of a benchmark to run now, or where to put it; the others define what is measured.
 CUTS = ("command", "cases", "requests", "json", "plot")
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
+def add_engine_options(parser: ArgumentParser) -> None:
+    names = ", ".join(SHAPE_NAMES)
+    parser.add_argument(
+        "--model", type=model, default="llama-8b", help=f"{names}, or a folder; weights are random"
+    )
+    parser.add_argument("--device", type=device, default="auto")
+    parser.add_argument(
+        "--dtype", type=one_of(DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    parser.add_argument("--threads", type=whole(), help="CPU threads; as many as are fastest if not given")
+    parser.add_argument("--rank", type=whole(), default=16, help="of the adapters and of the slots")
+    parser.add_argument("--punica-backend", type=one_of(BACKENDS), default="auto")
+    parser.add_argument(
+        "--target-modules", type=each_once(str), help="what to wrap; all that can be if not given"
+    )
+    parser.add_argument("--max-model-len", type=whole(), default=2048)
+    parser.add_argument("--max-num-batched-tokens", type=whole(), default=8192)
+    parser.add_argument("--json", type=Path, help="result file; one that is there grows")
+    parser.add_argument("--plot", type=Path, help="picture; beside the result file if not given")
 
 
 def add_decode_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--requests", type=numbers, default=[1, 32, 128])
-    parser.add_argument("--cases", type=names, default=["base", "none", "1", "8", "32"])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=2, help="passes of each case; medians are reported")
+    parser.add_argument("--requests", type=each_once(whole()), default=[1, 32, 128])
+    parser.add_argument("--cases", type=each_once(decode_case), default=["base", "none", "1", "8", "32"])
+    parser.add_argument("--prompt-tokens", type=whole(), default=128)
+    # Of a request's first token nobody says that it was decoded.
+    parser.add_argument("--output-tokens", type=whole(2), default=256)
+    parser.add_argument(
+        "--repeats", type=whole(), default=2, help="passes of each case; medians are reported"
+    )
 
 
 def add_serve_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--cases", type=names, default=["base", "lora"])
-    parser.add_argument("--num-requests", type=int, default=400)
-    parser.add_argument("--rate", type=float, default=16.0, help="requests a second")
-    parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--alpha", type=float, default=1.0, help="of the adapters' Zipf popularity")
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--cpu-loras", type=int, help="adapters in memory; all of them if not given")
+    parser.add_argument("--cases", type=each_once(one_of(("base", "lora"))), default=["base", "lora"])
+    parser.add_argument("--num-requests", type=whole(), default=400)
+    parser.add_argument("--rate", type=number(above=True), default=16.0, help="requests a second")
+    parser.add_argument("--adapters", type=whole(), default=32)
+    parser.add_argument("--alpha", type=number(), default=1.0, help="of the adapters' Zipf popularity")
+    parser.add_argument("--slots", type=whole(), default=8)
+    parser.add_argument("--cpu-loras", type=whole(), help="adapters in memory; all of them if not given")
     parser.add_argument("--cold", action="store_true", help="adapters are read when first asked for")
-    parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--prompt-median", type=int, default=128)
-    parser.add_argument("--prompt-max", type=int, default=1024)
-    parser.add_argument("--output-median", type=int, default=128)
-    parser.add_argument("--output-max", type=int, default=512)
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the log-normal lengths")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-num-seqs", type=whole(), default=128)
+    parser.add_argument("--prompt-median", type=whole(), default=128)
+    parser.add_argument("--prompt-max", type=whole(8), default=1024)
+    parser.add_argument("--output-median", type=whole(), default=128)
+    parser.add_argument("--output-max", type=whole(2), default=512)
+    parser.add_argument("--sigma", type=number(), default=0.8, help="of the log-normal lengths")
+    parser.add_argument("--seed", type=whole(0), default=0)
 
 
 def add_switch_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--switches", type=int, default=20, help="samples of each kind")
-    parser.add_argument("--running", type=int, default=16, help="requests that decode meanwhile")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--switches", type=whole(), default=20, help="samples of each kind")
+    parser.add_argument("--running", type=whole(), default=16, help="requests that decode meanwhile")
+    parser.add_argument("--prompt-tokens", type=whole(), default=128)
+    parser.add_argument("--slots", type=whole(2), default=4)
+    parser.add_argument("--adapters", type=whole(3), default=8)
+
+
+def check_together(options: Namespace) -> None:
+    """ValueError for options that are possible one by one, and cannot be measured together."""
+    if options.command == "switch" and options.slots >= options.adapters:
+        raise ValueError(
+            f"a switch needs more adapters than slots, got --adapters {options.adapters} and --slots {options.slots}; "
+            f"give --adapters {options.slots + 1} or more"
+        )
+    if options.command == "serve" and (options.cpu_loras or options.slots) < options.slots:
+        raise ValueError(
+            f"--cpu-loras {options.cpu_loras} is less than --slots {options.slots}: adapters in slots are in memory "
+            f"too; give {options.slots} or more"
+        )
+    lengths = {
+        "decode": ("prompt_tokens", "output_tokens"),
+        "serve": ("prompt_max", "output_max"),
+        "switch": (),
+    }
+    longest = sum(getattr(options, name) for name in lengths[options.command])
+    if longest > options.max_model_len:
+        raise ValueError(
+            f"requests may have {longest} tokens, more than --max-model-len {options.max_model_len}; give {longest} "
+            "there, or shorter requests"
+        )
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
+    parser = ArgumentParser(prog=NAME, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (_, add_options, _) in COMMANDS.items():
+    for name, add_options in COMMANDS.items():
         command = commands.add_parser(name)
         add_engine_options(command)
         add_options(command)
@@ -70,14 +122,20 @@ def parse(arguments: Sequence[str]) -> Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Measure, write the JSON row by row, and draw it. ValueError for options that cannot be."""
     options = parse(arguments)
-    run, _, draw = COMMANDS[options.command]
-    path = options.json or default_path(f"engine-{options.command}", options.device)
+    check_together(options)
+    # PyTorch comes with these: only when there is something to measure.
+    benchmark = importlib.import_module(f"benchmarks.{options.command}")
+    plots, report = (importlib.import_module(f"benchmarks.{name}") for name in ("plots", "report"))
+    path = options.json or report.default_path(f"engine-{options.command}", options.device)
     kept = {key: value for key, value in vars(options).items() if key not in CUTS}
-    report = Report(path, f"engine-{options.command}", kept, options.device)
-    options.model = model_folder(options.model)
+    if options.threads is None:
+        del kept["threads"]  # older results know no such option
+    result = report.Report(path, f"engine-{options.command}", kept, options.device)
+    options.model = importlib.import_module("benchmarks.options").model_folder(options.model)
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-        run(options, report, Path(folder))
-    draw(report.content, options.plot or path.with_suffix(".png"))
+        benchmark.run(options, result, Path(folder))
+    draw = getattr(plots, f"draw_{options.command}")
+    draw(result.content, options.plot or path.with_suffix(".png"))
 
 
 def _memory_folder() -> str | None:
@@ -87,12 +145,8 @@ def _memory_folder() -> str | None:
     return str(shared) if roomy else None
 
 
-COMMANDS = {
-    "decode": (decode.run, add_decode_options, plots.draw_decode),
-    "serve": (serve.run, add_serve_options, plots.draw_serve),
-    "switch": (switch.run, add_switch_options, plots.draw_switch),
-}
+COMMANDS = {"decode": add_decode_options, "serve": add_serve_options, "switch": add_switch_options}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_as_command(NAME, main)

@@ -10,7 +10,6 @@ from benchmarks.traffic import zipf_shares
 from minivllm.commands.random_adapter import linear_shapes
 from minivllm.models.config import ModelArchitecture
 
-MIXES = ("uniform", "zipf", "half", "ranks")
 ZIPF_ALPHA = 1.2
 
 

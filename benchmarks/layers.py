@@ -3,16 +3,17 @@
 import importlib
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import plot_layers
-from benchmarks.layer_cases import MIXES, Case, Linear, packed_linears
-from benchmarks.options import SHAPES, free_memory
+from benchmarks.arguments import run_as_command
+from benchmarks.layer_arguments import NAME, parse
+from benchmarks.layer_cases import Case, Linear, packed_linears
+from benchmarks.options import free_memory
 from benchmarks.report import Report, default_path
 from benchmarks.timing import copy_bandwidth, median_us
 
@@ -109,24 +110,17 @@ def summary(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parse(arguments: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(prog="python -m benchmarks.layers", description=__doc__)
-    parser.add_argument("--impl", action="append", help="package.module:make, may be repeated; see impls.py")
-    parser.add_argument("--case", action="append", help="phase:tokens:slots:rank, may be repeated")
-    parser.add_argument("--model", default="llama-8b", choices=sorted(path.name for path in SHAPES.iterdir()))
-    parser.add_argument("--mix", default="uniform", choices=MIXES)
-    parser.add_argument("--layers", type=int, default=5, help="so many, each with weights of its own")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path, help="result file; one that is there grows")
-    parser.add_argument("--plot", type=Path, help="picture; beside the result file if not given")
-    parser.add_argument("--plot-from", type=Path, help="measure nothing, draw this file")
-    return parser.parse_args(arguments)
-
-
 def load_impl(spec: str) -> Make:
+    """ValueError for what is not there."""
     module, _, name = spec.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--impl {spec}: {error}") from None
+    except AttributeError:
+        there_are = [name for name, value in vars(sys.modules[module]).items() if callable(value)]
+        own = sorted(name for name in there_are if not name.startswith("_") and name.islower())
+        raise ValueError(f"--impl {spec}: {module} has no '{name}'; it has {', '.join(own)}") from None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -154,4 +148,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_as_command(NAME, main)

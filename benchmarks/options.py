@@ -1,33 +1,14 @@
-"""Options that every engine benchmark takes, and the engine that they describe."""
+"""The engine that a benchmark's options describe."""
 
 import gc
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import Namespace
 
 import torch
 
+from benchmarks.arguments import SHAPES
 from minivllm.engine.arg_utils import EngineArgs
 
-SHAPES = Path(__file__).resolve().parent / "shapes"
 BLOCK_SIZE = 16
-
-
-def add_engine_options(parser: ArgumentParser) -> None:
-    names = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
-    parser.add_argument("--model", default="llama-8b", help=f"{names}, or a folder; weights are random")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters and of the slots")
-    parser.add_argument("--punica-backend", default="auto")
-    parser.add_argument(
-        "--target-modules",
-        type=lambda names: names.split(","),
-        help="what to wrap; all that can be if not given",
-    )
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--json", type=Path, help="result file; one that is there grows")
-    parser.add_argument("--plot", type=Path, help="picture; beside the result file if not given")
 
 
 def model_folder(name: str) -> str:
@@ -57,6 +38,7 @@ def engine_args(
         skip_tokenizer_init=True,
         device=options.device,
         dtype=options.dtype,
+        threads=options.threads,
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

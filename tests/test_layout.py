@@ -10,7 +10,7 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.read_text().stri
 
 # Lowest first; a module may import from its own layer and from those before it.
 LAYERS = (
-    ("labs",),
+    ("labs", "quiet"),
     (
         "config",
         "faults",

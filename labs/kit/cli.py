@@ -18,11 +18,13 @@ from labs.kit.hints import hints_of
 from labs.kit.progress import Progress, digest, is_untouched, learners_code, place, reset, shown
 from labs.kit.regions import PHASES, Exercise, read_engine
 from minivllm.labs import LabError, starters
+from minivllm.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from labs.kit.forks import Job, Result
     from labs.kit.grade import Grade
 
+quiet_libraries()
 app = typer.Typer(help="Your path through the course.", add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=True)
 

@@ -23,7 +23,6 @@ from minivllm.commands.common import console, print_json
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.layers.quantization import no_warnings_of_torchao
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.sampling_params import SamplingParams
@@ -33,18 +32,31 @@ RANKS = (4, 8, 16, 32)
 MIXED: tuple[int | None, ...] = (4, 8, 16, 32, None, 4, 16, None)
 SINGLE_RANK = 16
 PROMPT_TOKENS = 32
-PEERS = ("transformers", "peft")
 
 
-def run_bench(against: list[str], max_tokens: int, rounds: int, as_json: bool) -> None:
-    """Measure and print. ValueError for a peer there is no measurement for."""
-    if unknown := sorted(set(against) - set(PEERS)):
-        raise ValueError(f"cannot measure against {', '.join(unknown)}; there are {', '.join(PEERS)}")
+def run_bench(
+    against: list[str], max_tokens: int, rounds: int, threads: int | None = None, as_json: bool = False
+) -> None:
+    """Measure and print.
+
+    against      of `options.PEERS`
+    max_tokens   2 to 480
+    rounds       at least 1
+    threads      of every engine; None = OMP_NUM_THREADS, or else what is fastest for the base model as it starts
+    """
+    before = torch.get_num_threads()
+    try:
+        _run_bench(against, max_tokens, rounds, threads, as_json)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_bench(against: list[str], max_tokens: int, rounds: int, threads: int | None, as_json: bool) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress(console=console, transient=True, disable=as_json) as bar,
     ):
-        bench = CpuBench(Path(folder), max_tokens)
+        bench = CpuBench(Path(folder), max_tokens, threads)
         jobs = bench.jobs(against)
         task = bar.add_task("measuring", total=(rounds + 1) * len(jobs))
         rates: dict[str, list[float]] = {name: [] for name in jobs}
@@ -55,7 +67,11 @@ def run_bench(against: list[str], max_tokens: int, rounds: int, as_json: bool) -
                     rates[name].append(rate)
                 bar.advance(task)
         medians = {name: statistics.median(values) for name, values in rates.items()}
-        report = {"date": str(datetime.date.today()), "machine": machine(against), **bench.report(medians)}
+        report = {
+            "date": str(datetime.date.today()),
+            "machine": machine(against, bench.threads),
+            **bench.report(medians),
+        }
     if as_json:
         print_json(report)
     else:
@@ -63,9 +79,12 @@ def run_bench(against: list[str], max_tokens: int, rounds: int, as_json: bool) -
 
 
 class CpuBench:
-    """The engines under test, and how each answers the same requests."""
+    """The engines under test, and how each answers the same requests.
 
-    def __init__(self, folder: Path, max_tokens: int) -> None:
+    threads   how many CPU threads all of them compute on, in words; PyTorch is set to that number
+    """
+
+    def __init__(self, folder: Path, max_tokens: int, threads: int | None = None) -> None:
         self.max_tokens = max_tokens
         self.model = str(demo_model_path())
         self.adapters = {
@@ -74,8 +93,14 @@ class CpuBench:
         }
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(100, 40_000, (len(MIXED), PROMPT_TOKENS), generator=generator).tolist()
-        self.lora_engine = self._engine(enable_lora=True, max_loras=len(RANKS), max_lora_rank=max(RANKS))
-        self.plain_engine = self._engine()
+        self.plain_engine = self._engine(threads=threads)
+        chosen = self.plain_engine.runner.cpu_threads
+        self.threads = str(chosen)
+        chosen.settle()  # a number that changes meanwhile would be compared with another
+        torch.set_num_threads(chosen.number)
+        self.lora_engine = self._engine(
+            enable_lora=True, max_loras=len(RANKS), max_lora_rank=max(RANKS), threads=chosen.number
+        )
         self.step_ms: dict[str, list[float]] = {"base": [], "mixed": [], "plain": [], "idle": []}
 
     def _engine(self, **options: Any) -> LLMEngine:
@@ -185,8 +210,7 @@ class Peers:
         self.bench = bench
         self.base = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32).eval()
         if with_peft:
-            with no_warnings_of_torchao():  # which PEFT imports
-                from peft import PeftModel
+            from peft import PeftModel
 
             model = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32)
             first, *others = bench.adapters
@@ -221,9 +245,9 @@ class Peers:
         return output[:, prompts.shape[1] :].numel() / seconds
 
 
-def machine(peers: list[str]) -> dict[str, str]:
+def machine(peers: list[str], threads: str) -> dict[str, str]:
     """Device and versions."""
-    device = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+    device = f"CPU {platform.machine()}, {threads}"
     return {"device": device, "torch": torch.__version__, **{name: metadata.version(name) for name in peers}}
 
 

@@ -20,8 +20,8 @@ def say_how_long(console: Console, engine: LLMEngine, steps: int) -> None:
     if seconds is None or engine.runner.on_gpu:  # whose first steps say nothing of later ones
         return
     console.print(
-        f"About {approximately(steps * seconds)} on this machine: some {steps} steps of {seconds * 1e3:.0f} ms on "
-        f"{engine.runner.cpu_threads}.",
+        f"About {approximately(steps * seconds)} on this machine: {steps} steps of {seconds * 1e3:.0f} ms on "
+        f"{engine.runner.cpu_threads}",
         highlight=False,
     )
 

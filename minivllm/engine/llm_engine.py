@@ -179,6 +179,7 @@ class LLMEngine(EngineCore):
             "waiting": [request.request_id for request in self.scheduler.waiting],
             "kv_blocks": self.runner.num_blocks,
             "kv_bytes": self.runner.num_blocks * self.runner.kv_block_bytes,
+            "threads": str(self.runner.cpu_threads),
         }
         if self.adapters is not None:
             manager = self.adapters.manager

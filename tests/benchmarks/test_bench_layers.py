@@ -112,3 +112,15 @@ def test_mixed_ranks_leave_zeros_past_the_live_rank():
     for slot, live in enumerate([32, 16, 8]):
         assert not a[slot, :, live:].any() and not linear.b[slot, :, live:].any()
         assert a[slot, :, :live].all() and linear.b[slot, :, :live].all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("benchmarks.impls:fold", "benchmarks.impls has no 'fold'; it has .*folded.*sgmv"),
+        ("benchmarks.nothing:base", "No module named 'benchmarks.nothing'"),
+    ],
+)
+def test_an_implementation_that_is_not_there_is_refused_with_those_that_are(spec, said):
+    with pytest.raises(ValueError, match=said):
+        layers.load_impl(spec)

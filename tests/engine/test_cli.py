@@ -269,6 +269,7 @@ def test_an_answer_of_the_demo_may_hold_brackets(tmp_path, capsys):
     )
     report = {"answers": [answer, {**answer, "adapter": None}], "trace": trace, "requests": 2, "max_loras": 1}
     report |= {"metrics": {"lora": {"hit_rate": 1.0}}, "tokens": 2, "seconds": 1.0, "tokens_per_second": 2.0}
+    report["threads"] = "1 CPU thread (asked for)"
 
     show(report, tmp_path)
 
@@ -313,10 +314,10 @@ def test_the_demo_refuses_a_negative_number_of_prompts():
 def test_a_missing_package_is_an_error_of_one_sentence(monkeypatch, capsys):
     from minivllm import cli
 
-    def without_package():
+    def without_package(*_: object) -> None:
         raise ModuleNotFoundError("package 'gguf' is not installed")
 
-    monkeypatch.setattr(cli, "app", without_package)
+    monkeypatch.setattr(type(cli.app), "__call__", without_package)
 
     with pytest.raises(SystemExit) as exit_status:
         cli.main()

@@ -224,7 +224,7 @@ class TestWhoDecides:
     def test_threads_goes_before_everything(self, world, four_threads, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "4")
 
-        assert str(self.engine(world, threads=3).runner.cpu_threads) == "3 CPU threads (asked for)"
+        assert self.engine(world, threads=3).debug_info()["threads"] == "3 CPU threads (asked for)"
 
     @pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
     def test_a_number_that_none_can_be_is_refused(self, world, threads):

@@ -1,0 +1,151 @@
+"""Options: nonsense is refused before anything is loaded, and messages name those that the command has."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import minivllm
+from minivllm.cli import app, main
+from minivllm.commands.options import options_of, with_options_of
+from minivllm.models.demo_model import _silence_library_bars
+
+run = CliRunner().invoke
+ROOT = typer.main.get_command(app)
+
+
+class TestBench:
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--rounds", "0"], "greater than or equal to 1"),
+            (["--rounds", "-3"], "greater than or equal to 1"),
+            (["--max-tokens", "0"], "greater than or equal to 2"),
+            (["--max-tokens", "481"], "less than or equal to 480"),
+            (["--threads", "0"], "greater than or equal to 1"),
+            (["--against", "vllm"], "there is no 'vllm'; give any of transformers, peft"),
+            (["--against", "PEFT"], "there is no 'PEFT'; give any of transformers, peft"),
+            (["--against", "peft,peft"], "'peft' is named twice"),
+            (["--against", "transformers,"], "has an empty name in it"),
+            (["--against", ","], "has an empty name in it"),
+        ],
+    )
+    def test_refuses_what_it_cannot_measure_and_says_what_it_can(self, monkeypatch, arguments, said):
+        monkeypatch.setitem(sys.modules, "minivllm.commands.bench_cpu", None)  # whoever imports it fails
+
+        result = run(app, ["bench", "cpu", *arguments], env={"COLUMNS": "200"})
+
+        assert result.exit_code == 2
+        assert said in " ".join(result.output.replace("│", " ").split())
+
+    def test_a_peer_that_is_not_installed_is_refused(self, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+        result = run(app, ["bench", "cpu", "--against", "peft"], env={"COLUMNS": "200"})
+
+        assert result.exit_code == 2 and "peft is not installed" in result.output
+
+    def test_what_it_can_measure_it_is_told_to(self, monkeypatch):
+        told = []
+        monkeypatch.setattr("minivllm.commands.bench_cpu.run_bench", lambda *a: told.append(a))
+
+        run(app, ["bench", "cpu", "--against", "peft, transformers", "--rounds", "1", "--threads", "2"])
+        run(app, ["bench", "cpu"])
+
+        assert told == [(["peft", "transformers"], 64, 1, 2, False), ([], 64, 3, None, False)]
+
+
+class TestMessages:
+    RANK = "rank 64 is greater than max_lora_rank 16; pass --max-lora-rank 64."
+
+    def test_name_an_option_that_the_command_has(self):
+        assert with_options_of(ROOT, ["generate", "--model", "x"], self.RANK) == self.RANK
+        assert with_options_of(ROOT, ["inspect", "x"], self.RANK) == self.RANK
+
+    @pytest.mark.parametrize("arguments", [["demo"], ["bench", "cpu"], []])
+    def test_name_what_python_calls_it_where_the_command_has_no_such_option(self, arguments):
+        told = with_options_of(ROOT, arguments, self.RANK)
+
+        assert told == "rank 64 is greater than max_lora_rank 16; pass max_lora_rank=64 from Python."
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("pass --enable-lora-bias.", "pass bias_enabled from Python."),
+            (
+                "pass --long-lora-scaling-factors 2.0,4.0.",
+                "pass long_lora_scaling_factors=2.0,4.0 from Python.",
+            ),
+            ("shorten it or raise --max-model-len", "shorten it or raise max_model_len from Python"),
+            ("pass --dtype bfloat16 or float32", "pass --dtype bfloat16 or float32"),
+            ("no adapter '--modelled' or 'a--model-b'", "no adapter '--modelled' or 'a--model-b'"),
+        ],
+    )
+    def test_leave_alone_what_is_no_foreign_option(self, text, told):
+        assert with_options_of(ROOT, ["demo"], text) == told
+
+    def test_reach_the_terminal_that_way(self, monkeypatch, capsys):
+        def refuse(*_: object) -> None:
+            raise ValueError(self.RANK)
+
+        monkeypatch.setattr("minivllm.commands.demo.run_demo", refuse)
+        monkeypatch.setattr(sys, "argv", ["minivllm", "demo"])
+
+        with pytest.raises(SystemExit):
+            main()
+
+        assert "pass max_lora_rank=64 from Python" in capsys.readouterr().err
+
+    def test_every_option_that_the_engine_names_is_one_of_some_command(self):
+        known = {option for name in ("generate", "inspect") for option in options_of(ROOT.commands[name])}
+        package = Path(minivllm.__file__).parent
+        named = {
+            option
+            for path in package.rglob("*.py")
+            if path.parent != package and path.parent.name != "commands"
+            for option in re.findall(r"(?:pass|raise) (--[a-z-]+)", path.read_text(encoding="utf-8"))
+        }
+
+        assert named >= {"--max-lora-rank", "--enable-lora-bias"}
+        assert named <= known
+
+
+class TestRemarks:
+    @pytest.mark.parametrize("command", ["minivllm.cli", "labs.kit.cli"])
+    def test_no_command_passes_on_what_torchao_says_of_missing_hardware(self, command):
+        pytest.importorskip("torchao")
+
+        ran = subprocess.run(
+            [sys.executable, "-c", f"import {command}, peft"], capture_output=True, text=True, timeout=300
+        )
+
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+    def test_nor_does_the_demo_model_s_conversion_in_anybody_s_program(self):
+        logger = logging.getLogger("somebody")
+
+        with _silence_library_bars():
+            inside = logger.isEnabledFor(logging.WARNING)
+
+        assert (inside, logger.isEnabledFor(logging.WARNING)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_commands_have_threads_wait_a_while_unless_somebody_has_said_how(given, spins):
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import os, sys, minivllm.cli; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment | given, capture_output=True, text=True, timeout=60
+    )
+
+    assert ran.stdout.split() == [spins, "False"], ran.stderr
