@@ -55,7 +55,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics()
-        self.trace = Trace(capacity=10_000)
+        self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
         self._started = time.monotonic()
 
     @classmethod
