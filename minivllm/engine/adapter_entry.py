@@ -41,4 +41,6 @@ def at_hand(lora_request: LoRARequest) -> LoRARequest:
 def folder_of(lora_request: LoRARequest) -> str:
     """What makes two paths the same adapter; a hub id stays what it is."""
     path = os.path.expanduser(lora_request.lora_path)
-    return os.path.realpath(path) if os.path.exists(path) else lora_request.lora_path
+    if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
+        return lora_request.lora_path  # one string, not two that are equal
+    return folder

@@ -68,6 +68,15 @@ class TestMakeRoom:
 
         assert (made_way, admission.taken) == ([1], {3}), "adapter 3 has waited longest"
 
+    def test_nobody_behind_the_first_who_is_not_due_is_looked_at(self):
+        """Thousands may wait, and none of them costs a step anything."""
+        admission, looked_at = LoRAAdmission(1, 3), []
+        admission.begin_step([1], [])
+
+        admission.make_room(looked_at.append(a) or a for a in range(2, 5000))
+
+        assert looked_at == [2], "adapter 2 is not due, and those behind it have waited less"
+
     def test_a_request_that_was_never_passed_over_is_not_due(self):
         _, made_way = self.make_room(2, running=[1], held={1: 9})
 
