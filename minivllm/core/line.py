@@ -93,6 +93,8 @@ class Line:
         self, output: SchedulerOutput, most: int, held_back: Callable[[Request], str | None]
     ) -> None:
         """Say how many were passed over, asked or not, and name the first of them, `most` at most."""
+        if self._last is None:
+            return  # nobody was asked
         halted_by = output.halted_by
         no_blocks_for = self._last if halted_by == NO_BLOCKS else None
         end = self._place if halted_by == NO_BLOCKS else self._before

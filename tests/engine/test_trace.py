@@ -1,7 +1,9 @@
 """The step trace survives its file, counts what happened, and is drawn so that every adapter can be seen."""
 
+import gc
 import json
-from dataclasses import asdict
+import tracemalloc
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -101,6 +103,85 @@ def test_a_trace_with_a_capacity_keeps_the_last_steps():
         trace.append(StepRecord(step, step / 10))
 
     assert [record.step for record in trace.records] == [7, 8, 9]
+
+
+def busy_record(step: int) -> StepRecord:
+    """Of a server with long ids, none of which is in two steps."""
+    rows = [TraceRow(f"request-{step}-{i:0100}", "sql", 0, 1, "chunk") for i in range(8)]
+    waiting = [f"waiting-{step}-{i:0100}" for i in range(16)]
+    skipped = [TraceSkip(name, "dates", "max_loras") for name in waiting]
+    return StepRecord(
+        step, 0.0, rows, ["sql"], skipped=skipped, waiting=waiting, more_waiting=9000, more_skipped=80
+    )
+
+
+def test_a_trace_with_a_limit_on_its_bytes_keeps_the_last_steps_that_fit():
+    trace = Trace(max_bytes=100_000)
+
+    for step in range(300):
+        trace.append(busy_record(step))
+
+    assert 80_000 < trace.num_bytes <= 100_000
+    assert [record.step for record in trace.records] == list(range(300 - len(trace), 300))
+    assert trace.summary()["steps_left_out"] == 300 - len(trace) > 200
+
+
+def test_a_step_larger_than_the_limit_is_kept_until_the_next():
+    trace = Trace(max_bytes=10)
+
+    for step in range(3):
+        trace.append(busy_record(step))
+
+    assert [record.step for record in trace.records] == [2]
+
+
+def test_a_trace_takes_no_more_memory_than_it_says():
+    """Also where rows are shared between steps, as those of decodes are."""
+    trace = Trace(max_bytes=400_000)
+    shared = [TraceRow(f"request-{i}", "sql", 0, 1, "decode") for i in range(20)]
+    gc.collect()
+    tracemalloc.start()
+
+    for step in range(1000):
+        record = busy_record(step)
+        trace.append(replace(record, rows=record.rows + shared))
+    del record
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+
+    assert 0.5 * trace.num_bytes < taken <= 1.05 * trace.num_bytes
+
+
+def test_a_trace_says_what_it_leaves_out():
+    trace = Trace([busy_record(7), busy_record(8)])
+
+    summary = trace.summary()
+
+    assert summary["skips"] == 2 * (16 + 80)
+    assert summary["names_left_out"] == 2 * (9000 + 80)
+    assert summary["steps_left_out"] == 7
+    assert (trace.records[0].num_waiting, trace.records[0].num_skipped) == (9016, 96)
+
+
+def test_a_trace_written_before_names_were_left_out_still_reads(tmp_path):
+    lines = [asdict(record) for record in small_trace().records]
+    for line in lines:
+        del line["more_waiting"], line["more_skipped"]
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert Trace.read_jsonl(tmp_path / "old.jsonl").records == small_trace().records
+
+
+def test_the_picture_of_a_long_queue_shows_how_long_it_was(tmp_path):
+    """As many wait as are named, or five hundred times as many: the line of those who run stands at another height."""
+    named = [replace(busy_record(step), more_waiting=0, more_skipped=0, running=400) for step in range(4)]
+
+    draw_trace(Trace(named), tmp_path / "short.png")
+    draw_trace(Trace([replace(record, more_waiting=9000) for record in named]), tmp_path / "long.png")
+
+    short, long = imread(tmp_path / "short.png"), imread(tmp_path / "long.png")
+    assert share_of(long, "#D9D9D9") > share_of(short, "#D9D9D9") + 0.01
 
 
 def test_the_summary_counts_what_happened():

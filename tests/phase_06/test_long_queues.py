@@ -194,3 +194,52 @@ def test_who_waits_for_many_adapters_is_served_in_the_end():
     world.run()
 
     assert all(request.output_token_ids == world.expected_tokens(request) for request in requests)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wait_is_counted_by_the_step_though_nobody_counts_it_up(seed):
+    rng = random.Random(seed)
+    world = World(max_loras=2, max_lora_wait_steps=3, max_num_seqs=4)
+    expected = {}
+
+    for _ in range(120):
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            expected[world.add(rng.randrange(6), max_tokens=rng.randint(3, 25))] = 0
+        if rng.random() < 0.1 and world.scheduler.requests:
+            world.abort(rng.choice(list(world.scheduler.requests.values())))
+        world.step()
+        for request in world.scheduler.waiting:
+            expected[request] += world.scheduler.waiting.is_passed_over(request.adapter_id)
+
+        assert {r: r.lora_wait_steps for r in expected} == expected
+    assert any(r.num_preemptions and r.lora_wait_steps > 3 for r in expected), "two waits of one request"
+
+
+def test_an_adapter_for_whom_nobody_waits_any_more_does_not_wait():
+    world = World(max_loras=1, max_lora_wait_steps=50)
+    world.add(1, max_tokens=30)
+    gone, back = world.add_all(2, 3)
+    world.step()
+
+    world.abort(gone)
+    world.abort(back)
+    world.add(3)
+    world.step()
+    world.add(2)
+
+    waiting = world.scheduler.waiting
+    assert not waiting.is_passed_over(2), "its last request went, and a step later so had its wait"
+    assert waiting.waited(3) == 2, "its next request was there before the step ended"
+
+
+def test_nothing_is_kept_of_adapters_that_waited():
+    world = World(max_loras=2, max_lora_wait_steps=3)
+    world.add_all(*range(40), max_tokens=2)
+    for request in world.add_all(50, 51, 52):
+        world.abort(request)
+    world.run()
+
+    world.step()
+
+    assert not world.scheduler.waiting._of_adapter
+    assert not world.scheduler.in_flight._counts

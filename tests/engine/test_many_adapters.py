@@ -1,0 +1,138 @@
+"""What thousands of registered adapters cost: at the door, at a request's end, and in memory when they are idle."""
+
+import gc
+import sys
+import tracemalloc
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from minivllm import SamplingParams
+from minivllm.engine import adapter_tokenizers, recorder
+from minivllm.engine.adapter_tokenizers import AdapterTokenizers
+from minivllm.lora.request import LoRARequest
+
+sys.path.append(str(Path(__file__).parents[1] / "phase_07"))
+from small_engine import SmallWorld
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return SmallWorld(tmp_path_factory.mktemp("many"))
+
+
+def serve(engine, small, adapter_ids):
+    """One request of each, one after the other; all have weights of one folder, by links of their own."""
+    source = small.request(1).lora_path
+    for adapter_id in adapter_ids:
+        link = small.folder / f"a-link-to-adapter-{adapter_id}"
+        if not link.exists():
+            link.symlink_to(source)
+        lora_request = LoRARequest(f"adapter-{adapter_id}", adapter_id, str(link))
+        params = SamplingParams(max_tokens=1, temperature=0)
+        engine.add_request(f"request-{adapter_id}", [3, 4], params, lora_request=lora_request)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+class NotWalked(dict):
+    """A dict that may be asked, and not walked through."""
+
+    def __iter__(self):
+        raise AssertionError("all registered adapters were walked through")
+
+    keys = values = items = __iter__
+
+
+def test_a_request_comes_is_served_and_goes_without_a_walk_through_the_adapters(small):
+    engine = small.engine()
+    serve(engine, small, range(1, 7))
+    registry = engine.adapters
+    registry.entries, registry.by_name = NotWalked(registry.entries), NotWalked(registry.by_name)
+    stats = registry.manager.stats
+    stats.by_adapter = NotWalked(stats.by_adapter)
+
+    serve(engine, small, range(1, 9))  # known ones, evicted ones, and two new ones
+    engine.add_request("by name", [3], SamplingParams(max_tokens=9), lora_request="adapter-2")
+    engine.step()
+    engine.pin_lora(3)
+    engine.remove_lora(2)
+    engine.abort_request("by name")
+    engine.step()
+
+    assert 2 not in registry.entries
+    assert 3 in registry.pinned_adapters()
+
+
+def test_of_an_adapter_evicted_long_ago_a_kilobyte_is_kept(small):
+    """Its id, name, path and counters. What its reading leaves behind in libraries is not counted here."""
+    engine = small.engine()
+    engine.trace.capacity = 1
+    tracemalloc.start()
+    serve(engine, small, range(100, 140))
+    gc.collect()
+    before = tracemalloc.take_snapshot()
+
+    serve(engine, small, range(1000, 1200))
+    for cached in (recorder._trace_row, recorder._trace_skip):
+        cached.cache_clear()
+    gc.collect()
+    after = tracemalloc.take_snapshot()
+    tracemalloc.stop()
+
+    libraries = [
+        tracemalloc.Filter(False, f"*/{name}") for name in ("weights_files.py", "test_many_adapters.py")
+    ]
+    grown = after.filter_traces(libraries).compare_to(before.filter_traces(libraries), "filename")
+    kept = sum(entry.size_diff for entry in grown) / 200
+    assert 200 < kept < 1024, f"{kept:.0f} bytes for each of 200 adapters"
+    assert len(engine.adapters.entries) == 240
+
+
+class Tokenizer:
+    pass
+
+
+class TestTokenizers:
+    @pytest.fixture
+    def reads(self, monkeypatch):
+        reads = []
+        monkeypatch.setattr(
+            adapter_tokenizers,
+            "load_tokenizer",
+            lambda request: reads.append(request.lora_int_id) or Tokenizer(),
+        )
+        return reads
+
+    @staticmethod
+    def ask(tokenizers, adapter_id):
+        return weakref.ref(tokenizers.get(LoRARequest(f"a{adapter_id}", adapter_id, "/a")))
+
+    def test_of_adapters_that_have_left_memory_are_let_go(self, reads):
+        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=2, list_adapters=dict))
+
+        asked = [self.ask(tokenizers, adapter_id) for adapter_id in range(1, 100)]
+
+        assert sum(reference() is not None for reference in asked) <= 3
+        assert asked[-1]() is not None
+
+    def test_of_adapters_in_memory_stay_whoever_else_is_asked_for(self, reads):
+        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=2, list_adapters=lambda: {1: None, 2: None}))
+        kept = [self.ask(tokenizers, adapter_id) for adapter_id in (1, 2)]
+
+        for adapter_id in range(3, 50):
+            self.ask(tokenizers, adapter_id)
+        again = [self.ask(tokenizers, adapter_id) for adapter_id in (1, 2)]
+
+        assert kept == again
+        assert reads == list(range(1, 50)), "each was read once"
+
+    def test_that_were_let_go_are_read_again(self, reads):
+        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=1, list_adapters=dict))
+
+        for adapter_id in (1, 2, 3, 1):
+            self.ask(tokenizers, adapter_id)
+
+        assert reads == [1, 2, 3, 1]
