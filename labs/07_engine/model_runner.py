@@ -17,7 +17,7 @@ from minivllm.layers.sampler import Logprob, Sampler
 from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.cpu_threads import cpu_threads, watch
+from minivllm.worker.cpu_threads import cpu_threads
 from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
@@ -75,7 +75,8 @@ class ModelRunner(LoRAModelRunnerMixin):
             self.row_sampler = RowSampler(self.sampler)
             self.num_blocks = self._num_kv_blocks()
             self._allocate_kv_cache(self.num_blocks)
-        watch(self)
+        rows = config.scheduler_config.max_num_seqs
+        self.cpu_threads.measure_on(self.model, rows, model_config.dtype)
 
     # ---- the KV cache ---------------------------------------------------------------------------------------
 

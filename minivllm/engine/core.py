@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +59,7 @@ class EngineCore:
         self._turns = Turns("engine", self._mend)
         self._undelivered: list[RequestOutput] = []  # made in a step that has not returned
         self._launched: SchedulerOutput | None = None  # the step that is being computed
+        self._launched_at = 0.0
         self._failed_steps = 0  # in a row
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
@@ -67,6 +70,12 @@ class EngineCore:
     def _pinned_adapters(self) -> set[int]:
         return self.adapters.pinned_adapters() if self.adapters else set()
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Around a call that copies adapters: in turn, and on as many threads as a step."""
+        with self._turns.take(), self.runner.cpu_threads.in_use():
+            yield
+
     # ---- one step -------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
@@ -76,9 +85,12 @@ class EngineCore:
         and nothing has changed: the next call takes the step again. If that fails, too, the requests of the step end
         with the error. Outputs of a call that raised come with the next one's.
         """
+        threads = self.runner.cpu_threads
         with self._turns.take(errors_leave_it_whole=False):
+            threads.before_step()
             try:
-                self._step(self._undelivered)
+                with threads.in_use():
+                    self._step(self._undelivered)
                 self._failed_steps = 0
             except BaseException as error:
                 self._end_who_is_at_fault(as_fault(error))
@@ -127,7 +139,7 @@ class EngineCore:
     # endregion
 
     def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
-        self._launched = scheduled
+        self._launched, self._launched_at = scheduled, time.perf_counter()
         return self.runner.launch_model(scheduled)
 
     def _sample(
@@ -135,6 +147,8 @@ class EngineCore:
     ) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
         """Request id -> (token, logprobs) of all rows that can be sampled; the others end."""
         sampled = self.runner.sample_tokens(launched)
+        seconds = time.perf_counter() - self._launched_at
+        self.runner.cpu_threads.observe_step(self._launched.total_num_scheduled_tokens, seconds)
         self._launched = None
         for request_id, error in launched.errors.items():
             self._fail([request_id], error, outputs)

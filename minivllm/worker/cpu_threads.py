@@ -14,17 +14,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from minivllm.config import EngineConfig
-from minivllm.core.output import SchedulerOutput
 from minivllm.layers.linear import LinearBase
-
-if TYPE_CHECKING:
-    from minivllm.worker.model_runner import ModelRunner
 
 CGROUP = Path("/sys/fs/cgroup")
 # One measurement of one number: a pass that nobody times, then these, over weights of so many numbers.
@@ -36,7 +32,6 @@ DUDS = 2  # numbers in a row that bring nothing; no larger one is tried
 SLOW = 2.0  # times what it should take: what a step takes beyond that is lost
 FIRST_PAUSE = 20  # times what a measurement took, until the next one
 LONGEST_PAUSE = 60.0  # seconds
-COPIES = ("prepare_loras", "prefetch_lora", "add_lora")
 
 Part = Callable[[], Any]
 
@@ -47,7 +42,7 @@ class CPUThreads:
     number       threads that a step computes on
     reason       who decided: "asked for", "OMP_NUM_THREADS", "measured" and the like
     candidates   ascending; more than one only where the number is measured
-    parts        a step's products, one call each: what is measured; `watch` puts the model's own here
+    parts        a step's products, one call each: what is measured (`measure_on`)
     clock        seconds
     seconds      of what `run` did last: before the first request, of the warm-up's decode step
     apply        sets the calling thread's number; `current` reads it
@@ -104,6 +99,11 @@ class CPUThreads:
         with self.in_use():
             work()
         self.seconds = self.clock() - started
+
+    def measure_on(self, model: nn.Module, rows: int, dtype: torch.dtype) -> None:
+        """Take a model's own products, of at most `rows` rows, for what is measured."""
+        if self.is_open:
+            self.parts = products(model, min(ROWS, rows), dtype)
 
     def settle(self) -> None:
         """Stay with the number there is: no more measurements."""
@@ -174,7 +174,7 @@ class CPUThreads:
 
 
 def cpu_threads(config: EngineConfig) -> CPUThreads:
-    """Who decides: `threads`, then OMP_NUM_THREADS, then measuring, which needs `watch` and goes up to what there is.
+    """Who decides: `threads`, then OMP_NUM_THREADS, then measuring (`measure_on` says on what), up to what there is.
 
     That is at most what PyTorch has now, the cores that the process may run on, and its share of their time. On a GPU
     the host computes next to nothing: only `threads` counts there. What is measured begins with one thread: reading a
@@ -189,46 +189,6 @@ def cpu_threads(config: EngineConfig) -> CPUThreads:
         return CPUThreads(now, "OMP_NUM_THREADS")
     most = min(now, available_cores())
     return CPUThreads(1, "not measured yet" if most > 1 else "all there are", numbers_up_to(most))
-
-
-def watch(runner: "ModelRunner") -> None:
-    """What the runner computes from here on, it computes on the chosen number; if it is measured, on its own model."""
-    threads, config = runner.cpu_threads, runner.config
-    if threads.is_open:
-        rows = min(ROWS, config.scheduler_config.max_num_seqs)
-        threads.parts = products(runner.model, rows, config.model_config.dtype)
-    elif threads.number == torch.get_num_threads():
-        return
-    tokens, seconds = 0, 0.0
-    launch_model, sample_tokens = runner.launch_model, runner.sample_tokens
-
-    def launch(output: SchedulerOutput) -> Any:
-        nonlocal tokens, seconds
-        threads.before_step()
-        started = threads.clock()
-        with threads.in_use():
-            step = launch_model(output)
-        tokens, seconds = sum(row.num_new_tokens for row in output.scheduled), threads.clock() - started
-        return step
-
-    def sample(step: Any) -> Any:
-        started = threads.clock()
-        with threads.in_use():
-            sampled = sample_tokens(step)
-        threads.observe_step(tokens, seconds + threads.clock() - started)
-        return sampled
-
-    def used_in(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*args: Any) -> Any:
-            with threads.in_use():
-                return method(*args)
-
-        return run
-
-    runner.launch_model, runner.sample_tokens = launch, sample
-    for name in COPIES:
-        setattr(runner, name, used_in(getattr(runner, name)))
 
 
 def products(model: nn.Module, rows: int, dtype: torch.dtype) -> list[Part]:

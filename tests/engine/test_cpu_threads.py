@@ -254,9 +254,11 @@ class TestWhoDecides:
 
     def test_a_step_that_fails_gives_the_process_its_number_back(self, world, four_threads):
         engine = self.engine(world, threads=2)
+        engine.add_request("r", {"prompt_token_ids": token_ids(5, seed=1)}, greedy(3))
+        engine.runner.model.compute_logits = lambda *args: 1 / 0
 
-        with pytest.raises(AttributeError):
-            engine.runner.launch_model(None)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
 
         assert torch.get_num_threads() == 4
 
