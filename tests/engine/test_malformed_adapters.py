@@ -81,7 +81,7 @@ def assert_refused(load, *words):
     assert peak.growth() < 256 * 2**20
 
 
-@pytest.mark.parametrize("through", ["add_lora", "add_request"])
+@pytest.mark.parametrize("through", ["add_lora", "add_request", "a load whose check was another file's"])
 def test_a_terabyte_of_a_known_module_is_refused_by_its_shape_and_not_read(world, folder, through):
     """The file is that long, and takes no place on the disk."""
     engine, name, rows = world.engine(), f"base_model.model.{Q0}.lora_A.weight", 2**36
@@ -98,6 +98,7 @@ def test_a_terabyte_of_a_known_module_is_refused_by_its_shape_and_not_read(world
     load = {
         "add_lora": lambda: engine.add_lora(bad),
         "add_request": lambda: engine.add_request("r", [3, 4], greedy(), lora_request=bad),
+        "a load whose check was another file's": lambda: engine.runner.lora_manager.add_adapter(bad),
     }[through]
 
     assert_refused(load, Q0, f"(4, {rows})", "expected (4, 48)")
@@ -195,7 +196,7 @@ class TestResolvers:
         config = {**json.loads(path.read_text()), "base_model_name_or_path": trained_on}
         path.write_text(json.dumps(config))
 
-        with TimeLimit(10):
+        with TimeLimit(2):
             found = asyncio.run(FilesystemResolver(folder.parent).resolve_lora("/models/base", folder.name))
 
         assert found is None
