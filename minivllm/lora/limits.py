@@ -25,9 +25,9 @@ MOST_DIMENSIONS = 8
 
 # A pickle is read operation by operation, with 55 reads for each tensor. Llama 3.1 405B, all linears adapted, has 1,764
 # tensors; who adapts experts saves safetensors.
-MOST_PICKLED_TENSORS = 8_000
-PICKLE_BYTES = 2 * 2**20
-PICKLE_READS = 500_000
+MOST_PICKLED_TENSORS = 4_000
+PICKLE_BYTES = 2**20
+PICKLE_READS = 250_000
 
 # Bytes of weights that may be read before their shapes are compared with the model's: to look twice takes longer.
 READ_AT_ONCE = 32 * 2**20

@@ -16,9 +16,7 @@ def one_sentence(text: object, longest: int = LONGEST_SENTENCE) -> str:
     Line ends become spaces. Other characters that cannot be printed, halves of characters among them, become their
     escapes. Of a longer text the middle is left out: the beginning names the thing, the end says what to do.
     """
-    text = _cut(
-        str(text), 4 * longest
-    )  # an escape is longer than its character: cut a text of megabytes first
+    text = _cut(str(text), 4 * longest)  # to go through megabytes would take seconds
     text = " ".join(text.split()) if any(end in text for end in "\n\r\t\v\f") else text
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return _cut("".join(shown), longest)

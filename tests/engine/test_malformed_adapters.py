@@ -3,13 +3,26 @@
 In a process of its own: what it takes at most is the kernel's to say, and a bomb must not take the test run with it.
 """
 
+import asyncio
 import json
+import os
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from resource_limits import Peak, TimeLimit
+from safetensors.torch import save_file
+from tiny_engine import character_tokenizer, greedy, tiny_world
 
+from minivllm import LoRARequest
+from minivllm.lora.resolver import FilesystemResolver
+
+WEIGHTS = "adapter_model.safetensors"
+Q0 = "model.layers.0.self_attn.q_proj"
 SCRIPT = Path(__file__).with_name("malformed.py")
 
 
@@ -44,3 +57,157 @@ def test_it_was_an_attack(report):
     assert outcomes["FileNotFoundError"] > 10
     assert outcomes["failed alone"] > 10
     assert outcomes["served"] > 10
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    return shutil.copytree(world.path("qv"), tmp_path / "adapter")
+
+
+def assert_refused(load, *words):
+    peak = Peak()
+    with TimeLimit(10), pytest.raises(ValueError) as raised:
+        load()
+
+    text = str(raised.value)
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+    assert len(text) <= 500 and text.isprintable()
+    assert peak.growth() < 256 * 2**20
+
+
+@pytest.mark.parametrize("through", ["add_lora", "add_request", "a load whose check was another file's"])
+def test_a_terabyte_of_a_known_module_is_refused_by_its_shape_and_not_read(world, folder, through):
+    """The file is that long, and takes no place on the disk."""
+    engine, name, rows = world.engine(), f"base_model.model.{Q0}.lora_A.weight", 2**36
+    entries = {
+        name.replace("_A", "_B"): {"dtype": "F32", "shape": [48, 4], "data_offsets": [0, 768]},
+        name: {"dtype": "F32", "shape": [4, rows], "data_offsets": [768, 768 + 16 * rows]},
+    }
+    text = json.dumps(entries).encode()
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 768 + 16 * rows)
+    bad = LoRARequest("bad", 7, str(folder))
+
+    load = {
+        "add_lora": lambda: engine.add_lora(bad),
+        "add_request": lambda: engine.add_request("r", [3, 4], greedy(), lora_request=bad),
+        "a load whose check was another file's": lambda: engine.runner.lora_manager.add_adapter(bad),
+    }[through]
+
+    assert_refused(load, Q0, f"(4, {rows})", "expected (4, 48)")
+
+
+def test_more_tensors_than_the_model_has_use_for_are_refused_by_their_number(world, folder):
+    entry = {"dtype": "F32", "shape": [4, 48], "data_offsets": [0, 0]}
+    text = json.dumps(
+        {f"model.layers.{i}.self_attn.q_proj.lora_A.weight": entry for i in range(1000)}
+    ).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text)
+
+    assert_refused(
+        lambda: world.engine().add_lora(LoRARequest("bad", 7, str(folder))),
+        "1001 tensors, at most",
+        "are read",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("x" * 10**6, None),
+        ("a\x1b[2Jb\nc", None),
+        ("\ud800", None),
+        ("bad", "/nowhere/\x1b[31m\n"),
+        ("bad", "/" + "a/" * 500_000),
+        ("bad", "/a\0b"),
+    ],
+    ids=["long name", "escapes", "half a character", "path of escapes", "long path", "path with a null"],
+)
+def test_names_and_paths_are_quoted_as_far_as_they_can_be(world, folder, name, path):
+    (folder / "adapter_config.json").unlink()
+    request = LoRARequest(name, 7, path or str(folder))
+
+    with pytest.raises(FileNotFoundError) as raised:
+        world.engine().add_lora(request)
+
+    text = str(raised.value)
+    assert len(text) <= 500 and text.isprintable()
+    assert "does not exist" in text or "has no adapter_config.json" in text
+
+
+class TestTokenizers:
+    """Of adapters that add tokens: those are read."""
+
+    @pytest.fixture
+    def folder(self, folder):
+        save_file({"input_embeddings": torch.ones(3, 48)}, folder / "new_embeddings.safetensors")
+        character_tokenizer().save_pretrained(folder)
+        return folder
+
+    @pytest.fixture
+    def add(self, world, folder):
+        engine = world.engine(character_tokenizer(), lora_extra_vocab_size=4)
+        bad = LoRARequest("bad", 7, str(folder))
+        return lambda: engine.add_request("r", "text", greedy(2), lora_request=bad)
+
+    def test_that_are_good_are_served(self, add):
+        assert add() == "r"
+
+    @pytest.mark.parametrize("value", ["12", "abc", [], {}, True])
+    def test_with_a_longest_text_that_is_no_number_are_refused(self, folder, add, value):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": value}))
+
+        assert_refused(add, "adapter 'bad'", "model_max_length must be a number", repr(value))
+
+    @pytest.mark.parametrize(
+        ("name", "size"), [("tokenizer.json", 2**40), ("added_tokens.json", 2**40), ("config.json", 2**23)]
+    )
+    def test_of_files_that_are_too_large_are_refused(self, folder, add, name, size):
+        with (folder / name).open("ab") as file:
+            file.truncate(size)
+
+        assert_refused(add, "adapter 'bad'", f"{name} has {size} bytes")
+
+    @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+    def test_with_a_pipe_for_a_file_are_refused(self, folder, add, name):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+        assert_refused(add, "adapter 'bad'", f"{name} is no plain file")
+
+
+class TestResolvers:
+    @pytest.mark.parametrize("name", ["a/" * 500_000 + "a", "x" * 10**6, "\ud800", "a\0b"])
+    def test_are_not_kept_busy_by_a_name(self, folder, name):
+        with TimeLimit(10):
+            assert FilesystemResolver(folder.parent).find(name) is None
+
+    @pytest.mark.parametrize("trained_on", ["a/" * 400_000, "x" * 500_000, "\x1b[2J\n"])
+    def test_are_not_kept_busy_by_what_an_adapter_was_trained_on(self, folder, trained_on, caplog):
+        path = folder / "adapter_config.json"
+        config = {**json.loads(path.read_text()), "base_model_name_or_path": trained_on}
+        path.write_text(json.dumps(config))
+
+        with TimeLimit(2):
+            found = asyncio.run(FilesystemResolver(folder.parent).resolve_lora("/models/base", folder.name))
+
+        assert found is None
+        [message] = [record.getMessage() for record in caplog.records]
+        assert len(message) <= 500 and message.isprintable() and "was trained on" in message
+
+    def test_leave_a_config_that_is_too_large_to_the_loader(self, folder):
+        with (folder / "adapter_config.json").open("ab") as file:
+            file.truncate(2**40)
+
+        with TimeLimit(10):
+            found = asyncio.run(FilesystemResolver(folder.parent).resolve_lora("/models/base", folder.name))
+
+        assert found.lora_path == str(folder)
