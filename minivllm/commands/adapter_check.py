@@ -13,13 +13,16 @@ from pathlib import Path
 import torch
 
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
+from minivllm.faults import as_fault, reason
+from minivllm.lora.limits import READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
 from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.weights_files import find_weights_file, read_weights
+from minivllm.lora.sentences import one_sentence
+from minivllm.lora.weights_files import find_weights_file, read_weights, weights_bytes
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
 
@@ -51,8 +54,8 @@ class AdapterOnDisk:
         """Whatever is refused within becomes one of the problems."""
         try:
             yield
-        except (ValueError, OSError) as error:
-            self.problems.append(str(error))
+        except BaseException as error:
+            self.problems.append(one_sentence(reason(as_fault(error))))
 
 
 def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDisk:
@@ -67,6 +70,10 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
         adapter.problems += _misfits(_manager(config), adapter, {}, adapter.new_embeddings)
     if adapter.helper and adapter.tensors is not None and (admitting := _admitting(adapter, config)):
         _look_into_weights(adapter, _manager(admitting))
+        if not adapter.problems and any(tensor.is_meta for tensor in adapter.tensors.values()):
+            with adapter.noting():
+                adapter.tensors = read_weights(adapter.file)
+            _look_into_weights(adapter, _manager(admitting))
     if not adapter.problems:  # the engine has the last word, and sees the adapter as a whole
         with adapter.noting():
             _manager(config).check_adapter(LoRARequest(path, 1, adapter.folder))
@@ -84,7 +91,8 @@ def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
     with warnings.catch_warnings(action="ignore"):  # what torch thinks of a pickle, the refusal says
         with adapter.noting():
             adapter.file = find_weights_file(adapter.folder)
-            adapter.tensors = read_weights(adapter.file)
+            # Of a large file the shapes come first: its numbers are read if they are of use.
+            adapter.tensors = read_weights(adapter.file, weights_bytes(adapter.folder) > READ_AT_ONCE)
         with adapter.noting():
             adapter.new_embeddings = read_new_embeddings(adapter.folder)
     return adapter

@@ -10,6 +10,7 @@ from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_toke
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.faults import as_fault, reason
 from minivllm.layers.sampler import Logprob
+from minivllm.lora.sentences import one_sentence
 
 
 @dataclass
@@ -141,7 +142,7 @@ class OutputProcessor:
             finished=request.is_finished,
             lora_request=request.lora_request,
             num_cached_tokens=request.num_cached_tokens,
-            error=request.error,
+            error=None if request.error is None else one_sentence(request.error),
             metrics=state.metrics,
         )
 

@@ -30,17 +30,17 @@ def _cut(text: str, longest: int) -> str:
 
 
 def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose ValueError, or FileNotFoundError, has one sentence, see `one_sentence`."""
+    """A function whose ValueError, FileNotFoundError or RuntimeError has one sentence, see `one_sentence`."""
 
     @functools.wraps(function)
     def refusing(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, FileNotFoundError, RuntimeError) as error:
             text = one_sentence(error)
             if text == str(error):
                 raise
-            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-            raise kind(text) from error
+            kinds = (kind for kind in (FileNotFoundError, RuntimeError) if isinstance(error, kind))
+            raise next(kinds, ValueError)(text) from error
 
     return refusing

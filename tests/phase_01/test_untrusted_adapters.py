@@ -17,7 +17,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.patterns import TimedPatterns
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import one_sentence
+from minivllm.lora.sentences import in_one_sentence, one_sentence
 from minivllm.lora.weights_files import read_weights
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -452,6 +452,17 @@ class TestSentences:
     )
     def test_have_nothing_in_them_that_a_terminal_obeys(self, text, shown):
         assert one_sentence(text) == shown
+
+    @pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, RuntimeError, UnicodeError])
+    def test_keep_the_kind_of_error_that_callers_catch(self, kind):
+        @in_one_sentence
+        def refuse():
+            raise kind("two\nlines" * 1000)
+
+        with pytest.raises(ValueError if issubclass(kind, ValueError) else kind) as refusal:
+            refuse()
+
+        assert len(str(refusal.value)) <= 500 and str(refusal.value).isprintable()
 
     @pytest.mark.parametrize("filler", ["x", "\0", "\ud800", "é", "\n", " "])
     @pytest.mark.parametrize("length", [400, 501, 10**7])
