@@ -158,11 +158,13 @@ class LLMEngine(EngineCore):
             raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
         return self.adapters
 
+    @in_one_sentence
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
-        """What requests of an adapter are read and written by; None is the base model. Errors as in `add_request`."""
+        """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
         if lora_request is None or self.adapters is None:
             return self.tokenizer
-        return self.input_processor.tokenizer_of(self.adapters.examine(self._resolved(lora_request)))
+        with self._turns.take():  # an adapter's own is read, and kept
+            return self.input_processor.tokenizer_of(self.adapters.examine(self._resolved(lora_request)))
 
     # ---- looking inside -------------------------------------------------------------------------------------
 

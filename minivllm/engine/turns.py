@@ -15,7 +15,7 @@ class Turns:
     what    what is called, for the error
     mend    makes the state whole again after a call that broke off
 
-    torn    a call is under way, or broke off so that nobody knows how much of it was done
+    torn    a call is under way, or one broke off and may have done half its work
     """
 
     def __init__(self, what: str, mend: Callable[[], None] = lambda: None) -> None:
@@ -28,10 +28,10 @@ class Turns:
     def take(self, errors_leave_it_whole: bool = True) -> Iterator[None]:
         """Around a call that changes the state. RuntimeError when another thread is in one.
 
-        errors_leave_it_whole   an Exception comes before anything has changed. Where that is not so, the call that
-                                raises it clears `torn` itself, if it knows better
+        errors_leave_it_whole   the call raises an Exception only before it has changed anything. If False, the next
+                                call mends the state, unless the one that raised has cleared `torn`
 
-        After anything else (Ctrl-C), which may come between any two lines, the next call mends the state first.
+        Ctrl-C may come between any two lines. After it the next call mends the state first.
         """
         me = threading.get_ident()
         # One operation of a dict, which no other thread can come between.
@@ -42,14 +42,15 @@ class Turns:
             )
         try:
             if self.torn:
-                self.mend()
+                self.mend()  # what this raises leaves it torn
             self.torn = True
-            yield
+            try:
+                yield
+            except Exception:
+                if errors_leave_it_whole:
+                    self.torn = False
+                raise
             self.torn = False
-        except Exception:
-            if errors_leave_it_whole:
-                self.torn = False
-            raise
         finally:
             self._holder.clear()
 

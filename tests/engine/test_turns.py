@@ -44,8 +44,12 @@ class TestASecondThread:
             lambda engine, world: engine.remove_lora(1),
             lambda engine, world: engine.pin_lora(1),
             lambda engine, world: engine.unpin_lora(1),
+            lambda engine, world: engine.get_tokenizer(world.request("qv")),
         ],
-        ids=["step", "add_request", "abort_request", "add_lora", "remove_lora", "pin_lora", "unpin_lora"],
+        ids=[
+            *("step", "add_request", "abort_request", "add_lora", "remove_lora", "pin_lora", "unpin_lora"),
+            "get_tokenizer",
+        ],
     )
     def test_is_told_how_to_do_it_while_the_first_is_in_a_step(self, world, monkeypatch, call):
         engine = world.engine()
@@ -139,6 +143,26 @@ class TestAnInterrupt:
         with turns.take():
             pass
         assert mended == ["mended"]
+
+    def test_that_could_not_be_mended_is_mended_by_the_call_after(self):
+        attempts = []
+
+        def mend():
+            attempts.append("begun")
+            if len(attempts) == 1:
+                raise MemoryError
+
+        turns = Turns("engine", mend)
+        with pytest.raises(KeyboardInterrupt), turns.take():
+            raise KeyboardInterrupt
+
+        with pytest.raises(MemoryError), turns.take():
+            pass
+        with turns.take():
+            assert attempts == ["begun", "begun"]
+        with turns.take():
+            pass
+        assert attempts == ["begun", "begun"]
 
     def test_waits_while_the_last_one_is_cleared_up(self):
         done = []
