@@ -3,7 +3,12 @@
 vLLM 0.22.1 has no such rule: what a step raises ends its `EngineCore`.
 """
 
+import logging
+from collections.abc import Sequence
+
 from minivllm.labs import LabError, Todo
+
+logger = logging.getLogger(__name__)
 
 
 def is_fault(error: BaseException) -> bool:
@@ -25,22 +30,29 @@ def as_fault(error: BaseException) -> BaseException:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether it is of the kinds that the engine itself raises, with a sentence that says what to do."""
+    """Whether the engine itself raises errors of this kind, with a sentence that says what to do."""
     return isinstance(error, ValueError | OSError | RuntimeError)
 
 
 def reason(error: BaseException) -> str:
-    """What a request that ends with an error is told."""
+    """What people are told of an error."""
     if is_expected(error) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def told(error: BaseException, request_ids: Sequence[str]) -> str:
+    """`reason`, for the requests that end with the error. One that nobody foresaw goes into the log, too."""
+    if not is_expected(error):
+        logger.error("requests %s end with an error that nobody foresaw", request_ids, exc_info=error)
+    return reason(error)
+
+
 def put_down_to(error: BaseException, adapter_id: int) -> None:
-    """Note that one adapter is to blame, for who catches the error; 0 is none."""
+    """Note in the error that this adapter raised it; 0 is none. `adapter_at_fault` reads the note."""
     error.adapter_id = adapter_id
 
 
 def adapter_at_fault(error: BaseException) -> int:
-    """The id of the adapter that an error was put down to, 0 if to none."""
+    """The id of the adapter that raised an error, 0 if none did or nobody knows."""
     return getattr(error, "adapter_id", 0)

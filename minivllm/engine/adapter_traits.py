@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm.engine.detokenizer import fast_backend
+from minivllm.faults import as_fault
 from minivllm.lora.limits import TOKENIZER_BYTES, TOKENIZER_CONFIG_BYTES
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.names import get_adapter_absolute_path
@@ -27,7 +28,7 @@ TOKENIZER_CONFIGS = (
 class AdapterTraits(NamedTuple):
     """What of an adapter its requests' prompts depend on.
 
-    scaling_factor   of the rotary embedding: how many times the base model's positions it was trained for
+    scaling_factor   of the rotary embedding: the positions it was trained for, in multiples of the base model's
     added_tokens     how many tokens it adds to the vocabulary
     tokenizer        its own, where it adds tokens and brings one; None = the base model's
     name             for people
@@ -47,7 +48,7 @@ def traits_of(lora: LoRAModel, lora_request: LoRARequest, with_tokenizer: bool) 
 
     with_tokenizer   whether requests may be text
 
-    ValueError that names the adapter for a tokenizer of its own that cannot be read.
+    ValueError names the adapter if it brings a tokenizer that cannot be read.
     """
     tokenizer = load_tokenizer(lora_request) if with_tokenizer and lora.added_tokens else None
     return AdapterTraits(lora.scaling_factor, lora.added_tokens, tokenizer, lora_request.lora_name)
@@ -67,8 +68,7 @@ def load_tokenizer(lora_request: LoRARequest) -> Any | None:
         _refuse_what_cannot_encode(tokenizer)
     # The tokenizers library raises nothing narrower, and a panic of its Rust is no Exception.
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        as_fault(error)
         name = one_sentence(lora_request.lora_name, LONGEST_NAME)
         raise ValueError(
             one_sentence(f"adapter '{name}': the tokenizer in '{folder}' cannot be read: {error}")
@@ -77,7 +77,7 @@ def load_tokenizer(lora_request: LoRARequest) -> Any | None:
 
 
 def _refuse_large_files(folder: str) -> None:
-    """ValueError names a file that transformers would read with the tokenizer, too large or no file at all."""
+    """ValueError names a file that transformers would read with the tokenizer, if it is too large or no plain file."""
     templates = Path(folder, "additional_chat_templates").glob("*.jinja")
     for path in (*(Path(folder, name) for name in (*VOCABULARIES, *TOKENIZER_CONFIGS)), *templates):
         if not os.path.lexists(path):

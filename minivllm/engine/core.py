@@ -1,6 +1,5 @@
 """One step of the engine, and what is done when it fails. Stands for vllm/v1/engine/core.py (v0.22.1)."""
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,9 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.recorder import record_step
 from minivllm.engine.trace import Trace
 from minivllm.engine.turns import Turns
-from minivllm.faults import adapter_at_fault, as_fault, is_expected, reason
+from minivllm.faults import adapter_at_fault, as_fault, told
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.model_runner import ModelRunner, PendingStep
-
-logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -81,9 +78,9 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Schedule, run, sample; what is new of every request that got a token or ended. vLLM: the same name.
 
-        What one request or its adapter raises ends that request. What the whole step raises comes out of here once,
-        and nothing has changed: the next call takes the step again. If that fails, too, the requests of the step end
-        with the error. Outputs of a call that raised come with the next one's.
+        What one request or its adapter raises ends that request. What the whole step raises is raised here once: no
+        token is lost, and the next call takes the step again. If that fails, too, the requests of the step end with the
+        error. Outputs of a call that raised come with the next one's.
         """
         threads = self.runner.cpu_threads
         with self._turns.take(errors_leave_it_whole=False):
@@ -145,7 +142,7 @@ class EngineCore:
     def _sample(
         self, launched: PendingStep, outputs: list[RequestOutput]
     ) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
-        """Request id -> (token, logprobs) of all rows that can be sampled; the others end."""
+        """Request id -> (token, logprobs) of all rows that can be sampled; requests of the others end."""
         sampled = self.runner.sample_tokens(launched)
         seconds = time.perf_counter() - self._launched_at
         self.runner.cpu_threads.observe_step(self._launched.total_num_scheduled_tokens, seconds)
@@ -170,7 +167,7 @@ class EngineCore:
                 self._fail(waiting, error, outputs)
 
     def _prepare_adapters(self, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> bool:
-        """Load what the step needs, and end the requests whose adapters cannot be; whether there were any."""
+        """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any."""
         if self.adapters is None:
             return False
         self.adapters.pin_wanted()
@@ -186,23 +183,20 @@ class EngineCore:
         self.adapters.release_unused(adapter_id)
 
     def _fail(self, request_ids: list[str], error: BaseException, outputs: list[RequestOutput]) -> None:
-        if not is_expected(error):
-            logger.error("requests %s end with an error that nobody foresaw", request_ids, exc_info=error)
-        for request in self.scheduler.finish_requests(
-            request_ids, RequestStatus.FINISHED_ERROR, reason(error)
-        ):
+        sentence = told(error, request_ids)
+        for request in self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, sentence):
             self._finish(request, outputs)
 
     def _finish(
         self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None = None
     ) -> None:
-        """A request's output, and the end of it if this is the end."""
+        """Make a request's output; forget the request if that was its last."""
         output = self.output_processor.process(request, logprobs)
         outputs.append(output)
         self.output_processor.delivered(output)
         if output.finished:
-            # A stop string is found in the text, so the scheduler does not know of it yet.
-            self.scheduler.finish_requests(request.request_id, request.status)
+            # What the text ends, a stop string or an error, the scheduler does not know of yet.
+            self.scheduler.finish_requests(request.request_id, request.status, request.error)
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
@@ -219,7 +213,10 @@ class EngineCore:
     # ---- what goes wrong in a step ----------------------------------------------------------------------------
 
     def _end_who_is_at_fault(self, error: BaseException) -> None:
-        """End the requests that a failed step can be put down to; raise the error if nobody is, for the first time."""
+        """End the requests of the adapter that made a step fail.
+
+        If no adapter did: raise the error the first time, and end the requests of the step the second time in a row.
+        """
         launched, self._launched = self._launched, None
         # While a step is computed the scheduler is not at work: what it decided is dropped.
         self._turns.torn = launched is None
@@ -239,9 +236,9 @@ class EngineCore:
         return self._fail(list(users), error, self._undelivered)
 
     def _mend(self) -> None:
-        """After a call that broke off: every request goes on from the last output that its caller has, or will get.
+        """After a call that broke off: every request goes on from its last output, delivered or about to be.
 
-        What was done since then is done again. Only requests that the output processor knows are in the engine.
+        What was done since then is done again. Requests that the output processor does not know are forgotten.
         """
         self._launched = None
         requests = self.output_processor.rewind(self._undelivered)

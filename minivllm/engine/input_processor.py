@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter_traits import AdapterTraits
-from minivllm.faults import is_fault
+from minivllm.faults import as_fault
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.validation import is_real, shown
@@ -81,9 +81,10 @@ class InputProcessor:
         return text, list(token_ids)
 
     def tokenize(self, what: str, text: str, tokenizer: Any, **options: Any) -> list[int]:
-        """Token ids. ValueError for what is no text, or so long that reading it would hold up everybody for nothing.
+        """Token ids. ValueError for what is no text, cannot be read, or is longer than any context.
 
-        what      begins the error's sentence    options   of the tokenizer's call
+        what      begins the error's sentence
+        options   of the tokenizer's call
         """
         try:
             text.encode()
@@ -102,9 +103,7 @@ class InputProcessor:
             return tokenizer(text, **options)["input_ids"]
         # A tokenizer may come with an adapter, and what it raises is a matter of this prompt alone.
         except BaseException as error:
-            if not is_fault(error):
-                raise
-            raise ValueError(f"{what} cannot be read by its tokenizer: {shown(error)}") from error
+            raise ValueError(f"{what} cannot be read by its tokenizer: {shown(as_fault(error))}") from error
 
     def _longest_token(self, tokenizer: Any) -> int:
         """Characters that one token can stand for at most."""

@@ -8,7 +8,7 @@ from typing import Any
 from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from minivllm.faults import as_fault, reason
+from minivllm.faults import as_fault, told
 from minivllm.layers.sampler import Logprob
 from minivllm.lora.sentences import one_sentence
 
@@ -17,8 +17,8 @@ from minivllm.lora.sentences import one_sentence
 class RequestState:
     """What the engine keeps of a request beside the scheduler's part. vLLM: `RequestState`.
 
-    tokenizer   what its tokens become text by: the model's or its adapter's; None = there is no text
-    num_emitted   tokens that outputs have told of
+    tokenizer     makes text of its tokens: the model's or its adapter's; None = there is no text
+    num_emitted   tokens in its last output that was `delivered`
     """
 
     request: Request
@@ -61,9 +61,8 @@ class OutputProcessor:
     def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
         """What is new of a request since the last output that was `delivered`; to be called once a step.
 
-        A stop string ends the request here: its status becomes FINISHED_STOPPED, and the caller must take
-        it out of the scheduler if it was still there. What making the text raises ends the request, too, as
-        FINISHED_ERROR with the text that there was.
+        A stop string ends the request here: its status becomes FINISHED_STOPPED. An error of the tokenizer ends it,
+        too: FINISHED_ERROR, with the text so far. The caller must then take it out of the scheduler.
         """
         state = self.states[request.request_id]
         new_token_ids = request.output_token_ids[state.num_emitted :]
@@ -79,7 +78,8 @@ class OutputProcessor:
                 request.stop_reason = stop_string
         # A tokenizer may come with an adapter.
         except BaseException as error:
-            request.status, request.error = RequestStatus.FINISHED_ERROR, reason(as_fault(error))
+            request.status = RequestStatus.FINISHED_ERROR
+            request.error = told(as_fault(error), [request.request_id])
         self._move_clocks(state)
         return self._output(state, delta_text, new_token_ids)
 
@@ -91,9 +91,9 @@ class OutputProcessor:
             state.num_emitted = len(output.outputs[0].token_ids)
 
     def rewind(self, undelivered: Iterable[RequestOutput]) -> list[Request]:
-        """All requests as their last outputs left them, whatever was done to them since; those that have not ended.
+        """Unfinished requests, each set back to what it was after its last output.
 
-        undelivered   outputs that were made in a call that did not get to its end, and are on their way now
+        undelivered   outputs of a call that broke off; they count as delivered, since the next call returns them
         """
         for output in undelivered:
             self.delivered(output)

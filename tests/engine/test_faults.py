@@ -77,6 +77,28 @@ class TestOneRow:
         assert len(outputs["bad"].outputs[0].text) == 2
         assert_served(world, outputs)
 
+    @pytest.mark.parametrize(
+        "error, is_logged", [(KeyError("weight"), True), (ValueError("half a pair"), False)]
+    )
+    def test_whose_text_cannot_be_made_keeps_the_error_and_one_that_nobody_foresaw_is_logged(
+        self, world, monkeypatch, caplog, error, is_logged
+    ):
+        engine = world.llm().llm_engine
+
+        def broken(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(IncrementalDetokenizer, "update", broken)
+        engine.add_request("bad", PROMPT, greedy(3))
+        [request] = engine.scheduler.requests.values()
+
+        [output] = engine.step()
+
+        assert request.error == output.error
+        assert str(error) in output.error
+        traces = [record.exc_info[1] for record in caplog.records if record.exc_info]
+        assert traces == [error] * is_logged
+
     def test_that_is_an_unsolved_exercise_is_raised(self, world, monkeypatch):
         engine = world.engine()
         engine.add_request("a", PROMPT, SamplingParams(temperature=7))
