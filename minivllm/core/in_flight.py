@@ -1,4 +1,4 @@
-"""Which loads of which adapters are needed. Nothing in vllm/v1 (v0.22.1), where a reload waits for nobody."""
+"""Which loads of which adapters unfinished requests use. Nothing in vllm/v1 (v0.22.1): its reloads wait for nobody."""
 
 from collections.abc import Collection
 
@@ -24,9 +24,9 @@ class InFlight:
             del self._counts[request.adapter_id]
 
     def generations(self, adapter_id: int) -> Collection[int]:
-        """Of an adapter's unfinished requests, each once."""
+        """The generations of an adapter's unfinished requests, each once."""
         return self._counts.get(adapter_id, {}).keys()
 
     def of_earlier_load(self, request: Request) -> bool:
-        """Whether requests of its adapter are unfinished that came before a reload which it came after."""
+        """Whether an unfinished request of its adapter belongs to an earlier generation than this one."""
         return request.adapter_generation > min(self.generations(request.adapter_id))

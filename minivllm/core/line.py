@@ -1,6 +1,6 @@
-"""Whom a step asks, and in which order. Stands for a loop in vllm/v1/core/sched/scheduler.py (v0.22.1).
+"""Which waiting requests a step asks, and in which order. To ask one is to look whether it can join.
 
-vLLM asks every waiting request at every step.
+Stands for a loop in vllm/v1/core/sched/scheduler.py (v0.22.1), which asks every waiting request at every step.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from minivllm.core.output import MAX_LORAS, NO_BLOCKS, SchedulerOutput, Skip
 from minivllm.core.request import Request
 from minivllm.core.waiting_queue import WaitingQueue
 
-# A place in line: (0, a key of `WaitingQueue.passed_over`), then (1, an arrival).
+# A place in line: (0, a key of `WaitingQueue.passed_over`), and after all of these (1, an arrival order).
 Place = tuple[int, object]
 START: Place = (0, (-1, -1))
 END: Place = (1, inf)
 
 
 class Line:
-    """Waiting requests in line: one of each adapter that was passed over, the longest wait first, then all others
-    by arrival. The one is its adapter's oldest, so that within an adapter the first to come is the first served.
+    """Waiting requests in line: the oldest of each adapter that was passed over, the longest wait first; then all
+    others by arrival. So within an adapter the first to come is the first served.
 
-    Only those are asked whose answer is not known. Who does not join answers for all of its adapter behind it. An
-    adapter that waits already is asked if a slot is free, or if it has one. So a step costs what it admits,
-    however many wait.
+    Only those are asked whose answer is not known. If a request cannot join, no later one of its adapter can. An
+    adapter that was passed over is asked only if a slot is free, or if it has one. So the cost of a step grows with
+    the requests it admits, not with those that wait.
 
-    It holds for one step, and is read once. Before the next is read, the last may be admitted or passed over.
+    A line is for one step. Its caller goes through it once, and admits or skips each request before it takes the next.
     """
 
     def __init__(self, waiting: WaitingQueue, lora: LoRAAdmission) -> None:
         self.waiting = waiting
         self.lora = lora
         self._num_others = len(waiting) - len(waiting.passed_over)
-        self._joined: set[int] = (
-            set()
-        )  # they were passed over, and their oldest has joined: the others are by arrival
-        self._before, self._place = START, START  # of who was asked last, and who before
+        # Adapters that were passed over and whose oldest request has joined: their others stand by arrival.
+        self._joined: set[int] = set()
+        # The request asked last, its place, and the place of the one asked before it.
         self._last: Request | None = None
-        self._reasons: dict[int, str] = {}  # adapter -> why the last of it who was asked did not join
+        self._before, self._place = START, START
+        # Adapter -> why its request that was asked last did not join.
+        self._reasons: dict[int, str] = {}
 
     def __iter__(self) -> Iterator[Request]:
         for adapter_id in self._passed_over():
@@ -64,35 +65,37 @@ class Line:
         return request
 
     def _passed_over(self) -> Iterator[int]:
-        """Adapters that were passed over and have a slot, or find one free, the longest wait first."""
+        """Adapters that were passed over, the longest wait first: while a slot is free all, then those with a slot."""
         asked = set()
         for adapter_id in self.waiting.longest_wait_first():
             if len(self.lora.taken) >= self.lora.max_loras:
                 break
-            if adapter_id not in asked:  # its next request is met here, once the oldest has joined
+            if (
+                adapter_id not in asked
+            ):  # it comes up again, with its next request, when its oldest has joined
                 asked.add(adapter_id)
                 yield adapter_id
         with_a_slot = [a for a in self.lora.taken - asked if self.waiting.place(a)]
         yield from sorted(with_a_slot, key=self.waiting.place)
 
     def _next_arrival(self, arrival: int) -> int | None:
-        """The next by arrival of adapters that do not wait, and of those whose oldest has joined."""
+        """The next to ask by arrival: the oldest of an adapter that was not passed over, or of one in `_joined`."""
         oldest = [self.waiting.oldest(adapter_id) for adapter_id in self._joined]
         arrivals = [request.arrival_order for request in oldest if request is not None]
         fresh = self.waiting.fresh.next_after(arrival)
         return min(arrivals if fresh is None else [*arrivals, fresh], default=None)
 
-    # Who was passed over, whether asked or not.
+    # Which requests were passed over, asked or not.
 
     def skip(self, request: Request, reason: str) -> None:
-        """Who was asked last cannot join, nor can any of its adapter behind it."""
+        """The request, which was asked last, cannot join, nor can any later one of its adapter."""
         if self._place != END:
             self._reasons[request.adapter_id] = reason
 
     def tell_skips(
         self, output: SchedulerOutput, most: int, held_back: Callable[[Request], str | None]
     ) -> None:
-        """Say how many were passed over, asked or not, and name the first of them, `most` at most."""
+        """Fill in `output.num_skipped`, of all that were passed over, and `output.skipped`, of the first `most`."""
         if self._last is None:
             return  # nobody was asked
         halted_by = output.halted_by
@@ -105,7 +108,10 @@ class Line:
             output.skipped.append(Skip(request.request_id, request.adapter_id, reason))
 
     def _until(self, end: Place) -> Iterator[Request]:
-        """Who waits and stands in line up to a place. Adapters passed over whose oldest came late come last."""
+        """Requests that wait in line up to a place, if all up to there were asked.
+
+        Up to an arrival these are all that came no later, then the oldest of adapters that were passed over.
+        """
         stage, last = end
         if stage == 0:
             places = takewhile(lambda place: place <= last, self.waiting.passed_over)
@@ -124,7 +130,7 @@ class Line:
         places = [self.waiting.place(adapter_id) for adapter_id in self._joined]
         places = [place for place in places if place is not None]
         if stage == 0:
-            # Who joined has left its place to the next of its adapter, which is in line by arrival.
+            # Where the oldest has joined, its place has gone to the next of its adapter, which stands by arrival.
             again = sum(place > last for place in places)
             return self._num_others + self.waiting.passed_over.num_after(last) - again
         again = sum(arrival > last for _, arrival in places)

@@ -34,13 +34,13 @@ class Scheduler:
     running     by admission, so that prompts in the making come after all who already answer
     in_flight   how many unfinished requests, waiting or running, each load of an adapter has
     blocked_adapters    (adapter_id, adapter_generation) -> why its requests may not be admitted now;
-                the engine's, while it reloads or unloads
+                the engine's, while a reload is to come
+    max_skips_told      how many of the requests that a step passes over it names
 
     adapter_identity    see `KVCacheManager`
     pinned_adapters     ids of the adapters whose slots are pinned at this moment
     can_prefetch        whether an adapter could be copied into a slot while a step runs
     max_model_len       longest prompt plus answer, in tokens
-    max_skips_told      of those whom a step passes over, so many are named
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Scheduler:
     def reset(self, requests: Iterable[Request]) -> None:
         """Forget queues, blocks and clocks, and queue exactly these requests again, by `arrival_order`.
 
-        For a step that broke off anywhere. It reads the requests and the counters alone: what else there is may be
-        half changed. Who ran goes on as after a preemption. Counters stay, and the engine's `blocked_adapters`.
+        For a step that broke off anywhere: only the requests themselves and the counters are believed. Requests that
+        ran go on as after a preemption. Counters stay, and the engine's `blocked_adapters`.
 
-        requests    those that are not answered yet
+        requests    the unfinished ones
         """
         self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)
         self.waiting = WaitingQueue()
@@ -200,7 +200,7 @@ class Scheduler:
             for request in reversed(self.running[:]):
                 if request.adapter_id in output.preempted_adapters:
                     self._preempt(request, output)
-        # Else nobody needs to be looked at; and once they are refused, only adapters with a pin are left.
+        # Only if every slot is pinned can an adapter never fit. It is seldom so, and the queue may be long.
         if len(self.lora.pinned) >= self.lora.max_loras:
             never = [adapter_id for adapter_id in self.waiting.adapters if self.lora.never_fits(adapter_id)]
             for request in self.waiting.of_adapters(never):
@@ -234,7 +234,7 @@ class Scheduler:
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
         """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
 
-        Who may not join yet is passed by, with the reason (`_skip`): its adapter is about to change
+        Who may not join yet is passed over, with the reason (`_skip`): its adapter is about to change
         (`_held_back` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`), or comes
         into its slot beside this step (`_prefetches`: ADAPTER_COPY). Who lacks blocks (`_admit` is False) ends
         the queue: they come free one by one, and were small requests to pass, a big one might wait for ever.
@@ -244,12 +244,12 @@ class Scheduler:
             if output.halted_by:
                 return
             if reason := self._held_back(request):
-                self._skip(request, reason, output)
+                self._skip(request, reason)
             elif not self.lora.fits(request.adapter_id):
                 self.lora.pass_over(request.adapter_id)
-                self._skip(request, MAX_LORAS, output)
+                self._skip(request, MAX_LORAS)
             elif self._prefetches(request.adapter_id, output):
-                self._skip(request, ADAPTER_COPY, output)
+                self._skip(request, ADAPTER_COPY)
             elif not self._admit(request, output):
                 output.halted_by = NO_BLOCKS
                 return
@@ -279,8 +279,8 @@ class Scheduler:
             return "max_num_seqs"
         return None if self._budget_left(output) else "token budget"
 
-    def _skip(self, request: Request, reason: str, output: SchedulerOutput) -> None:
-        """It is passed over, and with it those of its adapter behind it; `Line.tell_skips` names them."""
+    def _skip(self, request: Request, reason: str) -> None:
+        """Pass it over, and with it all later ones of its adapter; `Line.tell_skips` names them."""
         self._line.skip(request, reason)
 
     def _admit(self, request: Request, output: SchedulerOutput) -> bool:

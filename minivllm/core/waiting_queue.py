@@ -1,6 +1,6 @@
 """Who waits, for which adapter, and since when. Stands for vllm/v1/core/sched/request_queue.py (v0.22.1).
 
-A step must not cost more because many wait, so it never walks the queue: whatever it asks is kept in order.
+A step must not cost more because many wait, so it never walks the queue: all that it looks up is kept in order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from minivllm.core.request import Request
 
 
 class SortedKeys:
-    """Keys in ascending order, no two the same. Everything but moving memory along takes a binary search."""
+    """Keys in ascending order, no two the same.
+
+    A look-up is a binary search. To add or remove a key also moves the keys behind it, by one copy of memory.
+    """
 
     def __init__(self) -> None:
         self._keys: list[Any] = []
@@ -50,10 +53,10 @@ class SortedKeys:
 
 
 class AdapterQueue:
-    """Those who wait for one adapter, or for base, and how long the adapter has waited for a slot.
+    """The waiting requests of one adapter, or of base, and how long the adapter has waited for a slot.
 
     arrivals    arrival orders of its requests
-    since       the step before which it was passed over; None while it does not wait for a slot
+    since       `WaitingQueue.step` when it was passed over; None while it does not wait for a slot
     """
 
     def __init__(self, queue: WaitingQueue) -> None:
@@ -69,7 +72,7 @@ class AdapterQueue:
 
     @property
     def steps_waited(self) -> int:
-        """Of this wait and of all before it."""
+        """Steps of this wait and of all before it."""
         return self._steps_of_earlier_waits + self.waited
 
     @property
@@ -78,19 +81,21 @@ class AdapterQueue:
         return (self.since, self.arrivals[0]) if self.since is not None and self.arrivals else None
 
     def start(self, since: int | None) -> None:
-        """A wait is over, if there was one; the next begins with step `since`, if it is not None."""
+        """End the wait, if there is one. Another begins at step `since`; None: it does not wait."""
         self._steps_of_earlier_waits = self.steps_waited
         self.since = since
 
 
 class WaitingQueue:
-    """Waiting requests by arrival, and of each adapter its own; a preempted request goes back to its place.
+    """Waiting requests by arrival, and those of each adapter; a preempted request goes back to its place.
 
-    step            steps computed so far: the clock that waits are told by
+    An adapter that was passed over waits for a slot. `step` is the clock of such waits.
+
+    step            steps computed so far
     arrivals        the arrival order of each request
     fresh           the first arrival of each adapter that does not wait for a slot, base among them
-    passed_over     (since, first arrival) of each that does: the longest wait first
-    passed_over_arrivals    the first arrivals of those
+    passed_over     (since, first arrival) of each adapter that does: the longest wait first
+    passed_over_arrivals    the first arrivals of the same adapters
     """
 
     def __init__(self) -> None:
@@ -101,7 +106,8 @@ class WaitingQueue:
         self.arrivals = SortedKeys()
         self._requests: dict[int, Request] = {}  # by arrival
         self._of_adapter: dict[int, AdapterQueue] = {}
-        self._left_empty: set[int] = set()  # adapters passed over for whom nobody waits, as of this step
+        # Adapters that were passed over and have lost their last waiting request in this step.
+        self._left_empty: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -143,12 +149,12 @@ class WaitingQueue:
         return [adapter_id for adapter_id, queue in self._of_adapter.items() if queue.arrivals]
 
     def of_adapters(self, adapter_ids: Iterable[int]) -> list[Request]:
-        """Those who wait for any of them, by arrival."""
+        """The requests that wait for any of these adapters, by arrival."""
         arrivals = [arrival for a in adapter_ids for arrival in self._of_adapter[a].arrivals]
         return [self._requests[arrival] for arrival in sorted(arrivals)]
 
     def oldest(self, adapter_id: int) -> Request | None:
-        """Who waits for it and came first."""
+        """The first by arrival that waits for this adapter; None if none does."""
         queue = self._of_adapter.get(adapter_id)
         return self._requests[queue.arrivals[0]] if queue and queue.arrivals else None
 
@@ -163,7 +169,7 @@ class WaitingQueue:
             self.begin_wait(adapter_id)
 
     def begin_wait(self, adapter_id: int) -> None:
-        """Its wait begins, anew if it did wait."""
+        """Its wait begins, and begins again if it did wait."""
         self._start(adapter_id, self.step)
 
     def is_passed_over(self, adapter_id: int) -> bool:
@@ -181,12 +187,12 @@ class WaitingQueue:
         return queue.place if queue else None
 
     def longest_wait_first(self) -> Iterator[int]:
-        """Adapters that were passed over and that requests wait for; others may come and go as they are read."""
+        """Adapters that were passed over and that requests wait for; the queue may change between two of them."""
         for _, arrival in self.passed_over.after((-1, -1)):
             yield self._requests[arrival].adapter_id
 
     def end_step(self, ran: Iterable[int]) -> None:
-        """A step was computed: those who ran wait no more, nor those for whom nobody waits; the others wait on."""
+        """A step was computed. Adapters that ran, or that no request waits for, wait no more; the others wait on."""
         left_empty = {adapter_id for adapter_id in self._left_empty if self.oldest(adapter_id) is None}
         for adapter_id in {*ran, *left_empty}:
             if self.is_passed_over(adapter_id):
@@ -210,22 +216,23 @@ class WaitingQueue:
         return self._of_adapter[adapter_id]
 
     def _list(self, queue: AdapterQueue) -> None:
-        """Put the adapter where its first arrival and its wait say."""
+        """Put the adapter into the orders above, by its first arrival and its wait."""
         if not queue.arrivals:
             return
         first = queue.arrivals[0]
-        if queue.since is None:
+        if queue.place is None:
             self.fresh.add(first)
         else:
-            self.passed_over.add((queue.since, first))
+            self.passed_over.add(queue.place)
             self.passed_over_arrivals.add(first)
 
     def _unlist(self, queue: AdapterQueue) -> None:
+        """Take it out of them, before its first arrival or its wait changes."""
         if not queue.arrivals:
             return
         first = queue.arrivals[0]
-        if queue.since is None:
+        if queue.place is None:
             self.fresh.remove(first)
         else:
-            self.passed_over.remove((queue.since, first))
+            self.passed_over.remove(queue.place)
             self.passed_over_arrivals.remove(first)
