@@ -126,10 +126,8 @@ class LoRAModelRunnerMixin:
         """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
         manager = self._manager().manager
         if self.can_prefetch_lora(lora_id) and manager.has_room_for(lora_id):
-            with (
-                manager.slot_writer.behind_step(),
-                suppress(Exception),
-            ):  # its own step says what is wrong with it
+            # What is wrong with the adapter is raised again in the step that it is for.
+            with manager.slot_writer.behind_step(), suppress(Exception):
                 manager.activate_adapter(lora_id)
 
     def remove_lora(self, lora_id: int) -> bool:

@@ -49,9 +49,8 @@ def run_demo(
 
     options: further `EngineArgs`
     """
-    params = SamplingParams(
-        temperature=0, max_tokens=max_tokens
-    )  # first: better to fail now than after the work
+    # First: better to fail now than after the work.
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     out.mkdir(parents=True, exist_ok=True)
     requests = demo_requests(per_adapter)
     args = EngineArgs(

@@ -1,8 +1,8 @@
 """Stop strings in a text that grows. Stands for `check_stop_strings` of vllm/v1/engine/detokenizer.py (v0.22.1).
 
 vLLM searches the last characters for every string at every token. Here each string remembers how much of it the text
-ends with (Knuth, Morris and Pratt, SIAM Journal on Computing 6, 1977), so that a token costs its characters, however
-long the strings are.
+ends with. So the cost of a token grows with its characters, not with the strings' length. The method is that of Knuth,
+Morris and Pratt (SIAM Journal on Computing 6, 1977). A prefix is a start of the stop string.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,22 @@ from typing import NamedTuple
 
 
 class StopString:
-    """One string, and how far the text's end goes along with it.
+    """One stop string, and how much of it the text ends with.
 
-    matched   length of the longest end of the text that the string starts with
+    matched   length of the longest prefix that the text ends with
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self._shorter = [0] * len(
-            text
-        )  # of each start of the string: its longest end, but itself, that is a start
+        # For each prefix: the length of the longest shorter prefix that it ends with.
+        self._shorter = [0] * len(text)
         for i in range(1, len(text)):
             self._shorter[i] = self._extended(self._shorter[i - 1], text[i])
 
     @property
     def begun(self) -> int:
-        """Length of the longest end of the text that the string starts with and goes on after."""
+        """Length of the longest prefix, but the whole string, that the text ends with."""
         return self.matched if self.matched < len(self.text) else self._shorter[-1]
 
     def take_in(self, character: str) -> bool:
@@ -35,7 +34,7 @@ class StopString:
         return self.matched == len(self.text)
 
     def _extended(self, length: int, character: str) -> int:
-        """From a start of the string that the text ended with to the one it ends with after another character."""
+        """Length of the longest prefix after another character, if the text ended with one of `length` before it."""
         while length and self.text[length] != character:
             length = self._shorter[length - 1]
         return length + (self.text[length] == character)
@@ -57,9 +56,9 @@ class StopStrings:
         self._length = 0
 
     def take_in(self, text: str, may_stop: bool = True) -> Match | None:
-        """The string that is complete first in what the text has grown by; of several at one character the longest.
+        """Add to the text; the stop string that is complete first in `text`, of several at one character the longest.
 
-        may_stop   if not, none counts that is complete by now
+        may_stop   False: strings that are complete by now do not count
         """
         if not self._strings:
             return None
@@ -73,5 +72,5 @@ class StopStrings:
 
     @property
     def num_begun(self) -> int:
-        """Length of the longest end of the text that may turn out to be the start of a string."""
+        """Length of the longest end of the text that may yet become a stop string."""
         return max((string.begun for string in self._strings), default=0)

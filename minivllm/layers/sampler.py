@@ -94,7 +94,7 @@ def make_generator(params: SamplingParams) -> torch.Generator | None:
 
 
 class RepeatableDraws:
-    """A request's `make_generator`, by the position of the token to draw: a step taken again draws the same again."""
+    """A request's generator, set by the position of the token to draw. A step that is taken again draws the same."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._generator = make_generator(params)
@@ -102,7 +102,10 @@ class RepeatableDraws:
         self._state: torch.Tensor | None = None
 
     def at(self, position: int) -> torch.Generator | None:
-        """The generator, as it was before this position was first drawn. Positions never go back by more than one."""
+        """The generator in the state that it had when this position was first drawn; None without a seed.
+
+        A position is the last one or a new one: of earlier ones the state is not kept.
+        """
         if self._generator is not None:
             if position == self._position:
                 self._generator.set_state(self._state)

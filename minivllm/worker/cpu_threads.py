@@ -2,7 +2,7 @@
 
 A parallel product waits for its slowest thread. Where other processes have some of the cores, that thread waits for a
 core, and the others wait for it: four threads on two free cores can be twenty times slower than one. So the number is
-measured, on products of the model itself, and measured again when steps become slow or some time has passed.
+measured on products of the model itself. It is measured again when steps become slow, or some time has passed.
 """
 
 import contextlib
@@ -23,15 +23,20 @@ from minivllm.config import EngineConfig
 from minivllm.layers.linear import LinearBase
 
 CGROUP = Path("/sys/fs/cgroup")
-# One measurement of one number: a pass that nobody times, then these, over weights of so many numbers.
+# For each number of threads: one pass that is not timed, then so many that are.
 PASSES = 4
+# A pass multiplies weights of so many elements in all, by at most so many rows.
 WEIGHTS = 2**25
 ROWS = 8
-GAIN = 0.95  # of the best time so far: more threads have to be at least that much faster
-DUDS = 2  # numbers in a row that bring nothing; no larger one is tried
-SLOW = 2.0  # times what it should take: what a step takes beyond that is lost
-FIRST_PAUSE = 20  # times what a measurement took, until the next one
-LONGEST_PAUSE = 60.0  # seconds
+# Another number is taken only if its time is below so much of the best one's.
+GAIN = 0.95
+# After so many numbers in a row that were not faster, no larger one is tried.
+DUDS = 2
+# A step is slow past so many times what it should take. What it takes beyond that is counted as lost.
+SLOW = 2.0
+# The pause until the next measurement: at first so many times what one takes, at most so many seconds.
+FIRST_PAUSE = 20
+LONGEST_PAUSE = 60.0
 
 Part = Callable[[], Any]
 
@@ -44,7 +49,7 @@ class CPUThreads:
     candidates   ascending; more than one only where the number is measured
     parts        a step's products, one call each: what is measured (`measure_on`)
     clock        seconds
-    seconds      of what `run` did last: before the first request, of the warm-up's decode step
+    seconds      that the last `run` took: after the warm-up, its last step. None before
     apply        sets the calling thread's number; `current` reads it
 
     Outside `in_use` the process keeps the number that it had.
@@ -68,7 +73,7 @@ class CPUThreads:
         self._pass_seconds = math.inf  # of all parts, on `number` threads
         self._cost = self._pause = self._lost = 0.0
         self._due = -math.inf
-        # A step's seconds over those of a pass, by the size of the step: on a machine that is slow both grow.
+        # A step's seconds divided by a pass's, by the size of the step: slower cores change both alike.
         self._ratios: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
 
     @property
@@ -101,7 +106,7 @@ class CPUThreads:
         self.seconds = self.clock() - started
 
     def measure_on(self, model: nn.Module, rows: int, dtype: torch.dtype) -> None:
-        """Take a model's own products, of at most `rows` rows, for what is measured."""
+        """Measure on a model's own products, with at most `rows` rows each."""
         if self.is_open:
             self.parts = products(model, min(ROWS, rows), dtype)
 
@@ -113,10 +118,12 @@ class CPUThreads:
 
     @torch.inference_mode()
     def measure(self, from_the_start: bool = True) -> None:
-        """Take the fastest number. Nothing to choose: nothing is done.
+        """Take the fastest number, if there is a choice.
 
-        It begins with the smallest number, or else with one a little below the current. A number is given up as soon
-        as it has taken longer than the best so far: trying four threads on two cores costs next to nothing.
+        from_the_start   begin with the smallest number; False: with one a little below the current
+
+        A number is given up as soon as it has taken longer than the best so far. So to try four threads on two cores
+        costs next to nothing.
         """
         if not self.is_open:
             return
@@ -143,7 +150,7 @@ class CPUThreads:
         self._due = self.clock() + self._pause
 
     def _time(self, number: int, limit: float) -> float:
-        """Seconds of one pass over the parts; infinite once it is clear that another, of `limit`, is better."""
+        """Seconds of one pass over the parts; infinite as soon as they are clearly more than `limit`."""
         with self.in_use(number):
             # The first pass makes threads and oneDNN's primitives for them.
             for passes, allowed in ((1, 2 * PASSES * limit), (PASSES, PASSES * limit / GAIN)):
@@ -163,7 +170,7 @@ class CPUThreads:
             self.measure(from_the_start=self._lost > self._cost or not self.measurements)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long on the chosen number."""
+        """Count a step that took so long on the chosen number, and what it lost."""
         if not self.is_open:
             return
         ratios = self._ratios[tokens.bit_length()]
@@ -174,11 +181,11 @@ class CPUThreads:
 
 
 def cpu_threads(config: EngineConfig) -> CPUThreads:
-    """Who decides: `threads`, then OMP_NUM_THREADS, then measuring (`measure_on` says on what), up to what there is.
+    """What decides the number: `threads`; else OMP_NUM_THREADS; else it is measured (`measure_on` says on what).
 
-    That is at most what PyTorch has now, the cores that the process may run on, and its share of their time. On a GPU
-    the host computes next to nothing: only `threads` counts there. What is measured begins with one thread: reading a
-    model gains little from more.
+    What is measured is at most PyTorch's number, and the cores that the process may run on (`available_cores`). Until
+    then it is 1: reading a model gains little from more. On a GPU only `threads` counts, since the host computes next
+    to nothing.
     """
     now = torch.get_num_threads()
     if config.threads is not None:
@@ -228,7 +235,7 @@ def cpu_quota(root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup"))
         top = root / "cpu" if controllers else root
         group = top / path.strip("/")
         # A limit of any group above counts too.
-        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top)), top):
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
             quota, period = _read_quota(folder, is_version_2=not controllers)
             if quota > 0 and period > 0:
                 quotas.append(quota / period)

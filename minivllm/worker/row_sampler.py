@@ -14,7 +14,7 @@ Sampled = dict[str, tuple[int, dict[int, Logprob] | None]]
 class RowSampler:
     """The sampler, and each request's own source of randomness.
 
-    draws   request id -> where its numbers come from, from its first token to `forget`
+    draws   request id -> the source of its random numbers, kept until `forget`
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -39,9 +39,9 @@ class RowSampler:
     def sample_apart(
         self, requests: Sequence[Request], logits: torch.Tensor, error: BaseException
     ) -> tuple[Sampled, dict[str, BaseException]]:
-        """As `sample`, row by row, so that what one request raises ends that one alone; and what each raised, by id.
+        """As `sample`, but row by row; also request id -> what its own row raised, for rows that cannot be sampled.
 
-        error   what the rows raised together. It is raised again if no row can be sampled alone: it is nobody's own.
+        error   what the rows raised together. If no row can be sampled, it is no single request's, and is raised again
         """
         sampled: Sampled = {}
         errors: dict[str, BaseException] = {}
