@@ -13,12 +13,12 @@ from minivllm.lora.request import LoRARequest
 
 @dataclass(slots=True)
 class AdapterEntry:
-    """One adapter that requests may name. It outlives the adapter's stay in memory, so it is small.
+    """One adapter that requests may name. It is kept while the adapter is not in memory, so it is small.
 
     owner        what brought it: a request id, or "add_lora"
-    folder       where its path led when it was registered or reloaded: a link may lead elsewhere by now
-    traits       but for its tokenizer, which the registry has
-    names        everything it was called; the first is its name, the others are aliases
+    folder       where its path led when it was registered or reloaded; a link may lead elsewhere by now
+    traits       without its tokenizer, which `AdapterTokenizers` may keep
+    names        the first is its name, the others are aliases
     generation   counts reloads: requests of a later one wait until those of earlier ones have finished
     """
 
@@ -31,7 +31,7 @@ class AdapterEntry:
 
 
 def at_hand(lora_request: LoRARequest) -> LoRARequest:
-    """A hub id as the folder it stands for now: no step waits for a network, nor brings other weights."""
+    """The request, a hub id replaced by its folder of now: no step waits for a network, or gets a newer version."""
     path = lora_request.lora_path
     if not looks_like_hub_id(path) or os.path.exists(path):
         return lora_request
@@ -39,7 +39,7 @@ def at_hand(lora_request: LoRARequest) -> LoRARequest:
 
 
 def folder_of(lora_request: LoRARequest) -> str:
-    """What makes two paths the same adapter; a hub id stays what it is."""
+    """Paths with the same result are the same adapter: the real path of a folder, or the hub id as it is."""
     path = os.path.expanduser(lora_request.lora_path)
     if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
         return lora_request.lora_path  # one string, not two that are equal

@@ -17,10 +17,10 @@ from minivllm.lora.resolver import LoRAResolverRegistry
 def resolve_lora(lora_name: str, base_model_name: str, known: Mapping[str, AdapterEntry]) -> LoRARequest:
     """The adapter of that name. vLLM: `OpenAIServingModels.resolve_lora`.
 
-    known   the engine's own, by name
+    known   the adapters that the engine has, by each of their names
 
-    The engine's own come first, aliases too; then every resolver is asked in turn, and the first answer counts. It
-    is known from then on, so that many requests for one name ask once.
+    These come first. Then every resolver is asked in turn, and the first answer counts. The caller registers the
+    adapter with its request, so that the next request for the name asks nobody.
 
     Raises ValueError for a name that nobody knows, and when a resolver fails or answers something else.
     """
@@ -52,8 +52,10 @@ def _ask(resolver_name: str, base_model_name: str, lora_name: str) -> LoRAReques
 
 
 def _run(coroutine: Coroutine[Any, Any, LoRARequest | None]) -> LoRARequest | None:
-    """Its result, from code that is not async itself. In a notebook a loop runs in this thread already, and will
-    not run another: then a thread of its own does."""
+    """The coroutine's result, for code that is not async itself.
+
+    In a notebook a loop runs in this thread already, and no other can run in it: then another thread runs one.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class AdapterRegistry:
     """Adapters by id, and their loads, reloads, unloads and pins while requests run.
 
-    What must not happen under a running request (a reload, an unload, giving its slot to a pin) is noted and
-    done by `settle`, before a step or when a request ends, once no request stands in its way.
+    A reload, an unload or a pin may have to wait for running requests: it is noted. `settle` does reloads and
+    unloads, and `pin_wanted` pins, once no request stands in their way.
 
     entries      by id
     by_name      the same, by each of their names
@@ -53,8 +53,8 @@ class AdapterRegistry:
     def examine(self, lora_request: LoRARequest) -> AdapterTraits:
         """What there is to know of an adapter before a request of it is taken; nothing changes.
 
-        Raises ValueError when id, name or folder contradict what is registered or the adapter does not fit,
-        FileNotFoundError when it is not there.
+        ValueError: id, name or folder contradict what is registered, or the adapter does not fit. FileNotFoundError:
+        it is not there.
         """
         entry = self._known(lora_request)
         if entry is not None and not lora_request.load_inplace:
@@ -63,7 +63,7 @@ class AdapterRegistry:
         return traits_of(lora, lora_request, self.tokenizers is not None)
 
     def _present_traits(self, entry: AdapterEntry) -> AdapterTraits:
-        """Those of the last reload while it is to come; else what is in memory counts: a reload may have failed."""
+        """An adapter's traits now: of the reload that is to come, if there is one, else of what is in memory."""
         adapter_id, traits = entry.request.lora_int_id, entry.traits
         lora = self.manager.get_adapter(adapter_id)
         if lora is not None and (adapter_id, entry.generation) not in self._reloads:
@@ -128,13 +128,13 @@ class AdapterRegistry:
         self.settle()
 
     def release_unused(self, adapter_id: int) -> None:
-        """Forget an adapter that could not be loaded, so that its id and name are free again."""
+        """Forget an adapter that is not in memory and that no request uses: its id and names are free again."""
         loaded = adapter_id in self.manager.list_adapters()
         if not loaded and not self._in_flight(adapter_id):
             self._forget(adapter_id)
 
     def _forget(self, adapter_id: int) -> None:
-        """What was noted of it goes too: under the same id there may soon be another adapter."""
+        """Drop all that was noted of it: under the same id there may soon be another adapter."""
         entry = self.entries.pop(adapter_id, None)
         for name in entry.names if entry else ():
             self.by_name.pop(name, None)
@@ -145,7 +145,7 @@ class AdapterRegistry:
         self.manager.stats.by_adapter.pop(adapter_id, None)
 
     def reset(self) -> None:
-        """After a call that broke off: what was only named is forgotten, and what is held back is held for a reload."""
+        """After a call that broke off: make the books agree with what is in memory and with the reloads to come."""
         self.by_name = {name: entry for entry in self.entries.values() for name in entry.names}
         self.leaving &= self.entries.keys()
         self.scheduler.blocked_adapters = dict.fromkeys(self._reloads, RELOAD_PENDING)

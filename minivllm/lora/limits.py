@@ -19,24 +19,24 @@ CONFIG_DEPTH = 16
 MOST_TENSORS = 100_000
 # 150 bytes a tensor and room for more; the library `safetensors` stops at 100 MB.
 HEADER_BYTES = 16 * 2**20
-# 70 characters are usual. What goes through names, above all through regular expressions, pays for each.
+# 70 characters are usual. Checks of names, above all by regular expressions, take time for each character.
 LONGEST_TENSOR_NAME = 512
 MOST_DIMENSIONS = 8
 
-# A pickle is read operation by operation, with 55 reads for each tensor. Llama 3.1 405B, all linears adapted, has 1,764
-# tensors; who adapts experts saves safetensors.
+# A pickle is read operation by operation, with 55 reads for each tensor. An adapter of all linears of Llama 3.1 405B
+# has 1,764 tensors. Experts have more: their adapters must be safetensors.
 MOST_PICKLED_TENSORS = 4_000
 PICKLE_BYTES = 2**20
 PICKLE_READS = 250_000
 
-# Bytes of weights that may be read before their shapes are compared with the model's: to look twice takes longer.
+# Weights of at most so many bytes are read at once. Of larger files the shapes are first compared with the model's.
 READ_AT_ONCE = 32 * 2**20
 
 # The largest tokenizers of today take 35 MB, their configs, with 6,000 added tokens, 1.2 MB.
 TOKENIZER_BYTES = 40 * 2**20
 TOKENIZER_CONFIG_BYTES = 4 * 2**20
 
-# A key for each linear of a model of 126 layers, whole: 882 entries.
+# A key for each linear of a model of 126 layers makes 882 entries.
 MOST_PATTERNS = 2048
 LONGEST_PATTERN = 256
 MOST_TARGET_PARAMETERS = 2048
@@ -60,7 +60,7 @@ def file_size(file: BinaryIO) -> int:
 
 
 def read_config(path: str | Path) -> Any:
-    """What a small JSON file holds. ValueError names the file if that cannot be told, OSError passes through."""
+    """What a small JSON file holds. ValueError names a file that cannot be parsed; OSError passes through."""
     with open_file(path) as file:
         data = file.read(CONFIG_BYTES + 1)
         if len(data) > CONFIG_BYTES:
@@ -77,7 +77,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Which of two values counts depends on the reader, so that one sees another adapter than the next."""
+    """The pairs as a dict. ValueError for a name that is there twice: readers differ in which value they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -87,6 +87,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_depth(value: Any) -> None:
+    """ValueError for lists and objects in each other, more than CONFIG_DEPTH deep."""
     level = [value]
     for _ in range(CONFIG_DEPTH):
         level = [

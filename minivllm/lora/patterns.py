@@ -8,25 +8,25 @@ import regex
 
 from minivllm.lora.limits import LONGEST_PATTERN, MOST_PATTERNS
 
-# A name with dots: there is one way to match it, whatever it is matched with. `re` is quicker with these.
+# A plain name with dots: there is only one way to match it. `re` is quicker with these.
 _PLAIN = re.compile(r"\^?(?:\w|-|\.|\\\.)*\$?")
-# What `regex` unrolls while it compiles: 30 groups in each other, each repeated, fill all memory. And a brace that is
-# no number of repetitions: `re` sees a character there, `regex` a match that need not be exact.
+# A repeated group: `regex` unrolls it while it compiles, and 30 in each other fill all memory. Or a brace that is no
+# number of repetitions: `re` takes it for a character, `regex` for the mark of a match that need not be exact.
 _UNROLLED = re.compile(r"\)\{|\{(?!\d{0,2},?\d{0,2}\})")
 MOST_GROUPS = 6
 
 MOST_OTHER_PATTERNS = 32
-# What one match may take, in seconds, and by how much all matches of an adapter may exceed a usual one's time.
+# Seconds of one match at most; and what all matches of an adapter may take, each beyond a usual one's time.
 LONGEST_MATCH = 0.1
 USUAL_MATCH = 10e-6
 LONGEST_EXCESS = 0.25
-# Modules times keys; one of a key that is no plain name counts for eight.
+# Matches of an adapter at most. One with a key that is no plain name counts for eight.
 MOST_MATCHES = 2_500_000
 COST_OF_OTHERS = 8
 
 
 class TimedPatterns:
-    """`re.match` for the keys of one adapter's patterns, all of which together have a fraction of a second.
+    """`re.match` for the keys of one adapter's patterns. Together they may take a fraction of a second.
 
     `(.*)*x` may keep `re` busy for longer than anybody lives. Plain names go to `re`, everything else to the package
     `regex`, whose matches end in time.
@@ -40,7 +40,7 @@ class TimedPatterns:
         self._excess = 0.0
 
     def admit(self, field: str, keys: Iterable[str]) -> None:
-        """Take on a field's keys. ValueError names the field for too many, and one that is too long or intricate."""
+        """Take the keys of a field. ValueError names it if there are too many, or a key is too long or intricate."""
         keys = list(keys)
         if len(keys) > MOST_PATTERNS:
             raise ValueError(f"{field} has {len(keys)} entries, at most {MOST_PATTERNS} are read")
@@ -68,8 +68,8 @@ class TimedPatterns:
 
         expression   one that holds a key that was admitted
 
-        re.error, OverflowError or RecursionError for what is no regular expression. ValueError, naming field and key,
-        once a key takes too long.
+        re.error, OverflowError or RecursionError for what is no regular expression. ValueError names field and key if
+        a match takes too long, or if there are too many.
         """
         if self._name != name:
             self._name, self._found = name, {}
@@ -115,5 +115,5 @@ class TimedPatterns:
 
 
 def _key_in(expression: str) -> str:
-    """The key in PEFT's rule for keys."""
+    """The key in an expression of `PEFTHelper._matches`."""
     return expression.removeprefix(r"(.*\.)?(").removesuffix(")$")

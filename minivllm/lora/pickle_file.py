@@ -1,8 +1,8 @@
 """Where the tensors of a file of `torch.save` lie. Stands for `torch.load` in vllm/lora/lora_model.py (v0.22.1).
 
-`torch.load(weights_only=True)` runs no code, but a pickle of 60 bytes can ask it for a `bytearray` of a terabyte, and
-a compressed archive for a thousand times its size. Here nothing that the pickle names is called or made: names of
-tensors, dtypes, shapes and places come out, and whoever reads the tensors knows their bytes.
+`torch.load(weights_only=True)` runs no code. But a pickle of 60 bytes can ask it for a `bytearray` of a terabyte, and
+a compressed archive becomes a thousand times its size. Here nothing that the pickle names is called or made. What comes
+out are names, dtypes, shapes and places of tensors, so that a reader knows their size before it reads them.
 """
 
 import io
@@ -37,7 +37,7 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-# All that torch.save writes of a dict of tensors, in the protocol that it writes: nothing that looks up an attribute.
+# All that torch.save writes for a dict of tensors, in its protocol. None of them looks up an attribute.
 OPERATIONS = (
     *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.REDUCE, pickle.BINPERSID),
     *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
@@ -65,10 +65,10 @@ class _View(NamedTuple):
 def find_pickled(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSORS) -> dict[str, StoredTensor]:
     """Name -> place of every tensor. Of the file no tensor is read.
 
-    path           for people
-    most_tensors   that anybody has a use for
+    path           for error messages
+    most_tensors   a file of more is refused
 
-    ValueError names the file for one that is damaged, holds other things, or more than our limits.
+    ValueError names a file that is damaged, holds other things, or is beyond our limits (`limits`).
     """
     advice = "save the adapter as safetensors"
     try:
@@ -87,7 +87,7 @@ def find_pickled(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSORS) -
 
 
 def _find(file: BinaryIO) -> dict[str, StoredTensor | None] | None:
-    """None for a value that is no plain tensor, and in the place of all where there is no dict by name."""
+    """Name -> place; None for a value that is no plain tensor. None alone if the file holds no dict by names."""
     records = _records(file)
     found = _Reader(_read(file, records["data.pkl"], PICKLE_BYTES)).load()
     if "byteorder" in records and _read(file, records["byteorder"], 10) != b"little":
@@ -113,8 +113,11 @@ def _records(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def _refuse_long_directory(file: BinaryIO) -> None:
-    """`zipfile` reads as many entries as there are. How many is told by the last bytes, where they go by 16 bits, or
-    by the 56 bytes that the 20 before these point to."""
+    """ValueError for more records than an adapter has: `zipfile` would read all entries of the directory.
+
+    The last 22 bytes of the file say how many there are, in 16 bits. Larger archives (zip64) have 20 bytes before
+    these, which say where to find a record of 56 bytes with the number.
+    """
     file.seek(-42, io.SEEK_END)
     tail = file.read(42)
     entries, size = struct.unpack("<HI", tail[30:36])
@@ -147,7 +150,7 @@ def _place(
 ) -> StoredTensor | None:
     """Where a view's bytes are; None for what is no view, or shows one number in several places.
 
-    places   start and end of storages; those that are looked up are added
+    places   key of a storage -> its start and end in the file; the view's is added
     """
     if not isinstance(view, _View) or len(view.shape) != len(view.stride):
         return None
@@ -174,7 +177,7 @@ def _place(
 
 
 class _Counted(io.BytesIO):
-    """Ends a pickle of too many operations: each reads at least once."""
+    """Bytes that can be read PICKLE_READS times. An operation of a pickle reads at least once: so many it may have."""
 
     left = PICKLE_READS
 
@@ -215,7 +218,7 @@ class _Reader(pickle._Unpickler):
         return _Storage(dtype, key) if isinstance(dtype, torch.dtype) and type(key) is str else None
 
     def _set_items(self) -> None:
-        """Names and numbers only: to look up a tuple of tuples of tuples may take as long as it likes."""
+        """Keys are names and numbers only: to hash a tuple of tuples of tuples may take for ever."""
         items = self.pop_mark()
         self._set(items)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # Initialisations that move part of the base weight into the adapter: on an unmoved base they are wrong.
 BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Those that leave the base weight as it is. What PEFT will think of next may be of either kind: it is refused.
+# Those that leave the base weight as it is. All others are refused: a new one may be of either kind.
 INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 # Ends of the parameters that may be adapted in the place of a module: of experts, and of what is a linear here.
@@ -21,7 +21,7 @@ LARGEST_RANK = 2**20
 
 
 def refuse_wrong_types(helper: "PEFTHelper") -> None:
-    """ValueError naming the field and its value where it is not of its type, or longer than what is read."""
+    """ValueError names a field, and its value, that is of another type than it must be, or too long."""
     for name, rank in _entries("r", helper.r, "rank_pattern", helper.rank_pattern):
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
             raise ValueError(f"{name} must be an int from 1 to {LARGEST_RANK}, got {rank!r}")
@@ -43,7 +43,7 @@ def refuse_wrong_types(helper: "PEFTHelper") -> None:
 
 
 def _entries(field: str, value: Any, pattern_field: str, pattern: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(what to call it, value) of a field and of each entry of its pattern."""
+    """(name for error messages, value) of a field and of each entry of its pattern."""
     kind = "rank" if field == "r" else "alpha"
     entries = [(f"{pattern_field}: LoRA {kind} {key}", entry) for key, entry in pattern.items()]
     return [(f"LoRA {kind} {field}", value), *entries]

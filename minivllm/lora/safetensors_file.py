@@ -1,7 +1,8 @@
 """Where the tensors of a safetensors file lie. Stands for `safetensors.safe_open` in vllm/lora/lora_model.py (v0.22.1).
 
-The library maps the file into memory: what cuts it short meanwhile kills the process, and a header of 100 MB is
-parsed before anybody can ask for its size. Its format is eight bytes, a JSON object and the tensors.
+The library maps the file into memory, so that the process is killed if somebody cuts the file short meanwhile. It also
+parses a header of 100 MB before anybody can ask for its size. The format: eight bytes with the length of the header,
+the header, which is a JSON object, and the tensors.
 """
 
 import json
@@ -19,7 +20,7 @@ from minivllm.lora.limits import (
     file_size,
 )
 
-# Those that torch can show; what LoRA is served in is a matter of `lora_model`.
+# The format's types that are read. `lora_model` decides which of them adapters may have.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -43,9 +44,9 @@ DTYPES = {
 class StoredTensor(NamedTuple):
     """One tensor in a file.
 
-    start    of its first byte, in the file
-    nbytes   from there to its last
-    stride   in elements, where they are not in order
+    start    place of its first byte in the file
+    nbytes   from its first byte to its last
+    stride   in elements; None = in the order of rows, without gaps
     """
 
     dtype: torch.dtype
@@ -58,11 +59,11 @@ class StoredTensor(NamedTuple):
 def find_safetensors(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSORS) -> dict[str, StoredTensor]:
     """Name -> place of every tensor. Of the file only the header is read.
 
-    path           for people
-    most_tensors   that anybody has a use for
+    path           for error messages
+    most_tensors   a file of more is refused
 
-    ValueError names the file for what the format does not allow, such as tensors that overlap or leave the file, and
-    for more than our limits.
+    ValueError names the file for what the format does not allow, such as tensors that overlap or leave the file. It
+    does so for what is beyond our limits (`limits`), too.
     """
     try:
         return _find(file, most_tensors)

@@ -1,4 +1,4 @@
-"""Refusals as people may see them: one sentence, whatever was refused. vLLM has none of it: vllm/lora/ quotes as is."""
+"""What people read when something is refused: one sentence, made safe to print. vllm/lora/ quotes names as they are."""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +11,10 @@ P, R = ParamSpec("P"), TypeVar("R")
 
 
 def one_sentence(text: object, longest: int = LONGEST_SENTENCE) -> str:
-    """A text with nothing in it that a terminal obeys, of at most `longest` characters.
+    """The text in one line without control characters, of at most `longest` characters.
 
-    Line ends become spaces. Other characters that cannot be printed, halves of characters among them, become their
-    escapes. Of a longer text the middle is left out: the beginning names the thing, the end says what to do.
+    Line ends become spaces. Other characters that cannot be printed, such as lone surrogates, become their escapes. Of
+    a longer text the middle is left out: the beginning names the thing, the end says what to do.
     """
     text = _cut(str(text), 4 * longest)  # to go through megabytes would take seconds
     text = " ".join(text.split()) if any(end in text for end in "\n\r\t\v\f") else text

@@ -50,10 +50,10 @@ def read_weights(
 
     shapes_only   tensors on the "meta" device: of the file only names, dtypes and shapes are read
     is_wanted     whether a tensor is read at all, by its name
-    most_tensors  that anybody has a use for; a file of more is refused
+    most_tensors  a file of more is refused
 
-    ValueError names the file when it cannot be read, is damaged, cut short, would need to run code, or holds more than
-    our limits (`limits`). Nobody writes to the tensors but their owner: they are no views of the file.
+    ValueError names a file that cannot be read, is damaged or cut short, would need to run code, or is beyond our
+    limits (`limits`). The tensors are copies: what happens to the file afterwards does not change them.
     """
     find = find_safetensors if path.suffix == ".safetensors" else find_pickled
     try:

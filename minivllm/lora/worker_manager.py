@@ -64,8 +64,8 @@ class WorkerLoRAManager:
     def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
         """Read an adapter folder and check all of it; nothing in the engine has changed when this raises.
 
-        Of more than `READ_AT_ONCE` the shapes are judged before the numbers are read. FileNotFoundError: no folder,
-        no config, no weights. ValueError: everything else. Both name the adapter, in one sentence.
+        Of weights above `READ_AT_ONCE` bytes the shapes are checked before the numbers are read. FileNotFoundError: no
+        folder, no config, no weights. ValueError: everything else. Both name the adapter, in one sentence.
         """
         name = one_sentence(lora_request.lora_name, LONGEST_NAME)
         try:
@@ -81,7 +81,7 @@ class WorkerLoRAManager:
             ) from error
 
     def _read_adapter(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
-        """As `_load_adapter`, but for who words the errors."""
+        """As `_load_adapter`, but the errors are as the readers raise them, without the adapter's name."""
         manager = self._adapter_manager
         folder = get_adapter_absolute_path(lora_request.lora_path)
         if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
@@ -107,7 +107,7 @@ class WorkerLoRAManager:
         return lora
 
     def _most_tensors(self) -> int:
-        """More than an adapter of all modules has: A, B and a bias for each, and copies of base embeddings."""
+        """More tensors than an adapter of all modules has: A, B and a bias for each, and copies of base embeddings."""
         if getattr(self._adapter_manager.model, "lora_skip_prefixes", None):
             return MOST_TENSORS
         return min(MOST_TENSORS, 4 * len(self._adapter_manager.wrapped.targets) + 16)
@@ -142,7 +142,7 @@ class WorkerLoRAManager:
         try:
             self._apply_adapters(requests)
         except BaseException as error:
-            # They come into slots by id: it is the first one's that is in none.
+            # Adapters come into slots in the order of ids. So the first that is in no slot has raised it.
             active = self._adapter_manager.list_active_adapters()
             put_down_to(
                 error, min((r.lora_int_id for r in requests if r and r.lora_int_id not in active), default=0)
@@ -241,8 +241,7 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
     def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
         """Read into memory what a step needs and is not there, all that can be read.
 
-        Returns adapter id -> the error that kept it out, whatever it is: it is that adapter's alone, if it is a fault
-        at all (`as_fault`).
+        Returns adapter id -> the error that kept it out, of whatever kind. What is no fault (`as_fault`) is raised.
         """
         failures: dict[int, BaseException] = {}
         for adapter_id, request in self._claim(requests).items():
