@@ -61,8 +61,12 @@ class LLM:
             SamplingParams() if sampling_params is None else sampling_params, len(prompts), "sampling_params"
         )
         loras = _for_each(lora_request, len(prompts), "lora_request")
-        # Known before any is in the engine: an interrupt may come between any two lines.
-        ids = [str(next(self._request_numbers)) for _ in prompts]
+        # Known before any is in the engine: an interrupt may come between any two lines. And free, since an error ends
+        # all requests under these ids.
+        free = (
+            i for i in map(str, self._request_numbers) if i not in self.llm_engine.output_processor.states
+        )
+        ids = list(itertools.islice(free, len(prompts)))
         try:
             for request_id, prompt, param, lora in zip(ids, prompts, params, _reload_once(loras)):
                 self.llm_engine.add_request(request_id, prompt, param, lora_request=lora)

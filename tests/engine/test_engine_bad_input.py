@@ -508,3 +508,26 @@ class TestGenerate:
 
 
 PROMPT_DICT = {"prompt_token_ids": PROMPT}
+
+
+class TestGenerateBesideRequestsOfOthers:
+    """Those that somebody has added to the same engine under ids of their own, which may be numbers."""
+
+    def test_takes_ids_that_are_free(self, world):
+        llm = world.llm()
+        llm.llm_engine.add_request("1", PROMPT, greedy(30))
+        others = llm.llm_engine.scheduler.requests["1"]
+
+        outputs = llm.generate([{"prompt_token_ids": PROMPT}] * 2, greedy(3), use_tqdm=False)
+
+        assert [tokens_of(output) for output in outputs] == [world.oracle().greedy(None, PROMPT, 3)] * 2
+        assert llm.llm_engine.scheduler.requests == {"1": others}
+
+    def test_ends_none_of_them_when_a_prompt_is_refused(self, world):
+        llm = world.llm()
+        llm.llm_engine.add_request("0", PROMPT, greedy(3))
+
+        with pytest.raises(ValueError, match="empty prompt"):
+            llm.generate([{"prompt_token_ids": PROMPT}, {"prompt_token_ids": []}], greedy(3), use_tqdm=False)
+
+        assert list(llm.llm_engine.scheduler.requests) == ["0"]
