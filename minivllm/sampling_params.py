@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.validation import LARGEST_INT, is_integral, is_real, require_bool, shown
+from minivllm.validation import LARGEST_INT, is_integral, is_real, require_bool, require_count, shown
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5
@@ -112,10 +112,13 @@ class SamplingParams:
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
         self._store(name, number)
 
-    def _check_int(self, name: str, smallest: int, allowed: str, largest: int = LARGEST_INT) -> None:
+    def _check_int(self, name: str, smallest: int, allowed: str, largest: int | None = None) -> None:
+        """Keep it as an int. Where no largest is given, it must fit into a tensor."""
         value = getattr(self, name)
-        if not (is_integral(value) and smallest <= value <= largest):
+        if not (is_integral(value) and smallest <= value and (largest is None or value <= largest)):
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+        if largest is None:
+            require_count(name, value)
         self._store(name, int(value))
 
 

@@ -8,10 +8,17 @@ LARGEST_INT = 2**63 - 1  # counts end up in int64 tensors
 
 
 def require_int(smallest: int, **values: object) -> None:
-    """ValueError for a value that is no int from `smallest` to the largest of a tensor."""
+    """ValueError for a value that is no int, is below `smallest`, or is above LARGEST_INT."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= LARGEST_INT:
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise ValueError(f"{name} must be an int of at least {smallest}, got {shown(value)}")
+        require_count(name, value)
+
+
+def require_count(name: str, value: int) -> None:
+    """ValueError for an int that no int64 tensor holds."""
+    if value > LARGEST_INT:
+        raise ValueError(f"{name} must be at most {LARGEST_INT}, got {shown(value)}")
 
 
 def require_bool(**values: object) -> None:

@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from minivllm.lora.limits import MOST_TARGET_PARAMETERS
+from minivllm.validation import is_integral, is_list_of_names, is_real, shown
 
 if TYPE_CHECKING:
     from minivllm.lora.peft_helper import PEFTHelper
@@ -23,19 +24,16 @@ LARGEST_RANK = 2**20
 def refuse_wrong_types(helper: "PEFTHelper") -> None:
     """ValueError names a field, and its value, that is of another type than it must be, or too long."""
     for name, rank in _entries("r", helper.r, "rank_pattern", helper.rank_pattern):
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= LARGEST_RANK:
-            raise ValueError(f"{name} must be an int from 1 to {LARGEST_RANK}, got {rank!r}")
+        if not is_integral(rank) or not 1 <= rank <= LARGEST_RANK:
+            raise ValueError(f"{name} must be an int from 1 to {LARGEST_RANK}, got {shown(rank)}")
     for name, alpha in _entries("lora_alpha", helper.lora_alpha, "alpha_pattern", helper.alpha_pattern):
-        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-        if not is_number or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
-            raise ValueError(f"{name} must be a finite number, got {alpha!r}")
+        if not is_real(alpha) or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
+            raise ValueError(f"{name} must be a finite number, got {shown(alpha)}")
     if not isinstance(helper.use_rslora, bool | None):
-        raise ValueError(f"use_rslora must be true or false, got {helper.use_rslora!r}")
+        raise ValueError(f"use_rslora must be true or false, got {shown(helper.use_rslora)}")
     parameters = helper.target_parameters
-    if parameters is not None and not (
-        isinstance(parameters, list) and all(isinstance(p, str) for p in parameters)
-    ):
-        raise ValueError(f"target_parameters must be a list of names, got {parameters!r}")
+    if parameters is not None and not is_list_of_names(parameters):
+        raise ValueError(f"target_parameters must be a list of names, got {shown(parameters)}")
     if len(parameters or []) > MOST_TARGET_PARAMETERS:
         raise ValueError(
             f"target_parameters has {len(parameters)} entries, at most {MOST_TARGET_PARAMETERS} are read"

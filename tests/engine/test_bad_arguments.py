@@ -84,6 +84,13 @@ def test_an_option_of_no_use_is_refused_by_its_name(world, name, value):
     assert len(str(refusal.value)) <= 500
 
 
+def test_a_count_that_no_tensor_holds_is_told_how_large_it_may_be(world):
+    args = EngineArgs(str(world.base), device="cpu", enable_lora=True, max_loras=2**63)
+
+    with pytest.raises(ValueError, match=rf"max_loras must be at most {2**63 - 1}, got {2**63}"):
+        args.create_engine_config()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -65,6 +65,12 @@ def test_a_number_that_nothing_holds_is_refused_in_a_short_sentence(name, value)
     assert len(str(refusal.value)) < 300
 
 
+@pytest.mark.parametrize("name", ["top_k", "max_tokens", "logprobs"])
+def test_a_count_that_no_tensor_holds_is_told_how_large_it_may_be(name):
+    with pytest.raises(ValueError, match=rf"{name} must be at most {2**63 - 1}, got {2**63}"):
+        SamplingParams(**{name: 2**63})
+
+
 @pytest.mark.parametrize(
     ("field", "value", "kept"),
     [
