@@ -137,7 +137,7 @@ class WorkerLoRAManager:
         """Bring every requested adapter into a slot, *then* translate the batch's ids to slots.
 
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
-        loading pass through.
+        loading pass through, put down to their adapter (`adapter_at_fault`).
         """
         requests = list(requests)
         try:
@@ -145,9 +145,8 @@ class WorkerLoRAManager:
         except BaseException as error:
             # Adapters come into slots in the order of ids. So the first that is in no slot has raised it.
             active = self._adapter_manager.list_active_adapters()
-            put_down_to(
-                error, min((r.lora_int_id for r in requests if r and r.lora_int_id not in active), default=0)
-            )
+            not_in_slots = {request.lora_int_id for request in requests if request} - active.keys()
+            put_down_to(error, min(not_in_slots, default=0))
             raise
         if mapping is not None:
             self._adapter_manager.set_adapter_mapping(mapping)
