@@ -62,6 +62,7 @@ class EngineCore:
         self._launched: SchedulerOutput | None = None  # the step that is being computed
         self._launched_at = 0.0
         self._failed_steps = 0  # in a row
+        self._left_by: set[int] = set()  # adapters of requests that ended in this call
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""
@@ -87,16 +88,23 @@ class EngineCore:
         with the error. Outputs of a call that raised come with the next one's.
         """
         threads = self.runner.cpu_threads
-        with self._turns.take(errors_leave_it_whole=False):
-            threads.before_step()
-            try:
-                with threads.in_use():
-                    self._step(self._undelivered)
-                self._failed_steps = 0
-            except BaseException as error:
-                self._end_who_is_at_fault(as_fault(error))
-            outputs, self._undelivered = self._undelivered, []
-        return outputs
+        outputs: list[RequestOutput] = []
+        try:
+            with self._turns.take(errors_leave_it_whole=False):
+                threads.before_step()
+                try:
+                    with threads.in_use():
+                        self._step(self._undelivered)
+                    self._failed_steps = 0
+                except BaseException as error:
+                    self._end_who_is_at_fault(as_fault(error))
+                self._settle_what_was_left()
+                outputs, self._undelivered = self._undelivered, []
+            return outputs
+        except BaseException:
+            # A Ctrl-C on the way out: the caller has nothing of them.
+            self._undelivered[:0] = outputs
+            raise
 
     # region lab 7.4: one step of the engine
     def _step(self, outputs: list[RequestOutput]) -> None:
@@ -140,7 +148,7 @@ class EngineCore:
             return
         self.adapters.settle()
         # Requests that end here may have stood in the way of the next reload, and that may fail as well.
-        while failures := self.adapters.take_failures():
+        while failures := self.adapters.failures():
             for (adapter_id, generation), error in failures.items():
                 waiting = [
                     request.request_id
@@ -148,6 +156,8 @@ class EngineCore:
                     if (request.adapter_id, request.adapter_generation) == (adapter_id, generation)
                 ]
                 self._fail(waiting, error, outputs)
+                self.adapters.answered_for((adapter_id, generation))
+            self._settle_what_was_left()
 
     def _prepare_adapters(self, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> bool:
         """Load what the step needs, and end the requests whose adapters cannot be; whether there were any."""
@@ -189,7 +199,16 @@ class EngineCore:
         self.runner.forget_request(request.request_id)
         self.metrics.observe_finished(request.status.finish_reason)
         if request.adapter_id:
-            self.adapters.request_ended(request.adapter_id)
+            self._left_by.add(request.adapter_id)
+
+    def _settle_what_was_left(self) -> None:
+        """Do what waited for the ends of requests, once all outputs are made.
+
+        Before, a request that has got its last token, but no output yet, may be taken back by a Ctrl-C.
+        """
+        for adapter_id in self._left_by:
+            self.adapters.request_ended(adapter_id)
+        self._left_by.clear()
 
     def _record(self, scheduled: SchedulerOutput, now: float) -> None:
         self.trace.append(
@@ -201,12 +220,12 @@ class EngineCore:
     def _end_who_is_at_fault(self, error: BaseException) -> None:
         """End the requests that a failed step can be put down to; raise the error if nobody is, for the first time."""
         launched, self._launched = self._launched, None
-        # While a step is computed the scheduler is not at work: what it decided is dropped.
-        self._turns.torn = launched is None
         if adapter_id := adapter_at_fault(error):
             return self._fail_adapter(adapter_id, error, self._undelivered)
         self._failed_steps += 1
         if self._failed_steps == 1:
+            # While a step is computed the scheduler is not at work: what it decided is dropped.
+            self._turns.torn = launched is None
             raise error
         self._failed_steps = 0
         if launched is None:
@@ -224,9 +243,9 @@ class EngineCore:
         What was done since then is done again. Only requests that the output processor knows are in the engine.
         """
         self._launched = None
+        self._left_by.clear()
         requests = self.output_processor.rewind(self._undelivered)
         self.scheduler.reset(requests)
         self.runner.row_sampler.forget_all_but(request.request_id for request in requests)
         if self.adapters is not None:
             self.adapters.reset()
-        self._turns.torn = False

@@ -115,6 +115,7 @@ class LLMEngine(EngineCore):
                 self.output_processor.drop(request_id)
             for request in self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED):
                 self._forget(request)
+            self._settle_what_was_left()
             self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
             if not self.has_unfinished_requests():
                 self._failed_steps = 0  # whatever fails next is somebody else's

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from minivllm.faults import is_refusal
+
 
 class Turns:
     """Calls of one object by one thread at a time, each of which begins with a whole state.
@@ -28,10 +30,11 @@ class Turns:
     def take(self, errors_leave_it_whole: bool = True) -> Iterator[None]:
         """Around a call that changes the state. RuntimeError when another thread is in one.
 
-        errors_leave_it_whole   an Exception comes before anything has changed. Where that is not so, the call that
-                                raises it clears `torn` itself, if it knows better
+        errors_leave_it_whole   a refusal (`is_refusal`) comes before anything has changed. Where that is not so, the
+                                call that raises it clears `torn` itself, if it knows better
 
-        After anything else (Ctrl-C), which may come between any two lines, the next call mends the state first.
+        After anything else (Ctrl-C, no memory), which may come between any two lines, the next call mends the state
+        first.
         """
         me = threading.get_ident()
         # One operation of a dict, which no other thread can come between.
@@ -44,12 +47,13 @@ class Turns:
             if self.torn:
                 self.mend()
             self.torn = True
-            yield
+            try:
+                yield
+            except Exception as error:
+                if errors_leave_it_whole and is_refusal(error):
+                    self.torn = False
+                raise
             self.torn = False
-        except Exception:
-            if errors_leave_it_whole:
-                self.torn = False
-            raise
         finally:
             self._holder.clear()
 
