@@ -3,8 +3,6 @@
 from minivllm.labs import Todo
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -71,12 +69,6 @@ class EngineCore:
 
     def _pinned_adapters(self) -> set[int]:
         return self.adapters.pinned_adapters() if self.adapters else set()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Around a call that copies adapters: in turn, and on as many threads as a step."""
-        with self._turns.take(), self.runner.cpu_threads.in_use():
-            yield
 
     # ---- one step -------------------------------------------------------------------------------------------
 
@@ -225,7 +217,9 @@ class EngineCore:
         self._failed_steps += 1
         if self._failed_steps == 1:
             # While a step is computed the scheduler is not at work: what it decided is dropped.
-            self._turns.torn = launched is None
+            if launched is not None:
+                self._settle_what_was_left()
+                self._turns.torn = False
             raise error
         self._failed_steps = 0
         if launched is None:

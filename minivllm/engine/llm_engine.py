@@ -132,22 +132,22 @@ class LLMEngine(EngineCore):
     @in_one_sentence
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request. vLLM: `add_lora`."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().add_lora(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().remove_lora(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot. vLLM: `pin_lora`."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().pin_lora(lora_id)
 
     def unpin_lora(self, lora_id: int) -> bool:
         """Let a pinned adapter be evicted again."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().unpin_lora(lora_id)
 
     def list_loras(self) -> set[int]:

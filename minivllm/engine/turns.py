@@ -4,9 +4,11 @@ vLLM keeps its engine in a process of its own, fed by a queue; there a Ctrl-C ne
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from minivllm.faults import is_refusal
 
@@ -24,11 +26,13 @@ class Turns:
         self.what = what
         self.mend = mend
         self.torn = False
-        self._holder: dict[str, int] = {}  # "thread" -> its id, while a call is under way
+        self._holder: dict[
+            str, tuple[int, FrameType]
+        ] = {}  # "call" -> its thread and function, while it is under way
 
     @contextmanager
     def take(self, errors_leave_it_whole: bool = True) -> Iterator[None]:
-        """Around a call that changes the state. RuntimeError when another thread is in one.
+        """Around a call that changes the state. RuntimeError when another thread, or this one, is in one.
 
         errors_leave_it_whole   a refusal (`is_refusal`) comes before anything has changed. Where that is not so, the
                                 call that raises it clears `torn` itself, if it knows better
@@ -36,13 +40,20 @@ class Turns:
         After anything else (Ctrl-C, no memory), which may come between any two lines, the next call mends the state
         first.
         """
-        me = threading.get_ident()
+        me = threading.get_ident(), sys._getframe(2)  # past contextlib's: the function that says `with`
         # One operation of a dict, which no other thread can come between.
-        if self._holder.setdefault("thread", me) != me:
+        holder = self._holder.setdefault("call", me)
+        if holder[0] != me[0]:
             raise RuntimeError(
                 f"another thread is in a call of this {self.what}, which serves one thread at a time; "
                 "call it from one thread, and hand that thread the others' requests through a queue.Queue"
             )
+        if holder[1] is not me[1] and _is_under_way(holder[1]):
+            raise RuntimeError(
+                f"this {self.what} was called in the middle of another call, by a signal handler, say; "
+                "have the handler set a flag, and call it when the other call has returned"
+            )
+        self._holder["call"] = me  # a call that a Ctrl-C ended at once may have left its own
         try:
             if self.torn:
                 self.mend()
@@ -56,6 +67,13 @@ class Turns:
             self.torn = False
         finally:
             self._holder.clear()
+
+
+def _is_under_way(function: FrameType) -> bool:
+    frame = sys._getframe()
+    while frame is not None and frame is not function:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager
