@@ -35,11 +35,11 @@ demo: setup
 	$(BIN)/minivllm demo
 
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
 
 # What `make test` leaves out, and the random searches at length. Both together are all there is.
 nightly: setup
-	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 4 --dist worksteal --durations 20
+	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 4 --dist worksteal --durations 20 --disable-warnings
 	$(BIN)/python tests/engine/malformed.py --adapters 10000 --seed 0
 	$(BIN)/python tests/engine/interrupts.py --interrupts 1000 --seed 0
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from minivllm.commands.options import PEERS, parse_peers, with_options_of
 from minivllm.labs import Todo, describe
-from minivllm.quiet import quiet_libraries
+from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
 quiet_libraries()
 # A thread that waits for another one looks 300,000 times before it sleeps. Where neighbours have that one's core, it is
@@ -196,6 +196,7 @@ def bench_cpu(
 
 def main() -> None:
     """The entry point: errors of the user's doing are one sentence and exit status 2."""
+    end_at_ctrl_c()
     for sentence in describe():
         print(sentence, file=sys.stderr)
     try:

@@ -34,6 +34,12 @@ def is_expected(error: BaseException) -> bool:
     return isinstance(error, ValueError | OSError | RuntimeError)
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether it is what the engine raises on purpose. What Python or PyTorch raise anywhere is of narrower kinds:
+    RecursionError and torch.OutOfMemoryError are RuntimeErrors, too."""
+    return type(error) in (TypeError, ValueError, RuntimeError) or isinstance(error, OSError)
+
+
 def reason(error: BaseException) -> str:
     """What people are told of an error."""
     if is_expected(error) and str(error):

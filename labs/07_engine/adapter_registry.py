@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter_entry import AdapterEntry, at_hand, folder_of
+from minivllm.engine.adapter_entry import AdapterEntry, at_hand, folder_of, registered
 from minivllm.engine.adapter_tokenizers import AdapterTokenizers
 from minivllm.engine.adapter_traits import AdapterTraits, traits_of
 from minivllm.faults import as_fault
@@ -44,6 +44,7 @@ class AdapterRegistry:
         self._reloads: dict[tuple[int, int], LoRARequest] = {}
         self._failures: dict[tuple[int, int], BaseException] = {}
         self._wanted_pins: set[int] = set()
+        self._pins_before: set[int] = set()  # before slots were last written to
 
     @property
     def manager(self) -> LRUCacheLoRAModelManager:
@@ -57,7 +58,7 @@ class AdapterRegistry:
         ValueError: id, name or folder contradict what is registered, or the adapter does not fit. FileNotFoundError:
         it is not there.
         """
-        entry = self._known(lora_request)
+        entry = registered(lora_request, self.entries, self.by_name, self.leaving)
         if entry is not None and not lora_request.load_inplace:
             return self._present_traits(entry)
         lora = self.runner.lora_manager.check_adapter(lora_request)
@@ -91,36 +92,15 @@ class AdapterRegistry:
             entry = AdapterEntry(at_hand(plain), owner, folder_of(plain), traits)
             self.entries[lora_request.lora_int_id] = entry
         elif lora_request.load_inplace:
-            entry.request = replace(entry.request, lora_path=at_hand(plain).lora_path)
+            entry = replace(entry, request=replace(entry.request, lora_path=at_hand(plain).lora_path))
             self._note_reload(entry, lora_request, traits)
+            # Folder, traits and generation at once: an interrupt may come between any two lines.
+            self.entries[lora_request.lora_int_id] = entry
+            self.by_name |= dict.fromkeys(entry.names, entry)
         if lora_request.lora_name not in entry.names:
             entry.names += (lora_request.lora_name,)
         self.by_name[lora_request.lora_name] = entry
         return entry.request, entry.generation
-
-    def _known(self, lora_request: LoRARequest) -> AdapterEntry | None:
-        """The registered adapter with this id. ValueError if it is another one, or on its way out."""
-        name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
-        other = self.by_name.get(name)
-        if other is not None and (other_id := other.request.lora_int_id) != adapter_id:
-            raise ValueError(
-                f"adapter name '{name}' belongs to lora_int_id {other_id} ({other.owner}), "
-                f"not {adapter_id}; use that id or another name"
-            )
-        entry = self.entries.get(adapter_id)
-        if entry is None:
-            return None
-        if adapter_id in self.leaving:
-            raise ValueError(
-                f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone"
-            )
-        if lora_request.lora_path != entry.request.lora_path and folder_of(lora_request) != entry.folder:
-            raise ValueError(
-                f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "
-                f"'{entry.request.lora_path}' ({entry.owner}), not to '{lora_request.lora_path}'; "
-                "give every adapter its own id, or remove that one first"
-            )
-        return entry
 
     def request_ended(self, adapter_id: int) -> None:
         """Do what waited for a request's end; forget an adapter that was named but never read."""
@@ -142,16 +122,28 @@ class AdapterRegistry:
         self.leaving.discard(adapter_id)
         if self.tokenizers is not None:
             self.tokenizers.forget(adapter_id)
-        self._wanted_pins.discard(adapter_id)
+        self._drop_pin(adapter_id)
+        self._failures = {key: error for key, error in self._failures.items() if key[0] != adapter_id}
         self.manager.stats.by_adapter.pop(adapter_id, None)
 
     def reset(self) -> None:
-        """After a call that broke off: make the books agree with what is in memory and with the reloads to come."""
+        """After a call that broke off: make the books agree with what is in memory and with the reloads to come.
+
+        An order of a reload whose generation its adapter does not know was not given to its end. A pin that a reload
+        lost is wanted again. What no request stands in the way of is done.
+        """
         self.by_name = {name: entry for entry in self.entries.values() for name in entry.names}
         self.leaving &= self.entries.keys()
+        for adapter_id in self.manager.list_active_adapters().keys() - self.manager.list_adapters().keys():
+            self.manager.deactivate_adapter(adapter_id)
+        self._wanted_pins |= self._pins_before - self.manager.pinned_adapters
+        for adapter_id, generation in list(self._reloads):
+            if adapter_id not in self.entries or generation > self.entries[adapter_id].generation:
+                del self._reloads[adapter_id, generation]
         self.scheduler.blocked_adapters = dict.fromkeys(self._reloads, RELOAD_PENDING)
         for adapter_id in self.entries.keys() ^ self.manager.stats.by_adapter.keys():
             self.release_unused(adapter_id)
+        self.settle()
 
     def name_of(self, adapter_id: int) -> str:
         entry = self.entries.get(adapter_id)
@@ -224,8 +216,12 @@ class AdapterRegistry:
     def unpin_lora(self, adapter_id: int) -> bool:
         """Let the adapter be evicted again. False if it was not pinned."""
         wanted = adapter_id in self._wanted_pins
-        self._wanted_pins.discard(adapter_id)
+        self._drop_pin(adapter_id)
         return self.manager.unpin_adapter(adapter_id) or wanted
+
+    def _drop_pin(self, adapter_id: int) -> None:
+        self._wanted_pins.discard(adapter_id)
+        self._pins_before.discard(adapter_id)
 
     def pinned_adapters(self) -> set[int]:
         """Adapters whose slots the scheduler must not count on."""
@@ -295,14 +291,18 @@ class AdapterRegistry:
 
     # endregion
 
-    def take_failures(self) -> dict[tuple[int, int], BaseException]:
-        """(adapter id, generation) -> error of the reloads that have failed since the last call."""
-        failures, self._failures = self._failures, {}
-        return failures
+    def failures(self) -> dict[tuple[int, int], BaseException]:
+        """(adapter id, generation) -> error of the reloads that have failed, but for those that were `answered_for`."""
+        return dict(self._failures)
+
+    def answered_for(self, failure: tuple[int, int]) -> None:
+        """Everybody who waited for that reload has ended. Not before: who is left would get the old weights."""
+        self._failures.pop(failure, None)
 
     def _refresh_in_use(self) -> None:
         """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
         self.manager.in_use = frozenset(_adapter_ids(self.scheduler)) | self._wanted_pins
+        self._pins_before = set(self.manager.pinned_adapters)
 
 
 def _adapter_ids(scheduler: Scheduler) -> Iterable[int]:

@@ -35,6 +35,10 @@ def read_prompts(arguments: list[str] | None, file: Path | None) -> list[NamedPr
         raise ValueError("no prompts; give some as arguments, by --file, or on stdin")
     text = sys.stdin.read() if file is None else _read_file(file)
     lines = text.split("\n")  # not splitlines: JSON may hold U+2028 and its like as they are
+    for number, line in enumerate(lines, 1):
+        # Where the terminal's encoding is not known, Python reads other bytes as halves of characters.
+        if any("\ud800" <= character <= "\udfff" for character in line):
+            raise ValueError(f"line {number} of the input is not UTF-8 text; save it as UTF-8")
     prompts = [_read_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError("no prompts: the input is empty")

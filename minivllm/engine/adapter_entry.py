@@ -4,6 +4,7 @@ Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which 
 """
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from minivllm.engine.adapter_traits import AdapterTraits
@@ -44,3 +45,34 @@ def folder_of(lora_request: LoRARequest) -> str:
     if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
         return lora_request.lora_path  # one string, not two that are equal
     return folder
+
+
+def registered(
+    lora_request: LoRARequest,
+    entries: Mapping[int, AdapterEntry],
+    by_name: Mapping[str, AdapterEntry],
+    leaving: Collection[int],
+) -> AdapterEntry | None:
+    """The adapter with this id, if there is one. ValueError if it is another one, or on its way out.
+
+    entries, by_name, leaving   as in `AdapterRegistry`
+    """
+    name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
+    other = by_name.get(name)
+    if other is not None and (other_id := other.request.lora_int_id) != adapter_id:
+        raise ValueError(
+            f"adapter name '{name}' belongs to lora_int_id {other_id} ({other.owner}), "
+            f"not {adapter_id}; use that id or another name"
+        )
+    entry = entries.get(adapter_id)
+    if entry is None:
+        return None
+    if adapter_id in leaving:
+        raise ValueError(f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone")
+    if lora_request.lora_path != entry.request.lora_path and folder_of(lora_request) != entry.folder:
+        raise ValueError(
+            f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "
+            f"'{entry.request.lora_path}' ({entry.owner}), not to '{lora_request.lora_path}'; "
+            "give every adapter its own id, or remove that one first"
+        )
+    return entry

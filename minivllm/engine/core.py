@@ -1,8 +1,6 @@
 """One step of the engine, and what is done when it fails. Stands for vllm/v1/engine/core.py (v0.22.1)."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +56,7 @@ class EngineCore:
         self._launched: SchedulerOutput | None = None  # the step that is being computed
         self._launched_at = 0.0
         self._failed_steps = 0  # in a row
+        self._left_by: set[int] = set()  # adapters of requests that ended in this call
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""
@@ -66,12 +65,6 @@ class EngineCore:
 
     def _pinned_adapters(self) -> set[int]:
         return self.adapters.pinned_adapters() if self.adapters else set()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Around a call that copies adapters: in turn, and on as many threads as a step."""
-        with self._turns.take(), self.runner.cpu_threads.in_use():
-            yield
 
     # ---- one step -------------------------------------------------------------------------------------------
 
@@ -83,16 +76,23 @@ class EngineCore:
         error. Outputs of a call that raised come with the next one's.
         """
         threads = self.runner.cpu_threads
-        with self._turns.take(errors_leave_it_whole=False):
-            threads.before_step()
-            try:
-                with threads.in_use():
-                    self._step(self._undelivered)
-                self._failed_steps = 0
-            except BaseException as error:
-                self._end_who_is_at_fault(as_fault(error))
-            outputs, self._undelivered = self._undelivered, []
-        return outputs
+        outputs: list[RequestOutput] = []
+        try:
+            with self._turns.take(errors_leave_it_whole=False):
+                threads.before_step()
+                try:
+                    with threads.in_use():
+                        self._step(self._undelivered)
+                    self._failed_steps = 0
+                except BaseException as error:
+                    self._end_who_is_at_fault(as_fault(error))
+                self._settle_what_was_left()
+                outputs, self._undelivered = self._undelivered, []
+            return outputs
+        except BaseException:
+            # A Ctrl-C on the way out: the caller has nothing of them.
+            self._undelivered[:0] = outputs
+            raise
 
     # region lab 7.4: one step of the engine
     def _step(self, outputs: list[RequestOutput]) -> None:
@@ -157,7 +157,7 @@ class EngineCore:
             return
         self.adapters.settle()
         # Requests that end here may have stood in the way of the next reload, and that may fail as well.
-        while failures := self.adapters.take_failures():
+        while failures := self.adapters.failures():
             for (adapter_id, generation), error in failures.items():
                 waiting = [
                     request.request_id
@@ -165,6 +165,8 @@ class EngineCore:
                     if (request.adapter_id, request.adapter_generation) == (adapter_id, generation)
                 ]
                 self._fail(waiting, error, outputs)
+                self.adapters.answered_for((adapter_id, generation))
+            self._settle_what_was_left()
 
     def _prepare_adapters(self, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> bool:
         """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any."""
@@ -203,7 +205,16 @@ class EngineCore:
         self.runner.forget_request(request.request_id)
         self.metrics.observe_finished(request.status.finish_reason)
         if request.adapter_id:
-            self.adapters.request_ended(request.adapter_id)
+            self._left_by.add(request.adapter_id)
+
+    def _settle_what_was_left(self) -> None:
+        """Do what waited for the ends of requests, once all outputs are made.
+
+        Before, a request that has got its last token, but no output yet, may be taken back by a Ctrl-C.
+        """
+        for adapter_id in self._left_by:
+            self.adapters.request_ended(adapter_id)
+        self._left_by.clear()
 
     def _record(self, scheduled: SchedulerOutput, now: float) -> None:
         self.trace.append(
@@ -218,12 +229,14 @@ class EngineCore:
         If no adapter did: raise the error the first time, and end the requests of the step the second time in a row.
         """
         launched, self._launched = self._launched, None
-        # While a step is computed the scheduler is not at work: what it decided is dropped.
-        self._turns.torn = launched is None
         if adapter_id := adapter_at_fault(error):
             return self._fail_adapter(adapter_id, error, self._undelivered)
         self._failed_steps += 1
         if self._failed_steps == 1:
+            # While a step is computed the scheduler is not at work: what it decided is dropped.
+            if launched is not None:
+                self._settle_what_was_left()
+                self._turns.torn = False
             raise error
         self._failed_steps = 0
         if launched is None:
@@ -241,9 +254,9 @@ class EngineCore:
         What was done since then is done again. Requests that the output processor does not know are forgotten.
         """
         self._launched = None
+        self._left_by.clear()
         requests = self.output_processor.rewind(self._undelivered)
         self.scheduler.reset(requests)
         self.runner.row_sampler.forget_all_but(request.request_id for request in requests)
         if self.adapters is not None:
             self.adapters.reset()
-        self._turns.torn = False

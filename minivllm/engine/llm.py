@@ -120,12 +120,16 @@ class LLM:
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted, finished = set(ids), {}
-        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2) as bar:
+        num_tokens = 0
+        # miniters=0: a step that ends nobody moves the bar, too, for whoever waits for one long answer.
+        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2, miniters=0) as bar:
             while len(finished) < len(wanted):
-                for output in self.llm_engine.step():
-                    if output.finished and output.request_id in wanted:
-                        finished[output.request_id] = output
-                        bar.update(1)
+                outputs = [output for output in self.llm_engine.step() if output.request_id in wanted]
+                ended = {output.request_id: output for output in outputs if output.finished}
+                finished |= ended
+                num_tokens += sum(len(output.outputs[0].delta_token_ids) for output in outputs)
+                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+                bar.update(len(ended))
         return finished
 
 

@@ -115,6 +115,7 @@ class LLMEngine(EngineCore):
                 self.output_processor.drop(request_id)
             for request in self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED):
                 self._forget(request)
+            self._settle_what_was_left()
             self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
             if not self.has_unfinished_requests():
                 self._failed_steps = 0  # whatever fails next is somebody else's
@@ -131,22 +132,22 @@ class LLMEngine(EngineCore):
     @in_one_sentence
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request. vLLM: `add_lora`."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().add_lora(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().remove_lora(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot. vLLM: `pin_lora`."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().pin_lora(lora_id)
 
     def unpin_lora(self, lora_id: int) -> bool:
         """Let a pinned adapter be evicted again."""
-        with self._turn():
+        with self._turns.take(), self.runner.cpu_threads.in_use():
             return self._adapters().unpin_lora(lora_id)
 
     def list_loras(self) -> set[int]:

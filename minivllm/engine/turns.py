@@ -4,9 +4,13 @@ vLLM keeps its engine in a process of its own, fed by a queue; there a Ctrl-C ne
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+
+from minivllm.faults import is_refusal
 
 
 class Turns:
@@ -22,37 +26,58 @@ class Turns:
         self.what = what
         self.mend = mend
         self.torn = False
-        self._holder: dict[str, int] = {}  # "thread" -> its id, while a call is under way
+        self._calls: dict[
+            str, tuple[int, FrameType]
+        ] = {}  # "now" -> the call under way: its thread and function
 
     @contextmanager
     def take(self, errors_leave_it_whole: bool = True) -> Iterator[None]:
-        """Around a call that changes the state. RuntimeError when another thread is in one.
+        """Around a call that changes the state. RuntimeError when another thread, or this one, is in one.
 
-        errors_leave_it_whole   the call raises an Exception only before it has changed anything. If False, the next
-                                call mends the state, unless the one that raised has cleared `torn`
+        errors_leave_it_whole   the call raises a refusal (`is_refusal`) only before it has changed anything. If False,
+                                the next call mends the state, unless the one that raised has cleared `torn`
 
-        Ctrl-C may come between any two lines. After it the next call mends the state first.
+        Ctrl-C, or a lack of memory, may come between any two lines. After it the next call mends the state first.
         """
-        me = threading.get_ident()
-        # One operation of a dict, which no other thread can come between.
-        if self._holder.setdefault("thread", me) != me:
-            raise RuntimeError(
-                f"another thread is in a call of this {self.what}, which serves one thread at a time; "
-                "call it from one thread, and hand that thread the others' requests through a queue.Queue"
-            )
+        me = threading.get_ident(), sys._getframe(2)  # past contextlib's: the function that says `with`
+        # setdefault is one operation, which no other thread can come between.
+        while (other := self._calls.setdefault("now", me)) is not me:
+            if _is_under_way(*other):
+                raise RuntimeError(self._refusal(is_another_thread=other[0] != me[0]))
+            if self._calls.get("now") is other:
+                self._calls.pop("now", None)  # left by a call that a Ctrl-C ended at once
         try:
             if self.torn:
                 self.mend()  # what this raises leaves it torn
             self.torn = True
             try:
                 yield
-            except Exception:
-                if errors_leave_it_whole:
+            except Exception as error:
+                if errors_leave_it_whole and is_refusal(error):
                     self.torn = False
                 raise
             self.torn = False
         finally:
-            self._holder.clear()
+            self._calls.clear()
+
+    def _refusal(self, is_another_thread: bool) -> str:
+        if is_another_thread:
+            return (
+                f"another thread is in a call of this {self.what}, which serves one thread at a time; "
+                "call it from one thread, and hand that thread the others' requests through a queue.Queue"
+            )
+        return (
+            f"this {self.what} was called in the middle of another call, by a signal handler, say; "
+            "have the handler set a flag, and call it when the other call has returned"
+        )
+
+
+def _is_under_way(thread: int, function: FrameType) -> bool:
+    """Whether a thread is in that function now."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not function:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from minivllm.config import EngineConfig
@@ -35,7 +36,7 @@ DUDS = 2
 # A step is slow past so many times what it should take. What it takes beyond that is counted as lost.
 SLOW = 2.0
 # The pause until the next measurement: at first so many times what one takes, at most so many seconds.
-FIRST_PAUSE = 20
+FIRST_PAUSE = 100
 LONGEST_PAUSE = 60.0
 
 Part = Callable[[], Any]
@@ -109,6 +110,7 @@ class CPUThreads:
         """Measure on a model's own products, with at most `rows` rows each."""
         if self.is_open:
             self.parts = products(model, min(ROWS, rows), dtype)
+            self._due = -math.inf
 
     def settle(self) -> None:
         """Stay with the number there is: no more measurements."""
@@ -183,9 +185,9 @@ class CPUThreads:
 def cpu_threads(config: EngineConfig) -> CPUThreads:
     """What decides the number: `threads`; else OMP_NUM_THREADS; else it is measured (`measure_on` says on what).
 
-    What is measured is at most PyTorch's number, and the cores that the process may run on (`available_cores`). Until
-    then it is 1: reading a model gains little from more. On a GPU only `threads` counts, since the host computes next
-    to nothing.
+    What is measured is at most PyTorch's number, and the cores that the process may run on (`available_cores`). It is
+    measured at once, on `stand_ins`: a model is read with a number already. On a GPU only `threads` counts, since the
+    host computes next to nothing.
     """
     now = torch.get_num_threads()
     if config.threads is not None:
@@ -195,7 +197,18 @@ def cpu_threads(config: EngineConfig) -> CPUThreads:
     if os.environ.get("OMP_NUM_THREADS"):
         return CPUThreads(now, "OMP_NUM_THREADS")
     most = min(now, available_cores())
-    return CPUThreads(1, "not measured yet" if most > 1 else "all there are", numbers_up_to(most))
+    threads = CPUThreads(1, "all there are", numbers_up_to(most))
+    if threads.is_open:
+        threads.parts = stand_ins()
+        threads.measure()
+    return threads
+
+
+def stand_ins() -> list[Part]:
+    """Products for before a model is read: packing its weights fits them to the number of threads that packs them."""
+    side = 2048
+    weights = torch.ones(WEIGHTS // 2 // side**2, side, side)
+    return [functools.partial(F.linear, torch.ones(ROWS, side), weight) for weight in weights]
 
 
 def products(model: nn.Module, rows: int, dtype: torch.dtype) -> list[Part]:

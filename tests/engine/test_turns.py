@@ -1,11 +1,13 @@
 """One thread at a time, and Ctrl-C at any line."""
 
 import signal
+import sys
 import threading
+from operator import attrgetter
 
 import pytest
 from interrupts import run_attack
-from tiny_engine import greedy, tiny_world, tokens_of
+from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm.engine.turns import Turns, no_interrupts
 
@@ -84,6 +86,54 @@ class TestASecondThread:
                 assert isinstance(in_a_thread(lambda: turns.take().__enter__()), RuntimeError)
 
         assert in_a_thread(lambda: turns.take().__enter__()) is None
+
+
+class TestACallInTheMiddleOfAnother:
+    """As a signal handler makes it, which runs between any two lines of a step."""
+
+    @pytest.mark.parametrize("where", ["scheduler.kv_cache.allocate_slots", "runner.launch_model"])
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda engine, world: engine.abort_request("b"),
+            lambda engine, world: engine.add_request("c", PROMPT, greedy(2)),
+            lambda engine, world: engine.add_lora(world.request("all")),
+            lambda engine, world: engine.step(),
+        ],
+        ids=["abort_request", "add_request", "add_lora", "step"],
+    )
+    def test_is_refused_and_the_step_goes_on(self, world, monkeypatch, call, where):
+        engine, errors = world.engine(), []
+        for name in ("a", "b"):
+            engine.add_request(name, PROMPT, greedy(6), lora_request=world.request("qv"))
+        owner, _, name = where.rpartition(".")
+        owner = attrgetter(owner)(engine)
+        method = getattr(owner, name)
+
+        def handled(*args):
+            try:
+                call(engine, world)
+            except RuntimeError as error:
+                errors.append(str(error))
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, handled)
+        outputs = run(engine)
+
+        assert errors and all("in the middle of another call" in error for error in errors)
+        for name in ("a", "b"):
+            assert tokens_of(outputs[name]) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_is_one_no_more_after_a_call_that_was_interrupted_before_it_could_clear_up(self):
+        turns = Turns("engine")
+        turns._calls["now"] = (threading.get_ident(), _ended_frame())
+
+        with turns.take():
+            assert turns.torn
+
+
+def _ended_frame():
+    return sys._getframe()
 
 
 def test_fifteen_callers_of_one_llm_get_their_own_answer_or_an_error(world):
@@ -174,3 +224,26 @@ class TestAnInterrupt:
         assert done == ["cleared up"]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_turn_that_ctrl_c_ended_at_once_keeps_nobody_out():
+    """It came on the very line that ends the turn, in another thread."""
+    turns = Turns("engine")
+
+    class EndedAtOnce(dict):
+        def clear(self):
+            raise KeyboardInterrupt
+
+    turns._calls = EndedAtOnce()
+
+    def call():
+        with turns.take():
+            pass
+
+    assert isinstance(in_a_thread(call), KeyboardInterrupt)
+    turns._calls = dict(turns._calls)
+    assert turns._calls, "the turn was to be left behind"
+
+    with turns.take():
+        assert isinstance(in_a_thread(call), RuntimeError)
+    assert in_a_thread(call) is None

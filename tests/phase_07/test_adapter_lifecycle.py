@@ -279,10 +279,9 @@ class TestReload:
 
     @lab
     def test_tells_new_requests_what_the_new_weights_ask_of_their_prompts(self, world):
-        entry = world.registry.entries[1]
-
         world.registry.resolve(world.lora(load_inplace=True), "request 'new'", AdapterTraits(4.0))
 
+        entry = world.registry.entries[1]
         assert world.registry.examine(world.lora()) == entry.traits == AdapterTraits(4.0)
 
     @lab
@@ -325,7 +324,7 @@ class TestReloadThatFails:
 
         world.end("old")
 
-        assert world.registry.take_failures() == {(1, new): error}
+        assert world.registry.failures() == {(1, new): error}
 
     @lab
     def test_does_not_concern_whoever_comes_after(self, world, error):
@@ -345,7 +344,7 @@ class TestReloadThatFails:
         newest = world.order_reload("newest", weights=error)
         world.end("old")
         world.runner.disk["/one"] = "newest"
-        failures = world.registry.take_failures()
+        failures = world.registry.failures()
 
         later = world.ask("later", running=False)
 
