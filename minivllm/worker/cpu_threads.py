@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import statistics
 import time
 from collections import defaultdict, deque
@@ -74,6 +75,7 @@ class CPUThreads:
         self._pass_seconds = math.inf  # of all parts, on `number` threads
         self._cost = self._pause = self._lost = 0.0
         self._due = -math.inf
+        self._all_are_free = False
         # A step's seconds divided by a pass's, by the size of the step: slower cores change both alike.
         self._ratios: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
 
@@ -112,6 +114,17 @@ class CPUThreads:
             self.parts = products(model, min(ROWS, rows), dtype)
             self._due = -math.inf
 
+    def start_with_all(self) -> None:
+        """Take the largest number, which the process has already; what is in use works best if it is never changed."""
+        self.number, self.reason, self._all_are_free = self.candidates[-1], "all are free", True
+
+    def _time_all(self) -> None:
+        """What a pass takes on the largest number: steps that take longer than that say when to measure."""
+        started = self.clock()
+        self._pass_seconds = self._time(self.number, math.inf)
+        self._cost, self._lost, self._due = self.clock() - started, 0.0, math.inf
+        self._all_are_free = False
+
     def settle(self) -> None:
         """Stay with the number there is: no more measurements."""
         self.candidates = [self.number]
@@ -128,7 +141,9 @@ class CPUThreads:
         costs next to nothing.
         """
         if not self.is_open:
-            return
+            return None
+        if self._all_are_free:
+            return self._time_all()
         started, before, is_first = self.clock(), self.number, self.measurements == 0
         first = 0 if from_the_start else max(0, self.candidates.index(before) - DUDS)
         best, duds, seconds = self.candidates[first], 0, {}
@@ -150,6 +165,7 @@ class CPUThreads:
         is_news = is_first or best != before
         self._pause = min(FIRST_PAUSE * self._cost if is_news else 2 * self._pause, LONGEST_PAUSE)
         self._due = self.clock() + self._pause
+        return None
 
     def _time(self, number: int, limit: float) -> float:
         """Seconds of one pass over the parts; infinite as soon as they are clearly more than `limit`."""
@@ -186,8 +202,8 @@ def cpu_threads(config: EngineConfig) -> CPUThreads:
     """What decides the number: `threads`; else OMP_NUM_THREADS; else it is measured (`measure_on` says on what).
 
     What is measured is at most PyTorch's number, and the cores that the process may run on (`available_cores`). It is
-    measured at once, on `stand_ins`: a model is read with a number already. On a GPU only `threads` counts, since the
-    host computes next to nothing.
+    measured at once, on `stand_ins`: a model is read with a number already. Where nobody else computes, all there are
+    is the number, until steps are slow. On a GPU only `threads` counts, since the host computes next to nothing.
     """
     now = torch.get_num_threads()
     if config.threads is not None:
@@ -198,10 +214,21 @@ def cpu_threads(config: EngineConfig) -> CPUThreads:
         return CPUThreads(now, "OMP_NUM_THREADS")
     most = min(now, available_cores())
     threads = CPUThreads(1, "all there are", numbers_up_to(most))
-    if threads.is_open:
+    if threads.is_open and now == most and nobody_else_computes():
+        threads.start_with_all()
+    elif threads.is_open:
         threads.parts = stand_ins()
         threads.measure()
     return threads
+
+
+def nobody_else_computes(loadavg: Path = Path("/proc/loadavg"), looks: int = 5) -> bool:
+    """Whether this thread was the only one of the whole machine that ran, however often one looked."""
+    for _ in range(looks):
+        if not re.match(r"\S+ \S+ \S+ 1/", _read(loadavg)):
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def stand_ins() -> list[Part]:

@@ -193,6 +193,7 @@ class TestWhoDecides:
         before = torch.get_num_threads()
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr(module, "available_cores", lambda: 4)
+        monkeypatch.setattr(module, "nobody_else_computes", lambda: False)
         torch.set_num_threads(4)
         yield
         torch.set_num_threads(before)
@@ -215,6 +216,28 @@ class TestWhoDecides:
         monkeypatch.setattr(module, "available_cores", lambda: 2)
 
         assert self.engine(world).runner.cpu_threads.candidates == [1, 2]
+
+    def test_where_nobody_else_computes_the_number_is_left_as_it_is(self, world, four_threads, monkeypatch):
+        monkeypatch.setattr(module, "nobody_else_computes", lambda: True)
+        set_to = []
+        monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+
+        engine = self.engine(world)
+        engine.add_request("r", {"prompt_token_ids": token_ids(5, seed=1)}, greedy(3))
+        run(engine)
+
+        assert engine.debug_info()["threads"] == "4 of 4 CPU threads (all are free)"
+        assert set_to == []
+
+    @pytest.mark.parametrize(
+        ("loadavg", "alone"),
+        [("0.17 1.34 2.08 1/345 27\n", True), ("0.17 1.34 2.08 3/345 27\n", False), ("", False)],
+    )
+    def test_who_else_computes_is_what_the_system_says_runs(self, tmp_path, loadavg, alone):
+        (tmp_path / "loadavg").write_text(loadavg)
+
+        assert module.nobody_else_computes(tmp_path / "loadavg") is alone
+        assert module.nobody_else_computes(tmp_path / "not there") is False
 
     def test_omp_num_threads_is_respected(self, world, four_threads, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "4")
