@@ -93,14 +93,13 @@ class CpuBench:
         }
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(100, 40_000, (len(MIXED), PROMPT_TOKENS), generator=generator).tolist()
-        self.plain_engine = self._engine(threads=threads)
-        chosen = self.plain_engine.runner.cpu_threads
+        lora = {"enable_lora": True, "max_loras": len(RANKS), "max_lora_rank": max(RANKS)}
+        self.lora_engine = self._engine(threads=threads, **lora)
+        chosen = self.lora_engine.runner.cpu_threads
         self.threads = str(chosen)
         chosen.settle()  # a number that changes meanwhile would be compared with another
         torch.set_num_threads(chosen.number)
-        self.lora_engine = self._engine(
-            enable_lora=True, max_loras=len(RANKS), max_lora_rank=max(RANKS), threads=chosen.number
-        )
+        self.plain_engine = self._engine(threads=chosen.number)
         self.step_ms: dict[str, list[float]] = {"base": [], "mixed": [], "plain": [], "idle": []}
 
     def _engine(self, **options: Any) -> LLMEngine:
