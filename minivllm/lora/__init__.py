@@ -1,0 +1,1 @@
+"""Multi-LoRA: the core, and here what is plugged into it (see `seams`). Stands for vllm/lora/ (v0.22.1)."""

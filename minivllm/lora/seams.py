@@ -1,0 +1,33 @@
+"""Where options, sources, GPU code and old names plug into the core. vLLM (v0.22.1) decides by flags inside vllm/lora/.
+
+The core asks these only where its own way has come to an end: a layer of a class that it does not know, a tensor name
+that it cannot read, a path that is no folder. So a plain adapter on a CPU never runs what is plugged in.
+`minivllm.lora` (its `__init__`) imports what there is, and each part adds itself here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+# Wrapper classes that `from_layer` asks, in order, when no plain one takes a layer.
+wrappers: list[type] = []
+
+# Called once with (model, wrapped modules, LoRAConfig) when a model's linears have been wrapped.
+model_options: list[Callable[..., None]] = []
+
+# What reads the tensors of an adapter that the core leaves over, or whose config asks for more than A and B.
+tensor_readers: list[Callable[..., Any]] = []
+
+# End of a weights file's name -> what finds the tensors in it. The core reads .safetensors.
+file_formats: dict[str, Callable[..., Any]] = {}
+
+# Name of a file in an adapter's folder -> what reads it into the adapter.
+folder_files: dict[str, Callable[..., Any]] = {}
+
+# What makes a local folder of a path that is none, such as a hub id; the first answer counts.
+sources: list[Callable[[str], str | None]] = []
+
+# Name of a punica backend -> what makes it.
+backends: dict[str, Callable[..., Any]] = {}
+
+# Type of a device -> what makes the object that writes adapters into slots there. The core writes on a CPU.
+slot_writers: dict[str, Callable[..., Any]] = {}

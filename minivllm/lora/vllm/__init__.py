@@ -1,0 +1,1 @@
+"""vLLM's further names and signatures (v0.22.1, vllm/lora/) over ours; nothing inside imports them."""
