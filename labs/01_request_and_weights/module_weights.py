@@ -64,7 +64,6 @@ class LoRALayerWeights:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """A, B and what comes beside them."""
         return [self.lora_a, self.lora_b, *self.beside.values()]
 
     @property

@@ -13,7 +13,6 @@ from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from minivllm.lora.options.expert_weights import pack_moe
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 # Of w1, w2 and w3. An adapter may use either, whichever the model's checkpoints do.
@@ -98,7 +97,7 @@ def pack_experts(
 ) -> PackedLoRALayerWeights:
     """The parts of all experts, in the order of `part_shape`, as slices of the layer: A (E, r, K), B (E, N, r) each."""
     if not isinstance(layer, FusedMoE3DWithLoRA):
-        return pack_moe(loras, name)
+        return PackedLoRALayerWeights.pack_moe(loras, name)
     w13, w2 = loras[0::2], loras[1::2]
-    packed = pack_moe([lora for pair in zip(w13, w2) for lora in (*pair, None)], name)
+    packed = PackedLoRALayerWeights.pack_moe([lora for pair in zip(w13, w2) for lora in (*pair, None)], name)
     return PackedLoRALayerWeights.from_parts(name, packed.rank, packed.parts[:2])
