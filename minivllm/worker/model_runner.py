@@ -12,6 +12,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.faults import as_fault
 from minivllm.layers.attention import Attention, AttentionMetadata
+from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, Sampler
 from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
@@ -304,8 +305,8 @@ class ModelRunner(LoRAModelRunnerMixin):
         self._allocate_kv_cache(1)
         rows = min(sum(query_lens), self.config.scheduler_config.max_num_seqs)
         logits = self._dummy_run(query_lens, rows)  # (P, V)
-        params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5)
-        self.sampler(logits, [params] * rows, [None] * rows, [0] * rows)
+        params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5, presence_penalty=1)
+        self.sampler(logits, [params] * rows, [None] * rows, [0] * rows, [TokenHistory([0], [0])] * rows)
         self._forget_dummy_loras()
 
     @torch.inference_mode()
@@ -336,4 +337,5 @@ class ModelRunner(LoRAModelRunnerMixin):
 def _takes_likeliest(request: Request) -> bool:
     """Whether the argmax of the logits is all that a request wants of them."""
     params = request.sampling_params
-    return params.is_greedy and params.logprobs is None and request.num_output_tokens >= params.min_tokens
+    is_raw = params.logprobs is None and not params.changes_logits
+    return params.is_greedy and is_raw and request.num_output_tokens >= params.min_tokens

@@ -6,6 +6,7 @@ import torch
 
 from minivllm.core.request import Request
 from minivllm.faults import as_fault
+from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler
 
 Sampled = dict[str, tuple[int, dict[int, Logprob] | None]]
@@ -32,6 +33,7 @@ class RowSampler:
             [request.sampling_params for request in requests],
             [self.draws[request.request_id].at(i) for request, i in zip(requests, positions)],
             positions,
+            [TokenHistory(request.prompt_token_ids, request.output_token_ids) for request in requests],
         )
         tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
         return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
