@@ -24,7 +24,7 @@ from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-from minivllm.worker.row_sampler import RowSampler
+from minivllm.worker.row_sampler import RowSampler, takes_likeliest
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         """
         if not step.requests:
             return {}
-        if step.tokens is not None and all(map(_takes_likeliest, step.requests)):
+        if step.tokens is not None and all(map(takes_likeliest, step.requests)):
             tokens = step.tokens[: len(step.requests)].tolist()
             return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
         logits = step.logits[: len(step.requests)]
@@ -297,10 +297,3 @@ class ModelRunner(LoRAModelRunnerMixin):
                     self.select_dummy_loras(lora_config, rows, rows, with_lora)
                     graphs.capture(size, with_lora)
         self.decode_graphs = graphs
-
-
-def _takes_likeliest(request: Request) -> bool:
-    """Whether the argmax of the logits is all that a request wants of them."""
-    params = request.sampling_params
-    is_raw = params.logprobs is None and not params.changes_logits
-    return params.is_greedy and is_raw and request.num_output_tokens >= params.min_tokens

@@ -64,3 +64,10 @@ class RowSampler:
         """Drop what is kept for requests that are not among these."""
         for request_id in self.draws.keys() - set(request_ids):
             self.forget(request_id)
+
+
+def takes_likeliest(request: Request) -> bool:
+    """Whether the argmax of the logits is all that a request wants of them."""
+    params = request.sampling_params
+    is_raw = params.logprobs is None and not params.changes_logits
+    return params.is_greedy and is_raw and request.num_output_tokens >= params.min_tokens
