@@ -103,6 +103,16 @@ class SamplingParams:
                     f"{name} is {getattr(self, name)} but the vocabulary has only {vocab_size} tokens"
                 )
 
+    def verify_logprobs(self, whose: str, most: int) -> None:
+        """Check what the engine allows: ValueError if more logprobs are asked for; -1 allows all."""
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name) or 0
+            if wanted > most > -1:
+                raise ValueError(
+                    f"{whose} asks for {name}={wanted}, but max_logprobs is {most}; ask for fewer, or start the "
+                    "engine with more (-1 is all)"
+                )
+
     def _check_flags(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             require_bool(**{name: getattr(self, name)})

@@ -53,13 +53,7 @@ class InputProcessor:
                 f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, got "
                 f"{shown(arrival_time)}"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(params, name)
-            if wanted is not None and wanted > self.most_logprobs > -1:
-                raise ValueError(
-                    f"request '{request_id}' asks for {name}={wanted}, but max_logprobs is "
-                    f"{self.most_logprobs}; ask for fewer, or start the engine with more (-1 is all)"
-                )
+        params.verify_logprobs(f"request '{request_id}'", self.most_logprobs)
 
     def read_prompt(
         self, request_id: str, prompt: Prompt, traits: AdapterTraits
