@@ -103,7 +103,8 @@ class WorkerLoRAManager:
         )
         manager.check_adapter(lora)
         lora.name = lora_request.lora_name
-        lora.scaling_factor = peft_helper.vllm_long_context_scaling_factor
+        if (factor := peft_helper.vllm_long_context_scaling_factor) != 1:
+            lora.beside["scaling_factor"] = factor
         return lora
 
     def _most_tensors(self) -> int:

@@ -6,7 +6,10 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead
-from minivllm.lora.layers.base import BaseLayerWithLoRA, Weights, as_list
+from minivllm.lora.layers.base import BaseLayerWithLoRA, LayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.options.vocabulary import EMBEDDINGS, pad_to_slots
+from minivllm.lora.slots import Slots
 
 
 class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
@@ -33,13 +36,14 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
         device: torch.device | str,
         sharded_to_full_mapping: list[int] | None,
     ) -> None:
-        super().__init__(base_layer)
+        super().__init__(base_layer, [(hidden_size, base_layer.vocab_size)])
         if sharded_to_full_mapping is not None:
             raise ValueError("sharded_to_full_mapping must be None: there is one tensor-parallel rank")
         self.hidden_size = hidden_size
         self.dtype, self.device = dtype, device
         self.tp_size, self.tp_rank = 1, 0
         self.embeddings_tensors: torch.Tensor | None = None
+        self.added_tokens: torch.Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -49,47 +53,56 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
     ) -> None:
         """Allocate the slots, all empty."""
-        rank, extra = lora_config.max_lora_rank, lora_config.lora_extra_vocab_size
-        where = {"dtype": lora_config.slot_dtype(self.dtype), "device": self.device}
-        self.lora_a_stacked = torch.zeros(max_loras, 1, rank, self.hidden_size, **where)
-        self.lora_b_stacked = torch.zeros(max_loras, 1, self.vocab_size + extra, rank, **where)
+        extra, dtype = lora_config.lora_extra_vocab_size, lora_config.slot_dtype(self.dtype)
+        self.max_rank, self.part_sizes = (
+            lora_config.max_lora_rank,
+            [(self.hidden_size, self.vocab_size + extra)],
+        )
+        self.slots = Slots.empty(max_loras, self.max_rank, self.part_sizes, dtype, self.device)
         if extra:
-            self.embeddings_tensors = torch.zeros(max_loras, extra, self.hidden_size, **where)
+            self.embeddings_tensors = torch.zeros(
+                max_loras, extra, self.hidden_size, dtype=dtype, device=self.device
+            )
+            self.slots.beside[EMBEDDINGS] = (self.embeddings_tensors,)
             self.added_tokens = torch.zeros(max_loras, dtype=torch.long, device=self.device)
-        self.live_ranks = [[0] * max_loras]
 
     @property
-    def a_slots(self) -> tuple[torch.Tensor, ...]:
-        return (self.lora_a_stacked,)
+    def lora_a_stacked(self) -> torch.Tensor:
+        return self.slots.a[0]
 
     @property
-    def b_slots(self) -> tuple[torch.Tensor, ...]:
-        return (self.lora_b_stacked,)
-
-    @property
-    def extra_slots(self) -> tuple[torch.Tensor, ...]:
-        return () if self.embeddings_tensors is None else (self.embeddings_tensors,)
+    def lora_b_stacked(self) -> torch.Tensor:
+        return self.slots.b[0]
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        return () if self.embeddings_tensors is None else (self.added_tokens,)
-
-    def _bind_slots(self, a_slots: tuple[torch.Tensor, ...], b_slots: tuple[torch.Tensor, ...]) -> None:
-        (self.lora_a_stacked,), (self.lora_b_stacked,) = a_slots, b_slots
+        return () if self.added_tokens is None else (self.added_tokens,)
 
     def part_shape(self, part: int) -> tuple[int, int]:
-        return self.hidden_size, self.lora_b_stacked.shape[2]
+        return self.hidden_size, self.vocab_size
 
-    def slot_written(self, index: int, ranks: list[int], extra_rows: list[int]) -> None:
-        if extra_rows:
-            self.added_tokens[index] = extra_rows[0]
-        super().slot_written(index, ranks, extra_rows)
+    def by_slice(self, found: dict[str, LoRALayerWeights]) -> list[LoRALayerWeights | None]:
+        """B as tall as the slots' vocabulary."""
+        (weights,) = super().by_slice(found)
+        return [pad_to_slots(weights, "lora_b", self.vocab_size, self.part_sizes[0][1])]
 
-    def _set_extras(self, index: int, extras: Weights) -> None:
-        super()._set_extras(index, extras)
-        if self.extra_slots:
-            (own,) = as_list(extras)
-            self.added_tokens[index] = 0 if own is None else len(own)
+    def write(self, slot: int, weights: LayerWeights) -> None:
+        super().write(slot, weights)
+        self._count(slot, weights)
+
+    def written(self, slot: int, weights: LayerWeights | None) -> None:
+        super().written(slot, weights)
+        self._count(slot, weights)
+
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
+        self._count(slot, None)
+
+    def _count(self, slot: int, weights: LayerWeights | None) -> None:
+        """Note how many tokens the adapter in a slot adds."""
+        if self.added_tokens is not None:
+            own = None if weights is None else weights.parts[0].beside.get(EMBEDDINGS)
+            self.added_tokens[slot] = 0 if own is None else len(own)
 
     def forward(
         self,
@@ -111,16 +124,16 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
 
         A batch without adapters (`no_lora`) is the base layer's alone (its `_get_logits`). Where adapters may add
         tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an adapter
-        of this step has weights here (`reaches(self)`), the backend adds in place what A and B give:
-        `apply_logits(self, logits, hidden_states)`. It knows the rows that are sampled.
+        of this step has weights here (`reaches(slots)`), the backend adds in place what A and B give:
+        `add(logits, hidden_states, slots, sample_rows(P))`.
         """
         logits = self.base_layer._get_logits(hidden_states, lm_head, embedding_bias)  # (P, V)
-        if self.punica_wrapper.no_lora:
+        if self.backend.no_lora:
             return logits
         if self.embeddings_tensors is not None:
             logits = self._with_added_tokens(logits, hidden_states)  # (P, V + X)
-        if self.punica_wrapper.reaches(self):
-            self.punica_wrapper.apply_logits(self, logits, hidden_states)
+        if self.backend.reaches(self.slots):
+            self.backend.add(logits, hidden_states, self.slots, self.backend.sample_rows(len(logits)))
         return logits
 
     def _with_added_tokens(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -128,12 +141,12 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
 
         Each is hidden state times embedding (`embeddings_tensors`). Of a token that the row's adapter does not add
         (`added_tokens`; base rows add none) the logit is -inf. Which slot each row has the backend says:
-        `slots_of_samples(P)`, (P,) int64, -1 = base.
+        `sample_slots(P)`, (P,) int64, -1 = base.
 
         One product with the tokens of all slots, of which each row takes its own slot's: to gather the embeddings of
         every row would move far more.
         """
-        slots = self.punica_wrapper.slots_of_samples(len(logits))  # (P,)
+        slots = self.backend.sample_slots(len(logits))  # (P,)
         is_base, own = slots < 0, slots.clamp(min=0)
         stacked = self.embeddings_tensors  # (S, X, H)
         of_all = F.linear(hidden_states.to(stacked.dtype), stacked.flatten(0, 1))  # (P, S * X)
@@ -146,12 +159,41 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
     # endregion
 
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
         """Never alone: it takes an `lm_head` beside it, see `from_layer_logits_processor`."""
         return False
+
+    @classmethod
+    def parts_in(cls, model: nn.Module, name: str, layer: nn.Module) -> list[str] | None:
+        """Heads are adapted where the model's `embedding_modules` lists them."""
+        is_listed = name.rpartition(".")[2] in getattr(model, "embedding_modules", {})
+        return [] if is_listed and isinstance(layer, ParallelLMHead) else None
+
+    @classmethod
+    def around(
+        cls, model: nn.Module, name: str, layer: ParallelLMHead, max_loras: int, lora_config: LoRAConfig
+    ) -> "LogitsProcessorWithLoRA":
+        """Adapters name `lm_head`, but the logits processor beside it is what is wrapped."""
+        place = cls.place_of(name)
+        if not hasattr(model.get_submodule(place.rpartition(".")[0]), "logits_processor"):
+            raise ValueError(f"{name} cannot be wrapped for LoRA: the model has no {place}")
+        return from_layer_logits_processor(model.get_submodule(place), layer, max_loras, lora_config)
+
+    @classmethod
+    def place_of(cls, name: str) -> str:
+        parent, dot, _ = name.rpartition(".")
+        return f"{parent}{dot}logits_processor"
+
+
+def from_layer_logits_processor(
+    layer: LogitsProcessor,
+    lm_head: ParallelLMHead,
+    max_loras: int,
+    lora_config: LoRAConfig,
+    model_config: object | None = None,
+) -> LogitsProcessorWithLoRA:
+    """The logits processor wrapped, with empty slots for adapters on `lm_head`. vLLM: the same name."""
+    weight = lm_head.weight
+    wrapped = LogitsProcessorWithLoRA(layer, lm_head.embedding_dim, weight.dtype, weight.device, None)
+    wrapped.create_lora_weights(max_loras, lora_config, model_config)
+    return wrapped
