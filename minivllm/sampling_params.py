@@ -1,11 +1,10 @@
 """How one request picks its tokens and when it stops. Stands for vllm/sampling_params.py (v0.22.1)."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.validation import LARGEST_INT, is_integral, is_real, require_bool, require_count, shown
+from minivllm.validation import LARGEST_INT, is_finite, is_integral, require_bool, require_count, shown
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5
@@ -104,13 +103,9 @@ class SamplingParams:
     def _check_float(self, name: str, allows: Callable[[float], bool], allowed: str) -> None:
         """Keep it as a float: an int may be larger than what tensors can be divided by."""
         value = getattr(self, name)
-        try:
-            number = float(value) if is_real(value) else math.nan
-        except OverflowError:
-            number = math.nan
-        if not (math.isfinite(number) and allows(number)):
+        if not (is_finite(value) and allows(float(value))):
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
-        self._store(name, number)
+        self._store(name, float(value))
 
     def _check_int(self, name: str, smallest: int, allowed: str, largest: int | None = None) -> None:
         """Keep it as an int. Where no largest is given, it must fit into a tensor."""
