@@ -69,6 +69,8 @@ BaseModelName = Annotated[
     str | None,
     typer.Option(help="What adapters in that folder call the model, if not as its folder is called."),
 ]
+FrequencyPenalty = Annotated[float, typer.Option(help="Taken off as often as the answer has it; in [-2, 2].")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: less of what prompt and answer have.")]
 LoadFormat = Annotated[str, typer.Option(help="auto reads the weights; dummy draws random ones.")]
 
 
@@ -117,6 +119,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from so many likeliest tokens; 0 = all.")] = 0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off what the answer has; in [-2, 2].")] = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     device: Device = "auto",

@@ -39,7 +39,9 @@ LAYERS = (
         "economics",
     ),
     (
+        "lora.module_weights",
         "lora.lora_weights",
+        "lora.options.expert_weights",
         "lora.safetensors_file",
         "lora.pickle_file",
         "lora.weights_files",

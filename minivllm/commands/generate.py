@@ -16,7 +16,10 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.resolver import FilesystemResolver
 from minivllm.sampling_params import SamplingParams
 
-SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "stop", "max_tokens"),
+)
 
 
 @dataclass(frozen=True)
