@@ -1,1 +1,3 @@
 """Multi-LoRA: the core, and here what is plugged into it (see `seams`). Stands for vllm/lora/ (v0.22.1)."""
+
+from minivllm.lora import reports as reports
