@@ -40,7 +40,9 @@ LAYERS = (
         "economics",
     ),
     (
+        "lora.module_weights",
         "lora.lora_weights",
+        "lora.options.expert_weights",
         "lora.safetensors_file",
         "lora.pickle_file",
         "lora.weights_files",

@@ -1,3 +1,5 @@
 """Multi-LoRA: the core, and here what is plugged into it (see `seams`). Stands for vllm/lora/ (v0.22.1)."""
 
-from minivllm.lora import reports as reports
+from minivllm.lora import options, reports
+
+__all__ = ["options", "reports"]
