@@ -112,6 +112,13 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from so many likeliest tokens; 0 = all.")] = 0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off what the answer has; in [-2, 2].")] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off as often as the answer has it; in [-2, 2].")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: less of what prompt and answer have.")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     device: Device = "auto",
@@ -132,7 +139,15 @@ def generate(
     from minivllm.sampling_params import SamplingParams
 
     params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        max_tokens=max_tokens,
     )
     options = {
         "max_loras": max_loras,

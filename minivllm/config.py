@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from minivllm.models.config import ModelArchitecture
 from minivllm.validation import (
     is_folder,
     is_list_of_names,
@@ -18,9 +18,6 @@ from minivllm.validation import (
     require_text,
     shown,
 )
-
-if TYPE_CHECKING:
-    from minivllm.models.config import ModelArchitecture
 
 DTYPES = {
     "float32": torch.float32,
@@ -183,8 +180,6 @@ class ModelConfig:
     architecture: ModelArchitecture = field(init=False)
 
     def __post_init__(self) -> None:
-        from minivllm.models.config import ModelArchitecture
-
         if self.max_model_len is not None:
             require_int(1, max_model_len=self.max_model_len)
         require_int(-1, max_logprobs=self.max_logprobs)

@@ -10,6 +10,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
 if TYPE_CHECKING:
     from minivllm.lora.punica_wrapper import PunicaWrapperBase
@@ -275,6 +276,11 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         raise Todo("lab 2.3: fused linears, with an adapter for each part or one for all")
 
     # endregion
+
+
+def extras_of(weights: LoRALayerWeights | PackedLoRALayerWeights) -> list[torch.Tensor | None]:
+    """What an adapter has beside A and B, one entry a slice: a bias or embeddings; no module has both."""
+    return [next(iter(part.beside.values()), None) if part else None for part in weights.parts]
 
 
 def as_list(weights: Weights) -> list[torch.Tensor | None]:

@@ -14,6 +14,7 @@ from minivllm.lora.layers import (
     FusedMoEWithLoRA,
     LinearScalingRotaryEmbeddingWithLoRA,
 )
+from minivllm.lora.layers.base import extras_of
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import is_in_target_modules, nearest_names
@@ -180,7 +181,7 @@ class WrappedModules:
 
     def _refuse_biases_without_room(self, lora: LoRAModel) -> None:
         for name, weights in lora.loras.items():
-            if weights.is_packed or weights.bias is None or name not in self.targets:
+            if weights.is_packed or "bias" not in weights.beside or name not in self.targets:
                 continue
             module = self.modules[self.targets[name][0]]
             if not module.is_linear:

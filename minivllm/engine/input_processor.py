@@ -53,11 +53,7 @@ class InputProcessor:
                 f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, got "
                 f"{shown(arrival_time)}"
             )
-        if params.logprobs is not None and params.logprobs > self.most_logprobs > -1:
-            raise ValueError(
-                f"request '{request_id}' asks for logprobs={params.logprobs}, but max_logprobs is "
-                f"{self.most_logprobs}; ask for fewer, or start the engine with more (-1 is all)"
-            )
+        params.verify_logprobs(f"request '{request_id}'", self.most_logprobs)
 
     def read_prompt(
         self, request_id: str, prompt: Prompt, traits: AdapterTraits
@@ -127,9 +123,10 @@ class InputProcessor:
     def within_context(
         self, params: SamplingParams, prompt_tokens: int, traits: AdapterTraits
     ) -> SamplingParams:
-        """The parameters, `max_tokens` lowered to what the context has room for."""
+        """The parameters, `max_tokens` lowered to what the context has room for; None is all of that."""
         room = self.longest(traits) - prompt_tokens
-        return params if params.max_tokens <= room else replace(params, max_tokens=room)
+        fits = params.max_tokens is not None and params.max_tokens <= room
+        return params if fits else replace(params, max_tokens=room)
 
     def _check_prompt(self, request_id: str, token_ids: list[int], traits: AdapterTraits) -> None:
         if not isinstance(token_ids, list | tuple):

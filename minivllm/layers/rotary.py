@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 
-@dataclass(frozen=True)
-class RopeParameters:
-    """How positions become angles; `factor` stretches them (linear, llama3), the rest is Llama 3's blend.
-
-    stretch   divides all angles, whatever the type: what an adapter for longer contexts wants
-    """
-
-    rope_type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    stretch: float = 1.0
-
-
 class RotaryEmbedding(nn.Module):
     """Looks up the angles' cosines and sines, once a step for all layers (vLLM: RotaryEmbedding).
+
+    rope_parameters   rope_type, rope_theta and whatever else the type needs, as `ModelArchitecture` has them
+    stretch           divides all angles, whatever the type: what an adapter for longer contexts wants
 
     The table, for all `max_position` positions, is computed once, in float32 whatever the model's dtype, as the
     models were trained, and kept so: a rotation is computed in float32 and rounded once.
@@ -36,17 +23,20 @@ class RotaryEmbedding(nn.Module):
         self,
         head_size: int,
         max_position: int,
-        rope: RopeParameters,
+        rope_parameters: dict[str, Any],
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        stretch: float = 1.0,
     ) -> None:
         super().__init__()
-        self.head_size, self.max_position, self.rope = head_size, max_position, rope
+        self.head_size, self.max_position = head_size, max_position
+        self.rope_parameters, self.stretch = rope_parameters, stretch
         # Computed on the CPU whatever the device, but for a model of shapes alone, which may be of any length.
         where = "meta" if device is not None and torch.device(device).type == "meta" else "cpu"
+        frequencies, length = inverse_frequencies(head_size, rope_parameters)
         positions = torch.arange(max_position, dtype=torch.float32, device=where)
-        angles = positions[:, None, None] * inverse_frequencies(head_size, rope).to(where)  # (P, 1, D/2)
-        cos, sin = angles.cos(), angles.sin()
+        angles = positions[:, None, None] * (frequencies / stretch).to(where)  # (P, 1, D/2)
+        cos, sin = angles.cos() * length, angles.sin() * length
         # The minus of rotate-half goes into the table, where it costs nothing per layer.
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, table in (("cos", torch.cat((cos, cos), -1)), ("sin", torch.cat((-sin, sin), -1))):
@@ -54,9 +44,10 @@ class RotaryEmbedding(nn.Module):
 
     def stretched(self, factor: float) -> RotaryEmbedding:
         """The same for a context `factor` times as long, every angle divided by it (linear scaling)."""
-        rope = replace(self.rope, stretch=self.rope.stretch * factor)
-        longest = math.ceil(self.max_position * factor)
-        return RotaryEmbedding(self.head_size, longest, rope, self.cos.dtype, self.cos.device)
+        longest, stretch = math.ceil(self.max_position * factor), self.stretch * factor
+        return RotaryEmbedding(
+            self.head_size, longest, self.rope_parameters, self.cos.dtype, self.cos.device, stretch
+        )
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: (T,) int64 -> cos, sin: (T, 1, D), as `apply_rotary` wants them"""
@@ -68,21 +59,16 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
-def inverse_frequencies(head_size: int, rope: RopeParameters) -> torch.Tensor:
-    """Radians per position of each pair: (D/2,) float32"""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-    frequencies = 1.0 / (rope.theta**exponents)  # (D/2,)
-    if rope.rope_type == "linear":
-        frequencies = frequencies / rope.factor
-    if rope.rope_type == "llama3":
-        frequencies = _llama3(frequencies, rope)
-    return frequencies / rope.stretch
+def inverse_frequencies(head_size: int, rope_parameters: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """Radians per position of each pair: (D/2,) float32; and the length that "yarn" gives rotated vectors."""
+    if rope_parameters["rope_type"] == "default":
+        exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+        return 1.0 / rope_parameters["rope_theta"] ** exponents, 1.0  # (D/2,)
+    # Imported where it is needed: it takes half a second, and most models do without.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
-
-def _llama3(frequencies: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
-    """Llama 3.1: fast pairs stay, slow ones are stretched by `factor`, those between are blended."""
-    wavelengths = 2 * math.pi / frequencies  # positions per turn
-    turns = rope.original_max_position_embeddings / wavelengths  # within the context of the first training
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
+    config = RotaryEmbeddingConfigMixin()
+    config.rope_parameters = dict(rope_parameters)
+    config.max_position_embeddings = rope_parameters["original_max_position_embeddings"]
+    config.hidden_size, config.num_attention_heads = head_size, 1
+    return ROPE_INIT_FUNCTIONS[rope_parameters["rope_type"]](config)

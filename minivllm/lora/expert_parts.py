@@ -100,5 +100,4 @@ def pack_experts(
         return PackedLoRALayerWeights.pack_moe(loras, name)
     w13, w2 = loras[0::2], loras[1::2]
     packed = PackedLoRALayerWeights.pack_moe([lora for pair in zip(w13, w2) for lora in (*pair, None)], name)
-    lists = (packed.lora_alphas, packed.lora_a, packed.lora_b, packed.scaling)
-    return PackedLoRALayerWeights(name, packed.rank, *(values[:2] for values in lists))
+    return PackedLoRALayerWeights.from_parts(name, packed.rank, packed.parts[:2])

@@ -243,8 +243,8 @@ def _add_biases(
         lora = loras[module]
         if len(bias) != lora.output_dim:
             raise ValueError(f"{module} has lora_B.bias {tuple(bias.shape)}, expected ({lora.output_dim},)")
-        lora.bias = bias[None]  # (1, N)
-        _check_finite(f"{module}.lora_B.bias", lora.bias, lora.scaling, dtype)
+        _check_finite(f"{module}.lora_B.bias", bias, lora.scaling, dtype)
+        lora.beside["bias"] = bias[None] * lora.scaling  # (1, N)
 
 
 def _refuse_unexpected(modules: Iterable[str], expected: list[str]) -> None:

@@ -128,7 +128,7 @@ class Vocabulary:
                 inputs, outputs = layer.part_shape(0)
                 lora_a, lora_b = embeddings.new_empty(0, inputs), embeddings.new_empty(outputs, 0)
                 lora.loras[name] = LoRALayerWeights(name, 0, 0, lora_a, lora_b, scaling=1)
-            lora.loras[name].embeddings_tensor = embeddings
+            lora.loras[name].beside["embeddings"] = embeddings
 
     def _fill_up(
         self, kind: str, layer: "BaseLayerWithLoRA", weights: LoRALayerWeights, added_tokens: int

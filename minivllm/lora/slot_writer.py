@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.lora.layers.base import BaseLayerWithLoRA, as_list
+from minivllm.lora.layers.base import BaseLayerWithLoRA, extras_of
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapped_modules import WrappedModules
@@ -161,8 +161,8 @@ def _parts(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> _Part
     nothing = [None] * module.n_slices
     if weights is None:
         return _Parts(nothing, nothing, [None] * len(module.extra_slots))
-    extras = module.slice_extras(as_list(weights.extras))[: len(module.extra_slots)]
-    a, b = as_list(weights.lora_a), as_list(weights.lora_b)
+    extras = module.slice_extras(extras_of(weights))[: len(module.extra_slots)]
+    a, b = ([part and getattr(part, side) for part in weights.parts] for side in ("lora_a", "lora_b"))
     return _Parts(module.slice_lora_a(a), module.slice_lora_b(b), extras)
 
 

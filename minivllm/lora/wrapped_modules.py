@@ -13,6 +13,7 @@ from minivllm.lora.layers import (
     FusedMoEWithLoRA,
     LinearScalingRotaryEmbeddingWithLoRA,
 )
+from minivllm.lora.layers.base import extras_of
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import is_in_target_modules, nearest_names
@@ -189,7 +190,7 @@ class WrappedModules:
 
     def _refuse_biases_without_room(self, lora: LoRAModel) -> None:
         for name, weights in lora.loras.items():
-            if weights.is_packed or weights.bias is None or name not in self.targets:
+            if weights.is_packed or "bias" not in weights.beside or name not in self.targets:
                 continue
             module = self.modules[self.targets[name][0]]
             if not module.is_linear:
@@ -291,7 +292,7 @@ class WrappedModules:
                 if weights is None:
                     module.reset_lora(slot)
                 else:
-                    module.set_lora(slot, weights.lora_a, weights.lora_b, weights.extras)
+                    module.set_lora(slot, weights.lora_a, weights.lora_b, extras_of(weights))
         except BaseException:
             for module in self.modules.values():
                 module.reset_lora(slot)

@@ -1,13 +1,14 @@
 """What config.json says about a model. Stands for vllm/transformers_utils/config.py (v0.22.1)."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minivllm.layers.rotary import RopeParameters
+from minivllm.validation import is_real, shown
 
 # model_type -> the architecture that implements it.
 ARCHITECTURES = {
@@ -25,9 +26,16 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-ROPE_TYPES = ("default", "linear", "llama3")
-LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor")
-# What transformers assumes when an older config.json leaves these out.
+# Type -> what it needs. The angles of other types depend on how long a text is.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+# What transformers assumes when a config.json leaves these out, for some kinds of model or for all.
+ROPE_THETA = {"mixtral": 1e6}
+RMS_NORM_EPS = {"mixtral": 1e-5, "phi3": 1e-5}
 MISTRAL_SLIDING_WINDOW = 4096
 QWEN3_HEAD_DIM = 128
 
@@ -38,6 +46,7 @@ class ModelArchitecture:
 
     sparse_layers: the numbers of the layers whose MLP is num_experts experts of moe_intermediate_size; each token
     runs num_experts_per_tok of them, whose weights norm_topk_prob makes sum to one. () for a dense model.
+    rope_parameters: rope_type, rope_theta and, for a type other than "default", what transformers computes it from.
     """
 
     architecture: str
@@ -51,7 +60,7 @@ class ModelArchitecture:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeParameters
+    rope_parameters: dict[str, Any]
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -101,8 +110,8 @@ class ModelArchitecture:
             num_key_value_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or default_head_dim,
             max_position_embeddings=_required(config, "max_position_embeddings"),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope=_rope(config),
+            rms_norm_eps=config.get("rms_norm_eps", RMS_NORM_EPS.get(kind, 1e-6)),
+            rope_parameters=_rope_parameters(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or kind == "qwen2",
             o_bias=attention_bias,
@@ -195,26 +204,35 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
         )
 
 
-def _rope(config: dict[str, Any]) -> RopeParameters:
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before it."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope type {kind!r} is not supported; use one of {', '.join(ROPE_TYPES)}")
+    if (config["model_type"], kind) == ("phi3", "yarn"):
+        raise ValueError("rope type 'yarn' is not supported for 'phi3', where it stands for longrope")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"partial_rotary_factor {given['partial_rotary_factor']} is not supported; only 1.0 is"
         )
-    theta = given.get("rope_theta") or config.get("rope_theta") or RopeParameters.theta
-    if kind == "default":
-        return RopeParameters(kind, float(theta))
-    needed = ("factor", *LLAMA3_KEYS) if kind == "llama3" else ("factor",)
-    missing = [key for key in needed if given.get(key) is None]
+    missing = [key for key in ROPE_TYPES[kind] if given.get(key) is None]
     if missing:
         raise ValueError(f"rope type {kind!r} needs {', '.join(missing)} in config.json")
-    values = {key: float(given[key]) for key in needed}
-    original = given.get("original_max_position_embeddings") or _required(config, "max_position_embeddings")
-    return RopeParameters(kind, float(theta), original_max_position_embeddings=original, **values)
+    theta = given.get("rope_theta") or config.get("rope_theta") or ROPE_THETA.get(config["model_type"], 1e4)
+    parsed = {"rope_type": kind, "rope_theta": theta}
+    if kind != "default":
+        trained = given.get("original_max_position_embeddings") or _required(
+            config, "max_position_embeddings"
+        )
+        beside = {key: value for key, value in given.items() if key != "type" and value is not None}
+        parsed = beside | parsed | {"original_max_position_embeddings": trained}
+    for key in parsed.keys() & {"rope_theta", "original_max_position_embeddings", *ROPE_TYPES[kind]}:
+        if not (is_real(parsed[key]) and 0 < parsed[key] < math.inf):
+            raise ValueError(
+                f"{key} {shown(parsed[key])} of rope type {kind!r} must be a number greater than 0"
+            )
+    return parsed
 
 
 def _experts(config: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
         self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.max_position_embeddings, config.rope, dtype, device
+            config.head_dim, config.max_position_embeddings, config.rope_parameters, dtype, device
         )
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, layer, dtype, device) for layer in range(config.num_hidden_layers)

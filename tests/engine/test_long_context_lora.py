@@ -14,7 +14,7 @@ from tiny_oracle import Oracle
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.config import LoRAConfig
-from minivllm.layers.rotary import RopeParameters, RotaryEmbedding
+from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.lora.layers import LinearScalingRotaryEmbeddingWithLoRA
 from minivllm.lora.peft_helper import PEFTHelper
 
@@ -181,9 +181,13 @@ def test_factors_that_stretch_nothing_are_refused(factors):
         LoRAConfig(long_lora_scaling_factors=factors)
 
 
+def default_rope(theta):
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 def test_a_model_of_shapes_alone_has_tables_of_any_length():
     """`minivllm inspect` makes one for what an adapter asks for, which may be nonsense."""
-    base = RotaryEmbedding(6, 10, RopeParameters(), torch.float64, "meta")
+    base = RotaryEmbedding(6, 10, default_rope(10000.0), torch.float64, "meta")
 
     wrapped = LinearScalingRotaryEmbeddingWithLoRA(base, (2.0**32,), max_loras=2)
 
@@ -193,7 +197,7 @@ def test_a_model_of_shapes_alone_has_tables_of_any_length():
 def test_the_tables_are_the_angles_of_divided_positions():
     """cos(p / f * theta^(-2i / D)) in float64, for each row's own f."""
     theta, size = 100.0, 6
-    base = RotaryEmbedding(size, 10, RopeParameters(theta=theta), torch.float64)
+    base = RotaryEmbedding(size, 10, default_rope(theta), torch.float64)
     wrapped = LinearScalingRotaryEmbeddingWithLoRA(base, (2.0, 2.5), max_loras=2)
     slots = torch.tensor([-1, 0, 1, 0, -1])
 

@@ -7,11 +7,12 @@ from nan_guard import Guarded
 
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.rotary import RopeParameters, RotaryEmbedding
+from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops.activation import silu_and_mul
 from minivllm.layers.triton_ops.norm import fused_add_rms_norm, rms_norm
 from minivllm.layers.triton_ops.rotary import rotary_and_cache
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What one rounding of the result may cost, relative to the largest element, and float32 arithmetic before it.
 ERRORS = {torch.float32: 2e-6, torch.float16: 2.0**-11 + 1e-5}
 if DEVICE == "cuda":  # the interpreter computes bfloat16 wrongly
@@ -100,7 +101,7 @@ def test_rotary_and_cache(dtype, num_heads, num_kv_heads, size):
     heads = random(5, num_heads + 2 * num_kv_heads, size, dtype=dtype)
     positions = torch.tensor([0, 3, 999, 17, 4])
     slots = torch.tensor([5, 11, 2, 8, 3])
-    rotary = RotaryEmbedding(size, 1000, RopeParameters(), dtype, DEVICE)
+    rotary = RotaryEmbedding(size, 1000, DEFAULT_ROPE, dtype, DEVICE)
     cache = Guarded(torch.full((3, 4, 2 * num_kv_heads, size), torch.nan, dtype=dtype), 0, DEVICE)
     guarded = Guarded(heads, device=DEVICE)
 
@@ -126,7 +127,7 @@ def test_values_that_are_not_finite_are_cached_as_they_are(dtype):
     heads = random(1, 3, 64, dtype=dtype)
     heads[0, 2, 40] = torch.inf
     cache = torch.zeros(1, 4, 2, 64, dtype=dtype, device=DEVICE)
-    rotary = RotaryEmbedding(64, 10, RopeParameters(), dtype, DEVICE)
+    rotary = RotaryEmbedding(64, 10, DEFAULT_ROPE, dtype, DEVICE)
 
     rotary_and_cache(
         heads.to(DEVICE), *rotary(torch.tensor([3], device=DEVICE)), torch.tensor([1], device=DEVICE), cache

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from minivllm.layers.rotary import RopeParameters
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS, get_model
 
@@ -43,32 +42,82 @@ QWEN3_MOE = LLAMA | {
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+def default_rope(theta):
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, RopeParameters(theta=10000.0)),
-        ({"rope_theta": 500.0}, RopeParameters(theta=500.0)),
-        ({"rope_theta": 500.0, "rope_scaling": None}, RopeParameters(theta=500.0)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, RopeParameters(theta=500.0)),
+        ({}, default_rope(10000.0)),
+        ({"rope_theta": 500.0}, default_rope(500.0)),
+        ({"rope_theta": 500.0, "rope_scaling": None}, default_rope(500.0)),
+        ({"rope_parameters": default_rope(500.0)}, default_rope(500.0)),
         (
             {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
-            RopeParameters("linear", 500.0, 2.0, original_max_position_embeddings=4096),
+            {
+                "rope_type": "linear",
+                "rope_theta": 500.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 4096,
+            },
         ),
         (
             {
                 "rope_theta": 500.0,
                 "rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 512, **LLAMA3},
             },
-            RopeParameters("llama3", 500.0, 8.0, 1.0, 4.0, 512),
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "original_max_position_embeddings": 512,
+                **LLAMA3,
+            },
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}},
-            RopeParameters("llama3", 500.0, 8.0, 1.0, 4.0, 4096),
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "original_max_position_embeddings": 4096,
+                **LLAMA3,
+            },
+        ),
+        (
+            {"rope_theta": 500.0, "rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 3}},
+            {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 2.0,
+                "beta_slow": 3,
+                "original_max_position_embeddings": 4096,
+            },
         ),
     ],
 )
 def test_rotary_settings_are_read_in_either_spelling(keys, expected):
-    assert ModelArchitecture.from_dict(LLAMA | keys).rope == expected
+    assert ModelArchitecture.from_dict(LLAMA | keys).rope_parameters == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3 | {"pad_token_id": 0}, MIXTRAL, QWEN3_MOE],
+    ids=lambda config: config["model_type"],
+)
+def test_what_a_config_leaves_out_is_what_transformers_assumes(config):
+    from transformers import AutoConfig
+
+    bare = {key: value for key, value in config.items() if key != "rms_norm_eps"}
+    theirs = AutoConfig.for_model(**bare)
+
+    ours = ModelArchitecture.from_dict(bare)
+
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +198,10 @@ REFUSED = {
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "MistralForCausalLM": {"architectures": ["MistralForCausalLM"]},
     "'bitsandbytes'": {"quantization_config": {"quant_method": "bitsandbytes"}},
-    "rope type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+    "rope type 'yarn' needs factor": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+    "factor 'two' of rope type 'yarn'": {"rope_scaling": {"type": "yarn", "factor": "two"}},
+    "factor 0 of rope type 'linear'": {"rope_scaling": {"type": "linear", "factor": 0}},
+    "rope_theta nan of rope type 'default'": {"rope_theta": float("nan")},
     "rope type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "needs factor": {"rope_scaling": {"type": "linear"}},
     "needs low_freq_factor, high_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
@@ -183,6 +235,7 @@ def test_an_unknown_config_is_refused_by_name(message):
         (QWEN3_MOE | {"moe_intermediate_size": None}, "no 'moe_intermediate_size'"),
         (QWEN3_MOE | {"model_type": "qwen2_moe"}, "model_type 'qwen2_moe'"),
         (PHI3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
+        (PHI3 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn' .* 'phi3'"),
     ],
 )
 def test_a_sparse_or_fused_config_is_refused_by_name(config, message):

@@ -14,8 +14,10 @@ from minivllm.layers.linear import (
     can_pack,
 )
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.rotary import RopeParameters, RotaryEmbedding, apply_rotary
+from minivllm.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies
 from minivllm.models.config import ModelArchitecture
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def linear(inputs, outputs, bias, dtype=torch.float32):
@@ -105,6 +107,17 @@ def test_rms_norm_packed_or_not(dtype, tolerance):
         {"rope_type": "default", "rope_theta": 100000.0},
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
         LLAMA3_ROPE,
+        {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.3,
+            "beta_fast": 20,
+            "truncate": False,
+        },
     ],
     ids=lambda rope: rope["rope_type"],
 )
@@ -118,7 +131,7 @@ def test_rotated_heads_equal_those_of_transformers_at_near_and_far_positions(rop
 
     config = LlamaConfig(hidden_size=96, num_attention_heads=4, rope_parameters=dict(rope))
     config.max_position_embeddings = 9000
-    ours = ModelArchitecture.from_dict(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
+    ours = rope_parameters_of(config)
     positions = torch.tensor([0, 1, 37, 500, 8191])
     q, k = torch.randn(2, 5, 3, 24, generator=torch.Generator().manual_seed(0))
 
@@ -132,10 +145,28 @@ def test_rotated_heads_equal_those_of_transformers_at_near_and_far_positions(rop
     torch.testing.assert_close(k_ours, k_theirs[0], rtol=0, atol=1e-6)
 
 
+def test_frequencies_equal_those_of_transformers_bit_for_bit(rope):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=96, num_attention_heads=4, rope_parameters=dict(rope))
+    theirs = LlamaRotaryEmbedding(config)
+
+    frequencies, length = inverse_frequencies(24, rope_parameters_of(config))
+
+    assert torch.equal(frequencies, theirs.inv_freq)
+    assert length == theirs.attention_scaling
+
+
+def rope_parameters_of(config):
+    config = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    return ModelArchitecture.from_dict(config).rope_parameters
+
+
 def test_angles_are_computed_in_float32_for_a_half_precision_model():
     positions = torch.tensor([1001])
 
-    cos, sin = RotaryEmbedding(8, 2048, RopeParameters(), torch.bfloat16)(positions)
+    cos, sin = RotaryEmbedding(8, 2048, DEFAULT_ROPE, torch.bfloat16)(positions)
 
     angle = 1001 * 10000.0 ** -(np.arange(0, 8, 2) / 8)
     assert cos.dtype == sin.dtype == torch.float32

@@ -109,9 +109,11 @@ def test_a_bias_on_b_goes_with_its_module():
     lora = from_tensors(tensors, config=good_config(lora_bias=True), dtype=torch.float64)
 
     assert_modules(lora, WIDTHS.keys())
-    assert_rows_equal(lora.loras[Q].bias, bias[None].double(), what=f"bias of {Q}")
-    assert lora.loras[Q].bias.dtype == torch.float64
-    assert [lora.loras[module].bias for module in WIDTHS if module != Q] == [None] * (len(WIDTHS) - 1)
+    (found,) = lora.loras[Q].beside.values()
+    scaled = lora.loras[Q].scaling * bias[None].double()
+    assert_rows_equal(found, scaled, tolerance=1e-12, what=f"bias of {Q}")
+    assert found.dtype == torch.float64
+    assert [lora.loras[module].beside for module in WIDTHS if module != Q] == [{}] * (len(WIDTHS) - 1)
 
 
 @pytest.mark.lab("1.6")

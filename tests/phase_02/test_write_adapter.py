@@ -150,7 +150,7 @@ def test_a_copy_that_fails_on_the_way_leaves_the_slot_empty_and_the_others_alone
 def test_a_copy_that_fails_within_a_layer_leaves_the_slot_empty(wrapped):
     """The first slices of the layer have been written when the last one does not fit."""
     lora = packed(wrapped, toy_adapter(seed=3))
-    lora.loras["layers.0.attn.qkv_proj"].lora_b[2] = random_pair(1, 3, 99, seed=4)[1]
+    lora.loras["layers.0.attn.qkv_proj"].parts[2].lora_b = random_pair(1, 3, 99, seed=4)[1]
 
     with pytest.raises(RuntimeError, match="size of tensor"):
         wrapped.write(lora, 1)

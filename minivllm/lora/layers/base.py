@@ -9,6 +9,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
 if TYPE_CHECKING:
     from minivllm.lora.punica_wrapper import PunicaWrapperBase
@@ -308,6 +309,11 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         return tuple(base_layer.output_sizes)
 
     # endregion
+
+
+def extras_of(weights: LoRALayerWeights | PackedLoRALayerWeights) -> list[torch.Tensor | None]:
+    """What an adapter has beside A and B, one entry a slice: a bias or embeddings; no module has both."""
+    return [next(iter(part.beside.values()), None) if part else None for part in weights.parts]
 
 
 def as_list(weights: Weights) -> list[torch.Tensor | None]:

@@ -6,7 +6,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead
-from minivllm.lora.layers.base import BaseLayerWithLoRA, Weights
+from minivllm.lora.layers.base import BaseLayerWithLoRA, Weights, as_list
 
 
 class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
@@ -88,7 +88,8 @@ class LogitsProcessorWithLoRA(BaseLayerWithLoRA):
     def _set_extras(self, index: int, extras: Weights) -> None:
         super()._set_extras(index, extras)
         if self.extra_slots:
-            self.added_tokens[index] = 0 if extras is None else len(extras)
+            (own,) = as_list(extras)
+            self.added_tokens[index] = 0 if own is None else len(own)
 
     def forward(
         self,

@@ -1,0 +1,61 @@
+"""The adapters of a layer's experts, packed. Stands for `pack_moe` of vllm/lora/lora_weights.py (v0.22.1)."""
+
+from collections.abc import Sequence
+from copy import copy
+
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+
+# region lab 1.7: pack the experts of a layer
+def pack_moe(
+    loras: Sequence[LoRALayerWeights | None], module_name: str, is_non_gated_moe: bool = False
+) -> PackedLoRALayerWeights:
+    """Stack what the E experts of a layer have, part by part: A (E, r, K) and B (E, N, r) of [w1, w2, w3].
+
+    loras             w1, w2, w3 (gate, down, up) of expert 0, then of expert 1, and so on; None for what has no
+                      adapter, but not for all
+    module_name       of the result
+    is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1
+
+    A part keeps the scaling that its experts share, for `optimize` to fold in. Where they differ each expert is
+    optimized first, and the part's scaling is 1. A part that no expert has is None. `rank` is the largest of all.
+    vLLM: `PackedLoRALayerWeights.pack_moe`.
+
+    Raises ValueError, naming the module, for a length that is no multiple of 3, and where nothing has an adapter.
+    """
+    if len(loras) % 3 or all(lora is None for lora in loras):
+        raise ValueError(
+            f"{module_name}: expected w1, w2 and w3 of each expert, at least one of them with an adapter, got "
+            f"{len(loras)} parts, {sum(lora is not None for lora in loras)} of them with an adapter"
+        )
+    parts = [_stack_experts(loras[part::3]) for part in range(3)]
+    if is_non_gated_moe:
+        parts[2] = copy(parts[0])
+        parts[2].scaling = 1
+    rank = max(part.rank for part in parts if part is not None)
+    return PackedLoRALayerWeights.from_parts(module_name, rank, parts)
+
+
+def _stack_experts(loras: Sequence[LoRALayerWeights | None]) -> LoRALayerWeights | None:
+    """One part of all experts in one: A (E, r, K), B (E, N, r), None where no expert has it.
+
+    r is the largest rank of any of them. Past an expert's own rank there are zeros, and so there are for an expert
+    that lacks the part. Alpha is the first one's, and so is the scaling, once it is all experts'.
+    """
+    present = {expert: lora for expert, lora in enumerate(loras) if lora is not None}
+    if not present:
+        return None
+    if len({lora.scaling for lora in present.values()}) > 1:
+        present = {expert: lora.optimize() for expert, lora in present.items()}
+    first, rank = next(iter(present.values())), max(len(lora.lora_a) for lora in present.values())
+    lora_a = first.lora_a.new_zeros(len(loras), rank, first.input_dim)  # (E, r, K)
+    lora_b = first.lora_b.new_zeros(len(loras), first.output_dim, rank)  # (E, N, r)
+    for expert, lora in present.items():
+        lora_a[expert, : len(lora.lora_a)] = lora.lora_a
+        lora_b[expert, :, : len(lora.lora_a)] = lora.lora_b
+    return LoRALayerWeights(first.module_name, rank, first.lora_alpha, lora_a, lora_b, first.scaling)
+
+
+# endregion
+
+PackedLoRALayerWeights.pack_moe = staticmethod(pack_moe)

@@ -1,0 +1,139 @@
+"""What a plain adapter makes the engine run, from its first request to its end; `-s` shows files and functions.
+
+Plain: A and B on the seven linears, a local folder, a CPU.
+"""
+
+import gc
+from pathlib import Path
+
+import house
+import pytest
+from demo_tasks import adapter_folder, demo_base
+from life import Calls, FirstProduct
+from tiny_engine import greedy, run, tiny_world, tokens_of
+
+from minivllm import LLM, LLMEngine, LoRARequest
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+BACKEND = "loops"  # the core's own
+ADDING = "add_request of a new adapter"
+WARM = "a warm step before its first product"
+
+MOST_FILES = {ADDING: 18, WARM: 15}
+MOST_FUNCTIONS = {ADDING: 60}
+
+# Below minivllm/: options, GPU, vLLM's names, sources, reports. The steps may be counted (engine/metrics.py).
+AROUND = (
+    *("lora/options/", "lora/gpu/", "lora/vllm/", "lora/io/", "lora/ops/triton_ops/", "lora/reports.py"),
+    *("engine/recorder.py", "engine/trace.py", "engine/trace_plot.py"),
+    *("worker/cuda_graphs.py", "worker/decode_buffers.py", "worker/gpu_memory.py"),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """A base model, an adapter on the seven linears and another one: the demo's, or tiny ones without it."""
+    try:
+        return demo_base(), adapter_folder("sql"), adapter_folder("json")
+    except ModuleNotFoundError:
+        world = tiny_world(tmp_path_factory)
+        return world.base, world.path("all"), world.path("mlp")
+
+
+def live(folders: tuple[Path, Path, Path], target_modules: list[str] | None) -> dict[str, Calls]:
+    """A plain adapter's life in an engine with one slot and room for one adapter in memory; token ids in and out."""
+    base, *adapters = folders
+    mine, other = (LoRARequest(path.name, i, str(path)) for i, path in enumerate(adapters, 1))
+    llm = LLM(
+        base,
+        device="cpu",
+        skip_tokenizer_init=True,
+        enable_lora=True,
+        max_loras=1,
+        max_cpu_loras=1,
+        max_lora_rank=32,
+        target_modules=target_modules,
+        punica_backend=BACKEND,
+        num_kv_blocks=40,
+        warm_up=False,
+    )
+    engine = llm.llm_engine
+    stretches = {ADDING: ask(engine, "first", mine), "load and slot": step(engine)}
+    stretches[WARM] = step_to_first_product(engine)
+    with Calls() as stretches["20 steps"]:
+        first = run(engine)["first"]
+    with Calls() as stretches["eviction by another adapter"]:
+        engine.add_request("other", [5, 6, 7], greedy(2), lora_request=other)
+        run(engine)
+    assert engine.list_loras() == {2}
+    with Calls() as stretches["reload"]:
+        engine.add_request("again", [5, 6, 7, 8], greedy(20), lora_request=mine)
+        again = run(engine)["again"]
+    assert tokens_of(again) == tokens_of(first)
+    with Calls() as stretches["unload"]:
+        engine.remove_lora(1)
+    assert engine.list_loras() == set()
+    return stretches
+
+
+def ask(engine: LLMEngine, request_id: str, adapter: LoRARequest) -> Calls:
+    params = greedy(20)
+    with Calls() as calls:
+        engine.add_request(request_id, [5, 6, 7, 8], params, lora_request=adapter)
+    return calls
+
+
+def step(engine: LLMEngine) -> Calls:
+    with Calls() as calls:
+        engine.step()
+    return calls
+
+
+def step_to_first_product(engine: LLMEngine) -> Calls:
+    """Of a step like the one before it."""
+    engine.step()
+    with Calls() as calls, FirstProduct(calls.end):
+        engine.step()
+    assert any(file.startswith("lora/layers/") for file in calls.files), "the product is no wrapped linear's"
+    return calls
+
+
+@pytest.fixture(scope="module")
+def life(folders):
+    yield live(folders, LINEARS)
+    gc.collect()
+
+
+def test_it_enters_no_file_around_the_core(life):
+    for name, calls in life.items():
+        print(f"\n{name}: {calls}")
+
+    entered = {file for calls in life.values() for file in calls.files if file.startswith(AROUND)}
+
+    found = {"files around the core": dict.fromkeys(sorted(entered), 1)}
+    assert not house.compare("plain_life", found, owed("files around the core"))
+
+
+@pytest.mark.parametrize("stretch", [ADDING, WARM])
+def test_it_can_be_followed_by_a_reader(life, stretch):
+    files = [file for file in life[stretch].files if not file.startswith(("layers/", "models/"))]
+    found = {"files": len(files), "functions": len(life[stretch].functions)}
+    limits = {"files": MOST_FILES[stretch], "functions": MOST_FUNCTIONS.get(stretch, 1000)}
+
+    too_much = {what: number for what, number in found.items() if number > limits[what]}
+
+    assert not house.compare("plain_life", {stretch: too_much}, owed(stretch)), life[stretch]
+
+
+def owed(stretch: str) -> house.Excess:
+    return {name: table for name, table in house.owed("plain_life").items() if name == stretch}
+
+
+def test_a_slot_for_the_two_ends_adds_their_forward_alone(folders, life):
+    known = {name for calls in life.values() for name in calls.functions}
+
+    with_ends = live(folders, None)
+
+    more = {name for calls in with_ends.values() for name in calls.functions} - known
+    around = {(file, name) for file, name in more if file.startswith(AROUND)}
+    assert all(name.endswith(".forward") for _, name in around), around

@@ -1,0 +1,165 @@
+"""The rooms of the house: which files are the core's two books, and what of them breaks a rule.
+
+`python tests/helpers/house.py` prints what breaks one today, as tests/house_debt.toml holds it.
+"""
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+from code_lines import code_lines, function_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "minivllm"
+DEBT = ROOT / "tests" / "house_debt.toml"
+
+Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> how much there is
+
+# Around book A, all that is not named here is in it.
+BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", "reports.py")
+# Around book B: GPUs, memory, threads, what draws tokens; reports of steps.
+BESIDE_WORKER = ("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler")
+BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder")
+
+# What the core never imports.
+OUTSIDE = tuple(f"minivllm.lora.{name}" for name in ("options", "io", "gpu", "vllm", "reports"))
+COMPOSITION_ROOT = PACKAGE / "lora" / "__init__.py"
+
+MOST_CODE = {"book A": 1500, "book B": 1600}
+MOST_LINES = {"book A": 200, "book B": 250}
+MOST_CHECKS = 300
+LONGEST_FUNCTION = 40
+LONGEST_STARTER = 120
+
+
+def books() -> dict[str, list[Path]]:
+    """Their files. What stands in the core's folders and is not named above is in a book."""
+    lora = PACKAGE / "lora"
+    return {
+        "book A": [
+            path
+            for path in sorted(lora.rglob("*.py"))
+            if not path.relative_to(lora).as_posix().startswith(BESIDE_A)
+        ],
+        "book B": [
+            path
+            for folder, beside in (("core", ()), ("worker", BESIDE_WORKER), ("engine", BESIDE_ENGINE))
+            for path in sorted((PACKAGE / folder).rglob("*.py"))
+            if path.stem not in beside
+        ],
+    }
+
+
+def length_of_books() -> Excess:
+    lines = {book: sum(map(code_lines, files)) for book, files in books().items()}
+    return {book: {"lines of code": n} for book, n in lines.items() if n > MOST_CODE[book]}
+
+
+def long_files() -> Excess:
+    """Of the books by all their lines, `checks.py` by its lines of code."""
+    found = {}
+    for book, files in books().items():
+        for path in files:
+            lines = len(path.read_text(encoding="utf-8").splitlines())
+            if lines > MOST_LINES[book]:
+                found[name_of(path)] = {"lines": lines}
+    checks = PACKAGE / "lora" / "checks.py"
+    if checks.exists() and code_lines(checks) > MOST_CHECKS:
+        found[name_of(checks)] = {"lines of code": code_lines(checks)}
+    return found
+
+
+def long_functions() -> Excess:
+    """Of the books and of `checks.py`."""
+    found: Excess = {}
+    checks = PACKAGE / "lora" / "checks.py"
+    for path in [*(path for files in books().values() for path in files), *[checks] * checks.exists()]:
+        for function, lines in function_lines(path).items():
+            if lines > LONGEST_FUNCTION:
+                found.setdefault(name_of(path), {})[function] = lines
+    return found
+
+
+def long_starters() -> Excess:
+    """As they are generated: what learners add does not count."""
+    from labs.kit.regions import read_engine, starter
+
+    found = {}
+    for exercise in read_engine().values():
+        lines = len(starter(exercise.text, exercise.module).splitlines())
+        if lines > LONGEST_STARTER:
+            found[name_of(exercise.starter)] = {"lines": lines}
+    return found
+
+
+def imports_outwards() -> Excess:
+    """By the core, those for annotations and inside functions counted.
+
+    The composition root may import all, and a module's `__getattr__` may fetch vLLM's names.
+    """
+    found: Excess = {}
+    for path in [path for files in books().values() for path in files if path != COMPOSITION_ROOT]:
+        for module in outward(path.read_text(encoding="utf-8")):
+            found.setdefault(name_of(path), {})[module] = 1
+    return found
+
+
+def outward(text: str) -> list[str]:
+    """The modules of other rings that a module of the core imports."""
+    tree = ast.parse(text)
+    old_names = [node for node in tree.body if getattr(node, "name", "") == "__getattr__"]
+    allowed = {id(inner) for node in old_names for inner in ast.walk(node)}
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            found |= {
+                ring for ring in OUTSIDE if f"{name}.".startswith(f"{ring}.") and id(node) not in allowed
+            }
+    return sorted(found)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def owed(rule: str) -> Excess:
+    """What breaks a rule at present, and may until it is mended."""
+    return tomllib.loads(DEBT.read_text(encoding="utf-8")).get(rule, {})
+
+
+def compare(rule: str, found: Excess, debt: Excess) -> list[str]:
+    """Sentences about what grew or is new, and about what is owed no longer."""
+    said = []
+    for where, measures in found.items():
+        for what, number in measures.items():
+            limit = debt.get(where, {}).get(what)
+            if limit is None or number > limit:
+                said.append(f"{rule}, {where}: {what} = {number}, {DEBT.name} has {limit}")
+    for where, measures in debt.items():
+        settled = [what for what in measures if what not in found.get(where, {})]
+        said += [f"{rule}, {where}: {what} is settled, {DEBT.name} still has it" for what in settled]
+    return said
+
+
+RULES = (length_of_books, long_files, long_functions, long_starters, imports_outwards)
+
+
+def as_toml(rule: str, excess: Excess) -> str:
+    """A blank line after each file, so that two people's changes merge."""
+    text = ""
+    for where in sorted(excess):
+        text += f'[{rule}."{where}"]\n'
+        text += "".join(f'"{what}" = {number}\n' for what, number in sorted(excess[where].items())) + "\n"
+    return text
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    tables = {rule.__name__: rule() for rule in RULES} | {"plain_life": owed("plain_life")}
+    print("".join(as_toml(rule, excess) for rule, excess in tables.items()).rstrip("\n"))
