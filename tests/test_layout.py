@@ -34,6 +34,8 @@ LAYERS = (
         "lora.peft_helper",
         "lora.resolver",
         "lora.lru_cache",
+        "lora.storage",
+        "lora.events",
         "lora.stats",
         "economics",
     ),
@@ -57,10 +59,12 @@ LAYERS = (
         "lora.expert_parts",
         "lora.wrapped_modules",
         "lora.slot_writer",
+        "lora.tiers",
+        "lora.adapter_slots",
         "lora.model_manager",
     ),
+    ("lora.reports", "lora.loading", "lora.worker_manager"),
     ("lora.options", "lora.io", "lora.gpu", "lora.vllm"),
-    ("lora.worker_manager",),
     ("lora",),
     ("core",),
     ("worker",),
@@ -92,10 +96,10 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports_of(tree: ast.AST) -> set[str]:
-    """Modules of minivllm that run when this one does; imports for annotations do not."""
+    """Modules of minivllm that run when this one does; those for annotations and for vLLM's names do not."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
-        if is_type_checking(node):
+        if is_type_checking(node) or getattr(node, "name", "") == "__getattr__":
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minivllm."):
             found.add(node.module.removeprefix("minivllm."))

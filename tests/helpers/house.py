@@ -18,8 +18,11 @@ Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> 
 
 # Around book A, all that is not named here is in it.
 BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", "reports.py")
-# Around book B: GPUs, memory, threads, what draws tokens; reports of steps.
-BESIDE_WORKER = ("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler")
+# Around book B: GPUs, memory, warm-up, threads, what draws tokens; reports of steps.
+BESIDE_WORKER = (
+    *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler"),
+    *("dummy_loras", "prefetch"),
+)
 BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder")
 
 # What the core never imports.
