@@ -26,7 +26,7 @@ from minivllm.lora.replace import (
     layers_to_wrap,
     replace_submodule,
 )
-from minivllm.lora.stats import storage_bytes
+from minivllm.lora.storage import storage_bytes
 
 
 class WrappedModules:

@@ -129,7 +129,7 @@ def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManage
     model, dtype = manager.manager.model, manager.manager.lora_dtype
     options = {
         "dtype": dtype,
-        "model_vocab_size": None if adapter.added_tokens else manager.vocab_size,
+        "model_vocab_size": None if adapter.added_tokens else manager.manager.vocab_size,
         "weights_mapper": getattr(model, "hf_to_vllm_mapper", None),
         "skip_prefixes": getattr(model, "lora_skip_prefixes", None),
     }

@@ -16,7 +16,7 @@ from minivllm.lora.names import (
 )
 from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.stats import storage_bytes
+from minivllm.lora.storage import storage_bytes
 from minivllm.lora.target_parameters import is_unfolded, unfold_target_parameters
 from minivllm.lora.weights_files import find_weights_file, read_weights
 
