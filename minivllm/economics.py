@@ -119,9 +119,8 @@ class SlotMemory:
     a_and_b   S * R * (K + N) elements for every part of every layer that is wrapped, E times that for E experts
     beside    what adapters may have beside A and B. `bias_enabled`: S * N for every part of a linear.
               `lora_extra_vocab_size` X: S * X * H for the embedding and for the head, whose V is V + X in `a_and_b`
-    layout    more that a backend takes for its way to lay slots out. "grouped" has B of a fused linear n times as
-              wide: S * R * (n - 1) * (sum of N). "folded" rounds the rows of base weight and A up to a multiple of
-              eight, and a base bias is as long as these
+    layout    more that a backend takes for its way to lay slots out. "folded" rounds the rows of base weight and A
+              up to a multiple of eight, and a base bias is as long as these
     staging   on a GPU: the buffer that an adapter arrives in, as long as the largest that fits into a slot, and 24
               bytes for each of its matrices
     tables    on a GPU: where each matrix of a slot lies, 48 bytes each, and live ranks, 4 bytes a part and slot.
@@ -202,8 +201,6 @@ def _layout(layer: AdaptedLayer, backend: str, slots: int, rank: int) -> int:
     """Elements that a backend takes for a layer beyond the slots themselves."""
     if layer.kind != "linear":
         return 0
-    if backend == "grouped":
-        return slots * rank * (len(layer.parts) - 1) * layer.height
     if backend == "folded":
         folded = slots * rank * len(layer.parts)
         unused = -(layer.height + folded) % FOLDED_ROWS

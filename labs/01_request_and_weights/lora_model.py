@@ -3,6 +3,7 @@
 from minivllm.labs import Todo
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from minivllm.lora.names import (
 )
 from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.stats import storage_bytes
+from minivllm.lora.storage import storage_bytes
 from minivllm.lora.target_parameters import is_unfolded, unfold_target_parameters
 from minivllm.lora.weights_files import find_weights_file, read_weights
 
@@ -32,14 +33,13 @@ class LoRAModel:
     id        the adapter's `lora_int_id`, >= 1
     rank      the largest rank of its modules
     loras     module name -> LoRALayerWeights
-    added_tokens     how many tokens it adds to the vocabulary
-    new_embeddings   their embeddings as they were read, until the model's modules have them
-    has_slots_vocabulary   whether its modules know of as many tokens as slots have room for, see `Vocabulary`
+    beside    what options found of the whole adapter; {} for a plain one. `added_tokens`: how many tokens it adds to
+              the vocabulary, `new_embeddings`: theirs. `scaling_factor`: of the rotary embedding, above 1 for an
+              adapter trained at a longer context (`context_length`)
+    is_accepted   whether its weights have the form in which slots take them (`WrappedModules.accept`)
     name      what the request that loaded it called it; for people, nothing depends on it
-    scaling_factor   of the rotary embedding: above 1 for an adapter trained at a longer context (`context_length`)
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
               uses it as the key: names and ids may come back with other weights, a load_id does not.
-    pool, live_rows   for a GPU: the page-locked memory that holds all tensors, and their rows, see `SlotWriter`
     """
 
     def __init__(self, lora_model_id: int, rank: int, loras: dict[str, LoRALayerWeights]) -> None:
@@ -49,12 +49,8 @@ class LoRAModel:
         self.rank = rank
         self.loras = loras
         self.name = ""
-        self.added_tokens = 0
-        self.new_embeddings: dict[str, torch.Tensor] = {}
-        self.has_slots_vocabulary = False
-        self.scaling_factor = 1.0
-        self.pool: torch.Tensor | None = None
-        self.live_rows: list[tuple[list[int], list[int]]] = []
+        self.beside: dict[str, Any] = {}
+        self.is_accepted = False
         self.load_id = next(_load_ids)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
@@ -67,10 +63,16 @@ class LoRAModel:
     def clone(self, lora_model_id: int) -> "LoRAModel":
         """The same tensors under another id, and a load_id of its own."""
         twin = type(self)(lora_model_id, self.rank, self.loras.copy())
-        twin.name, twin.scaling_factor = self.name, self.scaling_factor
-        twin.added_tokens, twin.new_embeddings = self.added_tokens, self.new_embeddings
-        twin.has_slots_vocabulary = self.has_slots_vocabulary
+        twin.name, twin.beside, twin.is_accepted = self.name, self.beside.copy(), self.is_accepted
         return twin
+
+    @property
+    def added_tokens(self) -> int:
+        return self.beside.get("added_tokens", 0)
+
+    @property
+    def scaling_factor(self) -> float:
+        return self.beside.get("scaling_factor", 1.0)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -167,8 +169,9 @@ class LoRAModel:
             _refuse_unexpected(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
-        lora.added_tokens = count_added_tokens(added)
-        lora.new_embeddings = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
+        if added:
+            converted = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
+            lora.beside |= {"added_tokens": count_added_tokens(added), "new_embeddings": converted}
         return lora
 
 

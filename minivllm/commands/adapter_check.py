@@ -129,7 +129,7 @@ def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManage
     model, dtype = manager.manager.model, manager.manager.lora_dtype
     options = {
         "dtype": dtype,
-        "model_vocab_size": None if adapter.added_tokens else manager.vocab_size,
+        "model_vocab_size": None if adapter.added_tokens else manager.manager.vocab_size,
         "weights_mapper": getattr(model, "hf_to_vllm_mapper", None),
         "skip_prefixes": getattr(model, "lora_skip_prefixes", None),
     }
@@ -167,8 +167,7 @@ def _by_layer(
     wrapped = manager.manager.wrapped
     groups: dict[str | None, dict[str, LoRALayerWeights]] = defaultdict(dict)
     for name, weights in loras.items():
-        layer, _ = wrapped.targets.get(name, (name if name in wrapped.packed_modules else None, 0))
-        groups[layer][name] = weights
+        groups[wrapped.claims.get(name)][name] = weights
     return groups.values()
 
 
@@ -181,7 +180,8 @@ def _misfits(
     """Why a part of the adapter does not fit the model, [] if it does."""
     # Copies: a check may give an adapter the model's form.
     lora = LoRAModel(1, 1, {name: copy(weights) for name, weights in loras.items()})
-    lora.added_tokens, lora.new_embeddings = adapter.added_tokens, new_embeddings or {}
+    if new_embeddings:
+        lora.beside = {"added_tokens": adapter.added_tokens, "new_embeddings": new_embeddings}
     try:
         manager.manager.check_adapter(lora)
     except ValueError as error:

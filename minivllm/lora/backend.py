@@ -111,7 +111,7 @@ class Backend(ABC):
         self.runs = compute_runs(tokens)
         self.no_lora = not self.runs
 
-    def sync_slots(self) -> None:
+    def sync_slots(self) -> None:  # noqa: B027 (most have nothing to do)
         """Called before every forward pass: the moment to take in which slots have changed."""
 
     @property

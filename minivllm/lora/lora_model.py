@@ -17,7 +17,7 @@ from minivllm.lora.names import (
 )
 from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.stats import storage_bytes
+from minivllm.lora.storage import storage_bytes
 from minivllm.lora.target_parameters import is_unfolded, unfold_target_parameters
 from minivllm.lora.weights_files import find_weights_file, read_weights
 
@@ -199,10 +199,8 @@ class LoRAModel:
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
         if added:
-            lora.beside["added_tokens"] = count_added_tokens(added)
-            lora.beside["new_embeddings"] = convert_new_embeddings(
-                added, lambda t: t.to(device=device, dtype=dtype)
-            )
+            converted = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
+            lora.beside |= {"added_tokens": count_added_tokens(added), "new_embeddings": converted}
         return lora
 
 

@@ -3,7 +3,6 @@
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.lora import seams
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.layers.linear import (
     ColumnParallelLinearWithLoRA,
@@ -14,6 +13,7 @@ from minivllm.lora.layers.linear import (
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
+from minivllm.lora.seams import wrappers
 
 # At most one of them takes a layer.
 LINEAR_WRAPPERS: tuple[type[BaseLayerWithLoRA], ...] = (
@@ -43,7 +43,7 @@ def from_layer(
     It is the first that takes the layer (`takes`, told how many parts there are): of `LINEAR_WRAPPERS`, then of those
     that are plugged in (`seams.wrappers`).
     """
-    for wrapper in (*LINEAR_WRAPPERS, *seams.wrappers):
+    for wrapper in (*LINEAR_WRAPPERS, *wrappers):
         if wrapper.takes(layer, len(packed_modules_list)):
             wrapped = wrapper(layer)
             wrapped.create_lora_weights(max_loras, lora_config)

@@ -34,3 +34,6 @@ slot_writers: dict[str, Callable[..., Any]] = {}
 
 # Name under which an option keeps something beside A and B -> what refuses it, called with (wrapped layer, weights).
 beside_checks: dict[str, Callable[..., None]] = {}
+
+# Called once with each new model manager; what it gives hears of every event (`LoRAEvent`). No decision asks it.
+listeners: list[Callable[[Any], Callable[[Any], None]]] = []

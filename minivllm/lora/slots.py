@@ -22,7 +22,7 @@ class Slots:
     def __init__(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
         self.a, self.b = tuple(a), tuple(b)
         self.beside: dict[str, tuple[torch.Tensor, ...]] = {}
-        self.live_ranks = [[0] * len(a[0]) for a in self.a]
+        self.live_ranks = [[0] * len(buffer) for buffer in self.a]
         self.versions = [0] * len(self.a[0])
 
     # region lab 2.1: room for S adapters

@@ -6,19 +6,20 @@ from typing import Any
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.lora import seams
 from minivllm.lora.adaptable import (
     layers_to_wrap,
-    plugged_wrapper,
     process_packed_modules_mapping,
     refuse_targets,
+    unmatched,
+    wrapped_layer,
 )
 from minivllm.lora.backend import Backend
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.names import is_in_target_modules, nearest_names
-from minivllm.lora.replace import from_layer, replace_submodule
+from minivllm.lora.names import is_in_target_modules
+from minivllm.lora.replace import replace_submodule
+from minivllm.lora.seams import model_options
 
 # Module name -> what an adapter has for it, under the names that the adapter uses.
 Found = dict[str, dict[str, LoRALayerWeights]]
@@ -55,7 +56,7 @@ class WrappedModules:
         layers = layers_to_wrap(model)
         refuse_targets(model, layers, lora_config.target_modules, self.packed_mapping)
         self._wrap_all(model, layers)
-        for add_option in seams.model_options:
+        for add_option in model_options:
             add_option(model, self, lora_config)
 
     # region lab 2.5: wrap every layer of a model, once
@@ -65,7 +66,7 @@ class WrappedModules:
         layers   every layer of the model that may be adapted -> its names; it has several where modules share it
 
         A layer is wanted if any of its names is. It gets one wrapper (`_wrap`), which then stands under all of its
-        names (`_place`); `modules` and `packed_modules` have it under the first. Adapters name its parts
+        names (`place_of`); `modules` and `packed_modules` have it under the first. Adapters name its parts
         (`_names_of_parts`), or the layer itself where it has none: these names go into `targets`, under each of the
         layer's names, with their numbers. `_claim` tells the wrapper of them.
         """
@@ -95,13 +96,8 @@ class WrappedModules:
 
     def _wrap(self, model: nn.Module, name: str, layer: nn.Module) -> BaseLayerWithLoRA:
         """A layer's wrapper, with empty slots where the backend wants them."""
-        slots, parts = self.lora_config.max_loras, self.packed_mapping.get(name.rpartition(".")[2], [])
-        if (plugged := plugged_wrapper(model, name, layer)) is not None:
-            wrapped = plugged.around(model, name, layer, slots, self.lora_config)
-        else:
-            wrapped = from_layer(layer, slots, self.lora_config, parts)
-        if not isinstance(wrapped, BaseLayerWithLoRA):
-            raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
+        parts = self.packed_mapping.get(name.rpartition(".")[2], [])
+        wrapped = wrapped_layer(model, name, layer, self.lora_config, parts)
         wrapped.set_mapping(self.backend)
         return wrapped
 
@@ -118,14 +114,14 @@ class WrappedModules:
         """Give an adapter's weights the form in which slots take them, by module name; once.
 
         `claims` say which module takes what, and its layer gives them the form (`accept`). What an option found of
-        the whole adapter (`beside`) goes to the layers first, through `givers`. ValueError, worded by `_unmatched`
+        the whole adapter (`beside`) goes to the layers first, through `givers`. ValueError, worded by `unmatched`
         for all of them together, for names that no module takes: the adapter would lose those weights in silence. It
         is raised, as layers' own is, before the adapter has changed.
         """
         if lora.is_accepted:
             return
         if unknown := [name for name in lora.loras if name not in self.claims]:
-            raise ValueError(self._unmatched(unknown))
+            raise ValueError(unmatched(unknown, list(self.targets), self.lora_config.target_modules))
         found: Found = {}
         for name, weights in lora.loras.items():
             found.setdefault(self.claims[name], {})[name] = weights
@@ -154,24 +150,14 @@ class WrappedModules:
 
     # endregion
 
-    def _unmatched(self, unknown: list[str]) -> str:
-        shown = []
-        for name in unknown[:4]:
-            near = nearest_names(name, list(self.targets))
-            shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
-        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
-        limit = self.lora_config.target_modules
-        why = f"; the engine wraps only target_modules={limit}" if limit else ""
-        return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"
-
     def dummy(self, lora_id: int, rank: int) -> LoRAModel:
         """An adapter of zeros over everything that is wrapped."""
         loras = {}
-        for name, module in self.modules.items():
-            for target, part in module.targets.items():
-                width, height = module.part_shape(part)
-                dtype = module.slots.a[0].dtype
-                loras[target] = LoRALayerWeights.create_dummy_lora_weights(
-                    target, width, height, rank, dtype, "cpu"
-                )
+        for target, (name, part) in self.targets.items():
+            module = self.modules[name]
+            width, height = module.part_shape(part) if target in module.targets else module.whole_shape
+            dtype = module.slots.a[0].dtype
+            loras[target] = LoRALayerWeights.create_dummy_lora_weights(
+                target, width, height, rank, dtype, "cpu"
+            )
         return LoRAModel(lora_id, rank, loras)

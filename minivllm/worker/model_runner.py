@@ -14,7 +14,6 @@ from minivllm.faults import as_fault
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, Sampler
-from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cpu_threads import cpu_threads
@@ -23,6 +22,8 @@ from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.prefetch import AdapterPrefetch
+from minivllm.worker.prompt_logprobs import score_prompts
 from minivllm.worker.row_sampler import RowSampler, takes_likeliest
 
 
@@ -42,7 +43,7 @@ class PendingStep:
     errors: dict[str, BaseException] = field(default_factory=dict)
 
 
-class ModelRunner(LoRAModelRunnerMixin):
+class ModelRunner(LoRAModelRunnerMixin, AdapterPrefetch):
     """One model on one device, its KV cache, and its adapters. vLLM: `GPUModelRunner`.
 
     num_blocks      KV blocks there are, block 0 included, which is never handed out
@@ -141,8 +142,8 @@ class ModelRunner(LoRAModelRunnerMixin):
 
         With LoRA on, the batch's adapters are made active first, padded to `_graph_size`. Where that is not 0 a
         captured step is replayed (`_replay`); else the model runs on all tokens of all rows at once, and logits
-        are computed for the rows that sample, and for no other. Returns them in the order of the batch, and
-        PendingStep([], None) if no row samples.
+        are computed for the rows that sample, and for no other. Last `score_prompts` sees to prompts whose logprobs
+        are asked for. Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
         """
         batch = InputBatch.from_scheduler_output(output)
         graph_size = self._graph_size(batch)
@@ -153,9 +154,9 @@ class ModelRunner(LoRAModelRunnerMixin):
         input_ids, positions, attn, last_rows = self._prepare_inputs(batch)
         hidden_states = self.model(input_ids, positions, attn)  # (T, H)
         sampling = [r for r, samples in zip(batch.requests, batch.num_sampled_tokens) if samples]
-        if not sampling:
-            return PendingStep([], None)
-        return PendingStep(sampling, self.model.compute_logits(hidden_states[last_rows]))  # (P, V)
+        logits = self.model.compute_logits(hidden_states[last_rows]) if sampling else None  # (P, V)
+        score_prompts(self, batch, hidden_states)
+        return PendingStep(sampling, logits)
 
     def _prepare_inputs(
         self, batch: InputBatch
@@ -272,12 +273,6 @@ class ModelRunner(LoRAModelRunnerMixin):
         eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
         if self.use_paged_attention and not eager:
             self.capture_model()
-        self._forget_dummy_loras()
-
-    def _forget_dummy_loras(self) -> None:
-        """What dummy adapters did is nobody's statistics."""
-        if self.lora_manager is not None:
-            self.lora_manager.manager.stats = LoRAStats()
 
     def _dummy_run(self, query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
         """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
@@ -307,7 +302,6 @@ class ModelRunner(LoRAModelRunnerMixin):
         logits = self._dummy_run(query_lens, rows)  # (P, V)
         params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5, presence_penalty=1)
         self.sampler(logits, [params] * rows, [None] * rows, [0] * rows, [TokenHistory([0], [0])] * rows)
-        self._forget_dummy_loras()
 
     @torch.inference_mode()
     def capture_model(self, wrapper: Callable[[DecodeStep], DecodeStep] | None = None) -> None:

@@ -1,11 +1,14 @@
 """The GPU's backend that folds A into the base weight. Beside vllm/lora/punica_wrapper/punica_gpu.py, not in vLLM."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from minivllm.layers.linear import LinearBase
-from minivllm.lora.gpu.triton_backend import TritonBackend, TritonSlots
+from minivllm.lora.gpu.triton_backend import TritonBackend
+from minivllm.lora.gpu.triton_slots import TritonSlots
 from minivllm.lora.ops.triton_ops import expand
 from minivllm.lora.ops.triton_ops.tuning import fold_pays
 from minivllm.lora.slots import Slots
@@ -24,11 +27,11 @@ class FoldedSlots(TritonSlots):
     def __init__(
         self,
         slots: Slots,
-        backend: TritonBackend,
+        outdate: Callable[[], None],
         a: list[torch.Tensor],
         wide: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
-        super().__init__(slots, backend, a)
+        super().__init__(slots, outdate, a)
         self.wide, self.columns = wide, sum(b.shape[2] for b in self.b)
 
     @property
@@ -66,7 +69,7 @@ class FoldedBackend(TritonBackend):
         wide, wide_bias = _widen(base, -(-(height + folded) // ALIGNMENT) * ALIGNMENT)
         a = wide[height : height + folded].view(count, n, rank, width)
         by_slice = [a[:, i : i + 1] for i in range(n)]  # n x (S, 1, R, K)
-        return self._keep(FoldedSlots(slots, self, by_slice, (wide, wide_bias)))
+        return self._keep(FoldedSlots(slots, self.outdate_ranks, by_slice, (wide, wide_bias)))
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: TritonSlots) -> torch.Tensor:
         if self.no_lora or not isinstance(slots, FoldedSlots):

@@ -4,38 +4,10 @@ import torch
 
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES, Backend
+from minivllm.lora.gpu.triton_slots import TritonSlots
 from minivllm.lora.mapping import LoRAMapping, slots_of
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, TileList, expand, shrink, tiles_of
 from minivllm.lora.slots import Slots
-
-SECTOR_BYTES = 32
-
-
-class TritonSlots(Slots):
-    """Slots that tell the kernels where they are, and the backend when its live ranks are out of date.
-
-    flat_a, flat_b   n x (S * E, R, K_i), n x (S * E, N_i, R): what kernels take
-    ranks            (n, S) int32 on the device
-    expand_ranks     those, or None where looking a rank up costs more than it saves: memory comes in sectors, so
-                     a row of B is one read
-    """
-
-    def __init__(self, slots: Slots, backend: "TritonBackend", a: list[torch.Tensor] | None = None) -> None:
-        """a: the A's elsewhere, if they are"""
-        super().__init__(slots.a if a is None else a, slots.b)
-        self.take_over(slots)
-        self._backend = backend
-        self.flat_a, self.flat_b = ([t.flatten(0, 1) for t in side] for side in (self.a, self.b))
-        self.ranks, self.expand_ranks = torch.empty(0), None
-
-    def changed(self, slot: int) -> None:
-        super().changed(slot)
-        self._backend.ranks_are_stale = True
-
-    def bind_ranks(self, ranks: torch.Tensor) -> None:
-        """Take the place of its live ranks: (n, S) int32"""
-        self.ranks = ranks
-        self.expand_ranks = None if self.b[0][0, 0, 0].nbytes <= SECTOR_BYTES else ranks
 
 
 class TritonBackend(Backend):
@@ -140,7 +112,7 @@ class TritonBackend(Backend):
         return self._step_slots
 
     def place(self, slots: Slots, base: LinearBase | None) -> Slots:
-        return self._keep(TritonSlots(slots, self))
+        return self._keep(TritonSlots(slots, self.outdate_ranks))
 
     def _keep(self, slots: TritonSlots) -> TritonSlots:
         """Make room for the live ranks of one layer more."""
@@ -152,6 +124,9 @@ class TritonBackend(Backend):
             placed.bind_ranks(self.ranks[first : (first := first + len(placed.a))])
         self.ranks_are_stale = True
         return slots
+
+    def outdate_ranks(self) -> None:
+        self.ranks_are_stale = True
 
     def sync_slots(self) -> None:
         if self.ranks_are_stale:

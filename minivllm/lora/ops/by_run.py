@@ -1,6 +1,6 @@
 """Shrink and expand, one product for each run of rows with the same adapter.
 
-Stands for vllm/lora/ops/torch_ops (v0.22.1). Shapes, dtypes and base rows are as in `by_token`; B is the number of runs.
+Stands for vllm/lora/ops/torch_ops (v0.22.1). Shapes, dtypes and base rows are as in `by_token`; B runs.
 """
 
 from collections.abc import Iterator

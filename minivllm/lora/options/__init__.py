@@ -1,20 +1,18 @@
 """Options of adapters, each in a file of its own; a plain adapter enters none. vLLM: inside vllm/lora/."""
 
-from minivllm.lora import seams
 from minivllm.lora.options import bias, expert_weights, long_context, vocabulary
 from minivllm.lora.options.embedding import VocabParallelEmbeddingWithLoRA
 from minivllm.lora.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.lora.options.logits import LogitsProcessorWithLoRA
+from minivllm.lora.seams import beside_checks, model_options, wrappers
 
 __all__ = ["expert_weights"]
 
-seams.wrappers += [
+wrappers += [
     VocabParallelEmbeddingWithLoRA,
     FusedMoEWithLoRA,
     FusedMoE3DWithLoRA,
     LogitsProcessorWithLoRA,
 ]
-seams.model_options += [vocabulary.add_vocabulary, bias.make_room, long_context.wrap_rotaries]
-seams.beside_checks.update(
-    {bias.BIAS: bias.refuse_bias, vocabulary.EMBEDDINGS: vocabulary.has_been_judged}
-)
+model_options += [vocabulary.add_vocabulary, bias.make_room, long_context.wrap_rotaries]
+beside_checks.update({bias.BIAS: bias.refuse_bias, vocabulary.EMBEDDINGS: vocabulary.has_been_judged})

@@ -1,4 +1,4 @@
-"""A bias on B (PEFT's `lora_bias`). Stands for `bias_enabled` of vllm/lora/layers (v0.8.5), which v0.22.1 has no more."""
+"""A bias on B (PEFT's `lora_bias`). Stands for `bias_enabled` of vllm/lora/layers (v0.8.5)."""
 
 from typing import Any
 

@@ -31,17 +31,15 @@ def by_part(found: dict[str, LoRALayerWeights], layer: BaseLayerWithLoRA) -> lis
     names; a fused parameter that does not fit.
     """
     parts: dict[str, LoRALayerWeights] = {}
-    for name, weights in found.items():
-        for part, own in _parts_of(name, weights, layer).items():
+    for name in sorted(found, key=lambda name: name not in layer.targets):
+        for part, own in _parts_of(name, found[name], layer).items():
             if part in parts:
                 raise ValueError(f"{part} has two adapters: this one and what {name} has for it")
             parts[part] = own
     return [parts.get(target) for target in layer.targets]
 
 
-def _parts_of(
-    name: str, weights: LoRALayerWeights, layer: BaseLayerWithLoRA
-) -> dict[str, LoRALayerWeights]:
+def _parts_of(name: str, weights: LoRALayerWeights, layer: BaseLayerWithLoRA) -> dict[str, LoRALayerWeights]:
     """What an adapter has under a name, by the names of the layer's parts."""
     if name in layer.targets:
         return {name: weights}

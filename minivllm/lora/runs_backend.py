@@ -1,63 +1,14 @@
-"""The backends in PyTorch: token by token, and run by run.
-
-Stand for vllm/lora/punica_wrapper/punica_cpu.py and punica_selector.py (v0.22.1).
-"""
+"""The backend that computes run by run, a CPU's. Stands for vllm/lora/punica_wrapper/punica_cpu.py (v0.22.1)."""
 
 from typing import Any, ClassVar
 
 import torch
 
-from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
-from minivllm.lora import seams
-from minivllm.lora.backend import ALL_SLICES, Backend
+from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.mapping import compute_runs
 from minivllm.lora.ops.by_run import sgmv_expand_slice, sgmv_shrink
-from minivllm.lora.ops.by_token import bgmv_expand_slice, bgmv_shrink
 from minivllm.lora.slots import Slots
-
-
-class LoopsBackend(Backend):
-    """One small product for every row: slow, and easy to believe.
-
-    Rows are what its two ops take between the output and the rest of their arguments.
-    """
-
-    shrink_op: ClassVar = staticmethod(bgmv_shrink)
-    expand_op: ClassVar = staticmethod(bgmv_expand_slice)
-
-    def _as_rows(self, adapters: torch.Tensor) -> tuple[Any, ...]:
-        return (adapters,)
-
-    def token_rows(self, tokens: int) -> tuple[Any, ...]:
-        return self._as_rows(self.token_lora_indices[:tokens])
-
-    def sample_rows(self, samples: int) -> tuple[Any, ...]:
-        return self._as_rows(self.sampler_indices[:samples])
-
-    def pair_rows(self, adapters: torch.Tensor, slots: Slots) -> tuple[Any, ...]:
-        return self._as_rows(adapters)
-
-    def add(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        slots: Slots,
-        rows: tuple[Any, ...],
-        slices: slice = ALL_SLICES,
-    ) -> None:
-        offset = 0
-        for a, b, ranks in zip(slots.a[slices], slots.b[slices], slots.live_ranks[slices]):
-            if rank := max(ranks):
-                # At least in float32: what is lost between A and B is lost in every column.
-                h = x.new_zeros(len(x), rank, dtype=torch.promote_types(x.dtype, torch.float32))
-                self.shrink_op(x, a[:, :, :rank].flatten(0, 1), h, *rows, 1.0)
-                b = b[..., :rank].flatten(0, 1)  # (S * E, N_i, r)
-                self.expand_op(h, b, y, *rows, offset, b.shape[1], add_inputs=True)
-            offset += b.shape[-2]
-
-    def expand(self, y: torch.Tensor, h: torch.Tensor, slots: Slots, rows: tuple[Any, ...]) -> None:
-        self.expand_op(h, slots.b[0], y, *rows, 0, y.shape[1], add_inputs=True)
 
 
 class RunSlots(Slots):
@@ -133,16 +84,3 @@ class RunsBackend(LoopsBackend):
         return y
 
     # endregion
-
-
-def make_backend(
-    max_num_batched_tokens: int, max_batches: int, device: torch.device | str, lora_config: LoRAConfig
-) -> Backend:
-    """The backend that `lora_config.punica_backend` names; "auto" is the quickest one for the device.
-
-    "loops" and "grouped" run anywhere; others are in `seams.backends`, and say themselves where they do not.
-    """
-    name = lora_config.backend_on(device)
-    if name in ("loops", "grouped"):
-        return LoopsBackend(device) if name == "loops" else RunsBackend(device)
-    return seams.backends[name](max_num_batched_tokens, max_batches, device, lora_config)
