@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -143,12 +142,14 @@ def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManage
     nothing = load({})  # what is said where there are no weights: also of a module that is passed over
     refusals = [load(tensors) for tensors in _by_module(adapter.tensors)]
     found = [text for text in refusals if text not in (None, nothing)]
+    shapes = {kind: tensor.to("meta") for kind, tensor in adapter.new_embeddings.items()}
     for loras in _by_layer(manager, adapter.loras):
-        found += _misfits(manager, adapter, loras)
+        found += _misfits(manager, adapter, loras, shapes)
     adapter.problems += fold(found)
     with adapter.noting():
         added = convert_new_embeddings(adapter.new_embeddings, lambda tensor: tensor.to(dtype))
-        adapter.problems += _misfits(manager, adapter, {}, added)
+        more = _misfits(manager, adapter, {}, added)
+        adapter.problems += [problem for problem in more if problem not in adapter.problems]
 
 
 def _by_module(tensors: dict[str, torch.Tensor]) -> Iterable[dict[str, torch.Tensor]]:
@@ -175,11 +176,10 @@ def _misfits(
     manager: LRUCacheWorkerLoRAManager,
     adapter: AdapterOnDisk,
     loras: dict[str, LoRALayerWeights],
-    new_embeddings: dict[str, torch.Tensor] | None = None,
+    new_embeddings: dict[str, torch.Tensor],
 ) -> list[str]:
     """Why a part of the adapter does not fit the model, [] if it does."""
-    # Copies: a check may give an adapter the model's form.
-    lora = LoRAModel(1, 1, {name: copy(weights) for name, weights in loras.items()})
+    lora = LoRAModel(1, 1, dict(loras))
     if new_embeddings:
         lora.beside = {"added_tokens": adapter.added_tokens, "new_embeddings": new_embeddings}
     try:
