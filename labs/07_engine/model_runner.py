@@ -24,6 +24,7 @@ from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from minivllm.worker.prefetch import AdapterPrefetch
+from minivllm.worker.prompt_logprobs import score_prompts
 from minivllm.worker.row_sampler import RowSampler, takes_likeliest
 
 
@@ -142,8 +143,8 @@ class ModelRunner(LoRAModelRunnerMixin, AdapterPrefetch):
 
         With LoRA on, the batch's adapters are made active first, padded to `_graph_size`. Where that is not 0 a
         captured step is replayed (`_replay`); else the model runs on all tokens of all rows at once, and logits
-        are computed for the rows that sample, and for no other. Returns them in the order of the batch, and
-        PendingStep([], None) if no row samples.
+        are computed for the rows that sample, and for no other. Last `score_prompts` sees to prompts whose logprobs
+        are asked for. Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
         """
         raise Todo("lab 7.3: one mixed step")
 

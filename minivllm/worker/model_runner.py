@@ -23,6 +23,7 @@ from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from minivllm.worker.prefetch import AdapterPrefetch
+from minivllm.worker.prompt_logprobs import score_prompts
 from minivllm.worker.row_sampler import RowSampler, takes_likeliest
 
 
@@ -141,8 +142,8 @@ class ModelRunner(LoRAModelRunnerMixin, AdapterPrefetch):
 
         With LoRA on, the batch's adapters are made active first, padded to `_graph_size`. Where that is not 0 a
         captured step is replayed (`_replay`); else the model runs on all tokens of all rows at once, and logits
-        are computed for the rows that sample, and for no other. Returns them in the order of the batch, and
-        PendingStep([], None) if no row samples.
+        are computed for the rows that sample, and for no other. Last `score_prompts` sees to prompts whose logprobs
+        are asked for. Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
         """
         batch = InputBatch.from_scheduler_output(output)
         graph_size = self._graph_size(batch)
@@ -153,9 +154,9 @@ class ModelRunner(LoRAModelRunnerMixin, AdapterPrefetch):
         input_ids, positions, attn, last_rows = self._prepare_inputs(batch)
         hidden_states = self.model(input_ids, positions, attn)  # (T, H)
         sampling = [r for r, samples in zip(batch.requests, batch.num_sampled_tokens) if samples]
-        if not sampling:
-            return PendingStep([], None)
-        return PendingStep(sampling, self.model.compute_logits(hidden_states[last_rows]))  # (P, V)
+        logits = self.model.compute_logits(hidden_states[last_rows]) if sampling else None  # (P, V)
+        score_prompts(self, batch, hidden_states)
+        return PendingStep(sampling, logits)
 
     def _prepare_inputs(
         self, batch: InputBatch
