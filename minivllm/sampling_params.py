@@ -1,11 +1,10 @@
 """How one request picks its tokens and when it stops. Stands for vllm/sampling_params.py (v0.22.1)."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.validation import LARGEST_INT, is_integral, is_real, require_bool, require_count, shown
+from minivllm.validation import LARGEST_INT, is_finite, is_integral, require_bool, require_count, shown
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5
@@ -146,10 +145,9 @@ class SamplingParams:
     def _check_float(self, name: str, allows: Callable[[float], bool], allowed: str) -> None:
         """Keep it as a float: an int may be larger than what tensors can be divided by."""
         value = getattr(self, name)
-        number = _as_float(value)
-        if not (math.isfinite(number) and allows(number)):
+        if not (is_finite(value) and allows(float(value))):
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
-        self._store(name, number)
+        self._store(name, float(value))
 
     def _check_int(self, name: str, smallest: int, allowed: str, largest: int | None = None) -> None:
         """Keep it as an int. Where no largest is given, it must fit into a tensor."""
@@ -193,17 +191,9 @@ def _biases(logit_bias: dict[int, float]) -> dict[int, float]:
             raise ValueError(
                 f"logit_bias must name token ids, integers of at least 0, got {shown(logit_bias)}"
             )
-        if not math.isfinite(_as_float(bias)):
+        if not is_finite(bias):
             raise ValueError(f"logit_bias must add finite numbers, got {shown(logit_bias)}")
     return {int(token_id): float(bias) for token_id, bias in logit_bias.items()}
-
-
-def _as_float(value: Any) -> float:
-    """NaN for what is no number, or is larger than any float."""
-    try:
-        return float(value) if is_real(value) else math.nan
-    except OverflowError:
-        return math.nan
 
 
 def _listed(name: str, value: Any, most: int) -> list[Any]:

@@ -11,6 +11,7 @@ from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.prompt_logprobs import score_prompts
 from minivllm.worker.row_sampler import PendingStep, takes_likeliest
 
 
@@ -32,7 +33,8 @@ class StepRunner(LoRAModelRunnerMixin):
         With LoRA on, the batch's adapters are made active first, padded to the CUDA graph that can run the batch
         (`decode_graphs.size_for` has its rows, 0 = none). If there is one, it does (`decode_graphs.run`). Else the
         model runs on all tokens of all rows at once, and logits are computed for the rows that sample, and for no
-        other. Returns them in the order of the batch, and PendingStep([], None) if no row samples.
+        other. Last `score_prompts` sees to prompts whose logprobs are asked for. Returns the logits in the order of
+        the batch, and PendingStep([], None) if no row samples.
         """
         raise Todo("lab 7.3: one mixed step")
 

@@ -11,6 +11,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import LONGEST_NAME, one_sentence
+from minivllm.validation import is_real
 
 # What transformers looks for beside a tokenizer, be it the model's.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -92,6 +93,6 @@ def _refuse_large_files(folder: str) -> None:
 def _refuse_what_cannot_encode(tokenizer: Any) -> None:
     """A tokenizer may be read, and yet fail at its first text."""
     longest = tokenizer.model_max_length
-    if isinstance(longest, bool) or not isinstance(longest, int | float):
+    if not is_real(longest):
         raise ValueError(f"model_max_length must be a number, got {longest!r}")
     tokenizer("a")

@@ -1,6 +1,5 @@
 """From what a caller gives to token ids. Stands for vllm/v1/engine/input_processor.py (v0.22.1)."""
 
-import math
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +9,7 @@ from minivllm.engine.adapter_traits import AdapterTraits
 from minivllm.faults import as_fault
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.validation import is_real, shown
+from minivllm.validation import is_finite, shown
 
 Prompt = str | dict[str, Any] | list[int]
 
@@ -48,7 +47,7 @@ class InputProcessor:
             raise ValueError(
                 f"request_id must be at most {LONGEST_REQUEST_ID} printable characters, got {shown(request_id)}"
             )
-        if arrival_time is not None and not (is_real(arrival_time) and _is_finite(arrival_time)):
+        if arrival_time is not None and not is_finite(arrival_time):
             raise ValueError(
                 f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, got "
                 f"{shown(arrival_time)}"
@@ -153,10 +152,3 @@ class InputProcessor:
         if longest == self.model_config.max_model_len:
             return f"max_model_len {longest}"
         return f"the {longest} positions that its adapter, or the base model, was trained for"
-
-
-def _is_finite(number: Any) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an int that no float holds
-        return False

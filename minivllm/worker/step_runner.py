@@ -10,6 +10,7 @@ from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.prompt_logprobs import score_prompts
 from minivllm.worker.row_sampler import PendingStep, takes_likeliest
 
 
@@ -31,7 +32,8 @@ class StepRunner(LoRAModelRunnerMixin):
         With LoRA on, the batch's adapters are made active first, padded to the CUDA graph that can run the batch
         (`decode_graphs.size_for` has its rows, 0 = none). If there is one, it does (`decode_graphs.run`). Else the
         model runs on all tokens of all rows at once, and logits are computed for the rows that sample, and for no
-        other. Returns them in the order of the batch, and PendingStep([], None) if no row samples.
+        other. Last `score_prompts` sees to prompts whose logprobs are asked for. Returns the logits in the order of
+        the batch, and PendingStep([], None) if no row samples.
         """
         batch = InputBatch.from_scheduler_output(output)
         graph_size = self.decode_graphs.size_for(batch) if self.decode_graphs else 0
@@ -42,9 +44,9 @@ class StepRunner(LoRAModelRunnerMixin):
         input_ids, positions, attn, last_rows = self._prepare_inputs(batch)
         hidden_states = self.model(input_ids, positions, attn)  # (T, H)
         sampling = [r for r, samples in zip(batch.requests, batch.num_sampled_tokens) if samples]
-        if not sampling:
-            return PendingStep([], None)
-        return PendingStep(sampling, self.model.compute_logits(hidden_states[last_rows]))  # (P, V)
+        logits = self.model.compute_logits(hidden_states[last_rows]) if sampling else None  # (P, V)
+        score_prompts(self, batch, hidden_states)
+        return PendingStep(sampling, logits)
 
     def _prepare_inputs(
         self, batch: InputBatch
