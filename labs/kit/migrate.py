@@ -107,7 +107,7 @@ class _Migration:
                 continue
             try:
                 home = self._carry(number, code)
-                work.append(f"lab {number} is in {self._shown(home)} now")
+                work.append(f"lab {number} is carried to {self._shown(home)}")
             except LabError as error:
                 work.append(f"lab {number} was not carried: {error}")
         if work:
