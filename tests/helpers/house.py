@@ -22,7 +22,7 @@ BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", 
 # Around book B: GPUs, memory, warm-up, threads, what draws tokens; reports of steps.
 BESIDE_WORKER = (
     *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
-    *("dummy_loras", "prefetch"),
+    *("dummy_loras", "prefetch", "warm_up"),
 )
 BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder")
 
