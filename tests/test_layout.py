@@ -147,7 +147,7 @@ def test_every_module_of_the_subject_names_the_vllm_file_it_stands_for():
 def test_the_core_fits_into_two_books(rule):
     said = house.compare(rule.__name__, rule(), house.owed(rule.__name__))
 
-    hint = "`python tests/helpers/house.py` prints what house_debt.toml should hold"
+    hint = "`python tests/helpers/house.py` writes what there is into house_debt.toml"
     assert not said, "\n".join([*said, hint])
 
 
