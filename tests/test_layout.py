@@ -38,7 +38,6 @@ LAYERS = (
         "lora.storage",
         "lora.events",
         "lora.stats",
-        "economics",
     ),
     (
         "lora.module_weights",
@@ -66,7 +65,7 @@ LAYERS = (
     ),
     ("lora.reports", "lora.loading", "lora.worker_manager"),
     ("lora.options", "lora.io", "lora.gpu", "lora.vllm"),
-    ("lora",),
+    ("lora", "economics"),
     ("core",),
     ("worker",),
     ("engine",),
