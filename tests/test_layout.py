@@ -54,6 +54,7 @@ LAYERS = (
     ("lora.ops",),
     ("lora.punica_wrapper",),
     ("layers", "models", "lora.layers"),
+    ("text",),
     (
         "lora.replace",
         "lora.utils",
