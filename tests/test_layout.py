@@ -38,7 +38,6 @@ LAYERS = (
         "lora.storage",
         "lora.events",
         "lora.stats",
-        "economics",
     ),
     (
         "lora.module_weights",
@@ -54,6 +53,7 @@ LAYERS = (
     ("lora.ops",),
     ("lora.punica_wrapper",),
     ("layers", "models", "lora.layers"),
+    ("text",),
     (
         "lora.replace",
         "lora.utils",
@@ -66,7 +66,7 @@ LAYERS = (
     ),
     ("lora.reports", "lora.loading", "lora.worker_manager"),
     ("lora.options", "lora.io", "lora.gpu", "lora.vllm"),
-    ("lora",),
+    ("lora", "economics"),
     ("core",),
     ("worker",),
     ("engine",),

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.faults import as_fault, told
 from minivllm.layers.sampler import Logprob
 from minivllm.lora.sentences import one_sentence
+from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 
 
 @dataclass
