@@ -70,7 +70,7 @@ LAYERS = (
     ("lora",),
     ("core",),
     ("worker",),
-    ("engine",),
+    ("engine", "guards"),
     ("commands",),
     ("cli",),
 )
