@@ -56,6 +56,22 @@ LongFactors = Annotated[
     str | None,
     typer.Option(help="Comma-separated: rotary factors of adapters for longer contexts, e.g. 2.0,4.0."),
 ]
+Prompts = Annotated[
+    list[str] | None, typer.Argument(help="Prompts; `name: prompt` picks an adapter. None: read stdin.")
+]
+PromptFile = Annotated[
+    Path | None, typer.Option(help='Lines of `name: prompt`, or JSONL: {"prompt": ..., "adapter": ...}.')
+]
+AdapterFolder = Annotated[
+    str | None, typer.Option(help="A folder of adapter folders; `name: prompt` finds FOLDER/name.")
+]
+BaseModelName = Annotated[
+    str | None,
+    typer.Option(help="What adapters in that folder call the model, if not as its folder is called."),
+]
+FrequencyPenalty = Annotated[float, typer.Option(help="Taken off as often as the answer has it; in [-2, 2].")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: less of what prompt and answer have.")]
+LoadFormat = Annotated[str, typer.Option(help="auto reads the weights; dummy draws random ones.")]
 
 
 @app.command()
@@ -87,21 +103,12 @@ def demo(
 
 @app.command()
 def generate(
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; `name: prompt` picks an adapter. None: read stdin.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help='Lines of `name: prompt`, or JSONL: {"prompt": ..., "adapter": ...}.')
-    ] = None,
+    prompts: Prompts = None,
+    file: PromptFile = None,
     model: Model = None,
     adapter: Adapters = None,
-    adapter_folder: Annotated[
-        str | None, typer.Option(help="A folder of adapter folders; `name: prompt` finds FOLDER/name.")
-    ] = None,
-    base_model_name: Annotated[
-        str | None,
-        typer.Option(help="What adapters in that folder call the model, if not as its folder is called."),
-    ] = None,
+    adapter_folder: AdapterFolder = None,
+    base_model_name: BaseModelName = None,
     max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
@@ -112,44 +119,30 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from so many likeliest tokens; 0 = all.")] = 0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off what the answer has; in [-2, 2].")] = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be repeated.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     threads: Threads = None,
-    load_format: Annotated[
-        str, typer.Option(help="auto reads the weights; dummy draws random ones.")
-    ] = "auto",
+    load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,
     punica: Punica = "auto",
     as_json: Json = False,
 ) -> None:
     """Answer prompts, each by the base model or by the adapter it names."""
-    from minivllm.commands.common import parse_factors
-    from minivllm.commands.generate import read_prompts, run_generate
+    given = dict(locals())  # every option by its name
+    from minivllm.commands.common import engine_options
+    from minivllm.commands.generate import SAMPLING, read_prompts, run_generate
     from minivllm.sampling_params import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, max_tokens=max_tokens
-    )
-    options = {
-        "max_loras": max_loras,
-        "max_lora_rank": max_lora_rank,
-        "max_cpu_loras": max_cpu_loras,
-        "bias_enabled": bias_enabled,
-        "lora_extra_vocab_size": lora_extra_vocab_size,
-        "long_lora_scaling_factors": parse_factors(long_lora_scaling_factors),
-        "device": device,
-        "dtype": dtype,
-        "quantization": quantization,
-        "threads": threads,
-        "load_format": load_format,
-        "max_model_len": max_model_len,
-        "punica_backend": punica,
-    }
+    params = SamplingParams(**{name: given[name] for name in SAMPLING})
     sources = adapter or [], adapter_folder, base_model_name
+    options = engine_options(given)
     run_generate(read_prompts(prompts, file), model, *sources, params, options, chat, as_json)
 
 
@@ -164,16 +157,11 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Say what an adapter is, and whether it fits the model and, if not, why. Exit status 1 if not."""
-    from minivllm.commands.common import parse_factors
+    given = dict(locals())  # every option by its name
+    from minivllm.commands.common import engine_options
     from minivllm.commands.inspect import run_inspect
 
-    options = {
-        "max_lora_rank": max_lora_rank,
-        "bias_enabled": bias_enabled,
-        "lora_extra_vocab_size": lora_extra_vocab_size,
-        "long_lora_scaling_factors": parse_factors(long_lora_scaling_factors),
-    }
-    raise typer.Exit(0 if run_inspect(adapter, model, options, as_json) else 1)
+    raise typer.Exit(0 if run_inspect(adapter, model, engine_options(given), as_json) else 1)
 
 
 @bench_app.command("cpu")

@@ -141,7 +141,7 @@ class LoRAConfig:
         """Ascending, each once."""
         factors = self.long_lora_scaling_factors
         is_list = isinstance(factors, list | tuple | set | frozenset)
-        if not is_list or not all(isinstance(f, int | float) and 1 < f <= LARGEST_FACTOR for f in factors):
+        if not is_list or not all(is_real(f) and 1 < f <= LARGEST_FACTOR for f in factors):
             raise ValueError(
                 f"long_lora_scaling_factors must be numbers greater than 1, at most {LARGEST_FACTOR}, got "
                 f"{shown(factors)}"

@@ -1,11 +1,10 @@
 """How one request picks its tokens and when it stops. Stands for vllm/sampling_params.py (v0.22.1)."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.validation import LARGEST_INT, is_integral, is_real, require_bool, require_count, shown
+from minivllm.validation import LARGEST_INT, is_finite, is_integral, require_bool, require_count, shown
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5
@@ -14,12 +13,18 @@ GREEDY_TEMPERATURE = 1e-5
 MOST_STOP_STRINGS = 64
 LONGEST_STOP_STRING = 1024
 MOST_STOP_IDS = 1024
+MOST_BIASES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """vLLM's SamplingParams, without its penalties, structured outputs and beam search.
+    """vLLM's SamplingParams, without structured outputs and beam search.
 
+    presence_penalty: in [-2, 2]; taken off the logit of each token that the answer has.
+    frequency_penalty: in [-2, 2]; taken off as often as the answer has the token.
+    repetition_penalty: above 0; divides the logit of each token of prompt or answer, or multiplies it if negative. 1
+        is off.
+    logit_bias: token id -> what is added to its logit; at most 1,024. `logprobs` are those of the model, without it.
     temperature: 0 (below 1e-5) is greedy; the filters and the seed then change nothing.
     top_p: in (0, 1]; the smallest set of likeliest tokens that holds this mass. 1 is off.
     top_k: this many likeliest tokens, and those tied with the last. 0 (or -1) is off.
@@ -30,14 +35,19 @@ class SamplingParams:
     stop_token_ids: ids that end the request, beside the model's own end-of-sequence ids; kept as a list, each once. At
         most 1,024.
     ignore_eos: go on past the end-of-sequence ids (but never past `stop_token_ids`).
-    max_tokens: at most so many new tokens.
+    max_tokens: at most so many new tokens; None: until the context is full.
     min_tokens: neither ids nor strings stop the request before so many new tokens.
     logprobs: None, or how many of the likeliest tokens to report beside each sampled one.
+    prompt_logprobs: None, or how many to report beside each token of the prompt.
     Numbers may be of any kind (numpy's, too) and are kept as int or float.
     Raises ValueError naming the field, its value and what is allowed.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -46,9 +56,10 @@ class SamplingParams:
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -56,6 +67,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_flags()
         self._check_distribution()
+        self._check_penalties()
         self._check_length()
         self._store("stop", _stop_strings(self.stop))
         self._store("stop_token_ids", _stop_ids(self.stop_token_ids))
@@ -70,15 +82,35 @@ class SamplingParams:
         """True if the likeliest token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def changes_logits(self) -> bool:
+        """True if a penalty or a bias may make another token the likeliest."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0, 0, 1) or bool(self.logit_bias)
+
     def verify_with_vocab(self, vocab_size: int) -> None:
         """Check what only the model knows: raises ValueError naming the ids outside 0..vocab_size - 1."""
-        unknown = [token_id for token_id in self.stop_token_ids if token_id >= vocab_size]
-        if unknown:
-            raise ValueError(
-                f"stop_token_ids {unknown} are unknown to this model; use ids from 0 to {vocab_size - 1}"
-            )
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise ValueError(f"logprobs is {self.logprobs} but the vocabulary has only {vocab_size} tokens")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
+            unknown = [token_id for token_id in ids if token_id >= vocab_size]
+            if unknown:
+                raise ValueError(
+                    f"{name} {unknown} are unknown to this model; use ids from 0 to {vocab_size - 1}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} but the vocabulary has only {vocab_size} tokens"
+                )
+
+    def verify_logprobs(self, whose: str, most: int) -> None:
+        """Check what the engine allows: ValueError if more logprobs are asked for; -1 allows all."""
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name) or 0
+            if wanted > most > -1:
+                raise ValueError(
+                    f"{whose} asks for {name}={wanted}, but max_logprobs is {most}; ask for fewer, or start the "
+                    "engine with more (-1 is all)"
+                )
 
     def _check_flags(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
@@ -92,25 +124,30 @@ class SamplingParams:
         if self.seed is not None:
             self._check_int("seed", 0, "an integer in [0, 2**64) or None", largest=2**64 - 1)
 
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check_float(name, lambda penalty: -2 <= penalty <= 2, "in [-2, 2] (0 is off)")
+        self._check_float("repetition_penalty", lambda penalty: penalty > 0, "above 0 (1 is off)")
+        if self.logit_bias is not None:
+            self._store("logit_bias", _biases(self.logit_bias))
+
     def _check_length(self) -> None:
         self._check_int("n", 1, "1: for more answers send the prompt again", largest=1)
-        self._check_int("max_tokens", 1, "an integer of at least 1")
+        if self.max_tokens is not None:
+            self._check_int("max_tokens", 1, "an integer of at least 1, or None for all there is room for")
         self._check_int(
             "min_tokens", 0, f"an integer in [0, max_tokens={self.max_tokens}]", largest=self.max_tokens
         )
-        if self.logprobs is not None:
-            self._check_int("logprobs", 0, "an integer of at least 0, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 0, "an integer of at least 0, or None")
 
     def _check_float(self, name: str, allows: Callable[[float], bool], allowed: str) -> None:
         """Keep it as a float: an int may be larger than what tensors can be divided by."""
         value = getattr(self, name)
-        try:
-            number = float(value) if is_real(value) else math.nan
-        except OverflowError:
-            number = math.nan
-        if not (math.isfinite(number) and allows(number)):
+        if not (is_finite(value) and allows(float(value))):
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
-        self._store(name, number)
+        self._store(name, float(value))
 
     def _check_int(self, name: str, smallest: int, allowed: str, largest: int | None = None) -> None:
         """Keep it as an int. Where no largest is given, it must fit into a tensor."""
@@ -142,6 +179,21 @@ def _stop_ids(stop_token_ids: list[int] | None) -> list[int]:
             f"stop_token_ids must be token ids, integers of at least 0, got {shown(stop_token_ids)}"
         )
     return list(dict.fromkeys(map(int, ids)))
+
+
+def _biases(logit_bias: dict[int, float]) -> dict[int, float]:
+    if not isinstance(logit_bias, Mapping):
+        raise ValueError(f"logit_bias must be a dict of token ids and what is added, got {shown(logit_bias)}")
+    if len(logit_bias) > MOST_BIASES:
+        raise ValueError(f"logit_bias may hold {MOST_BIASES} at most, got {len(logit_bias)}")
+    for token_id, bias in logit_bias.items():
+        if not (is_integral(token_id) and 0 <= token_id <= LARGEST_INT):
+            raise ValueError(
+                f"logit_bias must name token ids, integers of at least 0, got {shown(logit_bias)}"
+            )
+        if not is_finite(bias):
+            raise ValueError(f"logit_bias must add finite numbers, got {shown(logit_bias)}")
+    return {int(token_id): float(bias) for token_id, bias in logit_bias.items()}
 
 
 def _listed(name: str, value: Any, most: int) -> list[Any]:

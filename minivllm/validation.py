@@ -1,5 +1,6 @@
 """What an option or a parameter must be, in one style: a ValueError names it and shows what it was."""
 
+import math
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ def is_integral(value: Any) -> bool:
 def is_real(value: Any) -> bool:
     """Whether it is a number with an order, of whatever type; a bool is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float holds, and neither infinite nor NaN; a bool is none."""
+    try:
+        return is_real(value) and math.isfinite(value)
+    except OverflowError:  # an int of too many digits
+        return False
 
 
 def is_list_of_names(names: Any) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import house
 import pytest
 from code_lines import code_lines, function_lines
+from imports import import_circles
 
 PACKAGE = Path(__file__).resolve().parents[1] / "minivllm"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.read_text().strip()]
@@ -28,12 +29,16 @@ LAYERS = (
         "lora.sentences",
         "lora.limits",
         "lora.patterns",
-        "lora.refusals",
+        "lora.checks",
         "lora.request",
         "lora.names",
+        "lora.safetensors_file",
+        "lora.weights_files",
         "lora.peft_helper",
         "lora.resolver",
         "lora.lru_cache",
+        "lora.storage",
+        "lora.events",
         "lora.stats",
         "economics",
     ),
@@ -41,11 +46,8 @@ LAYERS = (
         "lora.module_weights",
         "lora.lora_weights",
         "lora.options.expert_weights",
-        "lora.safetensors_file",
-        "lora.pickle_file",
-        "lora.weights_files",
         "lora.new_embeddings",
-        "lora.target_parameters",
+        "lora.adapter_tensors",
         "lora.lora_model",
     ),
     ("lora.ops",),
@@ -57,10 +59,12 @@ LAYERS = (
         "lora.expert_parts",
         "lora.wrapped_modules",
         "lora.slot_writer",
+        "lora.tiers",
+        "lora.adapter_slots",
         "lora.model_manager",
     ),
+    ("lora.reports", "lora.loading", "lora.worker_manager"),
     ("lora.options", "lora.io", "lora.gpu", "lora.vllm"),
-    ("lora.worker_manager",),
     ("lora",),
     ("core",),
     ("worker",),
@@ -92,10 +96,10 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def imports_of(tree: ast.AST) -> set[str]:
-    """Modules of minivllm that run when this one does; imports for annotations do not."""
+    """Modules of minivllm that run when this one does; those for annotations and for vLLM's names do not."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
-        if is_type_checking(node):
+        if is_type_checking(node) or getattr(node, "name", "") == "__getattr__":
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minivllm."):
             found.add(node.module.removeprefix("minivllm."))
@@ -171,6 +175,52 @@ def __getattr__(name):
 """
 
     assert house.outward(text) == ["minivllm.lora.gpu", "minivllm.lora.io", "minivllm.lora.reports"]
+
+
+def test_circles_of_imports_are_found_wherever_the_imports_stand(tmp_path):
+    package = write_package(
+        tmp_path,
+        {
+            "__init__": "from made.a import one",
+            "a": "import os\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.b import B",
+            "b": "def late():\n    import made.deep.c",
+            "deep/__init__": "",
+            "deep/c": "from ..a import A\nfrom made import a",
+            "alone": "from made.a import A\nimport made.alone",
+            "above": "from made.deep import c\nfrom made import alone",
+        },
+    )
+
+    assert import_circles(package) == [["made.a", "made.b", "made.deep.c"], ["made.alone"]]
+
+
+def test_what_python_runs_besides_closes_no_circle(tmp_path):
+    package = write_package(
+        tmp_path,
+        {
+            "__init__": "from made.lora import b",
+            "lora/__init__": "from made.lora import a, b\nfrom . import c",
+            "lora/a": "from made.lora.b import B\nfrom . import b",
+            "lora/b": "from torch import nn\nfrom made.lora import c",
+            "lora/c": "def __getattr__(name):\n    from made.lora import a\n    return getattr(a, name)",
+        },
+    )
+
+    assert import_circles(package) == []
+
+
+def test_a_name_that_is_no_module_is_the_packages_own(tmp_path):
+    files = {"__init__": "from . import a", "a": "def late():\n    from made import SOMETHING"}
+
+    assert import_circles(write_package(tmp_path, files)) == [["made", "made.a"]]
+
+
+def write_package(folder, files):
+    for name, text in files.items():
+        path = folder / "made" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "made"
 
 
 def test_lines_of_code_leave_out_what_is_prose(tmp_path):

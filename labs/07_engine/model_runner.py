@@ -13,8 +13,8 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.faults import as_fault
 from minivllm.layers.attention import Attention, AttentionMetadata
+from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, Sampler
-from minivllm.lora.stats import LoRAStats
 from minivllm.models.registry import get_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cpu_threads import cpu_threads
@@ -23,7 +23,8 @@ from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.gpu_memory import determine_available_memory, refuse_slots_that_do_not_fit
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-from minivllm.worker.row_sampler import RowSampler
+from minivllm.worker.prefetch import AdapterPrefetch
+from minivllm.worker.row_sampler import RowSampler, takes_likeliest
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PendingStep:
     errors: dict[str, BaseException] = field(default_factory=dict)
 
 
-class ModelRunner(LoRAModelRunnerMixin):
+class ModelRunner(LoRAModelRunnerMixin, AdapterPrefetch):
     """One model on one device, its KV cache, and its adapters. vLLM: `GPUModelRunner`.
 
     num_blocks      KV blocks there are, block 0 included, which is never handed out
@@ -169,7 +170,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         """
         if not step.requests:
             return {}
-        if step.tokens is not None and all(map(_takes_likeliest, step.requests)):
+        if step.tokens is not None and all(map(takes_likeliest, step.requests)):
             tokens = step.tokens[: len(step.requests)].tolist()
             return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
         logits = step.logits[: len(step.requests)]
@@ -236,12 +237,6 @@ class ModelRunner(LoRAModelRunnerMixin):
         eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
         if self.use_paged_attention and not eager:
             self.capture_model()
-        self._forget_dummy_loras()
-
-    def _forget_dummy_loras(self) -> None:
-        """What dummy adapters did is nobody's statistics."""
-        if self.lora_manager is not None:
-            self.lora_manager.manager.stats = LoRAStats()
 
     def _dummy_run(self, query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
         """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
@@ -269,9 +264,8 @@ class ModelRunner(LoRAModelRunnerMixin):
         self._allocate_kv_cache(1)
         rows = min(sum(query_lens), self.config.scheduler_config.max_num_seqs)
         logits = self._dummy_run(query_lens, rows)  # (P, V)
-        params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5)
-        self.sampler(logits, [params] * rows, [None] * rows, [0] * rows)
-        self._forget_dummy_loras()
+        params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5, presence_penalty=1)
+        self.sampler(logits, [params] * rows, [None] * rows, [0] * rows, [TokenHistory([0], [0])] * rows)
 
     @torch.inference_mode()
     def capture_model(self, wrapper: Callable[[DecodeStep], DecodeStep] | None = None) -> None:
@@ -296,9 +290,3 @@ class ModelRunner(LoRAModelRunnerMixin):
                     self.select_dummy_loras(lora_config, rows, rows, with_lora)
                     graphs.capture(size, with_lora)
         self.decode_graphs = graphs
-
-
-def _takes_likeliest(request: Request) -> bool:
-    """Whether the argmax of the logits is all that a request wants of them."""
-    params = request.sampling_params
-    return params.is_greedy and params.logprobs is None and request.num_output_tokens >= params.min_tokens

@@ -11,6 +11,22 @@ from minivllm.lora.resolver import FilesystemResolver, LoRAResolverRegistry
 
 console = Console()
 
+# What the engine is started with, as commands and `EngineArgs` both call it.
+ENGINE_OPTIONS = (
+    *("max_loras", "max_lora_rank", "max_cpu_loras", "bias_enabled", "lora_extra_vocab_size"),
+    *("device", "dtype", "quantization", "threads", "load_format", "max_model_len"),
+)
+
+
+def engine_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Of a command's options, by name, those that `EngineArgs` takes."""
+    options = {name: given[name] for name in ENGINE_OPTIONS if name in given}
+    if "punica" in given:
+        options["punica_backend"] = given["punica"]
+    if "long_lora_scaling_factors" in given:
+        options["long_lora_scaling_factors"] = parse_factors(given["long_lora_scaling_factors"])
+    return options
+
 
 def resolve_model(model: str | None) -> str:
     """The model folder asked for, or the demo model's."""

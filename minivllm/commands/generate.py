@@ -16,6 +16,11 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.resolver import FilesystemResolver
 from minivllm.sampling_params import SamplingParams
 
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "stop", "max_tokens"),
+)
+
 
 @dataclass(frozen=True)
 class NamedPrompt:
@@ -34,11 +39,13 @@ def read_prompts(arguments: list[str] | None, file: Path | None) -> list[NamedPr
     if file is None and sys.stdin.isatty():
         raise ValueError("no prompts; give some as arguments, by --file, or on stdin")
     text = sys.stdin.read() if file is None else _read_file(file)
-    lines = text.split("\n")  # not splitlines: JSON may hold U+2028 and its like as they are
-    for number, line in enumerate(lines, 1):
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
         # Where the terminal's encoding is not known, Python reads other bytes as halves of characters.
-        if any("\ud800" <= character <= "\udfff" for character in line):
-            raise ValueError(f"line {number} of the input is not UTF-8 text; save it as UTF-8")
+        number = text.count("\n", 0, error.start) + 1
+        raise ValueError(f"line {number} of the input is not UTF-8 text; save it as UTF-8") from None
+    lines = text.split("\n")  # not splitlines: JSON may hold U+2028 and its like as they are
     prompts = [_read_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError("no prompts: the input is empty")

@@ -5,8 +5,6 @@ of its requests runs, scheduled in this step or not, and as long as it is pinned
 adapter does not fit wait while others pass it, without end. Here its wait is bounded.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 
@@ -108,7 +106,7 @@ class LoRAAdmission:
         sampled     of those that got a token
         """
         ran = set(ran) - {0}
-        self.waiting.end_step(ran)
+        self.waiting.end_step()
         # A turn begins with its first token, or it might end before a long prompt is through, every time.
         self.held = {a: self.held.get(a, 0) + 1 for a in ran if a in self.held or a in sampled}
 

@@ -1,7 +1,5 @@
 """What the scheduler says of a step. Stands for vllm/v1/core/sched/output.py (v0.22.1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,18 +23,6 @@ class ScheduledRequest(NamedTuple):
     samples: bool
 
 
-class Skip(NamedTuple):
-    """A request was passed over; those behind it were not.
-
-    reason      MAX_LORAS, RELOAD_PENDING, ADAPTER_COPY (see `SchedulerOutput.prefetch`), or what the engine put
-                into `Scheduler.blocked_adapters`
-    """
-
-    request_id: str
-    adapter_id: int
-    reason: str
-
-
 @dataclass
 class SchedulerOutput:
     """One step. vLLM: `SchedulerOutput`.
@@ -46,8 +32,10 @@ class SchedulerOutput:
     cached_tokens   request id -> tokens found in the prefix cache, for those admitted in this step
     preempted       ids of requests that lost their KV blocks and wait again
     preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
-    skipped         requests passed over, with the reason: those that came first, as many as the scheduler tells
-    num_skipped     how many were passed over, told or not
+    passed_over     adapter -> why its oldest request that was asked could not join: MAX_LORAS, RELOAD_PENDING,
+                    ADAPTER_COPY (see `prefetch`), or what the engine put into `Scheduler.blocked_adapters`
+    asked           places in line of the waiting requests that were asked, in this order: (since, arrival) where the
+                    adapter had waited for a slot, else the arrival
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
                     The caller answers them; a second call of `schedule` does not name them again
     prefetch        adapters that get a slot while this step runs, for requests that join the next one
@@ -59,8 +47,8 @@ class SchedulerOutput:
     cached_tokens: dict[str, int] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     preempted_adapters: list[int] = field(default_factory=list)
-    skipped: list[Skip] = field(default_factory=list)
-    num_skipped: int = 0
+    passed_over: dict[int, str] = field(default_factory=dict)
+    asked: list[tuple[int, int] | int] = field(default_factory=list)
     refused: list[Request] = field(default_factory=list)
     prefetch: list[int] = field(default_factory=list)
     halted_by: str | None = None

@@ -1,16 +1,10 @@
 """One request from arrival to its last token. Stands for vllm/v1/request.py (v0.22.1)."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from minivllm.core.waiting_queue import AdapterQueue
 
 
 class RequestStatus(enum.IntEnum):
@@ -58,6 +52,7 @@ class Request:
     eos_token_ids       end-of-sequence ids of the model
     block_ids           KV blocks, in the order of the tokens they hold
     num_cached_tokens   prompt tokens found in the prefix cache when it was first admitted
+    lora_wait_steps     steps it has waited for its adapter to get a slot, until it last joined; a statistic
     error               why it ended as FINISHED_ERROR
     """
 
@@ -80,10 +75,9 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
-    # Owned by the WaitingQueue, while it waits.
-    _queue: AdapterQueue | None = field(default=None, init=False, repr=False)
-    _waited_at_first: int = field(default=0, init=False, repr=False)
-    _waited_before: int = field(default=0, init=False, repr=False)
+    # Owned by the WaitingQueue.
+    lora_wait_steps: int = field(default=0, init=False)
+    lora_steps_at_entry: int = field(default=0, init=False, repr=False)
 
     # Owned by the KVCacheManager.
     block_ids: list[int] = field(default_factory=list, init=False)
@@ -108,24 +102,6 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def lora_wait_steps(self) -> int:
-        """Steps it has waited for its adapter to get a slot, counted when somebody asks.
-
-        A statistic: the clock that bounds the wait is the adapter's, see `LoRAAdmission`.
-        """
-        if self._queue is None:
-            return self._waited_before
-        return self._waited_before + self._queue.steps_waited - self._waited_at_first
-
-    def enter(self, queue: AdapterQueue) -> None:
-        """It waits from now on, with the others of its adapter."""
-        self._queue, self._waited_at_first = queue, queue.steps_waited
-
-    def leave(self) -> None:
-        """It waits no more."""
-        self._waited_before, self._queue = self.lora_wait_steps, None
-
-    @property
     def is_finished(self) -> bool:
         return self.status.is_finished
 
@@ -146,7 +122,6 @@ class Request:
             self.output_token_ids.pop()
             self.all_token_ids.pop()
             self.status, self.stop_reason = RequestStatus.PREEMPTED, None
-        self.leave()
         self.num_computed_tokens = 0
         self.block_ids, self.block_hashes, self.cache_identity = [], [], None
 
@@ -184,9 +159,6 @@ def lora_is_off(request_id: str, lora_name: str) -> ValueError:
     )
 
 
-def all_pinned(request: Request, pinned: set[int]) -> str:
+def all_pinned(lora_name: str, num_pinned: int, whose: str) -> str:
     """What a request is told whose adapter can have no slot, since all are pinned for others."""
-    return (
-        f"adapter '{request.lora_request.lora_name}' needs a slot but all {len(pinned)} are pinned "
-        f"(adapters {', '.join(map(str, sorted(pinned)))}); unpin one or raise max_loras"
-    )
+    return f"adapter '{lora_name}' needs a slot but all {num_pinned} are pinned ({whose}); unpin one or raise max_loras"

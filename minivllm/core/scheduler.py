@@ -1,27 +1,19 @@
 """What the next step computes, and for whom. Stands for vllm/v1/core/sched/scheduler.py (v0.22.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.core.block_pool import BlockPool
 from minivllm.core.in_flight import InFlight
-from minivllm.core.kv_cache import BlockPool, KVCacheManager
-from minivllm.core.line import Line
+from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
-from minivllm.core.output import (
-    ADAPTER_COPY,
-    MAX_LORAS,
-    NO_BLOCKS,
-    RELOAD_PENDING,
-    SchedulerOutput,
-    SchedulerStats,
-)
+from minivllm.core.output import RELOAD_PENDING, SchedulerOutput, SchedulerStats
 from minivllm.core.request import Request, RequestStatus, all_pinned, check_stop, lora_is_off
+from minivllm.core.step_policy import StepPolicy
 from minivllm.core.waiting_queue import WaitingQueue
 
 
-class Scheduler:
+class Scheduler(StepPolicy):
     """Continuous batching under a token budget, KV blocks, max_num_seqs and max_loras. vLLM: `Scheduler`.
 
     `schedule` decides and `update_from_output` commits. schedule() moves requests between the queues,
@@ -35,9 +27,8 @@ class Scheduler:
     in_flight   how many unfinished requests, waiting or running, each load of an adapter has
     blocked_adapters    (adapter_id, adapter_generation) -> why its requests may not be admitted now;
                 the engine's, while a reload is to come
-    max_skips_told      how many of the requests that a step passes over it names
 
-    adapter_identity    see `KVCacheManager`
+    adapter_identity    see `PrefixCache`
     pinned_adapters     ids of the adapters whose slots are pinned at this moment
     can_prefetch        whether an adapter could be copied into a slot while a step runs
     max_model_len       longest prompt plus answer, in tokens
@@ -58,7 +49,6 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch
-        self.max_skips_told = 32
         self._prefetched: list[int] = []  # by the step before
         self.blocked_adapters: dict[tuple[int, int], str] = {}
         self.kv_cache = KVCacheManager(
@@ -158,9 +148,9 @@ class Scheduler:
         self._make_lora_room(output)
         self._schedule_running(output)
         if output.halted_by is None:
-            self._line = Line(self.waiting, self.lora)
             self._schedule_waiting(output)
-            self._line.tell_skips(output, self.max_skips_told, self._held_back)
+        if output.halted_by is None and self.waiting:
+            output.halted_by = self._full(output)
         output.running = list(self.running)
         self._prefetched = output.prefetch
         return output
@@ -204,102 +194,10 @@ class Scheduler:
         if len(self.lora.pinned) >= self.lora.max_loras:
             never = [adapter_id for adapter_id in self.waiting.adapters if self.lora.never_fits(adapter_id)]
             for request in self.waiting.of_adapters(never):
-                self._finish(request, RequestStatus.FINISHED_ERROR, all_pinned(request, self.lora.pinned))
+                whose = f"adapters {', '.join(map(str, sorted(self.lora.pinned)))}"
+                error = all_pinned(request.lora_request.lora_name, len(self.lora.pinned), whose)
+                self._finish(request, RequestStatus.FINISHED_ERROR, error)
                 output.refused.append(request)
-
-    # region lab 6.3: token budget
-    def _schedule_running(self, output: SchedulerOutput) -> None:
-        """Give running requests their next tokens, in order, while the budget lasts (`_budget_left`).
-
-        Each gets all tokens it has that are not computed, or what the budget has left; `output.add` notes them.
-        If `kv_cache.allocate_slots` lacks blocks for them, the request admitted last is preempted, as often as
-        it takes, and `halted_by` becomes NO_BLOCKS. If that was the request itself, nobody is left to serve.
-        """
-        position = 0
-        while position < len(self.running) and (budget := self._budget_left(output)):
-            request = self.running[position]
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            while not self.kv_cache.allocate_slots(request, num_new_tokens):
-                output.halted_by = NO_BLOCKS
-                victim = self.running[-1]
-                self._preempt(victim, output)
-                if victim is request:
-                    return
-            output.add(request, num_new_tokens)
-            position += 1
-
-    # endregion
-
-    # region lab 6.2: skip without blocking
-    def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
-
-        Who may not join yet is passed over, with the reason (`_skip`): its adapter is about to change
-        (`_held_back` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`), or comes
-        into its slot beside this step (`_prefetches`: ADAPTER_COPY). Who lacks blocks (`_admit` is False) ends
-        the queue: they come free one by one, and were small requests to pass, a big one might wait for ever.
-        """
-        for request in self._line:
-            output.halted_by = self._full(output)
-            if output.halted_by:
-                return
-            if reason := self._held_back(request):
-                self._skip(request, reason)
-            elif not self.lora.fits(request.adapter_id):
-                self.lora.pass_over(request.adapter_id)
-                self._skip(request, MAX_LORAS)
-            elif self._prefetches(request.adapter_id, output):
-                self._skip(request, ADAPTER_COPY)
-            elif not self._admit(request, output):
-                output.halted_by = NO_BLOCKS
-                return
-
-    # endregion
-
-    def _prefetches(self, adapter_id: int, output: SchedulerOutput) -> bool:
-        """Whether an adapter that fits comes into its slot beside this step, rather than hold up all who run in it.
-
-        For one step only: whatever became of the copy, the next one does not wait for it.
-        """
-        if adapter_id not in output.prefetch:
-            if not (adapter_id and output.scheduled) or adapter_id in self._prefetched:
-                return False
-            if not self.can_prefetch(adapter_id):
-                return False
-            self.lora.take(adapter_id)
-            output.prefetch.append(adapter_id)
-        return True
-
-    def _budget_left(self, output: SchedulerOutput) -> int:
-        return self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens
-
-    def _full(self, output: SchedulerOutput) -> str | None:
-        """Why nobody more can join this step, whoever it is."""
-        if len(self.running) >= self.scheduler_config.max_num_seqs:
-            return "max_num_seqs"
-        return None if self._budget_left(output) else "token budget"
-
-    def _skip(self, request: Request, reason: str) -> None:
-        """Pass it over, and with it all later ones of its adapter; `Line.tell_skips` names them."""
-        self._line.skip(request, reason)
-
-    def _admit(self, request: Request, output: SchedulerOutput) -> bool:
-        """Let a waiting request run from where the prefix cache ends; False if it lacks blocks."""
-        computed_blocks = self.kv_cache.get_computed_blocks(request)
-        num_cached = len(computed_blocks) * self.kv_cache.block_size
-        num_new_tokens = min(request.num_tokens - num_cached, self._budget_left(output))
-        if not self.kv_cache.can_hold(request, computed_blocks):
-            return False
-        self.kv_cache.allocate_slots(request, num_new_tokens, computed_blocks)
-        self.kv_cache.record_hits(request, num_cached)
-        self.waiting.remove(request)
-        self.running.append(request)
-        self.lora.take(request.adapter_id)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_cached
-        output.cached_tokens[request.request_id] = num_cached
-        output.add(request, num_new_tokens)
-        return True
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
         """Take the blocks of a running request, which computes them anew when its turn comes again."""

@@ -1,6 +1,5 @@
 """From what a caller gives to token ids. Stands for vllm/v1/engine/input_processor.py (v0.22.1)."""
 
-import math
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +9,7 @@ from minivllm.engine.adapter_traits import AdapterTraits
 from minivllm.faults import as_fault
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.validation import is_real, shown
+from minivllm.validation import is_finite, shown
 
 Prompt = str | dict[str, Any] | list[int]
 
@@ -48,16 +47,12 @@ class InputProcessor:
             raise ValueError(
                 f"request_id must be at most {LONGEST_REQUEST_ID} printable characters, got {shown(request_id)}"
             )
-        if arrival_time is not None and not (is_real(arrival_time) and _is_finite(arrival_time)):
+        if arrival_time is not None and not is_finite(arrival_time):
             raise ValueError(
                 f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, got "
                 f"{shown(arrival_time)}"
             )
-        if params.logprobs is not None and params.logprobs > self.most_logprobs > -1:
-            raise ValueError(
-                f"request '{request_id}' asks for logprobs={params.logprobs}, but max_logprobs is "
-                f"{self.most_logprobs}; ask for fewer, or start the engine with more (-1 is all)"
-            )
+        params.verify_logprobs(f"request '{request_id}'", self.most_logprobs)
 
     def read_prompt(
         self, request_id: str, prompt: Prompt, traits: AdapterTraits
@@ -127,9 +122,10 @@ class InputProcessor:
     def within_context(
         self, params: SamplingParams, prompt_tokens: int, traits: AdapterTraits
     ) -> SamplingParams:
-        """The parameters, `max_tokens` lowered to what the context has room for."""
+        """The parameters, `max_tokens` lowered to what the context has room for; None is all of that."""
         room = self.longest(traits) - prompt_tokens
-        return params if params.max_tokens <= room else replace(params, max_tokens=room)
+        fits = params.max_tokens is not None and params.max_tokens <= room
+        return params if fits else replace(params, max_tokens=room)
 
     def _check_prompt(self, request_id: str, token_ids: list[int], traits: AdapterTraits) -> None:
         if not isinstance(token_ids, list | tuple):
@@ -156,10 +152,3 @@ class InputProcessor:
         if longest == self.model_config.max_model_len:
             return f"max_model_len {longest}"
         return f"the {longest} positions that its adapter, or the base model, was trained for"
-
-
-def _is_finite(number: Any) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an int that no float holds
-        return False

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from minivllm.config import EngineConfig
-from minivllm.core.request import Request, RequestStatus, lora_is_off
+from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_off
 from minivllm.engine.adapter_names import resolve_lora
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.adapter_traits import BASE
@@ -101,10 +101,7 @@ class LLMEngine(EngineCore):
         pinned = self._pinned_adapters()
         if len(pinned) >= self.config.lora_config.max_loras and lora_request.lora_int_id not in pinned:
             names = ", ".join(f"'{self.adapters.name_of(adapter_id)}'" for adapter_id in sorted(pinned))
-            raise ValueError(
-                f"adapter '{lora_request.lora_name}' needs a slot but all {len(pinned)} are pinned ({names}); "
-                "unpin one or raise max_loras"
-            )
+            raise ValueError(all_pinned(lora_request.lora_name, len(pinned), names))
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""

@@ -1,17 +1,68 @@
-"""One step as a trace record."""
+"""One step as a trace record, and whom it passed over."""
 
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
+from typing import NamedTuple
 
-from minivllm.core.output import ScheduledRequest, SchedulerOutput
+from minivllm.core.output import MAX_LORAS, NO_BLOCKS, ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.trace import SlotEvent, StepRecord, TraceRow, TraceSkip
 
-# Of a queue with thousands a record names the first; the scheduler names as few of those it passes over.
-MAX_WAITING_NAMED = 32
+# Of a queue with thousands a record names the first, and as few of those that were passed over.
+MAX_NAMED = 32
+
+
+class Skip(NamedTuple):
+    """A waiting request that a step passed over, and why: a reason of `SchedulerOutput.passed_over`."""
+
+    request_id: str
+    adapter_id: int
+    reason: str
+
+
+def skips(scheduler: Scheduler, output: SchedulerOutput, most: int = MAX_NAMED) -> tuple[list[Skip], int]:
+    """Who was passed over in a step, the first `most` of them, and how many in all; call it after `schedule`.
+
+    They are all who stand in line before the place that the step came to (`SchedulerOutput.asked`).
+    """
+    requests, count = _passed_over(scheduler, output)
+
+    def skip(request: Request) -> Skip:
+        reason = scheduler._held_back(request) or output.passed_over.get(request.adapter_id, MAX_LORAS)
+        return Skip(request.request_id, request.adapter_id, reason)
+
+    return [skip(request) for request in islice(requests, most)], count
+
+
+def _passed_over(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Iterable[Request], int]:
+    waiting, asked = scheduler.waiting, list(output.asked)
+    if output.halted_by is None:
+        return waiting, len(waiting)
+    last = _still_waiting(scheduler, asked[-1]) if asked else None
+    ended_it = last is not None and last.adapter_id not in output.passed_over
+    if ended_it and output.halted_by != NO_BLOCKS:
+        asked.pop()  # the step was full when its turn came, and so for all behind the one before
+    if not asked:
+        return (), 0
+    reached, had_waited = asked[-1], isinstance(asked[-1], tuple)
+    keys = waiting.passed_over if had_waited else waiting.requests
+    find = keys.bisect_left if ended_it and output.halted_by == NO_BLOCKS else keys.bisect_right
+    count = find(reached)
+    if had_waited:
+        return (waiting.requests[arrival] for _, arrival in keys.islice(0, count)), count
+    # Adapters that had waited for a slot were in line before all who stand by arrival.
+    heads = waiting.passed_over_arrivals
+    first = heads.bisect_right(reached)
+    arrivals = chain(islice(waiting.requests, count), heads.islice(first))
+    return map(waiting.requests.__getitem__, arrivals), count + len(heads) - first
+
+
+def _still_waiting(scheduler: Scheduler, place: tuple[int, int] | int) -> Request | None:
+    return scheduler.waiting.requests.get(place[1] if isinstance(place, tuple) else place)
 
 
 def record_step(
@@ -42,7 +93,8 @@ def record_step(
         adapter = name(request.adapter_id)
         return _trace_row(request.request_id, adapter, slot, entry.num_new_tokens, kind, cached or 0)
 
-    waiting = [request.request_id for request in islice(scheduler.waiting, MAX_WAITING_NAMED)]
+    waiting = [request.request_id for request in islice(scheduler.waiting, MAX_NAMED)]
+    skipped, num_skipped = skips(scheduler, output)
     return StepRecord(
         step=step,
         time_s=time_s,
@@ -52,11 +104,11 @@ def record_step(
         loads=[name(e.adapter_id) for e in events if e.kind == "load"],
         activations=of_kind("activate"),
         evictions=of_kind("evict"),
-        skipped=[_trace_skip(s.request_id, name(s.adapter_id), s.reason) for s in output.skipped],
+        skipped=[_trace_skip(s.request_id, name(s.adapter_id), s.reason) for s in skipped],
         preempted=list(output.preempted),
         waiting=waiting,
         running=len(output.running),
-        more_skipped=output.num_skipped - len(output.skipped),
+        more_skipped=num_skipped - len(skipped),
         more_waiting=len(scheduler.waiting) - len(waiting),
     )
 

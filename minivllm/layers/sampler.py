@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minivllm.layers.batched_draw import draw_tokens
+from minivllm.layers.penalties import TokenHistory, apply_penalties
 from minivllm.sampling_params import SamplingParams
 
 
@@ -55,14 +56,18 @@ class Sampler(nn.Module):
         rows: Sequence[SamplingParams],
         generators: Sequence[torch.Generator | None],
         num_output_tokens: Sequence[int],
+        histories: Sequence[TokenHistory] = (),
     ) -> SamplerOutput:
         """Sample every row; a seeded row's token depends on nothing but its logits and its generator.
 
         logits: (P, V) of any float dtype, left as they are
         rows, generators, num_output_tokens: P each; what the request asks, its `make_generator` (kept for
             the request's whole life), and how many tokens it has already
+        histories: P, the tokens that biases and penalties look at; () where no row asks for any
         """
         allowed = self._hold_off_stops(logits, rows, num_output_tokens)  # (P, V)
+        if any(params.changes_logits for params in rows):
+            allowed = apply_penalties(allowed, rows, histories)  # (P, V)
         token_ids = allowed.argmax(dim=-1)  # (P,)
         random = [row for row, params in enumerate(rows) if not params.is_greedy]
         if random and logits.is_cuda:

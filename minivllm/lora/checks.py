@@ -1,7 +1,7 @@
 """What configs and weights may not be, in sentences. Stands for checks all over vllm/lora/ (v0.22.1).
 
-The core asks `check_fields` and `check_config` about a config, and the others about weights. An option's own sentences are
-in the option's file.
+The core asks `check_fields` and `check_config` about a config, the others about weights. Options have their sentences
+in their own files.
 """
 
 import re
@@ -189,12 +189,13 @@ def check_tensor(name: str, tensor: torch.Tensor, vocab_size: int | None) -> Non
 def check_pair(module: str, found: dict[str, torch.Tensor], ranks: list[int]) -> None:
     """ValueError unless a module has A and B that fit together, of a rank that the config gives.
 
-    found   "lora_A", "lora_B" and what options read beside B, such as "lora_B.bias" (1, N)
+    found   "lora_A", "lora_B" and what options read beside B, such as "bias" (1, N)
     """
     a, b = found.get("lora_A"), found.get("lora_B")
     if a is None or b is None:
         missing = [side for side in ("lora_A", "lora_B") if side not in found]
-        raise ValueError(f"{module} has {' and '.join(sorted(found))} but not {' and '.join(missing)}")
+        there = " and ".join(sorted(map(_in_files, found)))
+        raise ValueError(f"{module} has {there} but not {' and '.join(missing)}")
     (*experts, rank, _), (*experts_of_b, height, rank_of_b) = a.shape, b.shape
     if (experts, rank) != (experts_of_b, rank_of_b):
         raise ValueError(
@@ -208,7 +209,12 @@ def check_pair(module: str, found: dict[str, torch.Tensor], ranks: list[int]) ->
         )
     for name in found.keys() - {"lora_A", "lora_B"}:
         if (width := found[name].shape[-1]) != height:
-            raise ValueError(f"{module} has {name} ({width},), expected ({height},)")
+            raise ValueError(f"{module} has {_in_files(name)} ({width},), expected ({height},)")
+
+
+def _in_files(side: str) -> str:
+    """What files call A, B and what is beside B."""
+    return side if side.startswith("lora_") else f"lora_B.{side}"
 
 
 def check_numbers(
@@ -227,7 +233,7 @@ def check_numbers(
         ends = torch.aminmax(tensor)
         smallest, largest = (end.item() if end.dtype == wanted else end.to(wanted).item() for end in ends)
         if not max(-smallest, largest) * abs(factor) <= torch.finfo(wanted).max:
-            raise ValueError(f"{module}.{name} holds NaN or Inf as {wanted}")
+            raise ValueError(f"{module}.{_in_files(name)} holds NaN or Inf as {wanted}")
 
 
 def check_modules(modules: Iterable[str], expected: list[str]) -> None:

@@ -7,17 +7,16 @@ from typing import Any
 import torch
 
 from minivllm.lora import seams
-from minivllm.lora.checks import check_modules, check_numbers, check_pair, check_tensor
+from minivllm.lora.adapter_tensors import is_left_out, pair_up, to_weights
+from minivllm.lora.checks import check_modules
 from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.module_weights import LoRALayerWeights
-from minivllm.lora.names import WeightsMapper, is_base_embedding_weights, parse_fine_tuned_lora_name
+from minivllm.lora.names import WeightsMapper
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.storage import storage_bytes
 from minivllm.lora.weights_files import files_of_options, find_weights_file, read_weights
 
 _load_ids = itertools.count(1)
-
-# Name in the model, name in training -> "lora_A", "lora_B" and what options read beside B, such as "lora_B.bias".
-Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
 
 
 class LoRAModel:
@@ -63,10 +62,8 @@ class LoRAModel:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the tensors keep; an A that parts of a fused module share counts once."""
-        storages = {tensor.untyped_storage() for tensor in self.tensors}
-        return sum(storage.nbytes() for storage in storages)
+        return storage_bytes(self.tensors)
 
-    # region lab 1.6: from tensors to modules
     @classmethod
     def from_lora_tensors(
         cls,
@@ -79,70 +76,16 @@ class LoRAModel:
         weights_mapper: WeightsMapper | None = None,
         skip_prefixes: list[str] | None = None,
     ) -> "LoRAModel":
-        """Pair up the A and B of every module. Ranks are the tensors' own, scaling is the config's.
+        """From tensors by PEFT's names. Ranks are the tensors' own, scaling is the config's, noted and not applied.
 
-        tensors           PEFT name -> tensor; A (r, K), B (N, r), in any order
-        dtype             to convert to, None = leave
-        model_vocab_size  the width that the A of an embedding must have, None = any
-        weights_mapper    gives the names that modules have in the model. The config's patterns know only the
-                          names without it
-        skip_prefixes     tensors of modules under one of these are left out, and so are PEFT's copies of embeddings
-
-        Scaling is noted, not applied: that is `optimize`'s work. What options read beside B is kept by its
-        name, times the scaling. All is judged before anything is converted: a refusal costs no memory.
-
-        Raises ValueError naming the tensor or the module: a name that is not LoRA's, one side of a module there
-        twice (with PEFT's prefix and without), a module there under two names that the mapper makes one; and when
-        there are no LoRA weights at all. `check_pair` and `check_numbers` find the rest.
+        All is judged before anything is converted: a refusal costs no memory. ValueError as `pair_up` and
+        `to_weights` say, which have the parameters, too. vLLM: the same name.
         """
-        pairs = cls._pair_up(tensors, peft_helper, model_vocab_size, weights_mapper, skip_prefixes)
-        loras: dict[str, LoRALayerWeights] = {}
-        for (module, trained_as), pair in pairs.items():
-            if module in loras:
-                raise ValueError(f"{module} is there twice: {trained_as} is a second name for it")
-            check_pair(module, pair, peft_helper.ranks)
-            lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=pair["lora_A"].shape[-2])
-            check_numbers(module, pair, lora.scaling, dtype)
-            lora.module_name = module
-            lora.lora_a = pair.pop("lora_A")  # (r, K)
-            lora.lora_b = pair.pop("lora_B")  # (N, r)
-            lora.beside = {side: tensor * lora.scaling for side, tensor in pair.items()}
-            loras[module] = lora
-        for lora in loras.values():
-            lora.replace_tensors(lambda tensor: tensor.to(device=device, dtype=dtype))
+        pairs = pair_up(tensors, peft_helper, model_vocab_size, weights_mapper, skip_prefixes)
+        loras = to_weights(pairs, peft_helper, device, dtype)
         model = cls(lora_model_id, max(lora.rank for lora in loras.values()), loras)
         model.beside = dict(peft_helper.beside)
         return model
-
-    @staticmethod
-    def _pair_up(
-        tensors: dict[str, torch.Tensor],
-        peft_helper: PEFTHelper,
-        vocab_size: int | None,
-        weights_mapper: WeightsMapper | None,
-        skip_prefixes: list[str] | None,
-    ) -> Pairs:
-        """The tensors of each module together, those of `is_left_out` left out.
-
-        `_read` checks a tensor, and says what it is to its module if it is neither A nor B.
-        """
-        pairs: Pairs = {}
-        for name, tensor in tensors.items():
-            if is_left_out(name, skip_prefixes):
-                continue
-            plain_name, side, tensor = _read(name, tensor, peft_helper, vocab_size)
-            module, is_lora_a = parse_fine_tuned_lora_name(plain_name, weights_mapper)
-            trained_as, _ = parse_fine_tuned_lora_name(plain_name)  # the config's patterns know only this name
-            side = side or ("lora_A" if is_lora_a else "lora_B")
-            pair = pairs.setdefault((module, trained_as), {})
-            if side in pair:
-                raise ValueError(f"{name} is there twice, with and without the prefix that PEFT writes")
-            pair[side] = tensor
-        if not pairs:
-            raise ValueError("the adapter holds no LoRA weights")
-        return pairs
-
-    # endregion
 
     @classmethod
     def from_local_checkpoint(
@@ -185,24 +128,3 @@ class LoRAModel:
         for name, file in of_options.items():
             seams.folder_files[name](file, lora, device, dtype)
         return lora
-
-
-def is_left_out(name: str, skip_prefixes: list[str] | None) -> bool:
-    """Whether a tensor is none of the adapter's: PEFT's copy of an embedding, or of a module under a skipped prefix."""
-    if is_base_embedding_weights(name):
-        return True
-    return any(name.startswith(prefix) or f".{prefix}" in name for prefix in skip_prefixes or ())
-
-
-def _read(
-    name: str, tensor: torch.Tensor, peft_helper: PEFTHelper, vocab_size: int | None
-) -> tuple[str, str | None, torch.Tensor]:
-    """The name of an A or B, what the tensor is if it is neither, and the tensor.
-
-    What no reader (`seams.tensor_readers`) is for must be a matrix of floats: ValueError names it.
-    """
-    for mark, read in seams.tensor_readers.items():
-        if mark in name:
-            return read(name, tensor, peft_helper)
-    check_tensor(name, tensor, vocab_size)
-    return name, None, tensor

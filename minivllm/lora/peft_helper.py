@@ -20,7 +20,7 @@ class PEFTHelper:
     is asked for by `scaling(module_name, rank)`, the one place that computes it. `vllm_lora_scaling_factor` is
     the scaling of a module that no pattern names. Which modules an adapter has is told by its tensors.
 
-    others   fields that options read (`seams.config_readers`) and fields that are refused, where they are set
+    others   fields that options check (`seams.config_checks`) and fields that are refused, where they are set
     beside   what options found in `others`, by the option's name; {} for a plain adapter
     asked_as module name -> the name that patterns know, where an option says that they are not the same
 
@@ -61,7 +61,7 @@ class PEFTHelper:
         known = {f.name: f for f in fields(cls) if f.name != "others"}
         if missing := {name for name, f in known.items() if f.default is MISSING} - config_dict.keys():
             raise ValueError(f"Missing required configuration fields: {', '.join(sorted(missing))}")
-        asked = (*seams.config_readers, *REFUSED_FIELDS)
+        asked = (*seams.config_checks, *REFUSED_FIELDS)
         others = {name: value for name in asked if (value := config_dict.get(name)) not in (None, False)}
         return cls(**{name: config_dict[name] for name in known.keys() & config_dict.keys()}, others=others)
 

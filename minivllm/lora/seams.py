@@ -41,3 +41,6 @@ backends: dict[str, Callable[..., Any]] = {}
 
 # Type of a device -> what makes the object that writes adapters into slots there. The core writes on a CPU.
 slot_writers: dict[str, Callable[..., Any]] = {}
+
+# Called once with each new model manager; what it gives hears of every event (`LoRAEvent`). No decision asks it.
+listeners: list[Callable[[Any], Callable[[Any], None]]] = []

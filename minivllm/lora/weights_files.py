@@ -16,7 +16,10 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model
 
 
 def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
-    """Path and fields of a folder's adapter_config.json. FileNotFoundError: no folder or none in it. ValueError: not JSON."""
+    """Path and fields of a folder's adapter_config.json.
+
+    FileNotFoundError: no such folder, or none in it. ValueError: it is no JSON object.
+    """
     if not os.path.isdir(lora_dir):
         raise FileNotFoundError(f"adapter folder '{lora_dir}' does not exist")
     path = os.path.join(lora_dir, "adapter_config.json")

@@ -1,14 +1,13 @@
 """What config.json says about a model. Stands for vllm/transformers_utils/config.py (v0.22.1)."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minivllm.validation import is_real, shown
+from minivllm.validation import is_finite, shown
 
 # model_type -> the architecture that implements it.
 ARCHITECTURES = {
@@ -228,7 +227,7 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         beside = {key: value for key, value in given.items() if key != "type" and value is not None}
         parsed = beside | parsed | {"original_max_position_embeddings": trained}
     for key in parsed.keys() & {"rope_theta", "original_max_position_embeddings", *ROPE_TYPES[kind]}:
-        if not (is_real(parsed[key]) and 0 < parsed[key] < math.inf):
+        if not (is_finite(parsed[key]) and parsed[key] > 0):
             raise ValueError(
                 f"{key} {shown(parsed[key])} of rope type {kind!r} must be a number greater than 0"
             )

@@ -1,30 +1,25 @@
 """The LoRA side of a model runner. Stands for vllm/v1/worker/lora_model_runner_mixin.py (v0.22.1)."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import nn
 
-from minivllm.config import LoRAConfig
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.worker.dummy_loras import DummyLoRAs
 from minivllm.worker.input_batch import InputBatch
 
 
-class LoRAModelRunnerMixin:
+class LoRAModelRunnerMixin(DummyLoRAs):
     """Gives a model runner adapters. vLLM: `LoRAModelRunnerMixin`."""
-
-    lora_manager: LRUCacheWorkerLoRAManager | None = None
 
     def load_lora_model(self, model: nn.Module, vllm_config: object, device: torch.device | str) -> nn.Module:
         """Wrap the model's layers, once, and give the model back."""
-        self.lora_manager = LRUCacheWorkerLoRAManager(
-            vllm_config, device, getattr(model, "embedding_modules", {})
-        )
-        return self.lora_manager.create_lora_manager(model, vllm_config)
+        self.lora_manager = LRUCacheWorkerLoRAManager(vllm_config, device)
+        return self.lora_manager.create_lora_manager(model)
 
     def _manager(self) -> LRUCacheWorkerLoRAManager:
         if self.lora_manager is None:
@@ -66,74 +61,9 @@ class LoRAModelRunnerMixin:
         """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
         return self._manager().prepare_adapters(lora_requests)
 
-    @contextmanager
-    def maybe_setup_dummy_loras(
-        self, lora_config: LoRAConfig | None, remove_lora: bool = True
-    ) -> Iterator[None]:
-        """Inside, adapters of zeros with ids 1, 2, ... are in memory, one for each slot."""
-        if lora_config is None:
-            yield
-            return
-        manager = self._manager()
-        for request in _dummy_requests(lora_config):
-            manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
-        yield
-        if remove_lora:
-            manager.remove_all_adapters()
-
-    def select_dummy_loras(
-        self,
-        lora_config: LoRAConfig | None,
-        num_scheduled_tokens: np.ndarray,
-        num_sampled_tokens: np.ndarray,
-        with_lora: bool = True,
-    ) -> None:
-        """Make the dummy adapters take turns on the rows of a pass; without `with_lora` all are base rows.
-
-        num_scheduled_tokens, num_sampled_tokens   (P,) int
-        """
-        if lora_config is None:
-            return
-        ids = with_lora * (np.arange(len(num_scheduled_tokens)) % lora_config.max_loras + 1)
-        mapping = LoRAMapping(
-            tuple(ids.repeat(num_scheduled_tokens).tolist()), tuple(ids.repeat(num_sampled_tokens).tolist())
-        )
-        self._manager().set_active_adapters(_dummy_requests(lora_config), mapping)
-
-    @contextmanager
-    def maybe_dummy_run_with_lora(
-        self,
-        lora_config: LoRAConfig | None,
-        num_scheduled_tokens: np.ndarray,
-        num_sampled_tokens: np.ndarray,
-        remove_lora: bool = True,
-    ) -> Iterator[None]:
-        """Inside, a forward pass runs as a batch over all slots would, on adapters of zeros; for warm-up.
-
-        num_scheduled_tokens, num_sampled_tokens   (P,) int, the rows of the pass; adapters take turns
-        """
-        with self.maybe_setup_dummy_loras(lora_config, remove_lora):
-            self.select_dummy_loras(lora_config, num_scheduled_tokens, num_sampled_tokens)
-            yield
-
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request; with `load_inplace`, again. Errors as when loading."""
         return self._manager().add_adapter(lora_request)
-
-    def can_prefetch_lora(self, lora_id: int) -> bool:
-        """Whether an adapter is in memory, in no slot, and could come into one beside a running step."""
-        manager = self._manager().manager
-        if manager.slot_writer is None or manager.get_adapter(lora_id) is None:
-            return False
-        return lora_id not in manager.list_active_adapters()
-
-    def prefetch_lora(self, lora_id: int) -> None:
-        """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
-        manager = self._manager().manager
-        if self.can_prefetch_lora(lora_id) and manager.has_room_for(lora_id):
-            # What is wrong with the adapter is raised again in the step that it is for.
-            with manager.slot_writer.behind_step(), suppress(Exception):
-                manager.activate_adapter(lora_id)
 
     def remove_lora(self, lora_id: int) -> bool:
         return self._manager().remove_adapter(lora_id)
@@ -147,7 +77,3 @@ class LoRAModelRunnerMixin:
 
 def _pad(mapping: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return mapping + (0,) * (rows - len(mapping))
-
-
-def _dummy_requests(lora_config: LoRAConfig) -> list[LoRARequest]:
-    return [LoRARequest(f"warmup_{slot}", slot + 1, "(warm-up)") for slot in range(lora_config.max_loras)]

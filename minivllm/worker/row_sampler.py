@@ -6,6 +6,7 @@ import torch
 
 from minivllm.core.request import Request
 from minivllm.faults import as_fault
+from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler
 
 Sampled = dict[str, tuple[int, dict[int, Logprob] | None]]
@@ -32,6 +33,7 @@ class RowSampler:
             [request.sampling_params for request in requests],
             [self.draws[request.request_id].at(i) for request, i in zip(requests, positions)],
             positions,
+            [TokenHistory(request.prompt_token_ids, request.output_token_ids) for request in requests],
         )
         tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
         return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
@@ -62,3 +64,10 @@ class RowSampler:
         """Drop what is kept for requests that are not among these."""
         for request_id in self.draws.keys() - set(request_ids):
             self.forget(request_id)
+
+
+def takes_likeliest(request: Request) -> bool:
+    """Whether the argmax of the logits is all that a request wants of them."""
+    params = request.sampling_params
+    is_raw = params.logprobs is None and not params.changes_logits
+    return params.is_greedy and is_raw and request.num_output_tokens >= params.min_tokens

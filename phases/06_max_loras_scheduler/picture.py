@@ -11,6 +11,7 @@ from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.recorder import skips
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -42,7 +43,9 @@ def one_step() -> tuple[Scheduler, list[str], list[str], SchedulerOutput]:
     for adapter_id, prompt_tokens in ((3, 55), (1, 45), (4, 63), (0, 48), (2, 48)):
         add_request(scheduler, adapter_id, prompt_tokens, f"prompt of {prompt_tokens}")
     running, waiting = ([r.request_id for r in queue] for queue in (scheduler.running, scheduler.waiting))
-    return scheduler, running, waiting, scheduler.schedule()
+    output = scheduler.schedule()
+    output.skipped, _ = skips(scheduler, output)
+    return scheduler, running, waiting, output
 
 
 def verdict(request_id: str, output: SchedulerOutput) -> str:

@@ -210,6 +210,20 @@ class TestSampling:
                     assert logprob.logprob == pytest.approx(float(row[token]), abs=1e-8)
                     assert logprob.rank == 1 + int((row > row[token] + 1e-9).sum())
 
+    def test_a_bias_or_a_penalty_reaches_the_tokens_that_the_adapter_adds(self, llama):
+        engine, prompt = make_engine(llama), [5, 9]
+        lora_request = llama.request("dogs")
+        engine.add_request("a", prompt, greedy(4, logit_bias={V + 2: 100.0}), lora_request=lora_request)
+        params = greedy(4, logit_bias={V + 1: 100.0}, repetition_penalty=1e6)
+        engine.add_request("b", prompt, params, lora_request=lora_request)
+        engine.add_request("base", prompt, greedy(4, presence_penalty=0.01))
+
+        outputs = run(engine)
+
+        assert tokens_of(outputs["a"]) == [V + 2] * 4
+        assert tokens_of(outputs["b"]).count(V + 1) == 1
+        assert max(tokens_of(outputs["base"])) < V
+
     def test_an_added_token_may_end_a_request(self, llama):
         name, prompt = "dogs", [5, 9, V]
         answer = llama.answer(name, prompt, 8)
@@ -233,6 +247,8 @@ class TestSampling:
             ("cats", {"stop_token_ids": [V + 1, V + 2]}, r"stop_token_ids \[99\].*0 to 98"),
             (None, {"logprobs": V + 1}, "only 97 tokens"),
             ("cats", {"logprobs": V + 3}, "only 99 tokens"),
+            (None, {"logit_bias": {V: 1.0}}, r"logit_bias \[97\]"),
+            ("cats", {"logit_bias": {V + 1: 1.0, V + 2: 1.0}}, r"logit_bias \[99\].*0 to 98"),
         ],
         ids=str,
     )
@@ -243,7 +259,9 @@ class TestSampling:
             engine.add_request("a", [3], greedy(2, **params), lora_request=llama.request(name))
 
     @pytest.mark.parametrize(
-        "params", [{"stop_token_ids": [V], "min_tokens": 2}, {"logprobs": V + 1}], ids=str
+        "params",
+        [{"stop_token_ids": [V], "min_tokens": 2}, {"logprobs": V + 1}, {"logit_bias": {V: 100.0}}],
+        ids=str,
     )
     def test_parameters_may_name_tokens_that_are_only_read(self, llama, params):
         """Without `lm_head` among the engine's modules there are no logits for them."""

@@ -36,7 +36,7 @@ def test_adding_what_is_there_reads_nothing_but_counts_as_use(folders, monkeypat
         worker.add_adapter(folders.request(adapter_id))
     reads = count_reads(monkeypatch)
 
-    assert worker.add_adapter(folders.request(1)) is False, "1 was in memory: False"
+    assert worker.add_adapter(folders.request(1)) is True, "1 is in memory: True, as in vLLM"
 
     assert reads == [], f"1 was in memory, but its folder was read: {reads}"
     worker.add_adapter(folders.request(3))
@@ -48,7 +48,7 @@ def test_adding_what_is_in_memory_alone_brings_it_into_a_slot(folders):
     for adapter_id in (1, 2):
         worker.add_adapter(folders.request(adapter_id))
 
-    assert worker.add_adapter(folders.request(1)) is False, "1 was in memory: False"
+    assert worker.add_adapter(folders.request(1)) is True, "1 is in memory: True, as in vLLM"
 
     assert_slots(worker.manager, [1], "1 was asked for again, and nothing keeps 2 in the slot")
 

@@ -358,7 +358,7 @@ def test_any_history_of_steps_pins_and_changing_files_does_what_two_lists_do(
 def change_pins(rng, worker, model):
     if model.pins and rng.random() < 0.4:
         adapter_id = rng.choice(sorted(model.pins))
-        assert worker.unpin_adapter(adapter_id) == model.unpin(adapter_id)
+        assert worker.manager.unpin_adapter(adapter_id) == model.unpin(adapter_id)
     if model.memory and rng.random() < 0.3:
         adapter_id = rng.choice(sorted(model.memory))
         assert outcome(worker.pin_adapter, adapter_id) == outcome(model.pin, adapter_id)

@@ -22,7 +22,7 @@ from small_model import (
 from minivllm.config import LoRAConfig
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.slot_writer import SlotWriter
-from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.prefetch import AdapterPrefetch
 
 
 def make_manager(slots=3, memory=8, backend="grouped", adopt=None):
@@ -146,7 +146,7 @@ def test_an_adapter_of_another_dtype_is_converted():
 
 
 def runner_of(manager):
-    runner = LoRAModelRunnerMixin()
+    runner = AdapterPrefetch()
     runner.lora_manager = SimpleNamespace(manager=manager)
     return runner
 

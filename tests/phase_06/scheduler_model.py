@@ -12,6 +12,7 @@ from itertools import count
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.recorder import skips
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -46,6 +47,13 @@ def served_alone(weights, prompt, num_tokens):
     for _ in range(num_tokens):
         token_ids.append(checksums(weights, token_ids)[-1] % VOCAB)
     return token_ids[len(prompt) :]
+
+
+def schedule(scheduler):
+    """A step, with all whom it passes over beside it: `skipped`, and `num_skipped`."""
+    output = scheduler.schedule()
+    output.skipped, output.num_skipped = skips(scheduler, output, most=TOO_LONG)
+    return output
 
 
 class World:
@@ -87,7 +95,6 @@ class World:
             adapter_identity=self.loads.get,
             pinned_adapters=lambda: self.pinned,
         )
-        self.scheduler.max_skips_told = TOO_LONG  # all of them
 
     def add(self, adapter_id=0, prompt=(1,), max_tokens=4, request_id=None, **params):
         request = ShownRequest(
@@ -119,7 +126,7 @@ class World:
     def schedule(self):
         self._reload_what_is_drained()
         waiting = {r.request_id: r for r in self.scheduler.waiting}
-        output = self.scheduler.schedule()
+        output = schedule(self.scheduler)
         self.check_output(output, waiting)
         self.check_state()
         return output
@@ -170,6 +177,10 @@ class World:
                     self._weights(request), request.all_token_ids, tokens_each
                 )
         return sampled
+
+    def waited(self, request):
+        """Steps that a request, waiting or not, has waited for a slot."""
+        return self.scheduler.waiting.wait_steps(request)
 
     def check_output(self, output, waiting_before):
         scheduler = self.scheduler

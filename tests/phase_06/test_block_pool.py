@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from scheduler_model import World
 
-from minivllm.core.kv_cache import NULL_BLOCK, BlockPool
+from minivllm.core.block_pool import NULL_BLOCK, BlockPool
 
 
 def test_the_null_block_is_never_handed_out():

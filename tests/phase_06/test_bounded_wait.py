@@ -134,7 +134,7 @@ def test_a_waiter_is_served_after_the_bound_whatever_keeps_coming(max_loras, max
     waited = steps_until_running(world, waiter, *stream)
 
     assert waited == max_wait, f"{waiter} had its slot after {waited} steps; the bound is {max_wait}"
-    assert waiter.lora_wait_steps == max_wait
+    assert world.waited(waiter) == max_wait
 
 
 def test_a_waiter_is_served_after_the_bound_when_the_others_never_end():

@@ -7,9 +7,10 @@ from scheduler_model import World
 from test_scheduler_histories import disturb, random_request, random_world
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
-from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS, Skip
+from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.recorder import Skip, skips
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -56,6 +57,7 @@ def long_queue(num_adapters, num_waiting=NUM_WAITING):
 
 def step(scheduler):
     output = scheduler.schedule()
+    output.skipped, output.num_skipped = skips(scheduler, output)
     scheduler.update_from_output(output, {s.request.request_id: [7] for s in output.scheduled if s.samples})
     return output
 
@@ -155,7 +157,7 @@ def told(scheduler, output):
         "refused": [request.request_id for request in output.refused],
         "prefetch": output.prefetch,
         "halted_by": output.halted_by,
-        "waiting": [(r.request_id, r.lora_wait_steps) for r in scheduler.waiting],
+        "waiting": [(r.request_id, scheduler.waiting.wait_steps(r)) for r in scheduler.waiting],
     }
 
 
@@ -211,7 +213,7 @@ def test_a_wait_is_counted_by_the_step_though_nobody_counts_it_up(seed):
         for request in world.scheduler.waiting:
             expected[request] += world.scheduler.waiting.is_passed_over(request.adapter_id)
 
-        assert {r: r.lora_wait_steps for r in expected} == expected
+        assert {r: world.waited(r) for r in expected} == expected
     assert any(r.num_preemptions and r.lora_wait_steps > 3 for r in expected), "two waits of one request"
 
 

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 from scheduler_model import ShownRequest, World, lora
 
-from minivllm.core.kv_cache import KVCacheManager, hash_block_tokens
+from minivllm.core.kv_cache import KVCacheManager
+from minivllm.core.prefix_cache import hash_block_tokens
 from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lab("6.5")

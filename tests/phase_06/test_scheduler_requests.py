@@ -263,7 +263,7 @@ def test_a_request_passed_over_in_a_dropped_step_has_begun_to_wait():
     """Its place went to others in that step, and no later step shows it."""
     world = World(max_loras=1, max_lora_wait_steps=4, max_num_seqs=2)
     world.add_all(1, 2, 1, max_tokens=50)
-    waiter = world.scheduler.waiting[1]
+    waiter = list(world.scheduler.waiting)[1]
     world.schedule()
 
     steps = [waiter in world.step().running for _ in range(6)]
@@ -279,7 +279,7 @@ def test_a_dropped_step_counts_for_no_clock_and_computes_nothing():
         output = world.schedule()
 
     assert output.preempted == []
-    assert (running.num_computed_tokens, waiter.lora_wait_steps) == (0, 0)
+    assert (running.num_computed_tokens, world.waited(waiter)) == (0, 0)
     assert world.scheduler.make_stats().num_cached_blocks == 0
 
 

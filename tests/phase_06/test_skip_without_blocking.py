@@ -3,7 +3,8 @@
 import pytest
 from scheduler_model import World
 
-from minivllm.core.output import MAX_LORAS, RELOAD_PENDING, Skip
+from minivllm.core.output import MAX_LORAS, RELOAD_PENDING
+from minivllm.engine.recorder import Skip
 
 pytestmark = pytest.mark.lab("6.2")
 
@@ -72,7 +73,7 @@ def test_a_request_passed_over_waits_by_the_step_until_it_has_a_slot():
     waited = []
     for _ in range(5):
         world.step()
-        waited.append(waiter.lora_wait_steps)
+        waited.append(world.waited(waiter))
 
     assert waited == [1, 2, 3, 3, 3], "who is skipped for its adapter begins to wait: pass_over"
 
@@ -88,7 +89,7 @@ def test_a_slot_goes_to_who_was_passed_over_not_to_who_is_first_by_arrival():
 
     output = world.step()
 
-    assert output.running == [passed_over], f"{first} came first, but has not waited: see Line"
+    assert output.running == [passed_over], f"{first} came first, but has not waited: see _line"
 
 
 def test_nobody_is_skipped_once_the_batch_is_full():
@@ -111,12 +112,14 @@ def test_max_num_seqs_counts_requests_of_every_adapter():
     assert len(output.running) == 3
 
 
-def test_a_request_that_lacks_blocks_is_not_overtaken():
+@pytest.mark.parametrize("adapter_id", [0, 1])
+def test_a_request_that_lacks_blocks_is_not_overtaken(adapter_id):
     """Blocks come free little by little: if small requests passed, a big one might wait for ever."""
     world = World(num_blocks=9, block_size=4)
     world.add(0, prompt=range(16), max_tokens=5)
     world.step()
-    big, small = world.add(0, prompt=[5] * 24, max_tokens=1), world.add(0, prompt=[1], max_tokens=1)
+    big = world.add(0, prompt=[5] * 24, max_tokens=1)
+    small = world.add(adapter_id, prompt=[1], max_tokens=1)
 
     output = world.step()
 
@@ -136,7 +139,7 @@ def test_requests_for_a_reloaded_adapter_wait_until_those_of_the_old_load_are_do
 
     assert output.running == [old, base]
     assert output.skipped == [Skip(new.request_id, 1, RELOAD_PENDING)]
-    assert new.lora_wait_steps == 0
+    assert world.waited(new) == 0
 
 
 def test_a_preempted_request_of_the_old_load_still_goes_before_those_of_the_new_one():
@@ -175,4 +178,4 @@ def test_who_is_held_back_does_not_wait_for_a_slot():
     outputs = [world.step() for _ in range(3)]
 
     assert [output.running for output in outputs] == [[other]] * 3
-    assert blocked.lora_wait_steps == 0
+    assert world.waited(blocked) == 0

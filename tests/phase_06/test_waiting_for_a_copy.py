@@ -3,7 +3,8 @@
 import pytest
 from scheduler_model import World
 
-from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, Skip
+from minivllm.core.output import ADAPTER_COPY, MAX_LORAS
+from minivllm.engine.recorder import Skip
 
 pytestmark = pytest.mark.lab("6.2")
 

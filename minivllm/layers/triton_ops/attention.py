@@ -26,6 +26,43 @@ def _tiles_per_split(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILE
     return tl.maximum(tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS), MIN_TILES)
 
 
+@triton.jit
+def _tiles_of_split(split, seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """First tile, and the one after the last; no more than the first where a split is empty."""
+    per_split = _tiles_per_split(seq_len, TILE, SPLITS, MIN_TILES)
+    first_tile = split * per_split
+    return first_tile, tl.minimum(first_tile + per_split, tl.cdiv(seq_len, TILE))
+
+
+@triton.jit
+def _read_tile(
+    k_ptr, v_ptr, table_ptr, tile, seq_len, cache_slot,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of TILE positions, (TILE, D) each, and which of these are in the context, (TILE,)."""
+    position, dim = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    in_context = position < seq_len
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
+    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+    offsets = slot[:, None] * cache_slot + dim[None, :]  # (TILE, D)
+    # Values past the context weigh nothing, but zero times the NaN of foreign memory would be NaN.
+    readable = in_context[:, None] & (dim < D)[None, :]
+    k = tl.load(k_ptr + offsets, mask=readable, other=0.0)
+    v = tl.load(v_ptr + offsets, mask=readable, other=0.0)
+    return k, v, in_context
+
+
+@triton.jit
+def _take_in(scores, v, highest, weights_sum, acc):
+    """One more tile of a softmax: scores (G, TILE); highest score, sum of weights (G, 1), weighted values (G, D)."""
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
+    weights = tl.exp2(scores - new_highest)
+    shrink = tl.exp2(highest - new_highest)
+    weights_sum = weights_sum * shrink + tl.sum(weights, axis=1, keep_dims=True)
+    acc = acc * shrink + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_highest, weights_sum, acc
+
+
 # One compiled kernel for tables of any form: a further variant would stall the first step that wants it.
 @triton.jit(
     do_not_specialize=["table_row"],
@@ -42,12 +79,9 @@ def _paged_decode_kernel(
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
     seq_len = tl.load(seq_lens_ptr + request)
-    num_tiles = tl.cdiv(seq_len, TILE)
-    per_split = _tiles_per_split(seq_len, TILE, SPLITS, MIN_TILES)
-    first_tile = split * per_split
-    if (split > 0) & (first_tile >= num_tiles):
+    first_tile, last_tile = _tiles_of_split(split, seq_len, TILE, SPLITS, MIN_TILES)
+    if (split > 0) & (first_tile >= last_tile):
         return
-    last_tile = tl.minimum(first_tile + per_split, num_tiles)
 
     row = tl.load(rows_ptr + request).to(tl.int64)
     member = tl.arange(0, BLOCK_GROUP)[:, None]  # (G, 1)
@@ -63,24 +97,12 @@ def _paged_decode_kernel(
     weights_sum = tl.zeros((BLOCK_GROUP, 1), tl.float32)
     acc = tl.zeros((BLOCK_GROUP, BLOCK_D), tl.float32)
     for tile in range(first_tile, last_tile):
-        position = tile * TILE + tl.arange(0, TILE)
-        in_context = position < seq_len
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-        offsets = slot[:, None] * cache_slot + dim[None, :]  # (TILE, D)
-        # Values past the context weigh nothing, but zero times the NaN of foreign memory would be NaN.
-        readable = in_context[:, None] & (dim < D)[None, :]
-        k = tl.load(k_ptr + offsets, mask=readable, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=readable, other=0.0)
-
+        k, v, in_context = _read_tile(
+            k_ptr, v_ptr, table_ptr, tile, seq_len, cache_slot, D, BLOCK_D, BLOCK_SIZE, TILE
+        )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (G, TILE)
         scores = tl.where(in_context[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
-        weights = tl.exp2(scores - new_highest)
-        shrink = tl.exp2(highest - new_highest)
-        weights_sum = weights_sum * shrink + tl.sum(weights, axis=1, keep_dims=True)
-        acc = acc * shrink + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        highest = new_highest
+        highest, weights_sum, acc = _take_in(scores, v, highest, weights_sum, acc)
 
     # A padded row has no context: its output is zeros, and split 0's stands for all.
     weights_sum = tl.where(weights_sum == 0.0, 1.0, weights_sum)

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
-from minivllm.lora.limits import LONGEST_PATH, read_config
 from minivllm.lora.io.hub import looks_like_hub_id
+from minivllm.lora.limits import LONGEST_PATH, read_config
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import one_sentence
 

@@ -34,7 +34,7 @@ def read_bias(name: str, tensor: torch.Tensor, peft_helper: PEFTHelper) -> tuple
         raise ValueError(
             f"{name} must be one vector of floats, got shape {tuple(tensor.shape)} of {tensor.dtype}"
         )
-    return f"{name.removesuffix('bias')}weight", "lora_B.bias", tensor[None]  # (1, N)
+    return f"{name.removesuffix('bias')}weight", "bias", tensor[None]  # (1, N)
 
 
 seams.config_checks[FIELD] = check_bias

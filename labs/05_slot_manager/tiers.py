@@ -1,0 +1,115 @@
+"""Who is in memory and who is in a slot. Stands for the caches of vllm/lora/model_manager.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+from minivllm.config import LoRAConfig
+from minivllm.lora.events import Listener, LoRAEvent
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lru_cache import LRUCache
+
+
+class AdapterTiers:
+    """Two tiers: at most `capacity` adapters are in CPU memory; at most `lora_slots` of these are also in a slot.
+
+    When a tier is full, what was used longest ago leaves it. This class keeps the tables and copies nothing.
+
+    in_use      adapters of the running requests. Neither they nor pinned ones are evicted; RuntimeError when that
+                leaves none
+    listeners   hear of every event; nothing here depends on whether there are any
+    """
+
+    def __init__(self, lora_config: LoRAConfig) -> None:
+        self.lora_config = lora_config
+        self.in_use: frozenset[int] = frozenset()
+        self.listeners: list[Listener] = []
+        self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
+        self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
+
+    @property
+    def capacity(self) -> int:
+        """Adapters that memory may hold."""
+        return self.lora_config.max_cpu_loras
+
+    @property
+    def lora_slots(self) -> int:
+        return self.lora_config.max_loras
+
+    def __len__(self) -> int:
+        return len(self._registered_adapters)
+
+    def tell(self, *event: object) -> None:
+        """Tell whoever listens of an event, given by the fields of `LoRAEvent`."""
+        for listener in self.listeners:
+            listener(LoRAEvent(*event))
+
+    def list_adapters(self) -> dict[int, LoRAModel]:
+        """Adapter id -> weights of all in memory, the least recently used first."""
+        return self._registered_adapters.cache
+
+    def get_adapter(self, adapter_id: int) -> LoRAModel | None:
+        """The weights if they are in memory. Looking does not count as use."""
+        return self._registered_adapters.peek(adapter_id)
+
+    def list_active_adapters(self) -> dict[int, int]:
+        """Adapter id -> slot, the least recently used first."""
+        return self._active_adapters.cache
+
+    def get_free_slots(self) -> list[int]:
+        """Slots that hold nothing."""
+        return sorted(set(range(self.lora_slots)).difference(self.list_active_adapters().values()))
+
+    @property
+    def pinned_adapters(self) -> set[int]:
+        """Adapters that keep their slot and their place in memory."""
+        return self._active_adapters.pinned_items
+
+    def touch_adapter(self, adapter_id: int) -> None:
+        """Mark as just used, wherever it is."""
+        for tier in (self._registered_adapters, self._active_adapters):
+            if adapter_id in tier:
+                tier.touch(adapter_id)
+
+    def deactivate_adapter(self, adapter_id: int) -> bool:
+        """Take the adapter out of its slot; a pin goes with it. False if it is in none.
+
+        Its weights stay there until others overwrite them: no row is sent to a slot that the table calls free.
+        """
+        return self._active_adapters.pop(adapter_id) is not None
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        """Forget the adapter, pinned or not, in both tiers. False for an unknown id."""
+        self.deactivate_adapter(adapter_id)
+        return self._registered_adapters.pop(adapter_id) is not None
+
+    def remove_all_adapters(self) -> None:
+        for adapter_id in self.list_adapters():
+            self.remove_adapter(adapter_id)
+
+    # region lab 5.4: who has to go
+    def _make_room_in_memory(self) -> None:
+        """When memory is full, what was used longest ago leaves it."""
+        raise Todo("lab 5.4: who has to go")
+
+    def remove_oldest_adapter(self) -> bool:
+        """Drop the least recently used adapter from memory. False when memory is empty.
+
+        It leaves its slot, too: an id that is not in memory may come back with other weights. Told are a "drop" and,
+        if it had a slot, an "evict" from there.
+        """
+        raise Todo("lab 5.4: who has to go")
+
+    def _find_slot(self) -> int:
+        """The first free slot; if there is none, that of the active adapter used longest ago, which stays in memory.
+
+        Told is an "evict" from that slot.
+        """
+        raise Todo("lab 5.4: who has to go")
+
+    # endregion
+
+    def has_room_for(self, adapter_id: int) -> bool:
+        """Whether `_find_slot` would find one for it, or it has one."""
+        kept = self.in_use | self.pinned_adapters
+        in_slots = self._active_adapters
+        return (
+            adapter_id in in_slots or len(in_slots) < self.lora_slots or any(a not in kept for a in in_slots)
+        )

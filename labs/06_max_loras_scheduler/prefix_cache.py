@@ -1,0 +1,117 @@
+"""Which blocks were computed before, and for whom. Stands for a part of vllm/v1/core/kv_cache_utils.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from minivllm.core.block_pool import BlockPool
+from minivllm.core.request import Request
+
+BASE_IDENTITY = 0
+
+
+@dataclass
+class PrefixCacheStats:
+    """Tokens looked up and tokens found since the start. vLLM: `PrefixCacheStats`."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+# region lab 6.5: whose keys and values these are
+def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: int) -> bytes:
+    """The key a block is found by: a blake2b digest of 16 bytes. vLLM: `hash_block_tokens`.
+
+    parent      key of the block before, which stands for all tokens up to it; None for the first block
+    token_ids   the block's own, int64
+    identity    0 for base, else the number of this *load* of the adapter. vLLM 0.22.1 puts the
+                adapter's name here, and serves stale keys and values once other weights come under it.
+
+    Equal arguments give equal keys; any difference gives another key.
+    """
+    raise Todo("lab 6.5: whose keys and values these are")
+
+
+# endregion
+
+
+class PrefixCache:
+    """The finding half of the `KVCacheManager`.
+
+    adapter_identity    lora_int_id -> a number that is new for each load of the adapter, >= 1, or None
+                        when it is not loaded: then nothing can be found yet
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        enable_caching: bool,
+        adapter_identity: Callable[[int], int | None],
+    ) -> None:
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self.adapter_identity = adapter_identity
+        self.block_pool = BlockPool(num_blocks)
+        self.prefix_cache_stats = PrefixCacheStats()
+
+    # region lab 6.5: whose keys and values these are
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """Blocks that hold the longest known prefix of a request which has none yet; [] with caching off.
+
+        Never the whole of it: the last token is computed, or there would be no logits to sample from. Blocks
+        are found one after the other (`_block_hashes`), up to the first that is not there. Nothing can be
+        found for an adapter that is not loaded; else the request is bound (`_bind`) to the present load first.
+        """
+        raise Todo("lab 6.5: whose keys and values these are")
+
+    def _identity(self, request: Request) -> int | None:
+        """Who computes the request's tokens now: base, or which load of its adapter; None if not loaded."""
+        raise Todo("lab 6.5: whose keys and values these are")
+
+    # endregion
+
+    def record_hits(self, request: Request, num_cached_tokens: int) -> None:
+        """Count an admission: how many of the request's tokens were found."""
+        self.prefix_cache_stats.queries += request.num_tokens
+        self.prefix_cache_stats.hits += num_cached_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached_tokens
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others find the blocks that `num_computed_tokens` fill; call it before the count is advanced.
+
+        Once an adapter is loaded anew under a running request, the rest of its blocks belong to no one
+        load, and are never found.
+        """
+        first, last = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
+        if first == last and request.num_computed_tokens:
+            return  # no block is full yet; whose it is will be asked when one is
+        identity = self._identity(request)
+        if request.num_computed_tokens == 0:
+            self._bind(request, identity)
+        if identity != request.cache_identity:
+            request.cache_identity = None
+        if not self.enable_caching or request.cache_identity is None:
+            return
+        hashes = self._block_hashes(request, last)
+        for i in range(first, last):
+            self.block_pool.cache_block(request.block_ids[i], hashes[i])
+
+    def _bind(self, request: Request, identity: int | None) -> None:
+        """What the request computes from its first token on is known under this identity."""
+        if identity != request.cache_identity:
+            request.cache_identity = identity
+            request.block_hashes = []
+
+    def _block_hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Hashes of the first `num_blocks` full blocks; kept, since tokens only ever follow."""
+        hashes = request.block_hashes
+        for i in range(len(hashes), num_blocks):
+            token_ids = request.all_token_ids[i * self.block_size : (i + 1) * self.block_size]
+            hashes.append(
+                hash_block_tokens(hashes[-1] if hashes else None, token_ids, request.cache_identity)
+            )
+        return hashes[:num_blocks]

@@ -1,0 +1,140 @@
+"""Who computes what in a step: running requests first, then waiting ones may join.
+
+Stands for `schedule` in vllm/v1/core/sched/scheduler.py (v0.22.1).
+"""
+
+from collections.abc import Callable, Iterator
+
+from minivllm.config import SchedulerConfig
+from minivllm.core.kv_cache import KVCacheManager
+from minivllm.core.lora_admission import LoRAAdmission
+from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS, SchedulerOutput
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.waiting_queue import WaitingQueue
+
+
+class StepPolicy:
+    """The deciding half of the Scheduler, which keeps what stands here and says what each is."""
+
+    scheduler_config: SchedulerConfig
+    kv_cache: KVCacheManager
+    lora: LoRAAdmission
+    waiting: WaitingQueue
+    running: list[Request]
+    can_prefetch: Callable[[int], bool]
+    _prefetched: list[int]
+    _held_back: Callable[[Request], str | None]
+    _preempt: Callable[[Request, SchedulerOutput], None]
+
+    # region lab 6.3: token budget
+    def _schedule_running(self, output: SchedulerOutput) -> None:
+        """Give running requests their next tokens, in order, while the budget lasts (`_budget_left`).
+
+        Each gets all tokens it has that are not computed, or what the budget has left; `output.add` notes them.
+        If `kv_cache.allocate_slots` lacks blocks for them, the request admitted last is preempted, as often as
+        it takes, and `halted_by` becomes NO_BLOCKS. If that was the request itself, nobody is left to serve.
+        """
+        position = 0
+        while position < len(self.running) and (budget := self._budget_left(output)):
+            request = self.running[position]
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self.kv_cache.allocate_slots(request, num_new_tokens):
+                output.halted_by = NO_BLOCKS
+                victim = self.running[-1]
+                self._preempt(victim, output)
+                if victim is request:
+                    return
+            output.add(request, num_new_tokens)
+            position += 1
+
+    # endregion
+
+    # region lab 6.2: skip without blocking
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
+
+        Who may not join yet is skipped, and the reason noted for its adapter in `output.passed_over`: the adapter is
+        about to change (`_held_back` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`),
+        or comes into its slot beside this step (`_prefetches`: ADAPTER_COPY). Who lacks blocks (`_admit` is False)
+        ends it: blocks come free one by one, and were small requests to pass, a big one might wait for ever.
+        """
+        for request in self._line(output):
+            output.halted_by = self._full(output)
+            if output.halted_by:
+                return
+            if reason := self._held_back(request):
+                output.passed_over[request.adapter_id] = reason
+            elif not self.lora.fits(request.adapter_id):
+                self.lora.pass_over(request.adapter_id)
+                output.passed_over[request.adapter_id] = MAX_LORAS
+            elif self._prefetches(request.adapter_id, output):
+                output.passed_over[request.adapter_id] = ADAPTER_COPY
+            elif not self._admit(request, output):
+                output.halted_by = NO_BLOCKS
+                return
+
+    # endregion
+
+    def _line(self, output: SchedulerOutput) -> Iterator[Request]:
+        """Waiting requests, those left out whose answer is known: a step costs what it admits, whoever waits.
+
+        First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free, then
+        those that have one. Then the others by arrival. If one cannot join, no later one of its adapter can.
+        """
+        for adapter_id in self._adapters_in_line():
+            output.asked.append(self.waiting.place(adapter_id))
+            yield self.waiting.oldest(adapter_id)
+        for request in self.waiting.by_arrival():
+            output.asked.append(request.arrival_order)
+            yield request
+
+    def _adapters_in_line(self) -> Iterator[int]:
+        asked = set()
+        for adapter_id in self.waiting.longest_wait_first():
+            if len(self.lora.taken) >= self.lora.max_loras:
+                break
+            asked.add(adapter_id)
+            yield adapter_id
+        with_a_slot = [a for a in self.lora.taken - asked if self.waiting.place(a)]
+        yield from sorted(with_a_slot, key=self.waiting.place)
+
+    def _prefetches(self, adapter_id: int, output: SchedulerOutput) -> bool:
+        """Whether an adapter that fits comes into its slot beside this step, rather than hold up all who run in it.
+
+        For one step only: whatever became of the copy, the next one does not wait for it.
+        """
+        if adapter_id not in output.prefetch:
+            if not (adapter_id and output.scheduled) or adapter_id in self._prefetched:
+                return False
+            if not self.can_prefetch(adapter_id):
+                return False
+            self.lora.take(adapter_id)
+            output.prefetch.append(adapter_id)
+        return True
+
+    def _budget_left(self, output: SchedulerOutput) -> int:
+        return self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens
+
+    def _full(self, output: SchedulerOutput) -> str | None:
+        """Why nobody more can join this step, whoever it is."""
+        if len(self.running) >= self.scheduler_config.max_num_seqs:
+            return "max_num_seqs"
+        return None if self._budget_left(output) else "token budget"
+
+    def _admit(self, request: Request, output: SchedulerOutput) -> bool:
+        """Let a waiting request run from where the prefix cache ends; False if it lacks blocks."""
+        computed_blocks = self.kv_cache.get_computed_blocks(request)
+        num_cached = len(computed_blocks) * self.kv_cache.block_size
+        num_new_tokens = min(request.num_tokens - num_cached, self._budget_left(output))
+        if not self.kv_cache.can_hold(request, computed_blocks):
+            return False
+        self.kv_cache.allocate_slots(request, num_new_tokens, computed_blocks)
+        self.kv_cache.record_hits(request, num_cached)
+        self.waiting.remove(request, joins=True)
+        self.running.append(request)
+        self.lora.take(request.adapter_id)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_cached
+        output.cached_tokens[request.request_id] = num_cached
+        output.add(request, num_new_tokens)
+        return True

@@ -1,0 +1,122 @@
+"""Adapters into slots. Stands for the half of vllm/lora/model_manager.py (v0.22.1) that copies weights."""
+
+import time
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.tiers import AdapterTiers
+from minivllm.lora.wrapped_modules import WrappedModules
+
+
+class AdapterSlots(AdapterTiers):
+    """Brings adapters into memory and into the slots of a model's layers, and keeps them there while they are pinned.
+
+    wrapped   the model's layers, which judge, pack and write weights
+    writer    what writes slots; on a CPU it is `wrapped`
+    """
+
+    def __init__(self, lora_config: LoRAConfig, wrapped: WrappedModules, slot_writer: object | None) -> None:
+        super().__init__(lora_config)
+        self.wrapped = wrapped
+        self.slot_writer = slot_writer
+
+    def check_adapter(self, lora: LoRAModel) -> None:
+        """ValueError unless every module of the adapter exists here and fits; it may get this model's form."""
+        self.wrapped.conform(lora)
+        self.wrapped.check(lora)
+
+    def add_adapter(self, adapter: LoRAModel) -> bool:
+        """Register: fold scaling in, pack, keep in memory. False, and just used, if the id is there already.
+
+        ValueError when it does not fit the model, RuntimeError when nobody in memory may go; nothing has changed.
+        """
+        if adapter.id in self._registered_adapters:
+            self.touch_adapter(adapter.id)
+            return False
+        self.check_adapter(adapter)
+        self._make_room_in_memory()
+        self._pack(adapter)
+        self._registered_adapters.put(adapter.id, adapter)
+        return True
+
+    def _pack(self, adapter: LoRAModel) -> None:
+        """Bring it into the form that slots are written from; for a GPU, into memory that it can copy from."""
+        self.wrapped.pack(adapter)
+        if self.slot_writer is not None:
+            self.slot_writer.take(adapter)
+
+    def _write(self, adapter: LoRAModel, slot: int) -> None:
+        (self.slot_writer or self.wrapped).write(adapter, slot)
+
+    # region lab 5.2: copy first, then say so
+    def activate_adapter(self, lora_id: int) -> bool:
+        """Copy a registered adapter into a slot (`_write`). False, and just used, if it is in one already.
+
+        ValueError that names an id that is not registered, before `_find_slot` evicts anybody for it. The slot
+        table names an adapter only once all its weights are there; a failed copy leaves the slot free. Told is an
+        "activate" with slot and seconds, by `time.perf_counter`.
+        """
+        if lora_id in self._active_adapters:
+            self.touch_adapter(lora_id)
+            return False
+        lora = self.get_adapter(lora_id)
+        if lora is None:
+            raise ValueError(f"adapter {lora_id} is not registered; known are {sorted(self.list_adapters())}")
+        slot = self._find_slot()
+        started = time.perf_counter()
+        self._write(lora, slot)
+        self._active_adapters.put(lora_id, slot)
+        self.touch_adapter(lora_id)
+        self.tell("activate", lora_id, slot, time.perf_counter() - started)
+        return True
+
+    # endregion
+
+    # region lab 5.5: a pin holds a slot
+    def pin_adapter(self, lora_id: int) -> bool:
+        """Keep a registered adapter in a slot, and so in memory, until it is unpinned or removed.
+
+        ValueError that names an unknown id, RuntimeError when no slot can be had. Nothing is pinned then: the slot,
+        which may fail, comes first, and the pin is noted in one place for both tiers, `_active_adapters`.
+        """
+        if lora_id not in self._registered_adapters:
+            raise ValueError(f"Pinning failed. LoRA {lora_id} is not registered.")
+        self.activate_adapter(lora_id)
+        self._active_adapters.pin(lora_id)
+        return True
+
+    def unpin_adapter(self, lora_id: int) -> bool:
+        """Let an adapter be evicted again. False if it was not pinned."""
+        was_pinned = lora_id in self.pinned_adapters
+        self._active_adapters.unpin(lora_id)
+        return was_pinned
+
+    # endregion
+
+    # region lab 5.6: other weights under the same id
+    def replace_adapter(self, adapter: LoRAModel) -> None:
+        """Put other weights under a registered id, in memory and, if it has a slot, there; a pin holds on.
+
+        ValueError that names an unknown id or what does not fit, and nothing has changed. If copying fails the
+        old weights are served on: they are back in memory and, if pinned, in a slot.
+        """
+        old = self.get_adapter(adapter.id)
+        if old is None:
+            raise ValueError(f"adapter {adapter.id} is not registered, so there is nothing to replace")
+        self.check_adapter(adapter)
+        self._pack(adapter)
+        was_pinned = adapter.id in self.pinned_adapters
+        was_active = adapter.id in self._active_adapters
+        try:
+            self.deactivate_adapter(adapter.id)
+            self._registered_adapters.put(adapter.id, adapter)
+            if was_active:
+                self.activate_adapter(adapter.id)
+        except BaseException:
+            self._registered_adapters.put(adapter.id, old)
+            raise
+        finally:
+            if was_pinned:
+                self.pin_adapter(adapter.id)
+
+    # endregion

@@ -1,0 +1,156 @@
+"""What can be asked of adapters: counters, bytes, histories. Fed by events. vllm/lora/ (v0.22.1) has none of it."""
+
+from dataclasses import asdict, dataclass, field
+from time import time
+
+from minivllm.lora.events import LoRAEvent
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.seams import listeners
+from minivllm.lora.storage import storage_bytes
+
+
+@dataclass(slots=True)
+class AdapterStats:
+    """One adapter's history. It outlives the adapter's stay in memory: an idle adapter is not forgotten.
+
+    loads         times it was read from disk
+    activations   times it was copied into a slot
+    steps         steps that used it
+    last_used     when the last of them began, in seconds since the epoch
+    """
+
+    loads: int = 0
+    activations: int = 0
+    steps: int = 0
+    last_used: float | None = None
+
+
+@dataclass
+class LoRAStats:
+    """Counters since the start, in one place; a listener of a manager's events. Nothing that decides reads it.
+
+    hits, misses      a step found an adapter in a slot, or had to copy it there
+    evictions         adapters that lost their slot to another one
+    cpu_evictions     adapters that lost their place in memory, and with it their slot
+    loads, load_seconds            adapter folders read, and checked
+    activations, activate_seconds  copies into slots
+    events            what happened since the last `drain_events`, hits and misses apart
+    """
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    cpu_evictions: int = 0
+    loads: int = 0
+    load_seconds: float = 0.0
+    activations: int = 0
+    activate_seconds: float = 0.0
+    by_adapter: dict[int, AdapterStats] = field(default_factory=dict)
+    events: list[LoRAEvent] = field(default_factory=list)
+
+    def adapter(self, adapter_id: int) -> AdapterStats:
+        """The history of one adapter; begins one for an id not seen before."""
+        return self.by_adapter.setdefault(adapter_id, AdapterStats())
+
+    def forget(self, adapter_id: int) -> None:
+        """Under its id there may soon be another adapter."""
+        self.by_adapter.pop(adapter_id, None)
+
+    def __call__(self, event: LoRAEvent) -> None:
+        """Count an event."""
+        if event.kind in ("hit", "miss"):
+            self.hits += event.kind == "hit"
+            self.misses += event.kind == "miss"
+            self.adapter(event.adapter_id).steps += 1
+            self.adapter(event.adapter_id).last_used = time()
+            return
+        self.events.append(event)
+        self.evictions += event.kind == "evict"
+        self.cpu_evictions += event.kind == "drop"
+        if event.kind == "load":
+            self.loads += 1
+            self.load_seconds += event.seconds
+            self.adapter(event.adapter_id).loads += 1
+        elif event.kind == "activate":
+            self.activations += 1
+            self.activate_seconds += event.seconds
+            self.adapter(event.adapter_id).activations += 1
+
+    def drain_events(self) -> list[LoRAEvent]:
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among all uses; 0 before the first."""
+        return self.hits / max(1, self.hits + self.misses)
+
+    def as_dict(self) -> dict[str, object]:
+        """Counters and hit rate as plain values, without the events."""
+        counters = {name: value for name, value in vars(self).items() if name not in ("events", "by_adapter")}
+        by_adapter = {adapter_id: asdict(history) for adapter_id, history in self.by_adapter.items()}
+        return {**counters, "by_adapter": by_adapter, "hit_rate": self.hit_rate}
+
+
+# Methods of every manager: users ask it, nothing inside does.
+
+
+def stats_of(self: LRUCacheLoRAModelManager) -> LoRAStats:
+    """The counters that listen to a manager; empty ones if none do."""
+    return next((heard for heard in self.listeners if isinstance(heard, LoRAStats)), LoRAStats())
+
+
+def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
+    """Bytes. `minivllm.economics.slot_memory` predicts those of the device.
+
+    slot_buffers            of all slots, allocated once, whatever is in them; no base weight is counted
+    staging                 on a GPU, of the buffer in which an adapter arrives
+    tables                  of what the backend and longer contexts look up
+    device_total            of all that LoRA has allocated on the device: the sum of these three
+    slot_bytes_by_adapter   of what each adapter fills of its slot
+    cpu_total               of all adapters in memory; what two of them share is counted once
+    cpu_bytes_by_adapter    of each; for a GPU they are page-locked, and take up to twice their weights
+    """
+    adapters = self.list_adapters()
+    writer = self.slot_writer
+    tables = [*self.wrapped.tables, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
+    device = {
+        "slot_buffers": self.wrapped.buffer_bytes,
+        "staging": writer.arrived.nbytes if writer else 0,
+        "tables": storage_bytes(tables),
+    }
+    return {
+        **device,
+        "device_total": sum(device.values()),
+        "slot_bytes_by_adapter": {
+            active: sum(tensor.nbytes for tensor in adapters[active].tensors)
+            for active in self.list_active_adapters()
+        },
+        "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in lora.tensors),
+        "cpu_bytes_by_adapter": {adapter_id: lora.nbytes for adapter_id, lora in adapters.items()},
+    }
+
+
+def get_lora_info(self: LRUCacheLoRAModelManager, adapter_id: int) -> dict[str, object]:
+    """Name, rank, bytes, slot, pin and history of an adapter in memory; ValueError for another id."""
+    lora = self.get_adapter(adapter_id)
+    if lora is None:
+        raise ValueError(
+            f"adapter {adapter_id} is not registered; registered are {sorted(self.list_adapters())}"
+        )
+    return {
+        "id": adapter_id,
+        "name": lora.name,
+        "rank": lora.rank,
+        "bytes": lora.nbytes,
+        "slot": self.list_active_adapters().get(adapter_id),
+        "pinned": adapter_id in self.pinned_adapters,
+        **asdict(stats_of(self).by_adapter.get(adapter_id, AdapterStats())),
+    }
+
+
+listeners.append(lambda manager: LoRAStats())  # counters from the first event on
+LRUCacheLoRAModelManager.stats = property(stats_of)
+LRUCacheLoRAModelManager.get_memory_stats = get_memory_stats
+LRUCacheLoRAModelManager.get_lora_info = get_lora_info
