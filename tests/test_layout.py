@@ -53,6 +53,7 @@ LAYERS = (
     ("lora.ops",),
     ("lora.punica_wrapper",),
     ("layers", "models", "lora.layers"),
+    ("text",),
     (
         "lora.replace",
         "lora.utils",

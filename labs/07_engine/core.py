@@ -18,7 +18,8 @@ from minivllm.engine.trace import Trace
 from minivllm.engine.turns import Turns
 from minivllm.faults import adapter_at_fault, as_fault, told
 from minivllm.layers.sampler import Logprob
-from minivllm.worker.model_runner import ModelRunner, PendingStep
+from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.row_sampler import PendingStep
 
 
 class EngineCore:

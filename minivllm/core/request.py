@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
+from minivllm.layers.sampler import Logprob
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -52,6 +53,7 @@ class Request:
     eos_token_ids       end-of-sequence ids of the model
     block_ids           KV blocks, in the order of the tokens they hold
     num_cached_tokens   prompt tokens found in the prefix cache when it was first admitted
+    prompt_logprobs     of its prompt's tokens, as far as they are computed; [] where nobody asks for them
     lora_wait_steps     steps it has waited for its adapter to get a slot, until it last joined; a statistic
     error               why it ended as FINISHED_ERROR
     """
@@ -75,6 +77,7 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list, init=False)
     # Owned by the WaitingQueue.
     lora_wait_steps: int = field(default=0, init=False)
     lora_steps_at_entry: int = field(default=0, init=False, repr=False)
@@ -100,6 +103,12 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known so far, prompt and answer."""
         return len(self.all_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be computed for its logprobs: what others computed is of no use then."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
     def is_finished(self) -> bool:

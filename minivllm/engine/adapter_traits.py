@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minivllm.engine.detokenizer import fast_backend
 from minivllm.faults import as_fault
 from minivllm.lora.limits import TOKENIZER_BYTES, TOKENIZER_CONFIG_BYTES
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import LONGEST_NAME, one_sentence
+from minivllm.text.detokenizer import fast_backend
 from minivllm.validation import is_real
 
 # What transformers looks for beside a tokenizer, be it the model's.

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.faults import as_fault, told
 from minivllm.layers.sampler import Logprob
 from minivllm.lora.sentences import one_sentence
+from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 
 
 @dataclass
@@ -68,6 +68,9 @@ class OutputProcessor:
         new_token_ids = request.output_token_ids[state.num_emitted :]
         delta_text = ""
         try:
+            if state.tokenizer is not None and not state.num_emitted:
+                for of_token in filter(None, request.prompt_logprobs):
+                    add_decoded_tokens(state.tokenizer, of_token)
             if logprobs is not None:
                 self._add_logprobs(state, new_token_ids[-1], logprobs)
             delta_text, stop_string = state.detokenizer.update(
@@ -142,6 +145,7 @@ class OutputProcessor:
             finished=request.is_finished,
             lora_request=request.lora_request,
             num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=request.prompt_logprobs or None,
             error=None if request.error is None else one_sentence(request.error),
             metrics=state.metrics,
         )

@@ -43,6 +43,19 @@ def room_for_slots(device: torch.device | str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def memory_left(
+    profile_run: Callable[[], None], device: torch.device | str, utilization: float, least: int
+) -> int:
+    """As `determine_available_memory`; ValueError if it is less than `least`."""
+    left = determine_available_memory(profile_run, device, utilization)
+    if left < least:
+        raise ValueError(
+            f"weights, LoRA slots and the largest step leave {left / 2**20:.0f} MiB of the GPU for keys and "
+            f"values at gpu_memory_utilization {utilization}; raise it, or lower max_num_batched_tokens or max_loras"
+        )
+    return left
+
+
 def determine_available_memory(
     profile_run: Callable[[], None], device: torch.device | str, utilization: float
 ) -> int:

@@ -21,8 +21,8 @@ Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> 
 BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", "reports.py")
 # Around book B: GPUs, memory, warm-up, threads, what draws tokens; reports of steps.
 BESIDE_WORKER = (
-    *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler"),
-    *("dummy_loras", "prefetch"),
+    *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
+    *("dummy_loras", "prefetch", "warm_up"),
 )
 BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder")
 
