@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+import minivllm.lora.seams as seams
 from minivllm.config import DTYPES, LoRAConfig
-from minivllm.lora import seams
 from minivllm.lora.patterns import PLAIN_KEY
 from minivllm.validation import is_integral, is_real, shown
 

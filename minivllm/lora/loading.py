@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import minivllm.lora.seams as seams
 from minivllm.faults import as_fault, reason
-from minivllm.lora import seams
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager

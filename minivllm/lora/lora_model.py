@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 from minivllm.lora.adapter_tensors import is_left_out, pair_up, to_weights
 from minivllm.lora.checks import check_modules
 from minivllm.lora.limits import MOST_TENSORS

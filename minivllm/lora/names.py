@@ -3,7 +3,7 @@
 import os
 from typing import Protocol
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 from minivllm.lora.checks import unsupported
 
 PEFT_PREFIX = "base_model.model."

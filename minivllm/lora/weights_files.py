@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 from minivllm.lora.limits import MOST_TENSORS, open_file, read_config
 from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 from minivllm.lora.limits import (
     LONGEST_TENSOR_NAME,
     MOST_DIMENSIONS,

@@ -3,7 +3,7 @@
 import logging
 import os
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 
 logger = logging.getLogger(__name__)
 

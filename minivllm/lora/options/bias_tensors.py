@@ -1,12 +1,12 @@
-"""Biases on B in an adapter's files (PEFT's `lora_bias`). vLLM had them up to 0.10, as `enable_lora_bias`."""
+"""Biases on B in adapters (PEFT's `lora_bias`). Stands for a part of vllm/lora/models.py up to 0.10 (`enable_lora_bias`)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+import minivllm.lora.seams as seams
 from minivllm.config import DTYPES, LoRAConfig
-from minivllm.lora import seams
 from minivllm.lora.checks import unsupported
 from minivllm.lora.peft_helper import PEFTHelper
 

@@ -1,11 +1,11 @@
-"""Adapters trained at a longer context: the rotary factor that a config asks for. vLLM had it up to 0.9."""
+"""Adapters trained at a longer context: the rotary factor that a config asks for. Stands for a part of vllm/lora/peft_helper.py up to 0.9."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
-from minivllm.lora import seams
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.validation import is_integral, shown
 

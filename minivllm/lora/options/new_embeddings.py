@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+import minivllm.lora.seams as seams
 from minivllm.config import DTYPES
-from minivllm.lora import seams
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.weights_files import files_of_options, read_weights
 

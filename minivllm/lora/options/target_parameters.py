@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
-from minivllm.lora import seams
 from minivllm.lora.checks import check_tensor, dotted_ends
 from minivllm.lora.names import PEFT_PREFIX
 from minivllm.lora.peft_helper import PEFTHelper
