@@ -40,7 +40,6 @@ LAYERS = (
         "lora.storage",
         "lora.events",
         "lora.stats",
-        "economics",
     ),
     (
         "lora.module_weights",
@@ -66,7 +65,7 @@ LAYERS = (
     ),
     ("lora.reports", "lora.loading", "lora.worker_manager"),
     ("lora.options", "lora.io", "lora.gpu", "lora.vllm"),
-    ("lora",),
+    ("lora", "economics"),
     ("core",),
     ("worker",),
     ("engine",),
@@ -147,7 +146,7 @@ def test_every_module_of_the_subject_names_the_vllm_file_it_stands_for():
 def test_the_core_fits_into_two_books(rule):
     said = house.compare(rule.__name__, rule(), house.owed(rule.__name__))
 
-    hint = "`python tests/helpers/house.py` prints what house_debt.toml should hold"
+    hint = "`python tests/helpers/house.py` writes what there is into house_debt.toml"
     assert not said, "\n".join([*said, hint])
 
 

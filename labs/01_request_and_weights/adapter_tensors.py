@@ -3,7 +3,7 @@
 from minivllm.labs import Todo
 import torch
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_numbers, check_pair, check_tensor
 from minivllm.lora.module_weights import LoRALayerWeights
 from minivllm.lora.names import WeightsMapper, is_base_embedding_weights, parse_fine_tuned_lora_name

@@ -4,7 +4,7 @@ from minivllm.labs import Todo
 from collections.abc import Sequence
 from copy import copy
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
 

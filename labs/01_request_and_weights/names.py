@@ -4,7 +4,7 @@ from minivllm.labs import Todo
 import os
 from typing import Protocol
 
-from minivllm.lora import seams
+import minivllm.lora.seams as seams
 from minivllm.lora.checks import unsupported
 
 PEFT_PREFIX = "base_model.model."

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
-from minivllm.lora import seams
 from minivllm.lora.checks import REFUSED_FIELDS, check_config, check_fields
 from minivllm.lora.patterns import TimedPatterns
 from minivllm.lora.weights_files import read_adapter_config

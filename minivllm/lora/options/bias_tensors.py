@@ -1,4 +1,4 @@
-"""Biases on B in adapters (PEFT's `lora_bias`). Stands for a part of vllm/lora/models.py up to 0.10 (`enable_lora_bias`)."""
+"""Biases on B in adapters (PEFT's `lora_bias`). Stands for a part of vllm/lora/models.py up to 0.10."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Adapters trained at a longer context: the rotary factor that a config asks for. Stands for a part of vllm/lora/peft_helper.py up to 0.9."""
+"""The rotary factor of an adapter trained at a longer context. Stands for a part of vllm/lora/peft_helper.py (v0.9)."""
 
 import math
 from collections.abc import Mapping
