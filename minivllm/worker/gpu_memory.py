@@ -21,8 +21,7 @@ def refuse_slots_that_do_not_fit(config: EngineConfig) -> None:
     needed = slot_memory(model, lora_config, config.device, config.model_config.dtype).total
     if needed <= (free := room_for_slots(config.device)):
         return
-    wrapped = [layer for layer in adapted_layers(model) if layer.is_in(lora_config.target_modules)]
-    names = sorted({layer.name.rpartition(".")[2] for layer in wrapped})
+    names = sorted({name.rpartition(".")[2] for name in adapted_layers(model, lora_config)})
     options = ("max_loras", "max_lora_rank", "lora_extra_vocab_size", "long_lora_scaling_factors")
     given = [f"{name} ({value})" for name in options if (value := getattr(lora_config, name))]
     raise ValueError(
