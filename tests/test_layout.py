@@ -68,7 +68,7 @@ LAYERS = (
     ("lora", "economics"),
     ("core",),
     ("worker",),
-    ("engine",),
+    ("engine", "guards"),
     ("commands",),
     ("cli",),
 )

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine.turns import Turns, no_interrupts
+from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import render_chat, tokenize
@@ -119,7 +119,7 @@ class LLM:
         # miniters=0: a step that ends nobody moves the bar, too, for whoever waits for one long answer.
         with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2, miniters=0) as bar:
             while len(finished) < len(wanted):
-                outputs = [output for output in self.llm_engine.step() if output.request_id in wanted]
+                outputs = self.llm_engine.step(of=wanted)
                 ended = {output.request_id: output for output in outputs if output.finished}
                 finished |= ended
                 num_tokens += sum(len(output.outputs[0].delta_token_ids) for output in outputs)
