@@ -13,6 +13,7 @@ from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.parallel_sampling import ParallelSampling
 from minivllm.engine.recorder import record_step
 from minivllm.engine.trace import Trace
 from minivllm.engine.turns import Turns
@@ -49,6 +50,7 @@ class EngineCore:
                 self.scheduler, self.runner, with_tokenizers=tokenizer is not None
             )
         self.output_processor = OutputProcessor(tokenizer)
+        self.parallel = ParallelSampling(self.scheduler, self.output_processor)
         self.metrics = EngineMetrics()
         self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
         self._started = time.monotonic()
@@ -87,9 +89,10 @@ class EngineCore:
                     self._failed_steps = 0
                 except BaseException as error:
                     self._end_who_is_at_fault(as_fault(error))
+                self.parallel.begin_others(self._undelivered)
                 self._settle_what_was_left()
                 outputs, self._undelivered = self._undelivered, []
-            return outputs
+            return self.parallel.merged(outputs)
         except BaseException:
             # A Ctrl-C on the way out: the caller has nothing of them.
             self._undelivered[:0] = outputs
@@ -237,6 +240,7 @@ class EngineCore:
         self._left_by.clear()
         requests = self.output_processor.rewind(self._undelivered)
         self.scheduler.reset(requests)
+        self.parallel.begin_others(self._undelivered)
         self.runner.row_sampler.forget_all_but(request.request_id for request in requests)
         if self.adapters is not None:
             self.adapters.reset()
