@@ -107,7 +107,7 @@ class _Migration:
                 continue
             try:
                 home = self._carry(number, code)
-                work.append(f"lab {number} is in {self._shown(home)} now")
+                work.append(f"lab {number} is carried to {self._shown(home)}")
             except LabError as error:
                 work.append(f"lab {number} was not carried: {error}")
         if work:
@@ -168,6 +168,8 @@ def transplant(code: str, fresh: str, number: str) -> str:
     tree, lines = ast.parse(fresh), fresh.split("\n")
     regions = [region for region in find_regions(fresh, number) if region.exercise == number]
     wanted = [function for region in regions for function in functions_in(tree, region)]
+    if not wanted:
+        raise LabError("it is part of a function; copy it by hand")
     try:
         mine = ast.parse(code)
     except SyntaxError as error:
@@ -182,13 +184,9 @@ def transplant(code: str, fresh: str, number: str) -> str:
         stub, body = _first(function), _body(answer, code.split("\n"), ours=lines)
         indented = textwrap.indent(body, " " * stub.col_offset)
         lines[stub.lineno - 1 : function.end_lineno] = indented.split("\n")
-    extras = "\n\n".join(_extras(mine, tree, code.split("\n")))
-    if extras and wanted:
-        column = wanted[0].col_offset
-        lines[regions[0].start : regions[0].start] = [*textwrap.indent(extras, " " * column).split("\n"), ""]
-    elif not wanted:  # part of a function: as it stands
-        indentation = re.match(" *", lines[regions[0].start])[0]
-        lines[regions[0].start : regions[0].stop] = textwrap.indent(code.strip("\n"), indentation).split("\n")
+    if extras := "\n\n".join(_extras(mine, tree, code.split("\n"))):
+        indented = textwrap.indent(extras, " " * wanted[0].col_offset)
+        lines[regions[0].start : regions[0].start] = [*indented.split("\n"), ""]
     return "\n".join(lines)
 
 

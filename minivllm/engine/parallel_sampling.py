@@ -146,11 +146,20 @@ class ParallelSampling:
             )
 
     def is_in_use(self, request_id: str, undelivered: Collection[RequestOutput]) -> bool:
-        """Whether a request, a parent or a child has this id, and has an output to come, or one that is undelivered."""
+        """Whether a request, a parent or a child has this id and is not at its end.
+
+        undelivered   outputs that no caller has yet: a parent is at its end when its last one is delivered
+        """
         parent = self.parents.get(request_id)
-        ids = [request_id, *self.children_of(request_id), *(parent.request_ids if parent else ())]
-        waiting = {output.request_id for output in undelivered}
-        return any(i in self.output_processor.states or i in waiting for i in ids)
+        ids = [*self.children_of(request_id), *(parent.request_ids if parent else ())]
+        waiting = {output.request_id for output in undelivered} if ids else set()
+        states = self.output_processor.states
+        return request_id in states or any(i in states or i in waiting for i in ids)
+
+    def asked_as(self, request_id: str) -> str:
+        """The id that its caller knows a request by: for a child its parent's."""
+        parent = self.parents.get(request_id)
+        return parent.request.request_id if parent else request_id
 
     def children_of(self, request_id: str) -> list[str]:
         """Ids of a parent's children; [] if there is no such parent."""

@@ -11,7 +11,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core import EngineCore
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
-from minivllm.engine.turns import Turns
+from minivllm.guards.turns import Turns
 
 LONG = token_ids(21, 3)  # five blocks and a token
 SHORT = [5, 6, 7]

@@ -140,8 +140,8 @@ def test_an_answer_goes_where_its_exercise_is_now_under_todays_signature(lab):
     )
     assert lab.read(NEW) == answered
     assert not (lab.root / OLD).exists()
-    assert lab.read(KEPT) == f"# lab migrate: lab 3.2 is in {NEW} now\n{old}"
-    assert said == [f"{OLD}: lab 3.2 is in {NEW} now", f"{OLD} is kept as {KEPT}"]
+    assert lab.read(KEPT) == f"# lab migrate: lab 3.2 is carried to {NEW}\n{old}"
+    assert said == [f"{OLD}: lab 3.2 is carried to {NEW}", f"{OLD} is kept as {KEPT}"]
     assert strays(lab.root) == []
 
 
@@ -336,7 +336,7 @@ def test_every_command_says_that_exercises_have_moved(tmp_path):
     shown = there.relative_to(tmp_path)
     assert before.stderr == f"{shown}: exercises have moved; run `lab migrate`\n"
     assert json.loads(before.stdout)["points"] == 0
-    assert f"{shown}: lab 3.1 is in {here} now\n" in migrated.stdout
+    assert f"{shown}: lab 3.1 is carried to {here}\n" in migrated.stdout
     assert json.loads(after.stdout)["points"] == 1
     assert after.stderr == ""
     assert checkout.lab("migrate").stdout == "every exercise is where it belongs\n"

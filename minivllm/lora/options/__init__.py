@@ -1,5 +1,11 @@
 """Options of adapters, each in a file of its own; a plain adapter enters none. vLLM: inside vllm/lora/."""
 
-from minivllm.lora.options import expert_weights
+from minivllm.lora.options import (
+    bias_tensors,
+    context_length,
+    expert_weights,
+    new_embeddings,
+    target_parameters,
+)
 
-__all__ = ["expert_weights"]
+__all__ = ["bias_tensors", "context_length", "expert_weights", "new_embeddings", "target_parameters"]
