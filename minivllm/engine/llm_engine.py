@@ -9,8 +9,8 @@ from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_of
 from minivllm.engine.adapter_names import resolve_lora
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.adapter_traits import BASE
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.engine_args import EngineArgs
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import in_one_sentence
