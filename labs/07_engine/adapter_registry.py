@@ -93,7 +93,8 @@ class AdapterRegistry:
             entry = AdapterEntry(at_hand(plain), owner, folder_of(plain), traits)
             self.entries[lora_request.lora_int_id] = entry
         elif lora_request.load_inplace:
-            entry = replace(entry, request=replace(entry.request, lora_path=at_hand(plain).lora_path))
+            request = replace(at_hand(plain), lora_name=entry.request.lora_name)
+            entry = replace(entry, request=request, folder=folder_of(plain))
             self._note_reload(entry, lora_request, traits)
             # Folder, traits and generation at once: an interrupt may come between any two lines.
             self.entries[lora_request.lora_int_id] = entry

@@ -69,6 +69,8 @@ def registered(
         return None
     if adapter_id in leaving:
         raise ValueError(f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone")
+    if lora_request.load_inplace and lora_request.lora_tensors is not None:
+        return entry  # a trainer's next weights
     if lora_request.lora_path != entry.request.lora_path and folder_of(lora_request) != entry.folder:
         raise ValueError(
             f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "
