@@ -65,7 +65,8 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """Each token's embedding, with its row's own adapter.   x: (T,) int64 -> (T, H)
 
         A batch without adapters (`no_lora`) is the base layer's alone. Else the backend says which slot each row has:
-        `token_slots(T)`, (T,) int64, -1 = base. What `_base_output` gives is what adapters add to. They add
+        `token_slots(T)`, (T,) int64, -1 = base. What adapters add to is the base layer's, or where adapters may add tokens
+        (`embeddings_tensors` is not None) what `_base_output` gives. They add
         B · (A of the token), where one of this step has weights here (`reaches(slots)`): the token's row is looked up
         in `lora_a_stacked`, and `expand(y, rows of A, slots, token_rows(T))` multiplies, and leaves base rows alone.
         """
@@ -75,7 +76,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """The base embedding of each token, or the adapter's for one that it adds.   x, slots: (T,) -> (T, H)
 
         Ids from `vocab_size` on are added tokens, in the order of `embeddings_tensors`. The base layer has no row for
-        them, nor has the buffer one for the others. There is no buffer where adapters may add none.
+        them, nor has the buffer one for the others.
         """
         raise Todo("lab 2.8: an embedding with adapters")
 

@@ -12,7 +12,7 @@ from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_entry import AdapterEntry, at_hand, folder_of, registered
 from minivllm.engine.adapter_tokenizers import AdapterTokenizers
-from minivllm.engine.adapter_traits import AdapterTraits, traits_of
+from minivllm.engine.adapter_traits import AdapterTraits, numbers_of, traits_of
 from minivllm.faults import as_fault
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
@@ -69,7 +69,8 @@ class AdapterRegistry:
         adapter_id, traits = entry.request.lora_int_id, entry.traits
         lora = self.manager.get_adapter(adapter_id)
         if lora is not None and (adapter_id, entry.generation) not in self._reloads:
-            traits = traits._replace(scaling_factor=lora.scaling_factor, added_tokens=lora.added_tokens)
+            scaling_factor, added_tokens = numbers_of(lora)
+            traits = traits._replace(scaling_factor=scaling_factor, added_tokens=added_tokens)
         if self.tokenizers is None or not traits.added_tokens:
             return traits
         return traits._replace(tokenizer=self.tokenizers.get(entry.request))
@@ -92,7 +93,8 @@ class AdapterRegistry:
             entry = AdapterEntry(at_hand(plain), owner, folder_of(plain), traits)
             self.entries[lora_request.lora_int_id] = entry
         elif lora_request.load_inplace:
-            entry = replace(entry, request=replace(entry.request, lora_path=at_hand(plain).lora_path))
+            request = replace(at_hand(plain), lora_name=entry.request.lora_name)
+            entry = replace(entry, request=request, folder=folder_of(plain))
             self._note_reload(entry, lora_request, traits)
             # Folder, traits and generation at once: an interrupt may come between any two lines.
             self.entries[lora_request.lora_int_id] = entry

@@ -62,7 +62,7 @@ def choose_one(number: str) -> Exercise:
 @app.callback(invoke_without_command=True)
 def overview(context: typer.Context) -> None:
     """Your path through the course, and how far along it you are."""
-    if context.invoked_subcommand != "migrate":
+    if context.invoked_subcommand not in ("migrate", "sync"):
         say_strays()
     if context.invoked_subcommand:
         return

@@ -21,15 +21,31 @@ _TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
 
 
 def strays(root: Path = ROOT) -> list[Path]:
-    """Learners' files with the region of an exercise that is not there, or that lives in another file."""
-    if not (root / "labs" / "starters.json").is_file():
+    """Learners' files of an earlier release: an exercise is gone or lives elsewhere, or all around it is old."""
+    index = root / "labs" / "starters.json"
+    if not index.is_file():
         return []
-    homes = {number: _home(exercise, root) for number, exercise in read_engine(root).items()}
-    return [
-        path
-        for path in _files(root)
-        if any(homes.get(number) != path for number in _MARKER.findall(path.read_text("utf-8", "replace")))
-    ]
+    ours = {entry["sha256"] for entry in json.loads(index.read_text(encoding="utf-8")).values()}
+    texts = {path: path.read_text("utf-8", "replace") for path in _files(root)}
+    changed = {path: text for path, text in texts.items() if sha256(text) not in ours}
+    exercises, known = read_engine(root), _released(root)
+    homes = {_home(exercise, root): exercise for exercise in exercises.values()}
+    return [path for path, text in changed.items() if _is_old(text, homes.get(path), known)]
+
+
+def _is_old(text: str, exercise: Exercise | None, known: set[str]) -> bool:
+    """Whether a changed file is an earlier release's.   exercise: any of those that live there today"""
+    numbers = _MARKER.findall(text)
+    if not exercise:
+        return bool(numbers)
+    fresh = starter(exercise.text, exercise.module)
+    if set(numbers) - set(_MARKER.findall(fresh)):
+        return True
+    try:
+        frame = _frame(text, exercise.module)
+    except LabError:  # `lab check` says so
+        return False
+    return sha256(frame) in known and frame != _frame(fresh, exercise.module)
 
 
 def migrate(root: Path = ROOT) -> list[str]:
@@ -107,7 +123,7 @@ class _Migration:
                 continue
             try:
                 home = self._carry(number, code)
-                work.append(f"lab {number} is in {self._shown(home)} now")
+                work.append(f"lab {number} is carried to {self._shown(home)}")
             except LabError as error:
                 work.append(f"lab {number} was not carried: {error}")
         if work:
@@ -168,6 +184,8 @@ def transplant(code: str, fresh: str, number: str) -> str:
     tree, lines = ast.parse(fresh), fresh.split("\n")
     regions = [region for region in find_regions(fresh, number) if region.exercise == number]
     wanted = [function for region in regions for function in functions_in(tree, region)]
+    if not wanted:
+        raise LabError("it is part of a function; copy it by hand")
     try:
         mine = ast.parse(code)
     except SyntaxError as error:
@@ -182,13 +200,9 @@ def transplant(code: str, fresh: str, number: str) -> str:
         stub, body = _first(function), _body(answer, code.split("\n"), ours=lines)
         indented = textwrap.indent(body, " " * stub.col_offset)
         lines[stub.lineno - 1 : function.end_lineno] = indented.split("\n")
-    extras = "\n\n".join(_extras(mine, tree, code.split("\n")))
-    if extras and wanted:
-        column = wanted[0].col_offset
-        lines[regions[0].start : regions[0].start] = [*textwrap.indent(extras, " " * column).split("\n"), ""]
-    elif not wanted:  # part of a function: as it stands
-        indentation = re.match(" *", lines[regions[0].start])[0]
-        lines[regions[0].start : regions[0].stop] = textwrap.indent(code.strip("\n"), indentation).split("\n")
+    if extras := "\n\n".join(_extras(mine, tree, code.split("\n"))):
+        indented = textwrap.indent(extras, " " * wanted[0].col_offset)
+        lines[regions[0].start : regions[0].start] = [*indented.split("\n"), ""]
     return "\n".join(lines)
 
 

@@ -118,22 +118,6 @@ class Request:
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
 
-    def start_over(self, max_model_len: int | None) -> None:
-        """Back to the queue with nothing computed and no block, whatever it was in the middle of.
-
-        A last token that ends the answer was never told, or the request would be finished: it is sampled again.
-        """
-        if self.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            self.num_preemptions += 1
-            self.status = RequestStatus.PREEMPTED
-        self.all_token_ids = self.prompt_token_ids + self.output_token_ids
-        if self.output_token_ids and check_stop(self, max_model_len):
-            self.output_token_ids.pop()
-            self.all_token_ids.pop()
-            self.status, self.stop_reason = RequestStatus.PREEMPTED, None
-        self.num_computed_tokens = 0
-        self.block_ids, self.block_hashes, self.cache_identity = [], [], None
-
     def max_num_tokens(self, max_model_len: int | None) -> int:
         """The most tokens, prompt and answer, that it may come to; one is always sampled."""
         prompt = len(self.prompt_token_ids)

@@ -7,7 +7,7 @@ from minivllm.core.block_pool import BlockPool
 from minivllm.core.in_flight import InFlight
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
-from minivllm.core.output import RELOAD_PENDING, SchedulerOutput, SchedulerStats
+from minivllm.core.output import RELOAD_PENDING, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, all_pinned, check_stop, lora_is_off
 from minivllm.core.step_policy import StepPolicy
 from minivllm.core.waiting_queue import WaitingQueue
@@ -49,7 +49,6 @@ class Scheduler(StepPolicy):
         self.max_model_len = max_model_len
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch
-        self._prefetched: list[int] = []  # by the step before
         self.blocked_adapters: dict[tuple[int, int], str] = {}
         self.kv_cache = KVCacheManager(
             cache_config.block_size,
@@ -57,16 +56,12 @@ class Scheduler(StepPolicy):
             cache_config.enable_prefix_caching,
             adapter_identity,
         )
-        max_loras = lora_config.max_loras if lora_config else 0
-        self.waiting = WaitingQueue()
-        self.lora = LoRAAdmission(max_loras, scheduler_config.max_lora_wait_steps, self.waiting)
-        self.requests: dict[str, Request] = {}
-        self.in_flight = InFlight()
-        self.running: list[Request] = []
+        self.max_loras = lora_config.max_loras if lora_config else 0
         self._num_arrived = 0
-        self._num_preemptions = 0
-        self._num_computed_tokens = 0
-        self._num_sampled_tokens = 0
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self.num_sampled_tokens = 0
+        self.clear()
 
     # Requests come and go.
 
@@ -103,42 +98,18 @@ class Scheduler(StepPolicy):
             self._finish(request, status, error)
         return requests
 
-    def reset(self, requests: Iterable[Request]) -> None:
-        """Forget queues, blocks and clocks, and queue exactly these requests again, by `arrival_order`.
-
-        For a step that broke off anywhere: only the requests themselves and the counters are believed. Requests that
-        ran go on as after a preemption. Counters stay, and the engine's `blocked_adapters`.
-
-        requests    the unfinished ones
-        """
+    def clear(self) -> None:
+        """No request, no block in use, no clock that runs; counters stay, and the count of arrivals."""
         self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)
         self.waiting = WaitingQueue()
-        self.lora = LoRAAdmission(self.lora.max_loras, self.lora.max_wait_steps, self.waiting)
-        self.requests, self.in_flight = {}, InFlight()
-        self.running, self._prefetched = [], []
-        for request in sorted(requests, key=lambda request: request.arrival_order):
-            self._num_preemptions -= request.num_preemptions
-            request.start_over(self.max_model_len)
-            self._num_preemptions += request.num_preemptions
-            self._queue(request)
+        self.lora = LoRAAdmission(self.max_loras, self.scheduler_config.max_lora_wait_steps, self.waiting)
+        self.requests: dict[str, Request] = {}
+        self.in_flight = InFlight()
+        self.running: list[Request] = []
+        self._prefetched: list[int] = []  # by the step before
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
-
-    def make_stats(self) -> SchedulerStats:
-        pool, prefix = self.kv_cache.block_pool, self.kv_cache.prefix_cache_stats
-        return SchedulerStats(
-            num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting),
-            num_free_blocks=pool.get_num_free_blocks(),
-            num_cached_blocks=len(pool.hash_of),
-            kv_cache_usage=self.kv_cache.usage,
-            prefix_cache_queries=prefix.queries,
-            prefix_cache_hits=prefix.hits,
-            num_preemptions=self._num_preemptions,
-            num_computed_tokens=self._num_computed_tokens,
-            num_sampled_tokens=self._num_sampled_tokens,
-        )
 
     # One step.
 
@@ -169,7 +140,7 @@ class Scheduler(StepPolicy):
             num_computed_tokens = request.num_computed_tokens + scheduled.num_new_tokens
             self.kv_cache.cache_blocks(request, num_computed_tokens)
             request.num_computed_tokens = num_computed_tokens
-            self._num_computed_tokens += scheduled.num_new_tokens
+            self.num_computed_tokens += scheduled.num_new_tokens
             if scheduled.samples:
                 self._append_tokens(request, sampled[request.request_id])
                 answered.append(request)
@@ -206,7 +177,7 @@ class Scheduler(StepPolicy):
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._num_preemptions += 1
+        self.num_preemptions += 1
         self.waiting.add(request)
         output.preempted.append(request.request_id)
 
@@ -218,7 +189,7 @@ class Scheduler(StepPolicy):
     def _append_tokens(self, request: Request, token_ids: list[int]) -> None:
         for token_id in token_ids:
             request.append_output_token(token_id)
-            self._num_sampled_tokens += 1
+            self.num_sampled_tokens += 1
             if check_stop(request, self.max_model_len):
                 return self._finish(request, request.status)
         return None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from minivllm.engine.adapter_traits import AdapterTraits
-from minivllm.lora.names import get_adapter_absolute_path, looks_like_hub_id
+from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 
 
@@ -34,9 +34,9 @@ class AdapterEntry:
 def at_hand(lora_request: LoRARequest) -> LoRARequest:
     """The request, a hub id replaced by its folder of now: no step waits for a network, or gets a newer version."""
     path = lora_request.lora_path
-    if not looks_like_hub_id(path) or os.path.exists(path):
+    if os.path.exists(path) or (folder := get_adapter_absolute_path(path)) == path:
         return lora_request
-    return replace(lora_request, lora_path=get_adapter_absolute_path(path))
+    return replace(lora_request, lora_path=folder)
 
 
 def folder_of(lora_request: LoRARequest) -> str:
@@ -69,6 +69,8 @@ def registered(
         return None
     if adapter_id in leaving:
         raise ValueError(f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone")
+    if lora_request.load_inplace and lora_request.lora_tensors is not None:
+        return entry  # a trainer's next weights
     if lora_request.lora_path != entry.request.lora_path and folder_of(lora_request) != entry.folder:
         raise ValueError(
             f"lora_int_id {adapter_id} belongs to adapter '{entry.request.lora_name}' at "

@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minivllm.engine.detokenizer import fast_backend
 from minivllm.faults import as_fault
 from minivllm.lora.limits import TOKENIZER_BYTES, TOKENIZER_CONFIG_BYTES
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import LONGEST_NAME, one_sentence
+from minivllm.text.detokenizer import fast_backend
 from minivllm.validation import is_real
 
 # What transformers looks for beside a tokenizer, be it the model's.
@@ -51,8 +51,14 @@ def traits_of(lora: LoRAModel, lora_request: LoRARequest, with_tokenizer: bool) 
 
     ValueError names the adapter if it brings a tokenizer that cannot be read.
     """
-    tokenizer = load_tokenizer(lora_request) if with_tokenizer and lora.added_tokens else None
-    return AdapterTraits(lora.scaling_factor, lora.added_tokens, tokenizer, lora_request.lora_name)
+    scaling_factor, added_tokens = numbers_of(lora)
+    tokenizer = load_tokenizer(lora_request) if with_tokenizer and added_tokens else None
+    return AdapterTraits(scaling_factor, added_tokens, tokenizer, lora_request.lora_name)
+
+
+def numbers_of(lora: LoRAModel) -> tuple[float, int]:
+    """`scaling_factor` and `added_tokens` of an adapter."""
+    return lora.beside.get("scaling_factor", 1.0), lora.beside.get("added_tokens", 0)
 
 
 def load_tokenizer(lora_request: LoRARequest) -> Any | None:

@@ -1,7 +1,7 @@
 """Requests in, tokens out, one step at a time. Stands for vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from minivllm.config import EngineConfig
@@ -9,22 +9,29 @@ from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_of
 from minivllm.engine.adapter_names import resolve_lora
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.adapter_traits import BASE
-from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.engine.metrics import debug_info, scheduler_stats
+from minivllm.engine_args import EngineArgs
+from minivllm.guards.guarded_core import GuardedCore
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
 
 
-class LLMEngine(EngineCore):
+class LLMEngine(GuardedCore):
     """An engine that its caller steps, while requests and adapters come and go. vLLM: `LLMEngine`.
 
     One thread at a time may call it; another gets a RuntimeError.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Any = None, warm_up: bool = True) -> None:
-        super().__init__(config, tokenizer, warm_up)
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        warm_up: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(config, tokenizer, warm_up, clock)
         self.input_processor = InputProcessor(config.model_config, tokenizer)
 
     @classmethod
@@ -80,17 +87,25 @@ class LLMEngine(EngineCore):
             token_ids,
             self.input_processor.within_context(params, len(token_ids), traits),
             lora_request,
-            arrival_time=time.monotonic() if arrival_time is None else float(arrival_time),
+            arrival_time=self.clock() if arrival_time is None else float(arrival_time),
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
         )
+        if params.n > 1 or self.parallel.parents:
+            self.parallel.claim(request_id, params.n, self._undelivered)
         self.scheduler.check_request(request)
         if lora_request is not None:
             self._refuse_if_all_pinned(lora_request)
             request.lora_request, request.adapter_generation = self.adapters.resolve(
                 lora_request, f"request '{request_id}'", traits
             )
+        if params.n > 1:
+            return self.parallel.add(request, text, traits.tokenizer)
         self.scheduler.add_request(request)
-        self.output_processor.add_request(request, text, traits.tokenizer)
+        return self.output_processor.add_request(request, text, traits.tokenizer)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether an id is in use: its request has not had its last output."""
+        return self.parallel.is_in_use(request_id, self._undelivered)
 
     def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
         if not isinstance(lora_request, str):
@@ -105,8 +120,9 @@ class LLMEngine(EngineCore):
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         with self._turns.take():
+            ids = self.parallel.ids_within(parents)
             for request_id in ids:
                 # First: whom the output processor does not know is not brought back after a Ctrl-C.
                 self.output_processor.drop(request_id)
@@ -114,6 +130,7 @@ class LLMEngine(EngineCore):
                 self._forget(request)
             self._settle_what_was_left()
             self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
+            self.parallel.forget(parents)
             if not self.has_unfinished_requests():
                 self._failed_steps = 0  # whatever fails next is somebody else's
 
@@ -169,26 +186,8 @@ class LLMEngine(EngineCore):
     def get_metrics(self) -> dict[str, object]:
         """All counters as plain values."""
         lora = self.adapters.manager.stats if self.adapters else None
-        return self.metrics.snapshot(self.scheduler.make_stats(), lora)
+        return self.metrics.snapshot(scheduler_stats(self.scheduler), lora)
 
     def debug_info(self) -> dict[str, object]:
         """Everything worth knowing when something looks wrong: counters, slots, memory, adapters, queues."""
-        info: dict[str, object] = {
-            "metrics": self.get_metrics(),
-            "running": [request.request_id for request in self.scheduler.running],
-            "waiting": [request.request_id for request in self.scheduler.waiting],
-            "kv_blocks": self.runner.num_blocks,
-            "kv_bytes": self.runner.num_blocks * self.runner.kv_block_bytes,
-            "threads": str(self.runner.cpu_threads),
-        }
-        if self.adapters is not None:
-            manager = self.adapters.manager
-            info |= {
-                "slots": list(manager.lora_index_to_id),
-                "free_slots": manager.get_free_slots(),
-                "active_adapters": dict(manager.list_active_adapters()),
-                "pinned": sorted(self.adapters.pinned_adapters()),
-                "memory": manager.get_memory_stats(),
-                "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],
-            }
-        return info
+        return {"metrics": self.get_metrics()} | debug_info(self.runner, self.scheduler, self.adapters)

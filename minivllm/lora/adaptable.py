@@ -7,8 +7,9 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
+from minivllm.lora.checks import nearest_names
 from minivllm.lora.layers.base import BaseLayerWithLoRA
-from minivllm.lora.names import is_in_target_modules, nearest_names
+from minivllm.lora.names import is_in_target_modules
 from minivllm.lora.replace import from_layer
 from minivllm.lora.seams import wrappers
 

@@ -125,9 +125,12 @@ class WrappedModules:
         found: Found = {}
         for name, weights in lora.loras.items():
             found.setdefault(self.claims[name], {})[name] = weights
-        for name in lora.beside.keys() & self.givers.keys():
+        given = lora.beside.keys() & self.givers.keys()
+        for name in given:
             self.givers[name](lora, found)
         lora.loras = {name: self.modules[name].accept(weights) for name, weights in found.items()}
+        for name in given:
+            del lora.beside[name]
         lora.is_accepted = True
 
     def write(self, lora: LoRAModel, slot: int) -> None:

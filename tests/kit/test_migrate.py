@@ -140,8 +140,8 @@ def test_an_answer_goes_where_its_exercise_is_now_under_todays_signature(lab):
     )
     assert lab.read(NEW) == answered
     assert not (lab.root / OLD).exists()
-    assert lab.read(KEPT) == f"# lab migrate: lab 3.2 is in {NEW} now\n{old}"
-    assert said == [f"{OLD}: lab 3.2 is in {NEW} now", f"{OLD} is kept as {KEPT}"]
+    assert lab.read(KEPT) == f"# lab migrate: lab 3.2 is carried to {NEW}\n{old}"
+    assert said == [f"{OLD}: lab 3.2 is carried to {NEW}", f"{OLD} is kept as {KEPT}"]
     assert strays(lab.root) == []
 
 
@@ -286,6 +286,17 @@ def test_an_untouched_old_starter_of_todays_module_is_replaced(lab):
     assert not (lab.root / "labs/03_cpu_punica/old").exists()
 
 
+def test_an_answer_in_an_old_version_of_its_file_gets_todays(lab):
+    lab.answer(STAYS, (SHRINK, "return 2 * x"))
+    lab.update()
+    assert strays(lab.root) == [lab.root / STAYS]
+
+    migrate(lab.root)
+
+    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, "return 2 * x")
+    assert strays(lab.root) == []
+
+
 def test_work_outside_the_regions_is_kept_and_told(lab):
     lab.answer(OLD, ANSWER, ("import os", "import math"))
     lab.update()
@@ -336,7 +347,7 @@ def test_every_command_says_that_exercises_have_moved(tmp_path):
     shown = there.relative_to(tmp_path)
     assert before.stderr == f"{shown}: exercises have moved; run `lab migrate`\n"
     assert json.loads(before.stdout)["points"] == 0
-    assert f"{shown}: lab 3.1 is in {here} now\n" in migrated.stdout
+    assert f"{shown}: lab 3.1 is carried to {here}\n" in migrated.stdout
     assert json.loads(after.stdout)["points"] == 1
     assert after.stderr == ""
     assert checkout.lab("migrate").stdout == "every exercise is where it belongs\n"

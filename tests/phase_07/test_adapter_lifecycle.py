@@ -34,7 +34,7 @@ class StandInRunner:
             stats=SimpleNamespace(by_adapter={}),
         )
         self.lora_manager = SimpleNamespace(
-            manager=manager, check_adapter=lambda request: SimpleNamespace(scaling_factor=1.0, added_tokens=0)
+            manager=manager, check_adapter=lambda request: SimpleNamespace(beside={})
         )
 
     @property

@@ -1,12 +1,21 @@
 """Options of adapters, each in a file of its own; a plain adapter enters none. vLLM: inside vllm/lora/."""
 
-from minivllm.lora.options import bias, expert_weights, long_context, vocabulary
+from minivllm.lora.options import (
+    bias,
+    bias_tensors,
+    context_length,
+    expert_weights,
+    long_context,
+    new_embeddings,
+    target_parameters,
+    vocabulary,
+)
 from minivllm.lora.options.embedding import VocabParallelEmbeddingWithLoRA
 from minivllm.lora.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.lora.options.logits import LogitsProcessorWithLoRA
 from minivllm.lora.seams import beside_checks, model_options, wrappers
 
-__all__ = ["expert_weights"]
+__all__ = ["bias_tensors", "context_length", "expert_weights", "new_embeddings", "target_parameters"]
 
 wrappers += [
     VocabParallelEmbeddingWithLoRA,

@@ -64,14 +64,16 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """Each token's embedding, with its row's own adapter.   x: (T,) int64 -> (T, H)
 
         A batch without adapters (`no_lora`) is the base layer's alone. Else the backend says which slot each row has:
-        `token_slots(T)`, (T,) int64, -1 = base. What `_base_output` gives is what adapters add to. They add
+        `token_slots(T)`, (T,) int64, -1 = base. What adapters add to is the base layer's, or where adapters may add tokens
+        (`embeddings_tensors` is not None) what `_base_output` gives. They add
         B · (A of the token), where one of this step has weights here (`reaches(slots)`): the token's row is looked up
         in `lora_a_stacked`, and `expand(y, rows of A, slots, token_rows(T))` multiplies, and leaves base rows alone.
         """
         if self.backend.no_lora:
             return self.base_layer(x)
         slots = self.backend.token_slots(len(x))  # (T,)
-        y = self._base_output(x, slots)  # (T, H)
+        has_room = self.embeddings_tensors is not None
+        y = self._base_output(x, slots) if has_room else self.base_layer(x)  # (T, H)
         if self.backend.reaches(self.slots):
             columns = self.lora_a_stacked[slots.clamp(min=0), x]  # (T, R)
             self.backend.expand(y, columns, self.slots, self.backend.token_rows(len(x)))
@@ -81,10 +83,8 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """The base embedding of each token, or the adapter's for one that it adds.   x, slots: (T,) -> (T, H)
 
         Ids from `vocab_size` on are added tokens, in the order of `embeddings_tensors`. The base layer has no row for
-        them, nor has the buffer one for the others. There is no buffer where adapters may add none.
+        them, nor has the buffer one for the others.
         """
-        if self.embeddings_tensors is None:
-            return self.base_layer(x)
         added = x - self.vocab_size  # (T,) which of the added tokens; negative for the model's own
         is_new = added >= 0
         own = self.base_layer(x.masked_fill(is_new, 0))  # (T, H)

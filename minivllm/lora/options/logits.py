@@ -16,17 +16,8 @@ class LogitsProcessorWithLoRA(HeadSlots):
     weight of its own. It sees sampled rows only, so it asks the backend for the adapters of those.
     """
 
-    def forward(
-        self,
-        lm_head: ParallelLMHead,
-        hidden_states: torch.Tensor,
-        embedding_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """hidden_states: (P, H) -> (P, V), or (P, V + X) where a row's adapter may add tokens"""
-        return self._get_logits(hidden_states, lm_head, embedding_bias)
-
     # region lab 2.9: logits with adapters
-    def _get_logits(
+    def forward(
         self,
         hidden_states: torch.Tensor,
         lm_head: ParallelLMHead,
@@ -69,6 +60,8 @@ class LogitsProcessorWithLoRA(HeadSlots):
         return torch.cat([logits, added.masked_fill(is_missing, float("-inf"))], dim=1)  # (P, V + X)
 
     # endregion
+
+    _get_logits = forward  # vLLM's name
 
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:

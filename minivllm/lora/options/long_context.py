@@ -77,7 +77,7 @@ def wrap_rotaries(model: nn.Module, wrapped: WrappedModules, lora_config: LoRACo
 
     def stretch(in_slots: list[LoRAModel | None]) -> None:
         for rotary in rotaries:
-            rotary.set_factors([lora.scaling_factor if lora else 1.0 for lora in in_slots])
+            rotary.set_factors([lora.beside.get("scaling_factor", 1.0) if lora else 1.0 for lora in in_slots])
 
     if rotaries:
         wrapped.others += rotaries

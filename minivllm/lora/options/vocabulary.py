@@ -12,7 +12,7 @@ from minivllm.config import LoRAConfig
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.new_embeddings import INPUT, OUTPUT
+from minivllm.lora.options.new_embeddings import INPUT, OUTPUT
 from minivllm.lora.wrapped_modules import Found, WrappedModules
 
 # Under this name weights, and slots, have the embeddings of added tokens beside A and B.
@@ -68,10 +68,11 @@ class Vocabulary:
         embeddings for the output, too, where there are no others. ValueError when the adapter adds more tokens than
         there is room for, and where embeddings do not fit the model.
         """
-        if lora.added_tokens > self.extra:
+        added = lora.beside["added_tokens"]
+        if added > self.extra:
             raise ValueError(
-                f"the adapter adds {lora.added_tokens} tokens, but lora_extra_vocab_size is {self.extra}; "
-                f"pass --lora-extra-vocab-size {lora.added_tokens}"
+                f"the adapter adds {added} tokens, but lora_extra_vocab_size is {self.extra}; "
+                f"pass --lora-extra-vocab-size {added}"
             )
         new = lora.beside["new_embeddings"]
         if self.is_tied:
