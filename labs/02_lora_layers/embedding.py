@@ -65,8 +65,8 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """Each token's embedding, with its row's own adapter.   x: (T,) int64 -> (T, H)
 
         A batch without adapters (`no_lora`) is the base layer's alone. Else the backend says which slot each row has:
-        `token_slots(T)`, (T,) int64, -1 = base. What adapters add to is the base layer's, or where adapters may add tokens
-        (`embeddings_tensors` is not None) what `_base_output` gives. They add
+        `token_slots(T)`, (T,) int64, -1 = base. Adapters add to what the base layer gives, or
+        where they may bring tokens (`embeddings_tensors` is not None) to what `_base_output` gives. They add
         B · (A of the token), where one of this step has weights here (`reaches(slots)`): the token's row is looked up
         in `lora_a_stacked`, and `expand(y, rows of A, slots, token_rows(T))` multiplies, and leaves base rows alone.
         """

@@ -19,11 +19,11 @@ class LogitsProcessorWithLoRA(HeadSlots):
     # region lab 2.9: logits with adapters
     def forward(
         self,
-        hidden_states: torch.Tensor,
         lm_head: ParallelLMHead,
+        hidden_states: torch.Tensor,
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V)
+        """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V), or (P, V + X)
 
         A batch without adapters (`no_lora`) is the base layer's alone (its `_get_logits`). Where adapters may add
         tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an adapter
@@ -61,7 +61,14 @@ class LogitsProcessorWithLoRA(HeadSlots):
 
     # endregion
 
-    _get_logits = forward  # vLLM's name
+    def _get_logits(
+        self,
+        hidden_states: torch.Tensor,
+        lm_head: ParallelLMHead,
+        embedding_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`forward`, as vLLM's tests call it."""
+        return self.forward(lm_head, hidden_states, embedding_bias)
 
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:
