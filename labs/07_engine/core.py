@@ -41,12 +41,13 @@ class EngineCore:
             max_model_len=config.model_config.max_model_len,
             adapter_identity=self._adapter_identity,
             pinned_adapters=self._pinned_adapters,
+            may_run=self._may_run,
             can_prefetch=self.runner.can_prefetch_lora,
         )
         self.adapters = None
         if config.lora_config is not None:
             self.adapters = AdapterRegistry(
-                self.scheduler, self.runner, with_tokenizers=tokenizer is not None
+                self.scheduler, self.runner.lora_manager, with_tokenizers=tokenizer is not None
             )
         self.output_processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics()
@@ -66,6 +67,9 @@ class EngineCore:
 
     def _pinned_adapters(self) -> set[int]:
         return self.adapters.pinned_adapters() if self.adapters else set()
+
+    def _may_run(self, request: Request) -> str | None:
+        return self.adapters.may_run(request) if self.adapters else None
 
     # ---- one step -------------------------------------------------------------------------------------------
 
@@ -152,9 +156,8 @@ class EngineCore:
         """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any."""
         if self.adapters is None:
             return False
-        self.adapters.pin_wanted()
         wanted = {request.adapter_id: request.lora_request for request in scheduled.running}
-        failures = self.runner.prepare_loras(wanted.values())
+        failures = self.adapters.prepare(wanted.values())
         for adapter_id, error in failures.items():
             self._fail_adapter(adapter_id, error, outputs)
         return bool(failures)

@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from minivllm.config import ModelConfig
-from minivllm.engine.adapter_traits import AdapterTraits
+from minivllm.engine.adapter import AdapterTraits
 from minivllm.faults import as_fault
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams

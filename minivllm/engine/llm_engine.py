@@ -6,13 +6,13 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_off
-from minivllm.engine.adapter_names import resolve_lora
+from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.adapter_traits import BASE
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.seams import name_finders
 from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
 
@@ -61,7 +61,7 @@ class LLMEngine(EngineCore):
             self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
             if lora_request is not None and self.adapters is None:
                 raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
-            self._add_request(request_id, prompt, params, arrival_time, self._resolved(lora_request))
+            self._add_request(request_id, prompt, params, arrival_time, self._identified(lora_request))
         return request_id
 
     def _add_request(
@@ -86,16 +86,19 @@ class LLMEngine(EngineCore):
         self.scheduler.check_request(request)
         if lora_request is not None:
             self._refuse_if_all_pinned(lora_request)
-            request.lora_request, request.adapter_generation = self.adapters.resolve(
+            request.lora_request, request.adapter_generation = self.adapters.register(
                 lora_request, f"request '{request_id}'", traits
             )
         self.scheduler.add_request(request)
         self.output_processor.add_request(request, text, traits.tokenizer)
 
-    def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
+    def _identified(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
         if not isinstance(lora_request, str):
             return lora_request
-        return resolve_lora(lora_request, self.config.model_config.model, self.adapters.by_name)
+        if known := self.adapters.named(lora_request):
+            return known
+        [find] = name_finders
+        return find(lora_request, self.config.model_config.model, self.adapters.by_name)
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
         pinned = self._pinned_adapters()
@@ -162,7 +165,7 @@ class LLMEngine(EngineCore):
         if lora_request is None or self.adapters is None:
             return self.tokenizer
         with self._turns.take():  # an adapter's own is read, and kept
-            return self.input_processor.tokenizer_of(self.adapters.examine(self._resolved(lora_request)))
+            return self.input_processor.tokenizer_of(self.adapters.examine(self._identified(lora_request)))
 
     # ---- looking inside -------------------------------------------------------------------------------------
 
