@@ -5,85 +5,47 @@ vLLM 0.22.1 finds out by allocating (`determine_available_memory`, vllm/v1/worke
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.names import is_in_target_modules
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.slot_writer import SlotWriter
 from minivllm.models.config import ModelArchitecture
+from minivllm.models.registry import MODELS
 
 GIB = 2**30
-INT64 = torch.int64.itemsize
-# As the backends and the slot writer round: columns of a folded product, and bytes of a matrix on its way.
-FOLDED_ROWS = 8
-ARRIVAL_BYTES = 16
 
 
-@dataclass(frozen=True)
-class AdaptedLayer:
-    """A layer that adapters may name.
-
-    name    as the engine calls it
-    parts   what checkpoints call its parts -> (K, N): A of the part is (r, K), B is (N, r)
-    kind    "linear", "experts", "embedding" or "head"
-    copies  of each part: the experts, else 1
-    biases  base biases, elements
-    """
-
-    name: str
-    parts: dict[str, tuple[int, int]]
-    kind: str = "linear"
-    copies: int = 1
-    biases: int = 0
-
-    @property
-    def height(self) -> int:
-        """N of all parts together."""
-        return sum(height for _, height in self.parts.values())
-
-    def is_in(self, target_modules: list[str] | None) -> bool:
-        """Whether `LoRAConfig.target_modules` has it wrapped."""
-        last = self.name.rpartition(".")[2]
-        names = list(self.parts)
-        if self.kind == "experts":
-            names = [f"{last}.{expert}.{part}" for expert in range(self.copies) for part in names]
-        return is_in_target_modules(self.name, target_modules, {last: names})
-
-    def pairs(self, extra_vocab: int = 0) -> list[tuple[int, int]]:
-        """(K, N) of every pair of A and B in a slot; `extra_vocab` tokens make the vocabulary's side longer."""
-        longer = {"embedding": (extra_vocab, 0), "head": (0, extra_vocab)}.get(self.kind, (0, 0))
-        return [(k + longer[0], n + longer[1]) for k, n in self.parts.values()] * self.copies
+def shapes_of(
+    model: ModelArchitecture,
+    lora_config: LoRAConfig,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LRUCacheLoRAModelManager:
+    """A model with the slots that an engine on that device makes: shapes without values, and no room for a step."""
+    config = replace(lora_config, punica_backend=lora_config.backend_on(device))
+    base = MODELS[model.architecture](model, dtype, "meta")
+    return LRUCacheLoRAModelManager(base, 0, 0, model.vocab_size, config, "meta")
 
 
-def adapted_layers(model: ModelArchitecture) -> Iterator[AdaptedLayer]:
-    """Every layer of a model that adapters may name, from the embedding to the head."""
-    hidden, vocab = model.hidden_size, model.vocab_size
-    yield AdaptedLayer("model.embed_tokens", {"embed_tokens": (vocab, hidden)}, "embedding")
-    for layer in range(model.num_hidden_layers):
-        yield from _layers_of_block(model, f"model.layers.{layer}.", layer in model.sparse_layers)
-    yield AdaptedLayer("lm_head", {"lm_head": (hidden, vocab)}, "head")
+def adapted_layers(
+    model: ModelArchitecture, lora_config: LoRAConfig | None = None
+) -> dict[str, list[tuple[int, int]]]:
+    """Every layer that adapters may name -> K and N of each pair of A and B in a slot, each expert's by itself."""
+    return _pairs(shapes_of(model, lora_config or LoRAConfig()))
 
 
-def _layers_of_block(model: ModelArchitecture, prefix: str, is_sparse: bool) -> Iterator[AdaptedLayer]:
-    hidden = model.hidden_size
-    q, kv = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-    qkv = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv)}
-    yield AdaptedLayer(f"{prefix}self_attn.qkv_proj", qkv, biases=model.qkv_bias * (q + 2 * kv))
-    yield AdaptedLayer(f"{prefix}self_attn.o_proj", {"o_proj": (q, hidden)}, biases=model.o_bias * hidden)
-    inner = model.moe_intermediate_size if is_sparse else model.intermediate_size
-    if is_sparse:
-        yield AdaptedLayer(f"{prefix}mlp.gate", {"gate": (hidden, model.num_experts)})
-        spelt = ("w1", "w2", "w3") if model.model_type == "mixtral" else ("gate_proj", "down_proj", "up_proj")
-        experts = dict(zip(spelt, ((hidden, inner), (inner, hidden), (hidden, inner))))
-        yield AdaptedLayer(f"{prefix}mlp.experts", experts, "experts", model.num_experts)
-    else:
-        biased = int(model.mlp_bias)
-        gate_up = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner)}
-        yield AdaptedLayer(f"{prefix}mlp.gate_up_proj", gate_up, biases=biased * 2 * inner)
-        yield AdaptedLayer(f"{prefix}mlp.down_proj", {"down_proj": (inner, hidden)}, biases=biased * hidden)
+def _pairs(shapes: LRUCacheLoRAModelManager) -> dict[str, list[tuple[int, int]]]:
+    return {
+        name: [
+            (a.shape[-1], b.shape[-2])
+            for a, b in zip(layer.a_slots, layer.b_slots)
+            for _ in range(a.shape[1])
+        ]
+        for name, layer in shapes.modules.items()
+    }
 
 
 def adapter_bytes(model: ModelArchitecture, rank: int, itemsize: int = 2) -> int:
@@ -91,18 +53,15 @@ def adapter_bytes(model: ModelArchitecture, rank: int, itemsize: int = 2) -> int
 
     itemsize   bytes of an element
     """
-    adapted = (layer for layer in adapted_layers(model) if layer.kind in ("linear", "experts"))
-    return sum(rank * (k + n) for layer in adapted for k, n in layer.pairs()) * itemsize
+    ends = MODELS[model.architecture].embedding_modules
+    adapted = {n: pairs for n, pairs in adapted_layers(model).items() if n.rpartition(".")[2] not in ends}
+    return sum(rank * (k + n) for pairs in adapted.values() for k, n in pairs) * itemsize
 
 
 def weight_bytes(model: ModelArchitecture, itemsize: int = 2) -> int:
     """Bytes of the base model's weights: linears and experts, their biases, norms, embedding and output."""
-    tied = {"head"} if model.tie_word_embeddings else set()
-    layers = [layer for layer in adapted_layers(model) if layer.kind not in tied]
-    matrices = sum(k * n for layer in layers for k, n in layer.pairs())
-    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
-    norms = model.num_hidden_layers * norms + model.hidden_size
-    return (matrices + sum(layer.biases for layer in layers) + norms) * itemsize
+    base = MODELS[model.architecture](model, torch.float32, "meta")
+    return sum(parameter.numel() for parameter in base.parameters()) * itemsize
 
 
 def kv_bytes_per_token(model: ModelArchitecture, itemsize: int = 2) -> int:
@@ -161,69 +120,16 @@ def slot_memory(
     """
     on_gpu = torch.device(device).type == "cuda"
     dtype = dtype or (model.dtype if on_gpu else torch.float32)
-    slot_dtype, backend = lora_config.slot_dtype(dtype), lora_config.backend_on(device)
-    wrapped = [layer for layer in adapted_layers(model) if layer.is_in(lora_config.target_modules)]
-    slots, rank, item = lora_config.max_loras, lora_config.max_lora_rank, slot_dtype.itemsize
-    matrices = [size * rank for size in _sizes(wrapped, lora_config)]
-    beside = [size for layer in wrapped for size in _sizes_beside(layer, model, lora_config)]
-    layout = sum(_layout(layer, backend, slots, rank) for layer in wrapped)
-    pieces = [size * item for size in (*matrices, *beside)]
-    tables = _rotary_bytes(model, lora_config, dtype)
-    if lora_config.lora_extra_vocab_size and any(layer.kind == "head" for layer in wrapped):
-        tables += slots * INT64  # how many tokens each adapter adds
-    if backend in ("triton", "folded"):
-        tables += sum(len(layer.parts) for layer in wrapped) * slots * torch.int32.itemsize
+    shapes = shapes_of(model, lora_config, device, dtype)
     if on_gpu:
-        tables += len(pieces) * 6 * INT64
-    return SlotMemory(
-        a_and_b=slots * sum(matrices) * item,
-        beside=slots * sum(beside) * item,
-        layout=layout * item,
-        staging=sum(map(_aligned, (len(pieces) * 3 * INT64, *pieces))) if on_gpu else 0,
-        tables=tables,
-    )
-
-
-def _sizes(layers: list[AdaptedLayer], lora_config: LoRAConfig) -> list[int]:
-    """K and N of every pair: the elements of its A and B, at rank 1."""
-    pairs = (pair for layer in layers for pair in layer.pairs(lora_config.lora_extra_vocab_size))
-    return [size for pair in pairs for size in pair]
-
-
-def _sizes_beside(layer: AdaptedLayer, model: ModelArchitecture, lora_config: LoRAConfig) -> list[int]:
-    """Elements of each tensor that an adapter may have for a layer beside A and B."""
-    if layer.kind == "linear" and lora_config.bias_enabled:
-        return [height for _, height in layer.parts.values()]
-    extra = lora_config.lora_extra_vocab_size
-    return [extra * model.hidden_size] if layer.kind in ("embedding", "head") and extra else []
-
-
-def _layout(layer: AdaptedLayer, backend: str, slots: int, rank: int) -> int:
-    """Elements that a backend takes for a layer beyond the slots themselves."""
-    if layer.kind != "linear":
-        return 0
-    if backend == "grouped":
-        return slots * rank * (len(layer.parts) - 1) * layer.height
-    if backend == "folded":
-        folded = slots * rank * len(layer.parts)
-        unused = -(layer.height + folded) % FOLDED_ROWS
-        width, _ = next(iter(layer.parts.values()))
-        return unused * width + (folded + unused if layer.biases else 0)
-    return 0
-
-
-def _rotary_bytes(model: ModelArchitecture, lora_config: LoRAConfig, dtype: torch.dtype) -> int:
-    """Of the tables that adapters for longer contexts read: the model's own once more, then one for each factor."""
-    factors = lora_config.long_lora_scaling_factors
-    if not factors:
-        return 0
-    positions = sum(math.ceil(model.max_position_embeddings * factor) for factor in (1, *factors))
-    item = torch.promote_types(dtype, torch.float32).itemsize
-    return 2 * positions * model.head_dim * item + (lora_config.max_loras + 1) * INT64
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ARRIVAL_BYTES) * ARRIVAL_BYTES
+        shapes.slot_writer = SlotWriter(shapes.wrapped, "meta")
+    sizes = sum(k + n for pairs in _pairs(shapes).values() for k, n in pairs)
+    elements = lora_config.max_loras * lora_config.max_lora_rank * sizes
+    a_and_b = elements * lora_config.slot_dtype(dtype).itemsize
+    beside = sum(table.nbytes for layer in shapes.modules.values() for table in layer.extra_slots)
+    taken = shapes.get_memory_stats()
+    layout = taken["slot_buffers"] - a_and_b - beside
+    return SlotMemory(a_and_b, beside, layout, taken["staging"], taken["tables"])
 
 
 @dataclass(frozen=True)

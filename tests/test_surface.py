@@ -91,7 +91,7 @@ SURFACE = {
     },
     "lora.peft_helper": {
         "PEFTHelper": {
-            "from_dict": "config",
+            "from_dict": "config_dict",
             "from_local_dir": "lora_path, max_position_embeddings",
             "validate_legal": "lora_config",
             **attributes("r lora_alpha use_rslora vllm_lora_scaling_factor"),
@@ -131,8 +131,8 @@ SURFACE = {
         "from_layer": "layer, max_loras, lora_config, packed_modules_list, model_config=None",
         "from_layer_logits_processor": "layer, lm_head, max_loras, lora_config, model_config=None",
         "get_supported_lora_modules": "model",
-        "is_supported_lora_module": "...",
-        "is_in_target_modules": "...",
+        "is_supported_lora_module": "module_name, supported_lora_modules",
+        "is_in_target_modules": "module_name, target_modules, packed_modules_mapping=None",
         "get_adapter_absolute_path": "lora_path",
     },
     "lora.layers": {

@@ -4,6 +4,7 @@ from minivllm.labs import Todo
 from collections.abc import Sequence
 from copy import copy
 
+import minivllm.lora.seams as seams
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
 
@@ -38,4 +39,8 @@ def _stack_experts(loras: Sequence[LoRALayerWeights | None]) -> LoRALayerWeights
 
 # endregion
 
+# What trainers and servers call parts of experts, whichever expert's.
+EXPERT_PARTS = ("w1", "w2", "w3", "gate_proj", "down_proj", "up_proj", "gate_up_proj")
+
+seams.part_names["experts"] = EXPERT_PARTS
 PackedLoRALayerWeights.pack_moe = staticmethod(pack_moe)

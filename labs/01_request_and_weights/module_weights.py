@@ -100,7 +100,7 @@ class LoRALayerWeights:
         rank   of the module's tensors, None = the config's r
         """
         rank = peft_helper.r if rank is None else rank
-        asked_by = peft_helper.name_in_patterns(module_name)
+        asked_by = peft_helper.asked_as(module_name) if peft_helper.asked_as else module_name
         scaling = peft_helper.scaling(asked_by, rank)
         return cls(module_name, rank, peft_helper.alpha(asked_by), None, None, scaling)
 

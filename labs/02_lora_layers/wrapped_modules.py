@@ -8,6 +8,7 @@ from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.lora.checks import nearest_names
 from minivllm.lora.expert_parts import conform_experts, pack_experts, process_packed_modules_mapping
 from minivllm.lora.layers import (
     BaseLayerWithLoRA,
@@ -17,7 +18,7 @@ from minivllm.lora.layers import (
 from minivllm.lora.layers.base import extras_of
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from minivllm.lora.names import is_in_target_modules, nearest_names
+from minivllm.lora.names import is_in_target_modules
 from minivllm.lora.new_embeddings import Vocabulary
 from minivllm.lora.punica_wrapper import PunicaWrapperBase
 from minivllm.lora.replace import (
@@ -113,7 +114,7 @@ class WrappedModules:
     def stretch_rotaries(self, in_slots: list[LoRAModel | None]) -> None:
         """Before a step: whose rotary factor counts in each slot."""
         for rotary in self.rotaries:
-            rotary.set_factors([lora.scaling_factor if lora else 1.0 for lora in in_slots])
+            rotary.set_factors([lora.beside.get("scaling_factor", 1.0) if lora else 1.0 for lora in in_slots])
 
     def _is_wanted(self, name: str) -> bool:
         return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)
@@ -270,7 +271,7 @@ class WrappedModules:
                 target, width, height, rank, dtype, "cpu"
             )
         dummy = LoRAModel(lora_id, rank, loras)
-        dummy.has_slots_vocabulary = True
+        dummy.beside["has_slots_vocabulary"] = True
         return dummy
 
     @property

@@ -100,7 +100,7 @@ class StepPolicy:
 
     def _admit(self, request: Request, output: SchedulerOutput) -> bool:
         """Let a waiting request run from where the prefix cache ends; False if it lacks blocks."""
-        computed_blocks = self.kv_cache.get_computed_blocks(request)
+        computed_blocks = [] if request.wants_prompt_logprobs else self.kv_cache.get_computed_blocks(request)
         num_cached = len(computed_blocks) * self.kv_cache.block_size
         num_new_tokens = min(request.num_tokens - num_cached, self._budget_left(output))
         if not self.kv_cache.can_hold(request, computed_blocks):

@@ -15,6 +15,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from labs.kit.hints import hints_of
+from labs.kit.migrate import strays
 from labs.kit.progress import Progress, digest, is_untouched, learners_code, place, reset, shown
 from labs.kit.regions import PHASES, Exercise, read_engine
 from minivllm.labs import LabError, starters
@@ -61,6 +62,8 @@ def choose_one(number: str) -> Exercise:
 @app.callback(invoke_without_command=True)
 def overview(context: typer.Context) -> None:
     """Your path through the course, and how far along it you are."""
+    if context.invoked_subcommand not in ("migrate", "sync"):
+        say_strays()
     if context.invoked_subcommand:
         return
     progress, exercises = Progress(), choose(None)
@@ -75,6 +78,13 @@ def overview(context: typer.Context) -> None:
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {escape(exercise.title)}")
     console.print()
     say_next(next((e for e in exercises if states[e.number] != "passed"), None))
+
+
+def say_strays() -> None:
+    """On the other stream: `lab grade --json` prints nothing but JSON."""
+    if found := strays():
+        names = ", ".join(map(shown, found))
+        Console(stderr=True).print(f"{names}: exercises have moved; run `lab migrate`", soft_wrap=True)
 
 
 def say_next(exercise: Exercise | None) -> None:
@@ -231,6 +241,16 @@ def reset_command(
         console.print(f"kept: {shown(path)}")
 
 
+@app.command()
+def migrate() -> None:
+    """After an update: carry your answers to where their exercises are now. Your old files are kept."""
+    from labs.kit.migrate import migrate as carry
+
+    starters()  # says so where there is no checkout
+    for sentence in carry() or ["every exercise is where it belongs"]:
+        console.print(escape(sentence))
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def run(
     command: Annotated[list[str], typer.Argument(help="Any command, such as `-- minivllm demo`.")],
@@ -355,8 +375,12 @@ def sync(
     only_look: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")
     ] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="Remember these starters, so that `lab migrate` knows them.")
+    ] = False,
 ) -> None:
     """For maintainers: generate starters, their hashes and the code in solutions and chapters."""
+    from labs.kit.migrate import record_release
     from labs.kit.sync import sync as sync_files
 
     stale, left_alone = sync_files(write=not only_look)
@@ -366,6 +390,8 @@ def sync(
         console.print(f"[yellow]{escape(sentence)}[/]")
     if not stale:
         console.print("everything generated is up to date")
+    if release and not only_look:
+        record_release()
     raise typer.Exit(1 if only_look and stale else 0)
 
 

@@ -2,12 +2,10 @@
 
 import importlib.util
 import os
-import shutil
 import sys
-import time
 from pathlib import Path
 
-from labs.kit.progress import FOLDER as KEPT
+from labs.kit.progress import keep
 from minivllm.labs import ROOT, LabError
 
 # Git does not see it, and `make clean` leaves it: what learners try out changes no committed notebook.
@@ -24,9 +22,7 @@ def learners_copy(phase: str, fresh: bool = False) -> tuple[Path, bool]:
     if yours.is_file() and not fresh:
         return yours, False
     if yours.is_file():
-        backup = KEPT / "backup" / f"{phase}-{time.strftime('%Y%m%d-%H%M%S')}.ipynb"
-        backup.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(yours, backup)
+        keep(yours, phase)
     FOLDER.mkdir(exist_ok=True)
     text = ours.read_text(encoding="utf-8")
     yours.write_text(text.replace("](README.md", f"](../phases/{phase}/README.md"), encoding="utf-8")

@@ -1,6 +1,7 @@
 """What a learner has done so far: in the files under `labs/`, and in `.lab/`, which git does not see."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,18 @@ def reset(chosen: list[Exercise], whole_files: bool) -> list[Path]:
         [*exercises] = [exercise for exercise in chosen if exercise.starter == path]
         fresh = stubs(exercises[0])
         if path.is_file():
-            backup = FOLDER / "backup" / f"{path.parent.name}-{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.py"
-            backup.parent.mkdir(parents=True, exist_ok=True)
-            backup.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-            kept.append(backup)
+            kept.append(keep(path, f"{path.parent.name}-{path.stem}"))
         if not whole_files:
             numbers = {exercise.number for exercise in exercises}
             others = {number for number in read_engine() if number not in numbers}
             fresh, _ = splice(read(path), fresh, others, shown(path))
         path.write_text(fresh, encoding="utf-8")
     return kept
+
+
+def keep(path: Path, name: str) -> Path:
+    """Copy a file to .lab/backup under a name and the time; returns the copy."""
+    copy = FOLDER / "backup" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, copy)
+    return copy

@@ -102,7 +102,7 @@ def _stubs(
 ) -> Iterator[tuple[int, int, int, str]]:
     """(first line, line past the last, indentation, stub) of all that is replaced, counted from 0."""
     title = json.dumps(f"lab {region.exercise}: {region.title}", ensure_ascii=False)
-    functions = list(_functions(tree, region))
+    functions = list(functions_in(tree, region))
     for function in functions:
         body = function.body[1:] if ast.get_docstring(function) is not None else function.body
         if not body or body[0].lineno == function.lineno:
@@ -126,14 +126,14 @@ def _stubs(
     yield code[0], region.stop, len(lines[code[0]]) - len(lines[code[0]].lstrip()), f"raise Todo({title})"
 
 
-def _functions(node: ast.AST, region: Region) -> Iterator[ast.FunctionDef]:
+def functions_in(node: ast.AST, region: Region) -> Iterator[ast.FunctionDef]:
     """Functions and methods inside the region that are not part of another function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             if region.start < child.lineno and child.end_lineno <= region.stop:
                 yield child
         elif isinstance(child, ast.ClassDef):
-            yield from _functions(child, region)
+            yield from functions_in(child, region)
 
 
 def _first_import(tree: ast.Module) -> int:

@@ -18,7 +18,7 @@ from minivllm.lora.limits import READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
-from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
+from minivllm.lora.options.new_embeddings import find_new_embeddings, put_beside, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import one_sentence
@@ -47,7 +47,7 @@ class AdapterOnDisk:
 
     @property
     def added_tokens(self) -> int:
-        return count_added_tokens(self.new_embeddings)
+        return max(map(len, self.new_embeddings.values()), default=0)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -94,7 +94,8 @@ def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
             # Of a large file the shapes come first: its numbers are read if they are of use.
             adapter.tensors = read_weights(adapter.file, weights_bytes(adapter.folder) > READ_AT_ONCE)
         with adapter.noting():
-            adapter.new_embeddings = read_new_embeddings(adapter.folder)
+            if path := find_new_embeddings(adapter.folder):
+                adapter.new_embeddings = read_new_embeddings(path)
     return adapter
 
 
@@ -102,7 +103,7 @@ def _admitting(adapter: AdapterOnDisk, config: EngineConfig) -> EngineConfig | N
     """The config with every option so that the adapter's config is served. None if there are no such options: then
     its tensors are what they are because of that, and there is no more to say."""
     given, helper = config.lora_config, adapter.helper
-    factors = {*(given.long_lora_scaling_factors or ()), helper.vllm_long_context_scaling_factor} - {1.0}
+    factors = {*(given.long_lora_scaling_factors or ()), helper.beside.get("scaling_factor", 1.0)} - {1.0}
     lora_config = replace(
         given,
         max_lora_rank=max(given.max_lora_rank, helper.ranks[-1]),
@@ -147,8 +148,9 @@ def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManage
         found += _misfits(manager, adapter, loras)
     adapter.problems += fold(found)
     with adapter.noting():
-        added = convert_new_embeddings(adapter.new_embeddings, lambda tensor: tensor.to(dtype))
-        adapter.problems += _misfits(manager, adapter, {}, added)
+        if adapter.new_embeddings:
+            put_beside(added := LoRAModel(1, 1, {}), adapter.new_embeddings, "cpu", dtype)
+            adapter.problems += _misfits(manager, adapter, {}, added.beside["new_embeddings"])
 
 
 def _by_module(tensors: dict[str, torch.Tensor]) -> Iterable[dict[str, torch.Tensor]]:
@@ -181,7 +183,8 @@ def _misfits(
     """Why a part of the adapter does not fit the model, [] if it does."""
     # Copies: a check may give an adapter the model's form.
     lora = LoRAModel(1, 1, {name: copy(weights) for name, weights in loras.items()})
-    lora.added_tokens, lora.new_embeddings = adapter.added_tokens, new_embeddings or {}
+    lora.beside["added_tokens"] = adapter.added_tokens
+    lora.beside["new_embeddings"] = new_embeddings or {}
     try:
         manager.manager.check_adapter(lora)
     except ValueError as error:

@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
+from minivllm.layers.sampler import Logprob
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
@@ -52,6 +53,7 @@ class Request:
     eos_token_ids       end-of-sequence ids of the model
     block_ids           KV blocks, in the order of the tokens they hold
     num_cached_tokens   prompt tokens found in the prefix cache when it was first admitted
+    prompt_logprobs     of its prompt's tokens, as far as they are computed; [] where nobody asks for them
     lora_wait_steps     steps it has waited for its adapter to get a slot, until it last joined; a statistic
     error               why it ended as FINISHED_ERROR
     """
@@ -75,6 +77,7 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list, init=False)
     # Owned by the WaitingQueue.
     lora_wait_steps: int = field(default=0, init=False)
     lora_steps_at_entry: int = field(default=0, init=False, repr=False)
@@ -102,28 +105,18 @@ class Request:
         return len(self.all_token_ids)
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be computed for its logprobs: what others computed is of no use then."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    @property
     def is_finished(self) -> bool:
         return self.status.is_finished
 
     def append_output_token(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
-
-    def start_over(self, max_model_len: int | None) -> None:
-        """Back to the queue with nothing computed and no block, whatever it was in the middle of.
-
-        A last token that ends the answer was never told, or the request would be finished: it is sampled again.
-        """
-        if self.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            self.num_preemptions += 1
-            self.status = RequestStatus.PREEMPTED
-        self.all_token_ids = self.prompt_token_ids + self.output_token_ids
-        if self.output_token_ids and check_stop(self, max_model_len):
-            self.output_token_ids.pop()
-            self.all_token_ids.pop()
-            self.status, self.stop_reason = RequestStatus.PREEMPTED, None
-        self.num_computed_tokens = 0
-        self.block_ids, self.block_hashes, self.cache_identity = [], [], None
 
     def max_num_tokens(self, max_model_len: int | None) -> int:
         """The most tokens, prompt and answer, that it may come to; one is always sampled."""

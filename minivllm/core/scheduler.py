@@ -50,23 +50,18 @@ class Scheduler(StepPolicy):
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch
         self.may_run = may_run
-        self._prefetched: list[int] = []  # by the step before
         self.kv_cache = KVCacheManager(
             cache_config.block_size,
             cache_config.num_blocks,
             cache_config.enable_prefix_caching,
             adapter_identity,
         )
-        max_loras = lora_config.max_loras if lora_config else 0
-        self.waiting = WaitingQueue()
-        self.lora = LoRAAdmission(max_loras, scheduler_config.max_lora_wait_steps, self.waiting)
-        self.requests: dict[str, Request] = {}
-        self.in_flight = InFlight()
-        self.running: list[Request] = []
+        self.max_loras = lora_config.max_loras if lora_config else 0
         self._num_arrived = 0
-        self._num_preemptions = 0
-        self._num_computed_tokens = 0
-        self._num_sampled_tokens = 0
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self.num_sampled_tokens = 0
+        self.clear()
 
     # Requests come and go.
 
@@ -103,24 +98,15 @@ class Scheduler(StepPolicy):
             self._finish(request, status, error)
         return requests
 
-    def reset(self, requests: Iterable[Request]) -> None:
-        """Forget queues, blocks and clocks, and queue exactly these requests again, by `arrival_order`.
-
-        For a step that broke off anywhere: only the requests themselves and the counters are believed. Requests that
-        ran go on as after a preemption. Counters stay.
-
-        requests    the unfinished ones
-        """
+    def clear(self) -> None:
+        """No request, no block in use, no clock that runs; counters stay, and the count of arrivals."""
         self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)
         self.waiting = WaitingQueue()
-        self.lora = LoRAAdmission(self.lora.max_loras, self.lora.max_wait_steps, self.waiting)
-        self.requests, self.in_flight = {}, InFlight()
-        self.running, self._prefetched = [], []
-        for request in sorted(requests, key=lambda request: request.arrival_order):
-            self._num_preemptions -= request.num_preemptions
-            request.start_over(self.max_model_len)
-            self._num_preemptions += request.num_preemptions
-            self._queue(request)
+        self.lora = LoRAAdmission(self.max_loras, self.scheduler_config.max_lora_wait_steps, self.waiting)
+        self.requests: dict[str, Request] = {}
+        self.in_flight = InFlight()
+        self.running: list[Request] = []
+        self._prefetched: list[int] = []  # by the step before
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -135,9 +121,9 @@ class Scheduler(StepPolicy):
             kv_cache_usage=self.kv_cache.usage,
             prefix_cache_queries=prefix.queries,
             prefix_cache_hits=prefix.hits,
-            num_preemptions=self._num_preemptions,
-            num_computed_tokens=self._num_computed_tokens,
-            num_sampled_tokens=self._num_sampled_tokens,
+            num_preemptions=self.num_preemptions,
+            num_computed_tokens=self.num_computed_tokens,
+            num_sampled_tokens=self.num_sampled_tokens,
         )
 
     # One step.
@@ -169,7 +155,7 @@ class Scheduler(StepPolicy):
             num_computed_tokens = request.num_computed_tokens + scheduled.num_new_tokens
             self.kv_cache.cache_blocks(request, num_computed_tokens)
             request.num_computed_tokens = num_computed_tokens
-            self._num_computed_tokens += scheduled.num_new_tokens
+            self.num_computed_tokens += scheduled.num_new_tokens
             if scheduled.samples:
                 self._append_tokens(request, sampled[request.request_id])
                 answered.append(request)
@@ -206,14 +192,14 @@ class Scheduler(StepPolicy):
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._num_preemptions += 1
+        self.num_preemptions += 1
         self.waiting.add(request)
         output.preempted.append(request.request_id)
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> None:
         for token_id in token_ids:
             request.append_output_token(token_id)
-            self._num_sampled_tokens += 1
+            self.num_sampled_tokens += 1
             if check_stop(request, self.max_model_len):
                 return self._finish(request, request.status)
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from minivllm.lora.names import get_adapter_absolute_path, looks_like_hub_id
+from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 
 
@@ -93,7 +93,7 @@ def at_hand(lora_request: LoRARequest) -> LoRARequest:
     So no step waits for a network, or gets a newer version.
     """
     path = lora_request.lora_path
-    if looks_like_hub_id(path) and not os.path.exists(path):
+    if not os.path.exists(path):
         path = get_adapter_absolute_path(path)
     return replace(lora_request, lora_path=path, load_inplace=False)
 

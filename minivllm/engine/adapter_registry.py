@@ -9,7 +9,6 @@ from dataclasses import replace
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterState, AdapterTraits, at_hand, folder_of
 from minivllm.engine.adapter_pins import AdapterPins
-from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -39,12 +38,12 @@ class AdapterRegistry(AdapterPins):
         if adapter is None or lora_request.load_inplace:
             lora = self.worker.check_adapter(lora_request)
             traits = AdapterTraits(name=lora_request.lora_name)
-            for reader in () if _is_plain(lora) else self._traits_readers:
+            for reader in self._traits_readers if lora.beside else ():
                 traits = reader.read(traits, lora, lora_request)
             return traits
         # Of the reload that is to come, if there is one, else of what is in memory.
         traits, lora = adapter.traits, None if adapter.reloads else self.manager.get_adapter(adapter.id)
-        is_plain = traits.is_plain and (lora is None or _is_plain(lora))
+        is_plain = traits.is_plain and not (lora and lora.beside)
         for reader in () if is_plain else self._traits_readers:
             traits = reader.now(traits, lora, adapter.request)
         return traits
@@ -214,8 +213,3 @@ class AdapterRegistry(AdapterPins):
         finally:
             if not adapter.was_read:
                 self.release_unused(adapter.id)
-
-
-def _is_plain(lora: LoRAModel) -> bool:
-    """Whether all of it are A's and B's, for the base model's tokens and positions."""
-    return not lora.added_tokens and lora.scaling_factor == 1.0

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter import AdapterTraits
-from minivllm.faults import as_fault
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.text.prompts import tokenize
 from minivllm.validation import is_finite, shown
 
 Prompt = str | dict[str, Any] | list[int]
@@ -26,7 +25,6 @@ class InputProcessor:
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.most_logprobs = model_config.max_logprobs
-        self._longest_tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def check_arguments(
         self,
@@ -69,42 +67,10 @@ class InputProcessor:
         if token_ids is None and isinstance(text, str):
             if self.tokenizer is None:
                 raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
-            token_ids = self.tokenize(
-                f"the prompt of request '{request_id}'", text, self.tokenizer_of(traits)
-            )
+            what = f"the prompt of request '{request_id}'"
+            token_ids = tokenize(what, text, self.tokenizer_of(traits), self.model_config.max_model_len)
         self._check_prompt(request_id, token_ids, traits)
         return text, list(token_ids)
-
-    def tokenize(self, what: str, text: str, tokenizer: Any, **options: Any) -> list[int]:
-        """Token ids. ValueError for what is no text, cannot be read, or is longer than any context.
-
-        what      begins the error's sentence
-        options   of the tokenizer's call
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{what} is no text: character {error.start} is "
-                f"{text[error.start]!a}, half of a pair; decode it as UTF-8 first"
-            ) from None
-        longest = self.model_config.max_model_len
-        if len(text) > longest * self._longest_token(tokenizer):
-            raise ValueError(
-                f"{what} has {len(text)} characters, more than max_model_len {longest} allows; shorten it or raise "
-                "max_model_len"
-            )
-        try:
-            return tokenizer(text, **options)["input_ids"]
-        # A tokenizer may come with an adapter, and what it raises is a matter of this prompt alone.
-        except BaseException as error:
-            raise ValueError(f"{what} cannot be read by its tokenizer: {shown(as_fault(error))}") from error
-
-    def _longest_token(self, tokenizer: Any) -> int:
-        """Characters that one token can stand for at most."""
-        if tokenizer not in self._longest_tokens:
-            self._longest_tokens[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
-        return self._longest_tokens[tokenizer]
 
     def tokenizer_of(self, traits: AdapterTraits) -> Any:
         """The adapter's own where it has one, else the model's; None where prompts come as token ids."""

@@ -10,9 +10,10 @@ from tqdm import tqdm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine.turns import Turns, no_interrupts
+from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.text.prompts import render_chat, tokenize
 
 
 class LLM:
@@ -107,16 +108,10 @@ class LLM:
         return self.llm_engine.get_tokenizer(lora_request)
 
     def _render(self, conversation: list[dict[str, str]], tokenizer: Any) -> tuple[str, list[int]]:
-        template = tokenizer.chat_template or self.llm_engine.tokenizer.chat_template
-        try:
-            text = tokenizer.apply_chat_template(
-                conversation, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        # A template is a program that comes with a model or an adapter: it may raise anything.
-        except Exception as error:
-            raise ValueError(f"the chat template cannot take this conversation: {error}") from error
-        processor = self.llm_engine.input_processor
-        return text, processor.tokenize("the conversation", text, tokenizer, add_special_tokens=False)
+        engine = self.llm_engine
+        text = render_chat(conversation, tokenizer, tokenizer.chat_template or engine.tokenizer.chat_template)
+        longest = engine.config.model_config.max_model_len
+        return text, tokenize("the conversation", text, tokenizer, longest, add_special_tokens=False)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted, finished = set(ids), {}
@@ -124,7 +119,7 @@ class LLM:
         # miniters=0: a step that ends nobody moves the bar, too, for whoever waits for one long answer.
         with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2, miniters=0) as bar:
             while len(finished) < len(wanted):
-                outputs = [output for output in self.llm_engine.step() if output.request_id in wanted]
+                outputs = self.llm_engine.step(of=wanted)
                 ended = {output.request_id: output for output in outputs if output.finished}
                 finished |= ended
                 num_tokens += sum(len(output.outputs[0].delta_token_ids) for output in outputs)

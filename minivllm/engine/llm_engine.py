@@ -1,7 +1,7 @@
 """Requests in, tokens out, one step at a time. Stands for vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from minivllm.config import EngineConfig
@@ -9,22 +9,28 @@ from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_of
 from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.guards.guarded_core import GuardedCore
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
 from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
 
 
-class LLMEngine(EngineCore):
+class LLMEngine(GuardedCore):
     """An engine that its caller steps, while requests and adapters come and go. vLLM: `LLMEngine`.
 
     One thread at a time may call it; another gets a RuntimeError.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Any = None, warm_up: bool = True) -> None:
-        super().__init__(config, tokenizer, warm_up)
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        warm_up: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(config, tokenizer, warm_up, clock)
         self.input_processor = InputProcessor(config.model_config, tokenizer)
 
     @classmethod
@@ -80,7 +86,7 @@ class LLMEngine(EngineCore):
             token_ids,
             self.input_processor.within_context(params, len(token_ids), traits),
             lora_request,
-            arrival_time=time.monotonic() if arrival_time is None else float(arrival_time),
+            arrival_time=self.clock() if arrival_time is None else float(arrival_time),
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
         )
         self.scheduler.check_request(request)

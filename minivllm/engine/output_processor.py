@@ -1,16 +1,16 @@
 """From tokens to what a caller sees. Stands for vllm/v1/engine/output_processor.py (v0.22.1)."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.faults import as_fault, told
 from minivllm.layers.sampler import Logprob
 from minivllm.lora.sentences import one_sentence
+from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
 
 
 @dataclass
@@ -37,10 +37,11 @@ class OutputProcessor:
     ValueError for a tokenizer that is no fast one.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, clock: Callable[[], float] = time.monotonic) -> None:
         if tokenizer is not None:
             fast_backend(tokenizer)  # better now than at the first request
         self.tokenizer = tokenizer
+        self.clock = clock
         self.states: dict[str, RequestState] = {}
 
     def add_request(self, request: Request, prompt: str | None, tokenizer: Any = None) -> None:
@@ -52,7 +53,7 @@ class OutputProcessor:
 
     def mark_scheduled(self, request_ids: Iterable[str]) -> None:
         """These requests are admitted, for the first time or after a preemption."""
-        now = time.monotonic()
+        now = self.clock()
         for request_id in request_ids:
             metrics = self.states[request_id].metrics
             if metrics.first_scheduled_time is None:
@@ -68,6 +69,9 @@ class OutputProcessor:
         new_token_ids = request.output_token_ids[state.num_emitted :]
         delta_text = ""
         try:
+            if state.tokenizer is not None and not state.num_emitted:
+                for of_token in filter(None, request.prompt_logprobs):
+                    add_decoded_tokens(state.tokenizer, of_token)
             if logprobs is not None:
                 self._add_logprobs(state, new_token_ids[-1], logprobs)
             delta_text, stop_string = state.detokenizer.update(
@@ -90,17 +94,6 @@ class OutputProcessor:
         elif (state := self.states.get(output.request_id)) is not None:
             state.num_emitted = len(output.outputs[0].token_ids)
 
-    def rewind(self, undelivered: Iterable[RequestOutput]) -> list[Request]:
-        """Unfinished requests, each set back to what it was after its last output.
-
-        undelivered   outputs of a call that broke off; they count as delivered, since the next call returns them
-        """
-        for output in undelivered:
-            self.delivered(output)
-        for state in self.states.values():
-            _rewind(state)
-        return [state.request for state in self.states.values()]
-
     def drop(self, request_id: str) -> None:
         """Forget a request that nobody wants to hear of any more."""
         self.states.pop(request_id, None)
@@ -114,9 +107,9 @@ class OutputProcessor:
     def _move_clocks(self, state: RequestState) -> None:
         metrics, request = state.metrics, state.request
         if metrics.first_token_time is None and request.output_token_ids:
-            metrics.first_token_time = time.monotonic()
+            metrics.first_token_time = self.clock()
         if request.is_finished:
-            metrics.finished_time = time.monotonic()
+            metrics.finished_time = self.clock()
         metrics.num_preemptions = request.num_preemptions
         metrics.lora_wait_steps = request.lora_wait_steps
 
@@ -142,21 +135,10 @@ class OutputProcessor:
             finished=request.is_finished,
             lora_request=request.lora_request,
             num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=request.prompt_logprobs or None,
             error=None if request.error is None else one_sentence(request.error),
             metrics=state.metrics,
         )
-
-
-def _rewind(state: RequestState) -> None:
-    request, num_tokens = state.request, state.num_emitted
-    del request.output_token_ids[num_tokens:]
-    request.all_token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-    request.status, request.stop_reason, request.error = RequestStatus.WAITING, None, None
-    del state.logprobs[num_tokens:]
-    tokens = zip(request.output_token_ids, state.logprobs)
-    state.cumulative_logprob = sum(logprobs[token].logprob for token, logprobs in tokens)
-    state.detokenizer = IncrementalDetokenizer(state.tokenizer, request.sampling_params)
-    state.detokenizer.update(request.output_token_ids, finished=False)
 
 
 def _ended_by_token(request: Request) -> bool:

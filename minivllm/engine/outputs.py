@@ -64,6 +64,7 @@ class RequestOutput:
     """One request as it stands after a step; vLLM's RequestOutput.
 
     prompt: None if the request came as token ids.
+    prompt_logprobs: None unless `SamplingParams.prompt_logprobs` was given; one dict a token, None for the first.
     num_cached_tokens: prompt tokens that the prefix cache answered for.
     error: why the request failed, if finish_reason is "error".
     """
@@ -75,5 +76,6 @@ class RequestOutput:
     finished: bool
     lora_request: LoRARequest | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None

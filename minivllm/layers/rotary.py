@@ -31,16 +31,23 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_size, self.max_position = head_size, max_position
         self.rope_parameters, self.stretch = rope_parameters, stretch
-        # Computed on the CPU whatever the device, but for a model of shapes alone, which may be of any length.
-        where = "meta" if device is not None and torch.device(device).type == "meta" else "cpu"
-        frequencies, length = inverse_frequencies(head_size, rope_parameters)
-        positions = torch.arange(max_position, dtype=torch.float32, device=where)
-        angles = positions[:, None, None] * (frequencies / stretch).to(where)  # (P, 1, D/2)
+        dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        if device is not None and torch.device(device).type == "meta":
+            # A model of shapes alone may be of any length. Arithmetic without values begins with a second's imports.
+            cos, sin = torch.empty(2, max_position, 1, head_size, dtype=dtype, device=device)
+        else:
+            cos, sin = (table.to(device, dtype) for table in self._tables())
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, (P, 1, D) each; on the CPU, whatever the device."""
+        frequencies, length = inverse_frequencies(self.head_size, self.rope_parameters)
+        positions = torch.arange(self.max_position, dtype=torch.float32, device="cpu")
+        angles = positions[:, None, None] * (frequencies / self.stretch)  # (P, 1, D/2)
         cos, sin = angles.cos() * length, angles.sin() * length
         # The minus of rotate-half goes into the table, where it costs nothing per layer.
-        dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        for name, table in (("cos", torch.cat((cos, cos), -1)), ("sin", torch.cat((-sin, sin), -1))):
-            self.register_buffer(name, table.to(device, dtype), persistent=False)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def stretched(self, factor: float) -> RotaryEmbedding:
         """The same for a context `factor` times as long, every angle divided by it (linear scaling)."""

@@ -175,19 +175,35 @@ def _raw_logprobs(
 ) -> list[dict[int, Logprob] | None]:
     """For the rows that ask: the sampled token's logprob and the likeliest ones'. logits: (P, V)"""
     return [
-        None if params.logprobs is None else _top_logprobs(logits[i], int(token_ids[i]), params.logprobs)
+        None
+        if params.logprobs is None
+        else top_logprobs(logits[i : i + 1], token_ids[i : i + 1], params.logprobs)[0]
         for i, params in enumerate(rows)
     ]
 
 
-def _top_logprobs(logits: torch.Tensor, token_id: int, num_logprobs: int) -> dict[int, Logprob]:
-    logprobs = logits.double().log_softmax(dim=-1)  # (V,)
-    sampled = logprobs[token_id]
+def top_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int
+) -> list[dict[int, Logprob]]:
+    """For each of n rows: the logprob of its token, then those of the likeliest.   logits: (n, V); token_ids: (n,)"""
+    logprobs = logits.double().log_softmax(dim=-1)  # (n, V)
+    own = logprobs.gather(1, token_ids[:, None])  # (n, 1)
+    own_ranks = 1 + (logprobs > own).sum(dim=-1)  # (n,)
     # A request may ask for more than there are, if its adapter reads tokens for which there are no logits.
-    top = logprobs.topk(min(num_logprobs, len(logprobs)))
+    top = logprobs.topk(min(num_logprobs, logprobs.shape[1]))  # (n, num_logprobs)
     # Sorted from the top, the first of its equals tells how many tokens are above one.
-    ranks = torch.searchsorted(-top.values, -top.values) + 1  # (num_logprobs,)
-    found = {token_id: Logprob(sampled.item(), 1 + int((logprobs > sampled).sum()))}
-    for other, logprob, rank in zip(top.indices.tolist(), top.values.tolist(), ranks.tolist()):
-        found.setdefault(other, Logprob(logprob, rank))
+    ranks = 1 + torch.searchsorted(-top.values, -top.values)  # (n, num_logprobs)
+    found = []
+    for token_id, logprob, rank, *others in zip(
+        token_ids.tolist(),
+        own.squeeze(1).tolist(),
+        own_ranks.tolist(),
+        top.indices.tolist(),
+        top.values.tolist(),
+        ranks.tolist(),
+    ):
+        likeliest = {other: Logprob(*numbers) for other, *numbers in zip(*others)}
+        found.append(
+            {token_id: Logprob(logprob, rank), **{t: p for t, p in likeliest.items() if t != token_id}}
+        )
     return found

@@ -23,23 +23,12 @@ HEADER_BYTES = 16 * 2**20
 LONGEST_TENSOR_NAME = 512
 MOST_DIMENSIONS = 8
 
-# A pickle is read operation by operation, with 55 reads for each tensor. An adapter of all linears of Llama 3.1 405B
-# has 1,764 tensors. Experts have more: their adapters must be safetensors.
-MOST_PICKLED_TENSORS = 4_000
-PICKLE_BYTES = 2**20
-PICKLE_READS = 250_000
-
 # Weights of at most so many bytes are read at once. Of larger files the shapes are first compared with the model's.
 READ_AT_ONCE = 32 * 2**20
 
 # The largest tokenizers of today take 35 MB, their configs, with 6,000 added tokens, 1.2 MB.
 TOKENIZER_BYTES = 40 * 2**20
 TOKENIZER_CONFIG_BYTES = 4 * 2**20
-
-# A key for each linear of a model of 126 layers makes 882 entries.
-MOST_PATTERNS = 2048
-LONGEST_PATTERN = 256
-MOST_TARGET_PARAMETERS = 2048
 
 # Longer than what any file system takes.
 LONGEST_PATH = 4096
@@ -69,7 +58,7 @@ def read_config(path: str | Path) -> Any:
             )
     try:
         value = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
-        _refuse_depth(value)
+        _refuse_depth(value, CONFIG_DEPTH)
     # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"'{path}' is not valid JSON: {error}") from error
@@ -86,16 +75,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_depth(value: Any) -> None:
-    """ValueError for lists and objects in each other, more than CONFIG_DEPTH deep."""
-    level = [value]
-    for _ in range(CONFIG_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested more than {CONFIG_DEPTH} deep")
+def _refuse_depth(value: Any, depth: int) -> None:
+    """ValueError for lists and objects in each other, more than so many deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict | list) and not depth:
+        raise ValueError(f"it is nested more than {CONFIG_DEPTH} deep")
+    for each in inner:
+        _refuse_depth(each, depth - 1)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+import minivllm.lora.seams as seams
 from minivllm.faults import as_fault, reason
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.names import EXPERT_PARTS, EXPERTS, get_adapter_absolute_path
+from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import LONGEST_NAME, one_sentence
@@ -112,7 +113,6 @@ def _read(manager: LRUCacheLoRAModelManager, lora_request: LoRARequest, shapes_o
     )
     manager.check_adapter(lora)
     lora.name = lora_request.lora_name
-    lora.scaling_factor = peft_helper.vllm_long_context_scaling_factor
     return lora
 
 
@@ -125,5 +125,5 @@ def _most_tensors(manager: LRUCacheLoRAModelManager) -> int:
 
 def _expected_modules(manager: LRUCacheLoRAModelManager) -> list[str]:
     """The ends of module names an adapter may use: those of modules, and of the parts of fused ones."""
-    packed = {EXPERTS: EXPERT_PARTS, **manager.packed_modules_mapping}
+    packed = {**seams.part_names, **manager.packed_modules_mapping}
     return [name for module in manager.supported_lora_modules for name in (*packed.get(module, []), module)]

@@ -1,28 +1,22 @@
-"""An adapter folder, read and checked. Stands for vllm/lora/lora_model.py (v0.22.1)."""
+"""One adapter, read and checked. Stands for vllm/lora/lora_model.py (v0.22.1)."""
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from minivllm.config import DTYPES
+import minivllm.lora.seams as seams
+from minivllm.lora.adapter_tensors import is_left_out, pair_up, to_weights
+from minivllm.lora.checks import check_modules
 from minivllm.lora.limits import MOST_TENSORS
-from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.names import (
-    WeightsMapper,
-    dotted_ends,
-    is_base_embedding_weights,
-    parse_fine_tuned_lora_name,
-)
-from minivllm.lora.new_embeddings import convert_new_embeddings, count_added_tokens, read_new_embeddings
+from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.names import WeightsMapper
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.storage import storage_bytes
-from minivllm.lora.target_parameters import is_unfolded, unfold_target_parameters
-from minivllm.lora.weights_files import find_weights_file, read_weights
+from minivllm.lora.weights_files import files_of_options, find_weights_file, read_weights
 
 _load_ids = itertools.count(1)
-
-BIAS_OF_B = ".lora_B.bias"
 
 
 class LoRAModel:
@@ -30,15 +24,11 @@ class LoRAModel:
 
     id        the adapter's `lora_int_id`, >= 1
     rank      the largest rank of its modules
-    loras     module name -> LoRALayerWeights
-    added_tokens     how many tokens it adds to the vocabulary
-    new_embeddings   their embeddings as they were read, until the model's modules have them
-    has_slots_vocabulary   whether its modules know of as many tokens as slots have room for, see `Vocabulary`
+    loras     module name -> its weights
     name      what the request that loaded it called it; for people, nothing depends on it
-    scaling_factor   of the rotary embedding: above 1 for an adapter trained at a longer context (`context_length`)
+    beside    what options found of the whole adapter, by their names for it; {} for a plain one
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
               uses it as the key: names and ids may come back with other weights, a load_id does not.
-    pool, live_rows   for a GPU: the page-locked memory that holds all tensors, and their rows, see `SlotWriter`
     """
 
     def __init__(self, lora_model_id: int, rank: int, loras: dict[str, LoRALayerWeights]) -> None:
@@ -48,12 +38,7 @@ class LoRAModel:
         self.rank = rank
         self.loras = loras
         self.name = ""
-        self.added_tokens = 0
-        self.new_embeddings: dict[str, torch.Tensor] = {}
-        self.has_slots_vocabulary = False
-        self.scaling_factor = 1.0
-        self.pool: torch.Tensor | None = None
-        self.live_rows: list[tuple[list[int], list[int]]] = []
+        self.beside: dict[str, Any] = {}
         self.load_id = next(_load_ids)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
@@ -66,14 +51,12 @@ class LoRAModel:
     def clone(self, lora_model_id: int) -> "LoRAModel":
         """The same tensors under another id, and a load_id of its own."""
         twin = type(self)(lora_model_id, self.rank, self.loras.copy())
-        twin.name, twin.scaling_factor = self.name, self.scaling_factor
-        twin.added_tokens, twin.new_embeddings = self.added_tokens, self.new_embeddings
-        twin.has_slots_vocabulary = self.has_slots_vocabulary
+        twin.name, twin.beside = self.name, self.beside.copy()
         return twin
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """A, B and what comes with them, of all modules."""
+        """A, B and what comes beside them, of all modules."""
         return [tensor for lora in self.loras.values() for tensor in lora.tensors]
 
     @property
@@ -81,7 +64,6 @@ class LoRAModel:
         """Bytes of memory that the tensors keep; an A that parts of a fused module share counts once."""
         return storage_bytes(self.tensors)
 
-    # region lab 1.6: from tensors to modules
     @classmethod
     def from_lora_tensors(
         cls,
@@ -94,61 +76,16 @@ class LoRAModel:
         weights_mapper: WeightsMapper | None = None,
         skip_prefixes: list[str] | None = None,
     ) -> "LoRAModel":
-        """Pair up the A and B of every module. Ranks are the tensors' own, scaling is the config's.
+        """From tensors by PEFT's names. Ranks are the tensors' own, scaling is the config's, noted and not applied.
 
-        tensors           PEFT name -> tensor; A (r, K), B (N, r), in any order. PEFT's copies of base
-                          embeddings are left out. Those of `target_parameters` are unfolded first, by
-                          `unfold_target_parameters`: A (E, r, K), B (E, N, r) of E experts
-        dtype             to convert to, None = leave
-        model_vocab_size  the width that the A of an embedding must have, None = any
-        weights_mapper    gives the names that modules have in the model. The config's patterns know only the
-                          names without it
-        skip_prefixes     tensors of modules under one of these are left out
-
-        Scaling is noted, not applied: that is `optimize`'s work. Biases on B (`lora_bias`) are no tensors of a pair:
-        `_split_off_biases` takes them out before, `_add_biases` gives them to the modules at the end.
-
-        All is judged before anything is converted, so that a refusal costs no memory.
-
-        Raises ValueError naming the tensor or the module: a name that is not LoRA's, one side of a module there
-        twice (with PEFT's prefix and without), a module there under two names that the mapper makes one, A or B
-        missing, shapes that do not fit together, a rank that the config does not give, NaN or Inf once converted;
-        and when there are no LoRA weights at all. Most of it is found by `_check_tensor`, `_check_pair` and
-        `_check_numbers`.
+        All is judged before anything is converted: a refusal costs no memory. ValueError as `pair_up` and
+        `to_weights` say, which have the parameters, too. vLLM: the same name.
         """
-        tensors = unfold_target_parameters(tensors, peft_helper)
-        tensors, biases = _split_off_biases(tensors, peft_helper, weights_mapper, skip_prefixes)
-        pairs: dict[tuple[str, str], dict[bool, torch.Tensor]] = {}
-        for name, tensor in tensors.items():
-            if is_base_embedding_weights(name) or _is_skipped(name, skip_prefixes or []):
-                continue
-            module, is_lora_a = parse_fine_tuned_lora_name(name, weights_mapper)
-            trained_as, _ = parse_fine_tuned_lora_name(name)  # the config's patterns know only this name
-            _check_tensor(name, tensor, model_vocab_size)
-            pair = pairs.setdefault((module, trained_as), {})
-            if is_lora_a in pair:
-                raise ValueError(f"{name} is there twice, with and without the prefix that PEFT writes")
-            pair[is_lora_a] = tensor
-        if not pairs:
-            raise ValueError("the adapter holds no LoRA weights")
-
-        loras = {}
-        for (module, trained_as), pair in pairs.items():
-            if module in loras:
-                raise ValueError(f"{module} is there twice: {trained_as} is a second name for it")
-            _check_pair(module, pair, peft_helper.ranks)
-            lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=pair[True].shape[-2])
-            lora.module_name = module
-            lora.lora_a = pair[True]  # (r, K)
-            lora.lora_b = pair[False]  # (N, r)
-            _check_numbers(lora, dtype)
-            loras[module] = lora
-        _add_biases(loras, biases, dtype)
-        for lora in loras.values():
-            lora.replace_tensors(lambda tensor: tensor.to(device=device, dtype=dtype))
-        return cls(lora_model_id, max(lora.rank for lora in loras.values()), loras)
-
-    # endregion
+        pairs = pair_up(tensors, peft_helper, model_vocab_size, weights_mapper, skip_prefixes)
+        loras = to_weights(pairs, peft_helper, device, dtype)
+        model = cls(lora_model_id, max(lora.rank for lora in loras.values()), loras)
+        model.beside = dict(peft_helper.beside)
+        return model
 
     @classmethod
     def from_local_checkpoint(
@@ -167,138 +104,27 @@ class LoRAModel:
         most_tensors: int = MOST_TENSORS,
     ) -> "LoRAModel":
         """From an adapter folder; `expected_lora_modules` are the names (or ends of names) the model has.
+
         With `shapes_only` the weights are not read: enough to check an adapter, not to serve it. A file of more than
         `most_tensors` is refused before any of them is looked at.
 
         Raises FileNotFoundError when there is no weights file, ValueError when it is damaged, names modules
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
         """
-
-        def is_wanted(name: str) -> bool:
-            return not is_base_embedding_weights(name) and not _is_skipped(name, skip_prefixes or [])
-
-        path = find_weights_file(lora_dir)
-        tensors = read_weights(path, shapes_only, is_wanted, most_tensors)
-        added = read_new_embeddings(lora_dir, shapes_only)
+        path, of_options = find_weights_file(lora_dir), files_of_options(lora_dir)
+        tensors = read_weights(
+            path, shapes_only, lambda name: not is_left_out(name, skip_prefixes), most_tensors
+        )
         device = "meta" if shapes_only else device
+        # Where an option reads a file it may add tokens, which A may know of.
+        vocab_size = None if of_options else model_vocab_size
         try:
             lora = cls.from_lora_tensors(
-                lora_model_id,
-                tensors,
-                peft_helper,
-                device=device,
-                dtype=dtype,
-                # Where tokens are added, A may know of them: the model's own check of shapes knows, too.
-                model_vocab_size=None if added else model_vocab_size,
-                weights_mapper=weights_mapper,
-                skip_prefixes=skip_prefixes,
+                lora_model_id, tensors, peft_helper, device, dtype, vocab_size, weights_mapper, skip_prefixes
             )
-            _refuse_unexpected(lora.loras, sorted(expected_lora_modules))
+            check_modules(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
-        lora.added_tokens = count_added_tokens(added)
-        lora.new_embeddings = convert_new_embeddings(added, lambda t: t.to(device=device, dtype=dtype))
+        for name, file in of_options.items():
+            seams.folder_files[name](file, lora, device, dtype)
         return lora
-
-
-def _is_skipped(name: str, skip_prefixes: list[str]) -> bool:
-    """Whether a tensor's module is under one of the prefixes, with PEFT's own prefix or without."""
-    return any(name.startswith(prefix) or f".{prefix}" in name for prefix in skip_prefixes)
-
-
-def _split_off_biases(
-    tensors: dict[str, torch.Tensor],
-    peft_helper: PEFTHelper,
-    weights_mapper: WeightsMapper | None,
-    skip_prefixes: list[str] | None,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors without those of `lora_bias`, which come as (N,), by module name.
-
-    Where the config does not say `lora_bias` they stay, to be refused as no LoRA weights.
-    """
-    if not peft_helper.lora_bias:
-        return tensors, {}
-    pairs, biases = {}, {}
-    for name, tensor in tensors.items():
-        if not name.endswith(BIAS_OF_B):
-            pairs[name] = tensor
-        elif not _is_skipped(name, skip_prefixes or []):
-            module, _ = parse_fine_tuned_lora_name(f"{name.removesuffix('bias')}weight", weights_mapper)
-            if tensor.ndim != 1 or tensor.dtype not in DTYPES.values() or module in biases:
-                raise ValueError(
-                    f"{name} must be one vector of floats, got shape {tuple(tensor.shape)} of {tensor.dtype}"
-                    + (", and is there twice" if module in biases else "")
-                )
-            biases[module] = tensor
-    return pairs, biases
-
-
-def _add_biases(
-    loras: dict[str, LoRALayerWeights], biases: dict[str, torch.Tensor], dtype: torch.dtype | None
-) -> None:
-    """Give each module its bias. ValueError that names one without A and B, of another width, with NaN or Inf."""
-    for module, bias in biases.items():
-        if module not in loras:
-            raise ValueError(f"{module} has lora_B.bias but not lora_A and lora_B")
-        lora = loras[module]
-        if len(bias) != lora.output_dim:
-            raise ValueError(f"{module} has lora_B.bias {tuple(bias.shape)}, expected ({lora.output_dim},)")
-        _check_finite(f"{module}.lora_B.bias", bias, lora.scaling, dtype)
-        lora.beside["bias"] = bias[None] * lora.scaling  # (1, N)
-
-
-def _refuse_unexpected(modules: Iterable[str], expected: list[str]) -> None:
-    """An adapter trained for another model must not load in silence and serve the base model."""
-    ends = frozenset(expected)  # `is_supported_lora_module`, at once for all: experts have hundreds of ends
-    unexpected = sorted(name for name in modules if ends.isdisjoint(dotted_ends(name)))
-    if unexpected:
-        more = f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else ""
-        raise ValueError(
-            f"expected target modules in {expected} but received {', '.join(unexpected[:8])}{more}. "
-            "Please verify that the loaded LoRA module is correct"
-        )
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, vocab_size: int | None) -> None:
-    shape = tuple(tensor.shape)
-    if tensor.ndim != (3 if is_unfolded(name) else 2) or 0 in shape:
-        raise ValueError(f"{name} must be a matrix of at least rank 1, got shape {shape}")
-    if tensor.dtype not in DTYPES.values():
-        names = sorted({str(dtype).removeprefix("torch.") for dtype in DTYPES.values()})
-        raise ValueError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(names)}")
-    if name.endswith(".lora_embedding_A") and vocab_size not in (None, shape[1]):
-        raise ValueError(f"{name} has shape {shape}, but the model's vocabulary has {vocab_size} tokens")
-
-
-def _check_pair(module: str, pair: dict[bool, torch.Tensor], ranks: list[int]) -> None:
-    if len(pair) < 2:
-        there, missing = ("lora_A", "lora_B") if True in pair else ("lora_B", "lora_A")
-        raise ValueError(f"{module} has {there} but not {missing}")
-    (*experts, rank, _), (*experts_of_b, _, rank_of_b) = pair[True].shape, pair[False].shape
-    if (experts, rank) != (experts_of_b, rank_of_b):
-        raise ValueError(
-            f"{module}: lora_A {tuple(pair[True].shape)} and lora_B {tuple(pair[False].shape)} differ in rank"
-            + (" or in experts" if experts else "")
-        )
-    if rank not in ranks:
-        raise ValueError(
-            f"{module} has rank {rank}, but adapter_config.json gives only {ranks} (r and rank_pattern), "
-            "so its scaling is unknown"
-        )
-
-
-def _check_numbers(lora: LoRALayerWeights, dtype: torch.dtype | None) -> None:
-    """ValueError for NaN or Inf, also for what becomes Inf in this dtype (None: its own) or when B is scaled."""
-    _check_finite(f"{lora.module_name}.lora_A", lora.lora_a, 1, dtype)
-    _check_finite(f"{lora.module_name}.lora_B", lora.lora_b, lora.scaling, dtype)
-
-
-def _check_finite(name: str, tensor: torch.Tensor, factor: float, dtype: torch.dtype | None) -> None:
-    if tensor.is_meta:
-        return
-    dtype = dtype or tensor.dtype
-    # One pass; NaN comes through both ends, and is not <= anything. No number between them is larger once rounded.
-    ends = torch.aminmax(tensor)
-    smallest, largest = (end.item() if end.dtype == dtype else end.to(dtype).item() for end in ends)
-    if not max(-smallest, largest) * abs(factor) <= torch.finfo(dtype).max:
-        raise ValueError(f"{name} holds NaN or Inf as {dtype}")

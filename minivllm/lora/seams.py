@@ -14,14 +14,24 @@ wrappers: list[type] = []
 # Called once with (model, wrapped modules, LoRAConfig) when a model's linears have been wrapped.
 model_options: list[Callable[..., None]] = []
 
-# What reads the tensors of an adapter that the core leaves over, or whose config asks for more than A and B.
-tensor_readers: list[Callable[..., Any]] = []
+# Field of an adapter's config beyond those of A and B -> what reads it: (PEFTHelper, value) -> None.
+config_readers: dict[str, Callable[..., None]] = {}
+
+# The same fields -> what is wrong with one: (value, the config's fields, LoRAConfig) -> sentences.
+config_checks: dict[str, Callable[..., list[str]]] = {}
+
+# Part of a tensor's name that is not plain -> what reads such a tensor: (name, tensor, PEFTHelper) -> (name of an A or
+# B that stands for it, what it is to its module where it is neither, tensor).
+tensor_readers: dict[str, Callable[..., tuple[str, str | None, Any]]] = {}
+
+# Name of a file in an adapter's folder -> what reads it into the adapter: (path, LoRAModel, device, dtype) -> None.
+folder_files: dict[str, Callable[..., None]] = {}
 
 # End of a weights file's name -> what finds the tensors in it. The core reads .safetensors.
 file_formats: dict[str, Callable[..., Any]] = {}
 
-# Name of a file in an adapter's folder -> what reads it into the adapter.
-folder_files: dict[str, Callable[..., Any]] = {}
+# Last part of a module's name -> further names that trainers have for parts of it.
+part_names: dict[str, tuple[str, ...]] = {}
 
 # What makes a local folder of a path that is none, such as a hub id; the first answer counts.
 sources: list[Callable[[str], str | None]] = []

@@ -1,43 +1,58 @@
-"""The files that an adapter's tensors lie in. Stands for the reading in vllm/lora/lora_model.py (v0.22.1)."""
+"""The files in an adapter's folder. Stands for the reading in vllm/lora/{peft_helper,lora_model}.py (v0.22.1)."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
-from minivllm.lora.limits import MOST_TENSORS, open_file
-from minivllm.lora.pickle_file import find_pickled
+import minivllm.lora.seams as seams
+from minivllm.lora.limits import MOST_TENSORS, open_file, read_config
 from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
 
 # PEFT's file names, in the order we prefer them: safetensors cannot run code.
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-# Embeddings of tokens that an adapter adds: vLLM's name, up to 0.10; PEFT has none for them.
-NEW_EMBEDDINGS_FILES = ("new_embeddings.safetensors", "new_embeddings.bin")
+
+
+def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
+    """Path and fields of a folder's adapter_config.json.
+
+    FileNotFoundError: no such folder, or none in it. ValueError: it is no JSON object.
+    """
+    if not os.path.isdir(lora_dir):
+        raise FileNotFoundError(f"adapter folder '{lora_dir}' does not exist")
+    path = os.path.join(lora_dir, "adapter_config.json")
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"'{lora_dir}' has no adapter_config.json, so it is not an adapter folder")
+    try:
+        config = read_config(path)
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error.strerror or error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"'{path}' holds a {type(config).__name__}, expected a JSON object")
+    return path, config
 
 
 def find_weights_file(lora_dir: str) -> Path:
     """The adapter's weights in a folder, safetensors first. FileNotFoundError says what was looked for."""
-    path = _first_file(lora_dir, WEIGHT_FILES)
-    if path is None:
-        raise FileNotFoundError(f"'{lora_dir}' has no weights file ({', '.join(WEIGHT_FILES)})")
-    return path
+    for name in WEIGHT_FILES:
+        if os.path.isfile(path := os.path.join(lora_dir, name)):
+            return Path(path)
+    raise FileNotFoundError(f"'{lora_dir}' has no weights file ({', '.join(WEIGHT_FILES)})")
 
 
-def find_new_embeddings_file(lora_dir: str) -> Path | None:
-    """The embeddings of the tokens that the adapter adds, safetensors first; None where it adds none."""
-    return _first_file(lora_dir, NEW_EMBEDDINGS_FILES)
+def files_of_options(lora_dir: str) -> dict[str, Path]:
+    """Files that options read, by name (`seams.folder_files`); {} for a plain adapter."""
+    paths = {name: Path(lora_dir, name) for name in seams.folder_files}
+    return {name: path for name, path in paths.items() if os.path.isfile(path)}
 
 
 def weights_bytes(lora_dir: str) -> int:
-    """Bytes of an adapter's weights and new embeddings, as the files' sizes say."""
-    paths = _first_file(lora_dir, WEIGHT_FILES), find_new_embeddings_file(lora_dir)
-    return sum(path.stat().st_size for path in paths if path)
-
-
-def _first_file(folder: str, names: tuple[str, ...]) -> Path | None:
-    return next((Path(folder, name) for name in names if os.path.isfile(os.path.join(folder, name))), None)
+    """Bytes of an adapter's weights and of what options read, as the files' sizes say; 0 without weights."""
+    names = (*WEIGHT_FILES, *seams.folder_files)
+    paths = (os.path.join(lora_dir, name) for name in names)
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
 
 
 def read_weights(
@@ -55,7 +70,7 @@ def read_weights(
     ValueError names a file that cannot be read, is damaged or cut short, would need to run code, or is beyond our
     limits (`limits`). The tensors are copies: what happens to the file afterwards does not change them.
     """
-    find = find_safetensors if path.suffix == ".safetensors" else find_pickled
+    find = find_safetensors if path.suffix == ".safetensors" else seams.file_formats[path.suffix]
     try:
         with open_file(path) as file:
             stored = find(path, file, most_tensors)
@@ -78,8 +93,6 @@ def _read_tensor(path: Path, file: BinaryIO, stored: StoredTensor) -> torch.Tens
             raise ValueError(f"'{path}' was cut short while it was read; load the adapter again")
         left, place = left[count:], place + count
     numbers = data.view(stored.dtype)
-    return (
-        numbers.view(stored.shape)
-        if stored.stride is None
-        else numbers.as_strided(stored.shape, stored.stride)
-    )
+    if stored.stride is None:
+        return numbers.view(stored.shape)
+    return numbers.as_strided(stored.shape, stored.stride)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from minivllm.worker.decode_buffers import DecodeBuffers
+from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.row_sampler import PendingStep
 
 
 class DecodeOutput(NamedTuple):
@@ -115,6 +117,25 @@ class DecodeGraphs:
         """The smallest size that holds so many rows; None if none does."""
         place = bisect_left(self.sizes, num_rows)
         return self.sizes[place] if place < len(self.sizes) else None
+
+    def size_for(self, batch: InputBatch) -> int:
+        """Rows of the graph that can run the batch; 0 if it must run eagerly."""
+        tokens = batch.num_scheduled_tokens
+        # Rows with one token that samples, and idle ones; a prompt has more, or does not sample yet.
+        if (tokens != batch.num_sampled_tokens).any():
+            return 0
+        return self.padded_size(int(tokens.sum())) or 0
+
+    def run(self, batch: InputBatch, size: int, with_lora: bool) -> PendingStep:
+        """Launch the step of a batch in the graph of so many rows."""
+        rows = [r for r, tokens in zip(batch.requests, batch.num_scheduled_tokens.tolist()) if tokens]
+        self.buffers.fill(
+            [request.all_token_ids[request.num_computed_tokens] for request in rows],
+            [request.num_computed_tokens for request in rows],
+            [request.block_ids for request in rows],
+            size,
+        )
+        return PendingStep(rows, *self.replay(size, with_lora))
 
     def replay(self, size: int, with_lora: bool) -> DecodeOutput:
         """Launch the captured step on what is in the buffers."""

@@ -21,8 +21,7 @@ def refuse_slots_that_do_not_fit(config: EngineConfig) -> None:
     needed = slot_memory(model, lora_config, config.device, config.model_config.dtype).total
     if needed <= (free := room_for_slots(config.device)):
         return
-    wrapped = [layer for layer in adapted_layers(model) if layer.is_in(lora_config.target_modules)]
-    names = sorted({layer.name.rpartition(".")[2] for layer in wrapped})
+    names = sorted({name.rpartition(".")[2] for name in adapted_layers(model, lora_config)})
     options = ("max_loras", "max_lora_rank", "lora_extra_vocab_size", "long_lora_scaling_factors")
     given = [f"{name} ({value})" for name in options if (value := getattr(lora_config, name))]
     raise ValueError(
@@ -41,6 +40,19 @@ def room_for_slots(device: torch.device | str) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_left(
+    profile_run: Callable[[], None], device: torch.device | str, utilization: float, least: int
+) -> int:
+    """As `determine_available_memory`; ValueError if it is less than `least`."""
+    left = determine_available_memory(profile_run, device, utilization)
+    if left < least:
+        raise ValueError(
+            f"weights, LoRA slots and the largest step leave {left / 2**20:.0f} MiB of the GPU for keys and "
+            f"values at gpu_memory_utilization {utilization}; raise it, or lower max_num_batched_tokens or max_loras"
+        )
+    return left
 
 
 def determine_available_memory(

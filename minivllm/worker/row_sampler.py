@@ -1,6 +1,7 @@
 """From logits of rows to tokens of requests. Stands for the sampling in vllm/v1/worker/gpu_input_batch.py (v0.22.1)."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,6 +11,22 @@ from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler
 
 Sampled = dict[str, tuple[int, dict[int, Logprob] | None]]
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that was launched; its tokens are not read yet.
+
+    requests   the P rows that sample
+    logits     (P or more, V), the rows' own first; None when no row samples
+    tokens     (P or more,) int64, the likeliest of each row if the step has found it already
+    errors     request id -> what its own row's sampling raised; filled in by `sample_tokens`
+    """
+
+    requests: list[Request]
+    logits: torch.Tensor | None
+    tokens: torch.Tensor | None = None
+    errors: dict[str, BaseException] = field(default_factory=dict)
 
 
 class RowSampler:

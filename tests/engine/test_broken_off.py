@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_engine import greedy, run, tokens_of
 
-from minivllm.engine.turns import Turns
+from minivllm.guards.turns import Turns
 
 sys.path.append(str(Path(__file__).parents[1] / "phase_07"))
 from small_engine import SmallWorld, write_adapter

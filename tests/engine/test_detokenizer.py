@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from minivllm.engine.detokenizer import IncrementalDetokenizer, add_decoded_tokens
 from minivllm.layers.sampler import Logprob
 from minivllm.sampling_params import SamplingParams
+from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens
 
 BYTE_LETTER = dict(
     zip(

@@ -6,9 +6,9 @@ import pytest
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LoRARequest, SamplingParams
-from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.labs import Todo
 from minivllm.layers import sampler
+from minivllm.text.detokenizer import IncrementalDetokenizer
 
 PROMPT = [5, 6, 7, 8, 9]
 FAULTS = [MemoryError(), OverflowError("int too large"), KeyError("weight")]

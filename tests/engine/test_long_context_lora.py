@@ -164,7 +164,7 @@ def test_the_factor_is_the_context_over_the_models_rounded_up(context_length, po
 
     helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": positions})
 
-    assert helper.vllm_long_context_scaling_factor == factor
+    assert helper.beside.get("scaling_factor", 1) == factor
 
 
 @pytest.mark.parametrize("length", ["4096", -1, 2.5, True, 10**400])

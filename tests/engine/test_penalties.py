@@ -14,7 +14,7 @@ from minivllm.core.request import Request
 from minivllm.layers import sampler as sampler_module
 from minivllm.layers.penalties import TokenHistory, apply_penalties
 from minivllm.layers.sampler import Sampler
-from minivllm.worker.model_runner import PendingStep
+from minivllm.worker.row_sampler import PendingStep
 
 VOCAB = 41
 PROMPT = token_ids(11, 3)

@@ -13,6 +13,8 @@ from life import Calls, FirstProduct
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LLM, LLMEngine, LoRARequest
+from minivllm.lora import seams
+from minivllm.lora.events import LoRAEvent
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 BACKEND = "loops"  # the core's own
@@ -41,10 +43,24 @@ def folders(tmp_path_factory) -> tuple[Path, Path, Path]:
 
 
 def live(folders: tuple[Path, Path, Path], target_modules: list[str] | None) -> dict[str, Calls]:
-    """A plain adapter's life in an engine with one slot and room for one adapter in memory; token ids in and out."""
-    base, *adapters = folders
-    mine, other = (LoRARequest(path.name, i, str(path)) for i, path in enumerate(adapters, 1))
-    llm = LLM(
+    """A plain adapter's life in an engine with one slot and room for one adapter in memory; token ids in and out.
+
+    Nobody counts what happens to adapters but a list.
+    """
+    heard: list[LoRAEvent] = []
+    listeners = list(seams.listeners)
+    seams.listeners[:] = [lambda manager: heard.append]
+    try:
+        engine = make_engine(folders[0], target_modules)
+    finally:
+        seams.listeners[:] = listeners
+    stretches = live_in(engine, *folders[1:])
+    assert [event.adapter_id for event in heard if event.kind == "load"] == [1, 2, 1]
+    return stretches
+
+
+def make_engine(base: Path, target_modules: list[str] | None) -> LLMEngine:
+    return LLM(
         base,
         device="cpu",
         skip_tokenizer_init=True,
@@ -56,8 +72,12 @@ def live(folders: tuple[Path, Path, Path], target_modules: list[str] | None) -> 
         punica_backend=BACKEND,
         num_kv_blocks=40,
         warm_up=False,
-    )
-    engine = llm.llm_engine
+    ).llm_engine
+
+
+def live_in(engine: LLMEngine, *adapters: Path) -> dict[str, Calls]:
+    """Stretch of life -> what it enters."""
+    mine, other = (LoRARequest(path.name, i, str(path)) for i, path in enumerate(adapters, 1))
     stretches = {ADDING: ask(engine, "first", mine), "load and slot": step(engine)}
     stretches[WARM] = step_to_first_product(engine)
     with Calls() as stretches["20 steps"]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minivllm.engine.stop_strings import StopStrings
+from minivllm.text.stop_strings import StopStrings
 
 
 def search(text: str, known: int, strings: list[str]) -> tuple[int, int, str] | None:

@@ -9,7 +9,7 @@ import pytest
 from interrupts import run_attack
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
-from minivllm.engine.turns import Turns, no_interrupts
+from minivllm.guards.turns import Turns, no_interrupts
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -163,6 +163,19 @@ def test_fifteen_callers_of_one_llm_get_their_own_answer_or_an_error(world):
     assert right and len(right) + len(refused) == 15, answers
     assert all("serves one thread at a time" in str(error) for error in refused)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_what_comes_of_somebody_elses_request_while_generate_runs_is_kept_for_its_caller(world):
+    llm = world.llm()
+    llm.llm_engine.add_request("theirs", PROMPT, greedy(4), lora_request=world.request("qv"))
+    [mine] = llm.generate({"prompt_token_ids": PROMPT}, greedy(8), use_tqdm=False)
+
+    heard = llm.llm_engine.step()
+
+    assert tokens_of(mine) == world.oracle().greedy(None, PROMPT, 8)
+    pieces = [token for output in heard for token in output.outputs[0].delta_token_ids]
+    assert pieces == tokens_of(heard[-1]) == world.oracle().greedy("qv", PROMPT, 4)
+    assert heard[-1].finished and not llm.llm_engine.has_unfinished_requests()
 
 
 class TestAnInterrupt:

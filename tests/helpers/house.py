@@ -1,6 +1,6 @@
 """The rooms of the house: which files are the core's two books, and what of them breaks a rule.
 
-`python tests/helpers/house.py` prints what breaks one today, as tests/house_debt.toml holds it.
+`python tests/helpers/house.py` writes what breaks one today into tests/house_debt.toml.
 """
 
 import ast
@@ -15,14 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minivllm"
 DEBT = ROOT / "tests" / "house_debt.toml"
 
+HEAD = "# What breaks a rule of the house today (tests/helpers/house.py), until it is mended.\n"
+
 Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> how much there is
 
 # Around book A, all that is not named here is in it.
 BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", "reports.py")
 # Around book B: GPUs, memory, warm-up, threads, what draws tokens; reports of steps.
 BESIDE_WORKER = (
-    *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler"),
-    *("dummy_loras", "prefetch"),
+    *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
+    *("dummy_loras", "prefetch", "warm_up"),
 )
 BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder")
 
@@ -179,5 +181,7 @@ def as_toml(rule: str, excess: Excess) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    # A test measures a plain adapter's life: what it owes stays as it is.
     tables = {rule.__name__: rule() for rule in RULES} | {"plain_life": owed("plain_life")}
-    print("".join(as_toml(rule, excess) for rule, excess in tables.items()).rstrip("\n"))
+    text = "".join(as_toml(rule, excess) for rule, excess in tables.items()).rstrip("\n")
+    DEBT.write_text(f"{HEAD}\n{text}\n", encoding="utf-8")

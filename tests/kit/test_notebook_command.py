@@ -17,7 +17,7 @@ import pytest
 from checkout import Checkout, environment
 from jupyter_client import BlockingKernelClient
 
-from labs.kit import notebook
+from labs.kit import notebook, progress
 from labs.kit.regions import PHASES
 from minivllm.labs import LabError
 
@@ -165,7 +165,7 @@ def test_the_engines_code_can_be_asked_for(serve):
 def own(tmp_path, monkeypatch):
     """The folders that copies are made in, empty."""
     monkeypatch.setattr(notebook, "FOLDER", tmp_path / "notebooks")
-    monkeypatch.setattr(notebook, "KEPT", tmp_path / ".lab")
+    monkeypatch.setattr(progress, "FOLDER", tmp_path / ".lab")
     return tmp_path
 
 

@@ -109,8 +109,8 @@ def test_a_text_without_a_file_can_be_read_as_source(checkout):
     code = """
 import inspect
 from minivllm.labs import Overlay, Source
-Overlay({"minivllm.lora.names": Source("/no/where.py", "def f():\\n    return 3\\n")}).install()
-from minivllm.lora.names import f
+Overlay({"minivllm.economics": Source("/no/where.py", "def f():\\n    return 3\\n")}).install()
+from minivllm.economics import f
 print(f(), inspect.getsource(f))
 """
 

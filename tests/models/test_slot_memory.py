@@ -163,11 +163,33 @@ def test_dtypes_are_those_of_the_device():
     assert slot_memory(architecture, half, "cpu").a_and_b == slot_memory(architecture, config, "cuda").a_and_b
 
 
-def test_every_layer_that_can_be_wrapped_is_known_by_its_name():
-    for variant in VARIANTS:
-        manager = manage(base_model(tiny(variant), torch.float32, "meta"), LoRAConfig(), "meta")
+def test_every_layer_that_can_be_wrapped_is_known_by_its_name_and_sizes():
+    """H = 48, V = 97, I = 80, four heads and two of them for keys and values, of 12 each."""
+    in_block = {
+        "self_attn.qkv_proj": [(48, 48), (48, 24), (48, 24)],
+        "self_attn.o_proj": [(48, 48)],
+        "mlp.gate_up_proj": [(48, 80), (48, 80)],
+        "mlp.down_proj": [(80, 48)],
+    }
+    blocks = {f"model.layers.{i}.{name}": pairs for i in range(2) for name, pairs in in_block.items()}
+    ends = {"model.embed_tokens": [(97, 48)], "lm_head": [(48, 97)]}
 
-        assert [layer.name for layer in adapted_layers(tiny(variant))] == list(manager.modules), variant
+    assert adapted_layers(tiny("qwen2-tied")) == ends | blocks
+
+
+def test_each_expert_has_pairs_of_its_own():
+    layers = adapted_layers(tiny("mixtral"))
+
+    assert layers["model.layers.1.mlp.gate"] == [(48, 4)]
+    assert sorted(layers["model.layers.1.mlp.experts"]) == sorted([(48, 80), (80, 48), (48, 80)] * 4)
+
+
+def test_layers_that_are_not_wrapped_are_left_out():
+    config = LoRAConfig(target_modules=["v_proj", "lm_head"])
+
+    names = list(adapted_layers(tiny("phi3-fused"), config))
+
+    assert names == ["model.layers.0.self_attn.qkv_proj", "model.layers.1.self_attn.qkv_proj", "lm_head"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

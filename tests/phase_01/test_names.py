@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from minivllm.lora.checks import nearest_names
 from minivllm.lora.names import (
     get_adapter_absolute_path,
     is_base_embedding_weights,
     is_in_target_modules,
     is_supported_lora_module,
-    nearest_names,
     parse_fine_tuned_lora_name,
 )
 

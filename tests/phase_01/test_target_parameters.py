@@ -7,7 +7,6 @@ from rows import assert_rows_equal
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.target_parameters import unfold_target_parameters
 
 EXPERTS = "model.layers.3.mlp.experts"
 GATE_UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
@@ -103,13 +102,22 @@ def test_other_tensors_stay_as_they_are():
     tensors = {
         **good_tensors(),
         f"{PREFIX}{EXPERTS}.0.down_proj.lora_A.weight": torch.ones(3, 7),
+        f"{PREFIX}{EXPERTS}.0.down_proj.lora_B.weight": torch.ones(5, 3),
+        f"{PREFIX}model.layers.3.mlp.shared_experts.down_proj.lora_A.weight": torch.ones(3, 9),
+        f"{PREFIX}model.layers.3.mlp.shared_experts.down_proj.lora_B.weight": torch.ones(5, 3),
         f"{PREFIX}model.embed_tokens.base_layer.weight": torch.ones(2, 2),
     }
 
-    unfolded = unfold_target_parameters(tensors, helper("down_proj"))
+    lora = LoRAModel.from_lora_tensors(1, tensors, helper("down_proj"))
 
-    assert unfolded.keys() == tensors.keys()
-    assert all(unfolded[name] is tensor for name, tensor in tensors.items())
+    read = {
+        f"{PREFIX}{module}.lora_{side}.weight": tensor
+        for module, weights in lora.loras.items()
+        for side, tensor in (("A", weights.lora_a), ("B", weights.lora_b))
+    }
+    left_out = f"{PREFIX}model.embed_tokens.base_layer.weight"
+    assert read.keys() == tensors.keys() - {left_out}
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.items())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ def test_what_cannot_be_told_apart_is_refused_by_name(place, targets, shape, mes
     name = f"{PREFIX}{place}.lora_A.weight"
 
     with pytest.raises(ValueError, match=message) as refusal:
-        unfold_target_parameters({name: torch.ones(shape)}, helper(*targets))
+        LoRAModel.from_lora_tensors(1, {name: torch.ones(shape)}, helper(*targets))
 
     assert name in str(refusal.value)
 

@@ -12,7 +12,7 @@ from adapter_folders import PREFIX, Q, good_config, good_tensors, load, write, w
 from resource_limits import Peak, TimeLimit
 
 from minivllm.config import LoRAConfig
-from minivllm.lora import limits, names
+from minivllm.lora import checks, limits
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.patterns import TimedPatterns
 from minivllm.lora.peft_helper import PEFTHelper
@@ -487,12 +487,12 @@ def test_names_are_compared_with_those_of_the_same_layer_where_there_are_many(mo
     known = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(48) for j in range(128)]
     compared = []
     monkeypatch.setattr(
-        names,
+        checks,
         "get_close_matches",
         lambda name, with_these, **_: compared.extend(with_these) or with_these[:1],
     )
 
-    near = names.nearest_names("model.layers.47.mlp.experts.100.up", known)
+    near = checks.nearest_names("model.layers.47.mlp.experts.100.up", known)
 
     assert near == ["model.layers.47.mlp.experts.100.up_proj"]
     assert len(compared) == len(set(compared)) <= 400

@@ -8,6 +8,7 @@ from scheduler_model import World
 
 import minivllm.core.scheduler as scheduler_module
 from minivllm.core.request import RequestStatus
+from minivllm.guards.mending import reset
 
 CORE = scheduler_module.__file__.removesuffix("scheduler.py")
 
@@ -62,7 +63,7 @@ def test_all_wait_again_by_arrival_with_nothing_computed():
     answers = {r: list(r.output_token_ids) for r in ran + waited}
     assert ran and waited and any(answers.values())
 
-    world.scheduler.reset(reversed(ran + waited))
+    reset(world.scheduler, reversed(ran + waited))
 
     world.check_state()
     assert list(world.scheduler.waiting) == sorted(ran + waited, key=lambda r: r.arrival_order)
@@ -76,7 +77,7 @@ def test_requests_that_are_not_given_are_forgotten():
     world = mixed_world()
     kept, *gone = unfinished(world)
 
-    world.scheduler.reset([kept])
+    reset(world.scheduler, [kept])
     world.requests = {kept.request_id: kept}
     world.run()
 
@@ -91,7 +92,7 @@ def test_counters_go_on_and_those_who_ran_count_as_preempted():
     num_running = len(world.scheduler.running)
     preemptions = {r: r.num_preemptions + (r in world.scheduler.running) for r in unfinished(world)}
 
-    world.scheduler.reset(unfinished(world))
+    reset(world.scheduler, unfinished(world))
 
     after = world.scheduler.make_stats()
     assert after.num_preemptions == before.num_preemptions + num_running
@@ -107,7 +108,7 @@ def test_newcomers_come_after_those_who_are_queued_again():
     world = mixed_world()
     old = unfinished(world)
 
-    world.scheduler.reset(old)
+    reset(world.scheduler, old)
     newcomer = world.add()
 
     assert list(world.scheduler.waiting) == [*sorted(old, key=lambda r: r.arrival_order), newcomer]
@@ -117,7 +118,7 @@ def test_an_adapter_that_may_not_run_stays_held_back():
     world = mixed_world()
     world.held[4, 0] = "being read"
 
-    world.scheduler.reset(unfinished(world))
+    reset(world.scheduler, unfinished(world))
     outputs = [world.step() for _ in range(12)]
 
     assert all(r.adapter_id != 4 for output in outputs for r in output.running)
@@ -131,7 +132,7 @@ def test_a_last_token_that_was_not_told_is_sampled_again():
     world.step()
     request.output_token_ids.append(5)
 
-    world.scheduler.reset([request])
+    reset(world.scheduler, [request])
     world.run()
 
     assert request.output_token_ids == world.expected_tokens(request)
@@ -153,7 +154,7 @@ def test_wherever_a_step_breaks_off_every_request_ends_with_the_tokens_it_would_
             output = world.schedule()
             sampled = world.execute(output)
             broke_off = interrupted(after, world.scheduler.update_from_output, output, sampled)
-        world.scheduler.reset(r for r in world.requests.values() if r not in answered)
+        reset(world.scheduler, (r for r in world.requests.values() if r not in answered))
         world.check_state()
         world.run()
 

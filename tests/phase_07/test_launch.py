@@ -7,6 +7,7 @@ import torch
 from hand_made_steps import lora, make_output, make_request
 from rows import assert_rows_equal
 
+from minivllm.worker.cuda_graphs import DecodeGraphs, DecodeOutput
 from minivllm.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.lab("7.3")
@@ -28,8 +29,8 @@ class NotingModel:
         return hidden_states
 
 
-class NotingGraphs:
-    """Captured steps of 4 rows; stands in for `DecodeGraphs`."""
+class NotingGraphs(DecodeGraphs):
+    """Captured steps of 4 rows, which compute nothing."""
 
     def __init__(self, log):
         self.log = log
@@ -40,7 +41,7 @@ class NotingGraphs:
 
     def replay(self, size, with_lora):
         self.log.append("replay")
-        return torch.zeros(size, 2), torch.zeros(size, dtype=torch.int64)
+        return DecodeOutput(torch.zeros(size, 2), torch.zeros(size, dtype=torch.int64))
 
 
 class Runner(ModelRunner):

@@ -1,5 +1,5 @@
-"""Where adapters come from beside a local folder of safetensors: the hub, resolvers, pickles. See vllm/lora/."""
+"""Where adapters come from beside local folders of safetensors. vLLM: inside vllm/lora/ and vllm/plugins/."""
 
-from minivllm.lora.io import by_name
+from minivllm.lora.io import bin, by_name, hub
 
-__all__ = ["by_name"]
+__all__ = ["bin", "by_name", "hub"]

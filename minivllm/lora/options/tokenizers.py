@@ -12,6 +12,7 @@ from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import LONGEST_NAME, one_sentence
+from minivllm.text.detokenizer import fast_backend
 from minivllm.validation import is_real
 
 # What transformers looks for beside a tokenizer, be it the model's.
@@ -91,10 +92,7 @@ def _refuse_large_files(folder: str) -> None:
 
 def _refuse_what_cannot_encode(tokenizer: Any) -> None:
     """A tokenizer may be read, and yet be of no use, or fail at its first text."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ValueError(
-            f"{type(tokenizer).__name__} is no fast tokenizer; give the model folder a tokenizer.json"
-        )
+    fast_backend(tokenizer)
     longest = tokenizer.model_max_length
     if not is_real(longest):
         raise ValueError(f"model_max_length must be a number, got {longest!r}")

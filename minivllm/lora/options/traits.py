@@ -46,7 +46,8 @@ class TraitsReader:
 
 
 def _of(lora: LoRAModel, traits: Any) -> Any:
-    return traits._replace(scaling_factor=lora.scaling_factor, added_tokens=lora.added_tokens)
+    scaling_factor, added_tokens = lora.beside.get("scaling_factor", 1.0), lora.beside.get("added_tokens", 0)
+    return traits._replace(scaling_factor=scaling_factor, added_tokens=added_tokens)
 
 
 traits_readers.append(TraitsReader)

@@ -6,9 +6,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from minivllm.engine.stop_strings import StopStrings
 from minivllm.layers.sampler import Logprob
 from minivllm.sampling_params import SamplingParams
+from minivllm.text.stop_strings import StopStrings
 
 
 class IncrementalDetokenizer:

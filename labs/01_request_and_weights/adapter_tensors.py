@@ -1,0 +1,76 @@
+"""Whose the tensors of an adapter are. Stands for `LoRAModel.from_lora_tensors`, vllm/lora/lora_model.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+import torch
+
+import minivllm.lora.seams as seams
+from minivllm.lora.checks import check_numbers, check_pair, check_tensor
+from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.names import WeightsMapper, is_base_embedding_weights, parse_fine_tuned_lora_name
+from minivllm.lora.peft_helper import PEFTHelper
+
+# Name in the model, name in training -> "lora_A", "lora_B" and what options read beside B, such as "bias".
+Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
+
+
+def is_left_out(name: str, skip_prefixes: list[str] | None) -> bool:
+    """Whether a tensor is none of the adapter's: PEFT's copy of an embedding, or of a module under a skipped prefix."""
+    if is_base_embedding_weights(name):
+        return True
+    return any(name.startswith(prefix) or f".{prefix}" in name for prefix in skip_prefixes or ())
+
+
+def read_tensor(
+    name: str, tensor: torch.Tensor, peft_helper: PEFTHelper
+) -> tuple[str, str | None, torch.Tensor]:
+    """(name, None, tensor) of an A or B as it is; of others what options read in it (`seams.tensor_readers`).
+
+    That is an A or B likewise; or the name of a B, what the tensor is beside that, such as "bias", and the tensor.
+    """
+    for mark, read in seams.tensor_readers.items():
+        if mark in name:
+            return read(name, tensor, peft_helper)
+    return name, None, tensor
+
+
+# region lab 1.6: from tensors to modules
+def pair_up(
+    tensors: dict[str, torch.Tensor],
+    peft_helper: PEFTHelper,
+    vocab_size: int | None = None,
+    weights_mapper: WeightsMapper | None = None,
+    skip_prefixes: list[str] | None = None,
+) -> Pairs:
+    """The A and B of every module together, and what options read beside B.
+
+    tensors          PEFT name -> tensor; A (r, K), B (N, r), in any order. Those of `is_left_out` are left out
+    vocab_size       the width that the A of an embedding must have, None = any
+    weights_mapper   gives the names that modules have in the model. The config's patterns know only the names without
+
+    `read_tensor` gives the tensor to take; where that is the tensor itself `check_tensor` looks at it.
+
+    Raises ValueError naming the tensor: a name that is not LoRA's, or one side of a module there twice (with PEFT's
+    prefix and without); and when there are no LoRA weights at all.
+    """
+    raise Todo("lab 1.6: from tensors to modules")
+
+
+def to_weights(
+    pairs: Pairs,
+    peft_helper: PEFTHelper,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> dict[str, LoRALayerWeights]:
+    """Module -> its weights, of the tensors' own ranks, with the config's scaling; converted when all were judged.
+
+    dtype   None = leave
+
+    The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled at once.
+
+    Raises ValueError naming a module that is there under two names which the mapper makes one. `check_pair`, and
+    `check_numbers` once the scaling is known, find the rest.
+    """
+    raise Todo("lab 1.6: from tensors to modules")
+
+
+# endregion

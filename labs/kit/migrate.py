@@ -1,0 +1,275 @@
+"""`lab migrate`: what learners wrote in starters of an earlier release, carried to where its exercise is now.
+
+Bodies are carried, and what learners put beside them in a region; signatures and docstrings are today's. A file that
+holds somebody's work is kept whole under `old/`, whatever was carried: nothing is lost. So that nobody's work is
+taken for ours, nor ours for theirs, `labs/released.json` lists the hashes of all parts of the starters of releases.
+"""
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from labs.kit.regions import Exercise, code_of, functions_in, read_engine, starter
+from labs.kit.sync import sha256
+from minivllm.labs import ROOT, LabError, find_regions, splice, unsolved
+
+_MARKER = re.compile(r"^\s*# region lab (\d+\.\d+): ", re.MULTILINE)
+_TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
+
+
+def strays(root: Path = ROOT) -> list[Path]:
+    """Learners' files with the region of an exercise that is not there, or that lives in another file."""
+    if not (root / "labs" / "starters.json").is_file():
+        return []
+    homes = {number: _home(exercise, root) for number, exercise in read_engine(root).items()}
+    return [
+        path
+        for path in _files(root)
+        if any(homes.get(number) != path for number in _MARKER.findall(path.read_text("utf-8", "replace")))
+    ]
+
+
+def migrate(root: Path = ROOT) -> list[str]:
+    """Carry all that can be; sentences about what was done, and about what was not and why."""
+    migration = _Migration(root)
+    migration.plan()
+    migration.write()
+    return migration.said
+
+
+def record_release(root: Path = ROOT) -> None:
+    """For maintainers: remember the starters of today as those of a release."""
+    texts = {
+        _home(exercise, root): starter(exercise.text, exercise.module)
+        for exercise in read_engine(root).values()
+    }
+    known = _released(root).union(*(_hashes(text, path.name) for path, text in texts.items()))
+    (root / "labs" / "released.json").write_text(json.dumps(sorted(known), indent=0) + "\n", encoding="utf-8")
+
+
+class _Migration:
+    """Nothing is written before `write`.
+
+    fresh    file -> the starter that belongs there now
+    texts    file -> what will be there; learners' files of today stay as they are
+    kept     files of an earlier release with somebody's work -> sentences about it
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.exercises = read_engine(root)
+        self.fresh = {_home(e, root): starter(e.text, e.module) for e in self.exercises.values()}
+        self.known = _released(root)
+        self.texts: dict[Path, str] = {}
+        self.kept: dict[Path, list[str]] = {}
+        self.removed: list[Path] = []
+        self.said: list[str] = []
+
+    def plan(self) -> None:
+        found = {path: path.read_text(encoding="utf-8") for path in _files(self.root)}
+        states = {path: self._state(path, text) for path, text in found.items()}
+        for path, fresh in self.fresh.items():
+            state = states.get(path, "old")
+            if state != "torn":
+                self.texts[path] = fresh if state == "old" else found[path]
+        for path in [path for path, state in states.items() if state == "old"]:
+            self._carry_all(path, found[path])
+
+    def _state(self, path: Path, text: str) -> str:
+        """old: of an earlier release; torn: nobody can tell; mine: all else, which is left alone"""
+        fresh, name = self.fresh.get(path), self._shown(path)
+        numbers = _MARKER.findall(text)
+        if not fresh and not numbers:
+            return "mine"
+        try:
+            if _TORN.search(text):
+                raise LabError(f"{name} holds both sides of a merge that git could not finish")
+            frame = _frame(text, name)
+        except LabError as error:
+            self.said.append(f"{error}; put it right, then run `lab migrate` again")
+            return "torn"
+        if fresh and frame == _frame(fresh, name):
+            return "mine"
+        if not fresh or sha256(frame) in self.known or numbers != _MARKER.findall(fresh):
+            return "old"
+        self.said.append(f"{name} has changes outside its regions: it is left as it is")
+        return "mine"
+
+    def _carry_all(self, path: Path, text: str) -> None:
+        name = self._shown(path)
+        work = [] if sha256(_frame(text, name)) in self.known else ["it has changes outside its regions"]
+        for number in dict.fromkeys(_MARKER.findall(text)):
+            code = code_of(text, number, name)
+            if sha256(code) in self.known or self._is_stub(number, code):
+                continue
+            try:
+                home = self._carry(number, code)
+                work.append(f"lab {number} is carried to {self._shown(home)}")
+            except LabError as error:
+                work.append(f"lab {number} was not carried: {error}")
+        if work:
+            self.kept[path] = work
+        self.removed += [path] * (path not in self.fresh)
+
+    def _is_stub(self, number: str, code: str) -> bool:
+        exercise = self.exercises.get(number)
+        return exercise is not None and code == code_of(self._stubs(exercise), number, exercise.module)
+
+    def _stubs(self, exercise: Exercise) -> str:
+        return self.fresh[_home(exercise, self.root)]
+
+    def _carry(self, number: str, code: str) -> Path:
+        """Put a learner's code into the file of its exercise; which file that is. LabError says why it cannot be."""
+        exercise = self.exercises.get(number)
+        if exercise is None:
+            raise LabError("there is no such exercise any more")
+        home, fresh = _home(exercise, self.root), self._stubs(exercise)
+        name = self._shown(home)
+        if home not in self.texts:
+            raise LabError(f"{name} must be put right first")
+        if not self._is_stub(number, code_of(self.texts[home], number, name)):
+            raise LabError(f"{name} holds an answer of yours already")
+        others = self.exercises.keys() - {number}
+        self.texts[home] = splice(self.texts[home], transplant(code, fresh, number), others, name)[0]
+        return home
+
+    def write(self) -> None:
+        """What is kept first."""
+        for path, work in self.kept.items():
+            copy = _free(path.parent / "old" / path.name)
+            copy.parent.mkdir(exist_ok=True)
+            head = "".join(f"# lab migrate: {sentence}\n" for sentence in work)
+            copy.write_text(head + path.read_text(encoding="utf-8"), encoding="utf-8")
+            self.said += [f"{self._shown(path)}: {sentence}" for sentence in work]
+            self.said.append(f"{self._shown(path)} is kept as {self._shown(copy)}")
+        for path, text in self.texts.items():
+            path.parent.mkdir(exist_ok=True)
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                path.write_text(text, encoding="utf-8")
+        for path in self.removed:
+            path.unlink()
+            if path not in self.kept:
+                self.said.append(f"{self._shown(path)} is removed: nobody had written in it")
+
+    def _shown(self, path: Path) -> str:
+        return str(path.relative_to(self.root))
+
+
+def transplant(code: str, fresh: str, number: str) -> str:
+    """A starter in which the functions of an exercise have the bodies that they have in a learner's region.
+
+    code   the region as `code_of` gives it
+
+    What else the learner put there comes before them. LabError when the functions are not the same.
+    """
+    tree, lines = ast.parse(fresh), fresh.split("\n")
+    regions = [region for region in find_regions(fresh, number) if region.exercise == number]
+    wanted = [function for region in regions for function in functions_in(tree, region)]
+    if not wanted:
+        raise LabError("it is part of a function; copy it by hand")
+    try:
+        mine = ast.parse(code)
+    except SyntaxError as error:
+        raise LabError(f"it does not parse, {error.msg}") from None
+    answers = {_signature(f): f for f in _defined(mine)}
+    names = {function.name for function in answers.values()}
+    for function in reversed(wanted):
+        answer = answers.get(_signature(function))
+        if answer is None:
+            known = "takes other arguments" if function.name in names else "is not in it"
+            raise LabError(f"{function.name} {known} now")
+        stub, body = _first(function), _body(answer, code.split("\n"), ours=lines)
+        indented = textwrap.indent(body, " " * stub.col_offset)
+        lines[stub.lineno - 1 : function.end_lineno] = indented.split("\n")
+    if extras := "\n\n".join(_extras(mine, tree, code.split("\n"))):
+        indented = textwrap.indent(extras, " " * wanted[0].col_offset)
+        lines[regions[0].start : regions[0].start] = [*indented.split("\n"), ""]
+    return "\n".join(lines)
+
+
+def _signature(function: ast.FunctionDef) -> str:
+    """What makes it the same function: decorators, name, parameters; not their annotations and defaults."""
+    a = function.args
+    groups = [[p.arg for p in group] for group in (a.posonlyargs, a.args, a.kwonlyargs)]
+    rest = [p and p.arg for p in (a.vararg, a.kwarg)]
+    return str(([ast.unparse(d) for d in function.decorator_list], function.name, groups, rest))
+
+
+def _defined(node: ast.AST) -> Iterator[ast.FunctionDef]:
+    """Functions and methods that are not part of another function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            yield child
+        elif isinstance(child, ast.ClassDef):
+            yield from _defined(child)
+
+
+def _first(function: ast.FunctionDef) -> ast.stmt:
+    """What its body begins with behind the docstring. LabError if that is nothing."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    if not body:
+        raise LabError(f"{function.name} has no body")
+    return body[0]
+
+
+def _body(function: ast.FunctionDef, lines: list[str], ours: list[str]) -> str:
+    """Its lines behind the docstring, moved to the left, with comments before and after that are not ours."""
+    begin = _first(function)
+    start, stop = begin.lineno - 1, function.end_lineno
+    if lines[start][: begin.col_offset].strip():
+        raise LabError(f"the body of {function.name} begins on the line of its signature")
+    is_comment = re.compile(rf" {{{function.col_offset + 1},}}#").match
+    while stop < len(lines) and is_comment(lines[stop]):
+        stop += 1
+    before = []
+    while is_comment(lines[start - 1 - len(before)]):
+        before.insert(0, lines[start - 1 - len(before)])
+    known = {line.strip() for line in ours}
+    before = [line for line in before if line.strip() not in known]
+    return textwrap.dedent("\n".join(before + lines[start:stop]))
+
+
+def _extras(mine: ast.Module, fresh: ast.Module, lines: list[str]) -> Iterator[str]:
+    """What a learner's region has beside the exercise's functions and is nowhere in the starter."""
+    names = {getattr(node, "name", None) for node in ast.walk(fresh)} - {None}
+    there = {ast.dump(node) for node in ast.walk(fresh) if isinstance(node, ast.stmt)}
+    for node in mine.body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) - 1
+        text = "\n".join(lines[first : node.end_lineno])
+        if getattr(node, "name", None) not in names and ast.dump(node) not in there and not unsolved(text):
+            yield text
+
+
+def _frame(text: str, where: str) -> str:
+    """All but what is in regions."""
+    lines = text.split("\n")
+    for region in reversed(find_regions(text, where)):
+        del lines[region.start : region.stop]
+    return "\n".join(lines)
+
+
+def _hashes(text: str, where: str) -> set[str]:
+    """Of the parts of a starter: its frame, and the code of each exercise."""
+    return {sha256(_frame(text, where))} | {sha256(code_of(text, n, where)) for n in _MARKER.findall(text)}
+
+
+def _released(root: Path) -> set[str]:
+    path = root / "labs" / "released.json"
+    return set(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else set()
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted((root / "labs").glob("0*/*.py"))
+
+
+def _home(exercise: Exercise, root: Path) -> Path:
+    return root / exercise.starter.relative_to(ROOT)
+
+
+def _free(path: Path) -> Path:
+    """The path, or one like it where no file is."""
+    tries = (path.with_stem(f"{path.stem}-{n}") if n > 1 else path for n in range(1, 1000))
+    return next(path for path in tries if not path.exists())

@@ -1,0 +1,70 @@
+"""What an engine is made of. Stands for `EngineCore.__init__` of vllm/v1/engine/core.py (v0.22.1)."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from minivllm.config import EngineConfig
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.metrics import EngineMetrics
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.trace import Trace
+from minivllm.worker.model_runner import ModelRunner
+
+
+class EngineParts:
+    """Scheduler, model runner, adapters and outputs, made for a configuration.
+
+    tokenizer   a transformers fast tokenizer; None = prompts come as token ids and answers have no text
+    clock       seconds; everything that has a time has it from here
+    adapters    None for an engine without LoRA
+    trace       what every step did
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        warm_up: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.runner = ModelRunner(config)
+        if warm_up:
+            self.runner.warm_up()
+        self.scheduler = Scheduler(
+            config.scheduler_config,
+            replace(config.cache_config, num_blocks=self.runner.num_blocks),
+            config.lora_config,
+            max_model_len=config.model_config.max_model_len,
+            adapter_identity=self._adapter_identity,
+            pinned_adapters=self._pinned_adapters,
+            may_run=self._may_run,
+            can_prefetch=self.runner.can_prefetch_lora,
+        )
+        self.adapters = None
+        if config.lora_config is not None:
+            self.adapters = AdapterRegistry(
+                self.scheduler, self.runner.lora_manager, with_tokenizers=tokenizer is not None
+            )
+        self.output_processor = OutputProcessor(tokenizer, clock)
+        self.metrics = EngineMetrics()
+        self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
+        self._started = clock()
+        self._left_by: set[int] = set()  # adapters of requests that ended in this call
+
+    def _adapter_identity(self, adapter_id: int) -> int | None:
+        """A number that stands for the weights behind an id right now; None while they are not in memory."""
+        lora = self.adapters.manager.get_adapter(adapter_id)
+        return lora and lora.load_id
+
+    def _pinned_adapters(self) -> set[int]:
+        return self.adapters.pinned_adapters() if self.adapters else set()
+
+    def _may_run(self, request: Request) -> str | None:
+        return self.adapters.may_run(request) if self.adapters else None

@@ -1,0 +1,97 @@
+"""An engine's steps among threads, errors and Ctrl-C. Stands for nothing in vLLM (v0.22.1); its engine dies of them."""
+
+from collections.abc import Collection
+from typing import Any
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.engine.core import EngineCore
+from minivllm.engine.outputs import RequestOutput
+from minivllm.faults import adapter_at_fault, as_fault
+from minivllm.guards.mending import mend
+from minivllm.guards.turns import Turns
+from minivllm.worker.row_sampler import PendingStep, Sampled
+
+
+class GuardedCore(EngineCore):
+    """One thread at a time may call it. A call that breaks off loses no request, no token and no output."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._turns = Turns("engine", self._mend)
+        self._undelivered: list[
+            RequestOutput
+        ] = []  # made in a step that has not returned, or for other callers
+        self._launched: SchedulerOutput | None = None  # the step that is being computed
+        self._launched_at = 0.0
+        self._failed_steps = 0  # in a row
+
+    def step(self, of: Collection[str] | None = None) -> list[RequestOutput]:
+        """Schedule, run, sample; what is new of every request that got a token or ended. vLLM: the same name.
+
+        of    return the outputs of these requests only; those of others come with the next call that wants them
+
+        What one request or its adapter raises ends that request. What the whole step raises is raised here once: no
+        token is lost, and the next call takes the step again. If that fails, too, the requests of the step end with the
+        error. Outputs of a call that raised come with the next one's.
+        """
+        threads = self.runner.cpu_threads
+        outputs: list[RequestOutput] = []
+        try:
+            with self._turns.take(errors_leave_it_whole=False):
+                threads.before_step()
+                try:
+                    with threads.in_use():
+                        self._step(self._undelivered)
+                    self._failed_steps = 0
+                except BaseException as error:
+                    self._end_who_is_at_fault(as_fault(error))
+                self._settle_what_was_left()
+                wanted = [of is None or output.request_id in of for output in self._undelivered]
+                others = [output for output, is_wanted in zip(self._undelivered, wanted) if not is_wanted]
+                outputs = [output for output, is_wanted in zip(self._undelivered, wanted) if is_wanted]
+                self._undelivered = others
+            return outputs
+        except BaseException:
+            # A Ctrl-C on the way out: the caller has nothing of them.
+            self._undelivered[:0] = outputs
+            raise
+
+    def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        self._launched, self._launched_at = scheduled, self.clock()
+        return super()._launch(scheduled)
+
+    def _sample(self, launched: PendingStep, outputs: list[RequestOutput]) -> Sampled:
+        sampled = super()._sample(launched, outputs)
+        seconds = self.clock() - self._launched_at
+        self.runner.cpu_threads.observe_step(self._launched.total_num_scheduled_tokens, seconds)
+        self._launched = None
+        return sampled
+
+    def _end_who_is_at_fault(self, error: BaseException) -> None:
+        """End the requests of the adapter that made a step fail.
+
+        If no adapter did: raise the error the first time, and end the requests of the step the second time in a row.
+        """
+        launched, self._launched = self._launched, None
+        if adapter_id := adapter_at_fault(error):
+            return self._fail_adapter(adapter_id, error, self._undelivered)
+        self._failed_steps += 1
+        if self._failed_steps == 1:
+            # While a step is computed the scheduler is not at work: what it decided is dropped.
+            if launched is not None:
+                self._settle_what_was_left()
+                self._turns.torn = False
+            raise error
+        self._failed_steps = 0
+        if launched is None:
+            self._mend()
+            users = list(self.scheduler.requests)
+        else:
+            users = [scheduled.request.request_id for scheduled in launched.scheduled]
+        return self._fail(users, error, self._undelivered)
+
+    def _mend(self) -> None:
+        """After a call that broke off: every request goes on from its last output, delivered or about to be."""
+        self._launched = None
+        self._left_by.clear()
+        mend(self, self._undelivered)

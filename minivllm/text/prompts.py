@@ -1,0 +1,52 @@
+"""Prompts and chats as text. Stands for a part of vllm/renderers/ (v0.22.1)."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from minivllm.faults import as_fault
+from minivllm.validation import shown
+
+# Tokenizer -> characters that one of its tokens can stand for at most.
+_longest_tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def tokenize(what: str, text: str, tokenizer: Any, max_model_len: int, **options: Any) -> list[int]:
+    """Token ids. ValueError for what is no text, cannot be read, or is longer than any context.
+
+    what      begins the error's sentence
+    options   of the tokenizer's call
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is no text: character {error.start} is "
+            f"{text[error.start]!a}, half of a pair; decode it as UTF-8 first"
+        ) from None
+    if len(text) > max_model_len * _longest_token(tokenizer):
+        raise ValueError(
+            f"{what} has {len(text)} characters, more than max_model_len {max_model_len} allows; shorten it or raise "
+            "max_model_len"
+        )
+    try:
+        return tokenizer(text, **options)["input_ids"]
+    # A tokenizer may come with an adapter, and what it raises is a matter of this prompt alone.
+    except BaseException as error:
+        raise ValueError(f"{what} cannot be read by its tokenizer: {shown(as_fault(error))}") from error
+
+
+def _longest_token(tokenizer: Any) -> int:
+    if tokenizer not in _longest_tokens:
+        _longest_tokens[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
+    return _longest_tokens[tokenizer]
+
+
+def render_chat(conversation: list[dict[str, str]], tokenizer: Any, template: str | None) -> str:
+    """A conversation as the text of a prompt. ValueError for what the chat template cannot take."""
+    try:
+        return tokenizer.apply_chat_template(
+            conversation, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    # A template is a program that comes with a model or an adapter: it may raise anything.
+    except Exception as error:
+        raise ValueError(f"the chat template cannot take this conversation: {error}") from error

@@ -1,0 +1,129 @@
+"""One forward pass over a mixed batch. Stands for `execute_model` of vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
+
+import numpy as np
+import torch
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.faults import as_fault
+from minivllm.layers.attention import AttentionMetadata
+from minivllm.layers.sampler import Logprob
+from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.prompt_logprobs import score_prompts
+from minivllm.worker.row_sampler import PendingStep, takes_likeliest
+
+
+class StepRunner(LoRAModelRunnerMixin):
+    """The half of a `ModelRunner` that runs a step. The other half makes the model, its cache and its graphs."""
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+        """One forward pass for the whole batch, whatever adapters it mixes.
+
+        Returns request id -> (token, its logprobs if asked for), for every row that samples.
+        """
+        return self.sample_tokens(self.launch_model(output))
+
+    # region lab 7.3: one mixed step
+    @torch.inference_mode()
+    def launch_model(self, output: SchedulerOutput) -> PendingStep:
+        """Start the forward pass. On a GPU it runs on while the caller does something else.
+
+        With LoRA on, the batch's adapters are made active first, padded to the CUDA graph that can run the batch
+        (`decode_graphs.size_for` has its rows, 0 = none). If there is one, it does (`decode_graphs.run`). Else the
+        model runs on all tokens of all rows at once, and logits are computed for the rows that sample, and for no
+        other. Last `score_prompts` sees to prompts whose logprobs are asked for. Returns the logits in the order of
+        the batch, and PendingStep([], None) if no row samples.
+        """
+        batch = InputBatch.from_scheduler_output(output)
+        graph_size = self.decode_graphs.size_for(batch) if self.decode_graphs else 0
+        if self.lora_manager is not None:
+            self.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens, graph_size)
+        if graph_size:
+            return self.decode_graphs.run(batch, graph_size, self._batch_has_loras())
+        input_ids, positions, attn, last_rows = self._prepare_inputs(batch)
+        hidden_states = self.model(input_ids, positions, attn)  # (T, H)
+        sampling = [r for r, samples in zip(batch.requests, batch.num_sampled_tokens) if samples]
+        logits = self.model.compute_logits(hidden_states[last_rows]) if sampling else None  # (P, V)
+        score_prompts(self, batch, hidden_states)
+        return PendingStep(sampling, logits)
+
+    def _prepare_inputs(
+        self, batch: InputBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
+        """What the model is given: the rows' new tokens end to end, T in all; rows without tokens are left out.
+
+        Returns
+            input_ids   (T,) int64, of each row the tokens that follow those computed
+            positions   (T,) int64, of each token in its own request
+            attn        `_build_attention` of the rows: new tokens, context lengths with them, and block tables
+            last_rows   (P,) int64, where among the T the last token of each row that samples is
+        """
+        token_ids: list[int] = []
+        positions: list[np.ndarray] = []
+        rows: list[tuple[Request, int]] = []
+        last_rows: list[int] = []
+        for request, tokens, samples in zip(
+            batch.requests, batch.num_scheduled_tokens.tolist(), batch.num_sampled_tokens.tolist()
+        ):
+            if not tokens:
+                continue
+            start = request.num_computed_tokens
+            token_ids += request.all_token_ids[start : start + tokens]
+            positions.append(np.arange(start, start + tokens))
+            rows.append((request, tokens))
+            if samples:
+                last_rows.append(len(token_ids) - 1)
+        attn = self._build_attention(
+            [tokens for _, tokens in rows],
+            [request.num_computed_tokens + tokens for request, tokens in rows],
+            [request.block_ids for request, _ in rows],
+        )
+        return (
+            torch.tensor(token_ids, device=self.device),
+            torch.from_numpy(np.concatenate(positions)).to(self.device),
+            attn,
+            torch.tensor(last_rows, dtype=torch.long, device=self.device),
+        )
+
+    # endregion
+
+    @torch.inference_mode()
+    def sample_tokens(self, step: PendingStep) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+        """Pick the tokens of a step that was launched, and wait for them; returns as `execute_model`.
+
+        Rows that cannot be sampled are left out; `step.errors` has them.
+        """
+        if not step.requests:
+            return {}
+        if step.tokens is not None and all(map(takes_likeliest, step.requests)):
+            tokens = step.tokens[: len(step.requests)].tolist()
+            return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
+        logits = step.logits[: len(step.requests)]
+        try:
+            return self.row_sampler.sample(step.requests, logits)
+        except BaseException as error:
+            sampled, errors = self.row_sampler.sample_apart(step.requests, logits, as_fault(error))
+            step.errors.update(errors)
+            return sampled
+
+    def _batch_has_loras(self) -> bool:
+        return self.lora_manager is not None and not self.lora_manager.manager.punica_wrapper.no_lora
+
+    def _build_attention(
+        self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]
+    ) -> AttentionMetadata:
+        block_size = self.config.cache_config.block_size
+        if self.use_paged_attention:
+            from minivllm.layers.paged_attention import PagedAttentionMetadata
+
+            longest = self.config.model_config.max_model_len
+            return PagedAttentionMetadata.build(
+                query_lens, seq_lens, block_tables, block_size, self.device, longest
+            )
+        dtype = self.config.model_config.dtype
+        return AttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device, dtype)
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop what is kept for a request; call it when the request has ended."""
+        self.row_sampler.forget(request_id)

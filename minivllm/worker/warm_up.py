@@ -1,0 +1,86 @@
+"""What a runner does before the first step. Stands for parts of vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from minivllm.layers.penalties import TokenHistory
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
+from minivllm.worker.decode_buffers import DecodeBuffers
+from minivllm.worker.dummy_loras import DummyLoRAs
+
+
+class WarmUp(DummyLoRAs):
+    """The part of a `ModelRunner` that runs steps nobody asked for: to be ready, to measure, to capture graphs."""
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one prompt and one decode batch, so that the first request does not pay for first calls.
+
+        On a GPU, the largest step runs too, since it has kernels of its own, and decode steps are captured if the
+        model allows it.
+        """
+        tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
+        rows = min(8, self.config.scheduler_config.max_num_seqs)
+        self.cpu_threads.measure()
+        for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
+            self.cpu_threads.run(partial(self._dummy_run, query_lens))
+        eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
+        if self.use_paged_attention and not eager:
+            self.capture_model()
+
+    def _dummy_run(self, query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
+        """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
+        scheduled = np.array(query_lens)
+        sampled = np.zeros_like(scheduled)
+        sampled[-1] = num_logits  # logits have adapters too, as many rows as are computed
+        with self.maybe_dummy_run_with_lora(self.config.lora_config, scheduled, sampled):
+            block_size = self.config.cache_config.block_size
+            tables = [[0] * -(-length // block_size) for length in query_lens]
+            attn = self._build_attention(query_lens, query_lens, tables)
+            positions = torch.from_numpy(np.concatenate([np.arange(n) for n in query_lens])).to(self.device)
+            hidden_states = self.model(torch.zeros_like(positions), positions, attn)  # (T, H)
+            return self.model.compute_logits(hidden_states[-num_logits:])
+
+    def _largest_step(self) -> list[int]:
+        """As many prompt tokens as a step may have, in as few requests as there can be."""
+        scheduler, longest = self.config.scheduler_config, self.config.model_config.max_model_len
+        tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * longest)
+        return [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+
+    @torch.inference_mode()
+    def _profile_run(self) -> None:
+        """The step that needs most memory: as many prompt tokens as fit, and every filter on as many rows."""
+        query_lens = self._largest_step()
+        self._allocate_kv_cache(1)
+        rows = min(sum(query_lens), self.config.scheduler_config.max_num_seqs)
+        logits = self._dummy_run(query_lens, rows)  # (P, V)
+        params = SamplingParams(top_k=2, top_p=0.5, min_p=0.5, presence_penalty=1)
+        self.sampler(logits, [params] * rows, [None] * rows, [0] * rows, [TokenHistory([0], [0])] * rows)
+
+    @torch.inference_mode()
+    def capture_model(self, wrapper: Callable[[DecodeStep], DecodeStep] | None = None) -> None:
+        """Capture decode steps of every size, without adapters and, if LoRA is on, with. vLLM: the same name.
+
+        wrapper   what a captured step is; None = a CUDA graph
+        """
+        wrapper = wrapper or partial(CUDAGraphWrapper, pool=torch.cuda.graph_pool_handle())
+        lora_config, max_model_len = self.config.lora_config, self.config.model_config.max_model_len
+        scheduler = self.config.scheduler_config
+        buffers = DecodeBuffers(
+            min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+            self.max_blocks_per_request,
+            self.config.cache_config.block_size,
+            self.device,
+        )
+        graphs = DecodeGraphs(self.model, buffers, max_model_len, wrapper)
+        with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
+            for size in reversed(graphs.sizes):
+                rows = np.ones(size, dtype=np.int64)
+                for with_lora in (True, False) if lora_config else (False,):
+                    self.select_dummy_loras(lora_config, rows, rows, with_lora)
+                    graphs.capture(size, with_lora)
+        self.decode_graphs = graphs

@@ -1,0 +1,342 @@
+"""`lab migrate`: answers from starters of an earlier release go where their exercises are now, and none is lost."""
+
+import json
+
+import pytest
+from checkout import Checkout
+
+from labs.kit.migrate import migrate, record_release, strays
+from labs.kit.regions import starter
+from labs.kit.sync import sync
+
+# The release: two exercises in a class, one in a module that stays.
+SLOTS = '''"""Slots."""
+
+import os
+
+
+class Slots:
+    """Of a layer."""
+
+    # region lab 3.1: write a slot
+    def write(self, index: int, rows: list) -> None:
+        """Put rows into a slot."""
+        self.rows[index] = rows
+
+    # endregion
+
+    # region lab 3.2: clear a slot
+    @property
+    def empty(self) -> list:
+        # What is no slot is none of them.
+        return [row for row in self.rows if not row]
+
+    def clear(self, index: int) -> None:
+        """Empty a slot."""
+        self.rows[index] = []
+
+    # endregion
+'''
+OPS = '''"""Arithmetic."""
+
+import os
+
+
+# region lab 3.3: shrink
+def shrink(x: "Old"):
+    """Products."""
+    return x
+
+
+# endregion
+'''
+# Today: 3.1 is gone, 3.2 lives elsewhere, 3.3 stands in another frame.
+CLEARING = '''"""Clearing alone."""
+
+import os
+
+
+# region lab 3.2: clear a slot
+class Clearing:
+    @property
+    def empty(self) -> "list[int]":
+        return []
+
+    def clear(self, index: "Index") -> None:
+        """Empty one slot of S."""
+        self.rows[index] = None
+
+
+# endregion
+'''
+OPS_NOW = OPS.replace('"""Arithmetic."""\n', '"""Arithmetic, by run."""\n\nimport sys\n').replace(
+    '"Old"', '"New"'
+)
+
+OLD, NEW, STAYS = (f"labs/03_cpu_punica/{name}.py" for name in ("slots", "clearing", "ops"))
+KEPT = "labs/03_cpu_punica/old/slots.py"
+STUB = 'raise Todo("lab 3.{}: {}")'
+WRITE, CLEAR, SHRINK = (
+    STUB.format(1, "write a slot"),
+    STUB.format(2, "clear a slot"),
+    STUB.format(3, "shrink"),
+)
+
+
+class Lab:
+    """A learner's checkout: `answer` before an `update`, `migrate` after it."""
+
+    def __init__(self, root):
+        self.root = root
+        self.write("minivllm/slots.py", SLOTS)
+        self.write("minivllm/ops.py", OPS)
+        sync(root)
+        record_release(root)
+
+    def write(self, name, text):
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_text(text)
+
+    def read(self, name):
+        return (self.root / name).read_text()
+
+    def answer(self, name, *edits):
+        text = self.read(name)
+        for old, new in edits:
+            assert old in text
+            text = text.replace(old, new)
+        self.write(name, text)
+
+    def update(self, clearing=CLEARING, ops=OPS_NOW):
+        """What git does: files of ours follow, files that a learner has changed stay."""
+        (self.root / "minivllm/slots.py").unlink()
+        self.write("minivllm/clearing.py", clearing)
+        self.write("minivllm/ops.py", ops)
+        sync(self.root)
+
+    def files(self):
+        return {str(p.relative_to(self.root)): p.read_text() for p in (self.root / "labs").rglob("*.*")}
+
+
+@pytest.fixture
+def lab(tmp_path):
+    return Lab(tmp_path)
+
+
+ANSWER = (CLEAR, "self.rows[index] = []  # mine")
+
+
+def test_an_answer_goes_where_its_exercise_is_now_under_todays_signature(lab):
+    lab.answer(OLD, ANSWER)
+    old = lab.read(OLD)
+    lab.update()
+    assert strays(lab.root) == [lab.root / OLD]
+
+    said = migrate(lab.root)
+
+    comment, body = "# What is no slot is none of them.", "self.rows[index] = []  # mine"
+    answered = (
+        starter(CLEARING, "clearing").replace(CLEAR, f"{comment}\n        {body}", 1).replace(CLEAR, body)
+    )
+    assert lab.read(NEW) == answered
+    assert not (lab.root / OLD).exists()
+    assert lab.read(KEPT) == f"# lab migrate: lab 3.2 is carried to {NEW}\n{old}"
+    assert said == [f"{OLD}: lab 3.2 is carried to {NEW}", f"{OLD} is kept as {KEPT}"]
+    assert strays(lab.root) == []
+
+
+def test_an_old_starter_that_nobody_touched_is_removed(lab):
+    untouched = lab.read(OLD)
+    lab.update()
+    lab.write(OLD, untouched)
+
+    said = migrate(lab.root)
+
+    assert said == [f"{OLD} is removed: nobody had written in it"]
+    assert not (lab.root / OLD).exists()
+    assert not (lab.root / KEPT).exists()
+    assert CLEAR in lab.read(NEW)
+
+
+def test_of_a_file_with_both_the_untouched_exercise_stays_a_stub(lab):
+    lab.answer(OLD, (WRITE, "self.rows[index] = rows"))
+    lab.update()
+
+    said = migrate(lab.root)
+
+    assert f"{OLD}: lab 3.1 was not carried: there is no such exercise any more" in said
+    assert not any("3.2" in sentence for sentence in said)
+    assert CLEAR in lab.read(NEW)
+    assert "self.rows[index] = rows" in lab.read(KEPT)
+
+
+def test_a_body_does_not_go_under_other_arguments(lab):
+    lab.answer(OLD, ANSWER)
+    lab.update(clearing=CLEARING.replace("index:", "slot:"))
+    fresh = lab.read(NEW)
+
+    said = migrate(lab.root)
+
+    assert f"{OLD}: lab 3.2 was not carried: clear takes other arguments now" in said
+    assert lab.read(NEW) == fresh
+    assert lab.read(KEPT).startswith(
+        "# lab migrate: lab 3.2 was not carried: clear takes other arguments now\n"
+    )
+
+
+def test_a_function_that_is_new_is_nobodys_answer(lab):
+    lab.answer(OLD, ANSWER)
+    more = "    def count(self):\n        return 0\n\n\n# endregion"
+    lab.update(clearing=CLEARING.replace("# endregion", more))
+
+    said = migrate(lab.root)
+
+    assert f"{OLD}: lab 3.2 was not carried: count is not in it now" in said
+
+
+def test_a_second_time_nothing_changes(lab):
+    lab.answer(OLD, ANSWER, (WRITE, "pass"))
+    lab.answer(STAYS, (SHRINK, "return 2 * x"))
+    lab.update()
+    migrate(lab.root)
+    files = lab.files()
+
+    said = migrate(lab.root)
+
+    assert said == []
+    assert lab.files() == files
+
+
+def test_an_answer_that_does_not_parse_is_kept_and_the_others_are_carried(lab):
+    lab.answer(OLD, (CLEAR, "self.rows[index] = ["))
+    lab.answer(STAYS, (SHRINK, "return 2 * x"))
+    lab.update()
+
+    said = migrate(lab.root)
+
+    assert f"{OLD}: lab 3.2 was not carried: it does not parse, invalid syntax" in said
+    assert "self.rows[index] = [\n" in lab.read(KEPT)
+    assert CLEAR in lab.read(NEW)
+    assert "return 2 * x" in lab.read(STAYS)
+
+
+def test_a_file_without_a_marker_waits_until_it_is_put_right(lab):
+    lab.answer(OLD, ANSWER)
+    lab.answer(OLD, ("    # endregion\n", ""))
+    lab.update()
+    files = lab.files()
+
+    said = migrate(lab.root)
+
+    assert said == [
+        f"{OLD}:16: the region of lab 3.1 is still open here; put it right, then run `lab migrate` again"
+    ]
+    assert lab.files() == files
+
+
+def test_both_sides_of_a_merge_wait_until_they_are_put_right(lab):
+    lab.answer(STAYS, (SHRINK, f"<<<<<<< HEAD\n    return 2\n=======\n    {SHRINK}\n>>>>>>> theirs"))
+    lab.update()
+    files = lab.files()
+
+    said = migrate(lab.root)
+
+    assert said == [
+        f"{STAYS} holds both sides of a merge that git could not finish; put it right, then run `lab migrate` again"
+    ]
+    assert lab.files() == files
+
+
+def test_an_answer_that_is_there_already_stays(lab):
+    lab.answer(OLD, ANSWER)
+    lab.update()
+    lab.answer(NEW, (CLEAR, "return 'newer'"))
+    newer = lab.read(NEW)
+
+    said = migrate(lab.root)
+
+    assert lab.read(NEW) == newer
+    assert f"{OLD}: lab 3.2 was not carried: {NEW} holds an answer of yours already" in said
+    assert "# mine" in lab.read(KEPT)
+
+
+def test_what_stands_beside_the_functions_of_a_region_goes_with_them(lab):
+    helper = "def _doubled(row):\n    return 2 * row\n"
+    lab.answer(STAYS, (SHRINK, "# once\n    return math.sqrt(_doubled(x))\n    # at last"))
+    lab.answer(STAYS, ("def shrink", f"import math\n\n\n{helper}\n\ndef shrink"))
+    lab.update()
+
+    migrate(lab.root)
+
+    answered = starter(OPS_NOW, "ops").replace(
+        SHRINK, "# once\n    return math.sqrt(_doubled(x))\n    # at last"
+    )
+    assert lab.read(STAYS) == answered.replace("def shrink", f"import math\n\n{helper}\ndef shrink")
+
+
+def test_an_untouched_old_starter_of_todays_module_is_replaced(lab):
+    untouched = lab.read(STAYS)
+    lab.update()
+    fresh = lab.read(STAYS)
+    lab.write(STAYS, untouched)
+
+    assert migrate(lab.root) == []
+
+    assert lab.read(STAYS) == fresh
+    assert not (lab.root / "labs/03_cpu_punica/old").exists()
+
+
+def test_work_outside_the_regions_is_kept_and_told(lab):
+    lab.answer(OLD, ANSWER, ("import os", "import math"))
+    lab.update()
+
+    said = migrate(lab.root)
+
+    assert f"{OLD}: it has changes outside its regions" in said
+    assert "import math" in lab.read(KEPT)
+    assert "# mine" in lab.read(NEW)
+
+
+def test_todays_starters_are_left_to_their_learner(lab):
+    lab.update()
+    lab.answer(STAYS, (SHRINK, "return 2 * x"), ("import sys", "import math"))
+    lab.answer(NEW, ANSWER)
+    lab.write("labs/03_cpu_punica/scratch.py", "x = 1\n")
+    files = lab.files()
+
+    said = migrate(lab.root)
+
+    assert said == [f"{STAYS} has changes outside its regions: it is left as it is"]
+    assert lab.files() == files
+
+
+def test_no_kept_file_takes_the_place_of_another(lab):
+    lab.write(KEPT, "from before")
+    lab.answer(OLD, ANSWER)
+    lab.update()
+
+    migrate(lab.root)
+
+    assert lab.read(KEPT) == "from before"
+    assert "# mine" in lab.read(KEPT.replace("slots", "slots-2"))
+
+
+def test_every_command_says_that_exercises_have_moved(tmp_path):
+    checkout = Checkout(tmp_path)
+    checkout.solve("3.1")
+    solved, here = checkout.file("3.1"), checkout.file("3.1").relative_to(tmp_path)
+    there = solved.with_name("before.py")
+    solved.rename(there)
+    sync(tmp_path)
+
+    before = checkout.lab("grade", "3.1", "--json")
+    migrated = checkout.lab("migrate")
+    after = checkout.lab("grade", "3.1", "--json")
+
+    shown = there.relative_to(tmp_path)
+    assert before.stderr == f"{shown}: exercises have moved; run `lab migrate`\n"
+    assert json.loads(before.stdout)["points"] == 0
+    assert f"{shown}: lab 3.1 is carried to {here}\n" in migrated.stdout
+    assert json.loads(after.stdout)["points"] == 1
+    assert after.stderr == ""
+    assert checkout.lab("migrate").stdout == "every exercise is where it belongs\n"
