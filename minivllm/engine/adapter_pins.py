@@ -1,10 +1,12 @@
 """Pins that wait for a slot. Stands for `pin_lora` of vllm/v1/worker/gpu_worker.py (v0.22.1), which never waits."""
 
 import logging
+from collections.abc import Iterable
 
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.adapter_changes import AdapterChanges
 from minivllm.faults import as_fault
+from minivllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -71,3 +73,16 @@ class AdapterPins(AdapterChanges):
                 as_fault(error)
                 adapter.pinned = False
                 logger.warning("adapter '%s' could not be pinned: %s", adapter.request.lora_name, error)
+
+    def prepare(self, lora_requests: Iterable[LoRARequest | None]) -> dict[int, BaseException]:
+        """Pin what waits for a slot, then read what a step needs and is not in memory.
+
+        Call it when the step is scheduled, since the scheduler made room then. Returns adapter id -> why it could not
+        be read.
+        """
+        self._pin_wanted()
+        requests = [request for request in lora_requests if request is not None]
+        failures = self.worker.prepare_adapters(requests)
+        for adapter_id in {request.lora_int_id for request in requests} - failures.keys():
+            self.adapters[adapter_id].was_read = True
+        return failures

@@ -3,7 +3,6 @@
 Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from minivllm.core.scheduler import Scheduler
@@ -176,19 +175,6 @@ class AdapterRegistry(AdapterPins):
             if not adapter.was_read:
                 self.release_unused(adapter.id)
         self.settle()
-
-    def prepare(self, lora_requests: Iterable[LoRARequest | None]) -> dict[int, BaseException]:
-        """Pin what waits for a slot, then read what a step needs and is not in memory.
-
-        Call it when the step is scheduled, since the scheduler made room then. Returns adapter id -> why it could not
-        be read.
-        """
-        self._pin_wanted()
-        requests = [request for request in lora_requests if request is not None]
-        failures = self.worker.prepare_adapters(requests)
-        for adapter_id in {request.lora_int_id for request in requests} - failures.keys():
-            self.adapters[adapter_id].was_read = True
-        return failures
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.

@@ -107,7 +107,7 @@ class LLMEngine(GuardedCore):
         return find(lora_request, self.config.model_config.model, self.adapters.by_name)
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
-        pinned = self._pinned_adapters()
+        pinned = self.adapters.pinned_adapters()
         if len(pinned) >= self.config.lora_config.max_loras and lora_request.lora_int_id not in pinned:
             names = ", ".join(f"'{self.adapters.name_of(adapter_id)}'" for adapter_id in sorted(pinned))
             raise ValueError(all_pinned(lora_request.lora_name, len(pinned), names))

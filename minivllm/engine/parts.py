@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.config import EngineConfig
-from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.metrics import EngineMetrics
@@ -43,8 +42,6 @@ class EngineParts:
             config.lora_config,
             max_model_len=config.model_config.max_model_len,
             adapter_identity=self._adapter_identity,
-            pinned_adapters=self._pinned_adapters,
-            may_run=self._may_run,
             can_prefetch=self.runner.can_prefetch_lora,
         )
         self.adapters = None
@@ -52,6 +49,8 @@ class EngineParts:
             self.adapters = AdapterRegistry(
                 self.scheduler, self.runner.lora_manager, with_tokenizers=tokenizer is not None
             )
+            self.scheduler.may_run = self.adapters.may_run
+            self.scheduler.pinned_adapters = self.adapters.pinned_adapters
         self.output_processor = OutputProcessor(tokenizer, clock)
         self.metrics = EngineMetrics()
         self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
@@ -62,9 +61,3 @@ class EngineParts:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""
         lora = self.adapters.manager.get_adapter(adapter_id)
         return lora and lora.load_id
-
-    def _pinned_adapters(self) -> set[int]:
-        return self.adapters.pinned_adapters() if self.adapters else set()
-
-    def _may_run(self, request: Request) -> str | None:
-        return self.adapters.may_run(request) if self.adapters else None
