@@ -3,6 +3,7 @@
 from minivllm.labs import Todo
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from minivllm.lora.sentences import in_one_sentence
 
@@ -16,6 +17,8 @@ class LoRARequest:
                     mapping, to 2**63 - 1, the largest that a mapping holds
     lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
     load_inplace    read it again although the id is loaded, once, when this request arrives
+    lora_tensors    PEFT's name -> tensor: the adapter itself, instead of a folder. `peft_config` has then what
+                    adapter_config.json would say, and `lora_path` becomes a name for these very tensors
 
     Two requests are equal, and hash alike, when name, id and path are: vLLM compares names alone, so that
     there an adapter with the same name and other weights counts as the same. The same id and path under
@@ -29,11 +32,15 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = field(default=None, compare=False)
     load_inplace: bool = field(default=False, compare=False)
+    lora_tensors: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    peft_config: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     # region lab 1.1: refuse what names no adapter
     @in_one_sentence
     def __post_init__(self) -> None:
         """Check name, id and path, in this order; a `pathlib.Path` becomes the string it stands for.
+
+        With tensors the path becomes `memory:` and their `id`, whatever it was.
 
         ValueError names the field and shows what it was given; for id and path it also names the adapter.
         """

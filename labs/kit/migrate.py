@@ -21,15 +21,31 @@ _TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
 
 
 def strays(root: Path = ROOT) -> list[Path]:
-    """Learners' files with the region of an exercise that is not there, or that lives in another file."""
-    if not (root / "labs" / "starters.json").is_file():
+    """Learners' files of an earlier release: an exercise is gone or lives elsewhere, or all around it is old."""
+    index = root / "labs" / "starters.json"
+    if not index.is_file():
         return []
-    homes = {number: _home(exercise, root) for number, exercise in read_engine(root).items()}
-    return [
-        path
-        for path in _files(root)
-        if any(homes.get(number) != path for number in _MARKER.findall(path.read_text("utf-8", "replace")))
-    ]
+    ours = {entry["sha256"] for entry in json.loads(index.read_text(encoding="utf-8")).values()}
+    texts = {path: path.read_text("utf-8", "replace") for path in _files(root)}
+    changed = {path: text for path, text in texts.items() if sha256(text) not in ours}
+    exercises, known = read_engine(root), _released(root)
+    homes = {_home(exercise, root): exercise for exercise in exercises.values()}
+    return [path for path, text in changed.items() if _is_old(text, homes.get(path), known)]
+
+
+def _is_old(text: str, exercise: Exercise | None, known: set[str]) -> bool:
+    """Whether a changed file is an earlier release's.   exercise: any of those that live there today"""
+    numbers = _MARKER.findall(text)
+    if not exercise:
+        return bool(numbers)
+    fresh = starter(exercise.text, exercise.module)
+    if set(numbers) - set(_MARKER.findall(fresh)):
+        return True
+    try:
+        frame = _frame(text, exercise.module)
+    except LabError:  # `lab check` says so
+        return False
+    return sha256(frame) in known and frame != _frame(fresh, exercise.module)
 
 
 def migrate(root: Path = ROOT) -> list[str]:

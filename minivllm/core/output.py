@@ -62,19 +62,3 @@ class SchedulerOutput:
         samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
         self.scheduled.append(ScheduledRequest(request, num_new_tokens, samples))
         self.total_num_scheduled_tokens += num_new_tokens
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """Counters since the start, and the state of the queues and the cache. vLLM: `SchedulerStats`."""
-
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    kv_cache_usage: float
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_preemptions: int
-    num_computed_tokens: int
-    num_sampled_tokens: int

@@ -7,7 +7,7 @@ from minivllm.core.block_pool import BlockPool
 from minivllm.core.in_flight import InFlight
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
-from minivllm.core.output import SchedulerOutput, SchedulerStats
+from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, all_pinned, check_stop, lora_is_off
 from minivllm.core.step_policy import StepPolicy
 from minivllm.core.waiting_queue import WaitingQueue
@@ -110,21 +110,6 @@ class Scheduler(StepPolicy):
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
-
-    def make_stats(self) -> SchedulerStats:
-        pool, prefix = self.kv_cache.block_pool, self.kv_cache.prefix_cache_stats
-        return SchedulerStats(
-            num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting),
-            num_free_blocks=pool.get_num_free_blocks(),
-            num_cached_blocks=len(pool.hash_of),
-            kv_cache_usage=self.kv_cache.usage,
-            prefix_cache_queries=prefix.queries,
-            prefix_cache_hits=prefix.hits,
-            num_preemptions=self.num_preemptions,
-            num_computed_tokens=self.num_computed_tokens,
-            num_sampled_tokens=self.num_sampled_tokens,
-        )
 
     # One step.
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine_args import EngineArgs
 from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams

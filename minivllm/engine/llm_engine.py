@@ -8,8 +8,9 @@ from minivllm.config import EngineConfig
 from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_off
 from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.engine.metrics import debug_info, scheduler_stats
+from minivllm.engine_args import EngineArgs
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
@@ -178,26 +179,8 @@ class LLMEngine(GuardedCore):
     def get_metrics(self) -> dict[str, object]:
         """All counters as plain values."""
         lora = self.adapters.manager.stats if self.adapters else None
-        return self.metrics.snapshot(self.scheduler.make_stats(), lora)
+        return self.metrics.snapshot(scheduler_stats(self.scheduler), lora)
 
     def debug_info(self) -> dict[str, object]:
         """Everything worth knowing when something looks wrong: counters, slots, memory, adapters, queues."""
-        info: dict[str, object] = {
-            "metrics": self.get_metrics(),
-            "running": [request.request_id for request in self.scheduler.running],
-            "waiting": [request.request_id for request in self.scheduler.waiting],
-            "kv_blocks": self.runner.num_blocks,
-            "kv_bytes": self.runner.num_blocks * self.runner.kv_block_bytes,
-            "threads": str(self.runner.cpu_threads),
-        }
-        if self.adapters is not None:
-            manager = self.adapters.manager
-            info |= {
-                "slots": list(manager.lora_index_to_id),
-                "free_slots": manager.get_free_slots(),
-                "active_adapters": dict(manager.list_active_adapters()),
-                "pinned": sorted(self.adapters.pinned_adapters()),
-                "memory": manager.get_memory_stats(),
-                "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],
-            }
-        return info
+        return {"metrics": self.get_metrics()} | debug_info(self.runner, self.scheduler, self.adapters)

@@ -1,34 +1,10 @@
 """What the engine gives back. Stands for vllm/outputs.py (v0.22.1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from minivllm.engine.metrics import RequestMetrics
 from minivllm.layers.sampler import Logprob
-
-if TYPE_CHECKING:
-    from minivllm.lora.request import LoRARequest
-
-
-@dataclass
-class RequestMetrics:
-    """When things happened to one request; vLLM's RequestStateStats.
-
-    Times are seconds of one monotonic clock, None until they happen.
-    """
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    num_preemptions: int = 0
-    lora_wait_steps: int = 0
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+from minivllm.lora.request import LoRARequest
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import minivllm.lora.seams as seams
+from minivllm.config import LoRAConfig
 from minivllm.faults import as_fault, reason
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
@@ -93,27 +94,49 @@ class AdapterLoader:
 def _read(manager: LRUCacheLoRAModelManager, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
     """As `_load_adapter`, but the errors are as the readers raise them, without the adapter's name."""
     model = manager.model
-    folder = get_adapter_absolute_path(lora_request.lora_path)
-    if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
+    if not shapes_only and weights_bytes(get_adapter_absolute_path(lora_request.lora_path)) > READ_AT_ONCE:
         _read(manager, lora_request, shapes_only=True)
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    peft_helper = PEFTHelper.from_local_dir(folder, positions)
-    peft_helper.validate_legal(manager.lora_config)
-    lora = LoRAModel.from_local_checkpoint(
-        folder,
+    in_memory = lora_request.lora_tensors is not None
+    read = seams.request_readers["lora_tensors"] if in_memory else _read_folder
+    lora = read(
+        lora_request,
+        manager.lora_config,
+        getattr(getattr(model, "config", None), "max_position_embeddings", None),
         _expected_modules(manager),
-        peft_helper,
-        lora_model_id=lora_request.lora_int_id,
+        shapes_only,
+        _most_tensors(manager),
         dtype=manager.lora_dtype,
         model_vocab_size=manager.vocab_size,
         weights_mapper=getattr(model, "hf_to_vllm_mapper", None),
         skip_prefixes=getattr(model, "lora_skip_prefixes", None),
-        shapes_only=shapes_only,
-        most_tensors=_most_tensors(manager),
     )
     manager.check_adapter(lora)
     lora.name = lora_request.lora_name
     return lora
+
+
+def _read_folder(
+    lora_request: LoRARequest,
+    lora_config: LoRAConfig,
+    max_position_embeddings: int | None,
+    expected_lora_modules: list[str],
+    shapes_only: bool,
+    most_tensors: int,
+    **options: Any,
+) -> LoRAModel:
+    """The adapter in a request's folder.   options: see `LoRAModel.from_local_checkpoint`"""
+    folder = get_adapter_absolute_path(lora_request.lora_path)
+    peft_helper = PEFTHelper.from_local_dir(folder, max_position_embeddings)
+    peft_helper.validate_legal(lora_config)
+    return LoRAModel.from_local_checkpoint(
+        folder,
+        expected_lora_modules,
+        peft_helper,
+        lora_model_id=lora_request.lora_int_id,
+        shapes_only=shapes_only,
+        most_tensors=most_tensors,
+        **options,
+    )
 
 
 def _most_tensors(manager: LRUCacheLoRAModelManager) -> int:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from minivllm.lora.sentences import in_one_sentence
 
@@ -15,6 +16,8 @@ class LoRARequest:
                     mapping, to 2**63 - 1, the largest that a mapping holds
     lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
     load_inplace    read it again although the id is loaded, once, when this request arrives
+    lora_tensors    PEFT's name -> tensor: the adapter itself, instead of a folder. `peft_config` has then what
+                    adapter_config.json would say, and `lora_path` becomes a name for these very tensors
 
     Two requests are equal, and hash alike, when name, id and path are: vLLM compares names alone, so that
     there an adapter with the same name and other weights counts as the same. The same id and path under
@@ -28,11 +31,15 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = field(default=None, compare=False)
     load_inplace: bool = field(default=False, compare=False)
+    lora_tensors: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    peft_config: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     # region lab 1.1: refuse what names no adapter
     @in_one_sentence
     def __post_init__(self) -> None:
         """Check name, id and path, in this order; a `pathlib.Path` becomes the string it stands for.
+
+        With tensors the path becomes `memory:` and their `id`, whatever it was.
 
         ValueError names the field and shows what it was given; for id and path it also names the adapter.
         """
@@ -44,6 +51,8 @@ class LoRARequest:
                 f"lora_int_id of adapter '{self.lora_name}' must be an int > 0 and < 2**63, "
                 f"got {self.lora_int_id!r}; 0 stands for the base model"
             )
+        if self.lora_tensors is not None:
+            object.__setattr__(self, "lora_path", f"memory:{id(self.lora_tensors)}")
         if isinstance(self.lora_path, os.PathLike):
             object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         if not isinstance(self.lora_path, str) or not self.lora_path:

@@ -33,6 +33,9 @@ file_formats: dict[str, Callable[..., Any]] = {}
 # Last part of a module's name -> further names that trainers have for parts of it.
 part_names: dict[str, tuple[str, ...]] = {}
 
+# Field of a request that brings an adapter in the place of a folder -> what reads it, see `loading`.
+request_readers: dict[str, Callable[..., Any]] = {}
+
 # What makes a local folder of a path that is none, such as a hub id; the first answer counts.
 sources: list[Callable[[str], str | None]] = []
 

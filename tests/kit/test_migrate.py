@@ -286,6 +286,17 @@ def test_an_untouched_old_starter_of_todays_module_is_replaced(lab):
     assert not (lab.root / "labs/03_cpu_punica/old").exists()
 
 
+def test_an_answer_in_an_old_version_of_its_file_gets_todays(lab):
+    lab.answer(STAYS, (SHRINK, "return 2 * x"))
+    lab.update()
+    assert strays(lab.root) == [lab.root / STAYS]
+
+    migrate(lab.root)
+
+    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, "return 2 * x")
+    assert strays(lab.root) == []
+
+
 def test_work_outside_the_regions_is_kept_and_told(lab):
     lab.answer(OLD, ANSWER, ("import os", "import math"))
     lab.update()
