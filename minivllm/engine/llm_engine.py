@@ -90,14 +90,22 @@ class LLMEngine(GuardedCore):
             arrival_time=self.clock() if arrival_time is None else float(arrival_time),
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
         )
+        if params.n > 1 or self.parallel.parents:
+            self.parallel.claim(request_id, params.n, self._undelivered)
         self.scheduler.check_request(request)
         if lora_request is not None:
             self._refuse_if_all_pinned(lora_request)
             request.lora_request, request.adapter_generation = self.adapters.register(
                 lora_request, f"request '{request_id}'", traits
             )
+        if params.n > 1:
+            return self.parallel.add(request, text, traits.tokenizer)
         self.scheduler.add_request(request)
-        self.output_processor.add_request(request, text, traits.tokenizer)
+        return self.output_processor.add_request(request, text, traits.tokenizer)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether an id is in use: its request has not had its last output."""
+        return self.parallel.is_in_use(request_id, self._undelivered)
 
     def _identified(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
         if not isinstance(lora_request, str):
@@ -115,8 +123,9 @@ class LLMEngine(GuardedCore):
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         with self._turns.take():
+            ids = self.parallel.ids_within(parents)
             for request_id in ids:
                 # First: whom the output processor does not know is not brought back after a Ctrl-C.
                 self.output_processor.drop(request_id)
@@ -124,6 +133,7 @@ class LLMEngine(GuardedCore):
                 self._forget(request)
             self._settle_what_was_left()
             self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
+            self.parallel.forget(parents)
             if not self.has_unfinished_requests():
                 self._failed_steps = 0  # whatever fails next is somebody else's
 

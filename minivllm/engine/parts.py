@@ -10,6 +10,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.parallel_sampling import ParallelSampling
 from minivllm.engine.trace import Trace
 from minivllm.worker.model_runner import ModelRunner
 
@@ -20,6 +21,7 @@ class EngineParts:
     tokenizer   a transformers fast tokenizer; None = prompts come as token ids and answers have no text
     clock       seconds; everything that has a time has it from here
     adapters    None for an engine without LoRA
+    parallel    the requests for more than one answer
     trace       what every step did
     """
 
@@ -52,6 +54,7 @@ class EngineParts:
             self.scheduler.may_run = self.adapters.may_run
             self.scheduler.pinned_adapters = self.adapters.pinned_adapters
         self.output_processor = OutputProcessor(tokenizer, clock)
+        self.parallel = ParallelSampling(self.scheduler, self.output_processor)
         self.metrics = EngineMetrics()
         self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
         self._started = clock()
