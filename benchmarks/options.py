@@ -6,7 +6,7 @@ from argparse import Namespace
 import torch
 
 from benchmarks.arguments import SHAPES
-from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine_args import EngineArgs
 
 BLOCK_SIZE = 16
 

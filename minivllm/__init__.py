@@ -9,10 +9,10 @@ if os.environ.get("MINIVLLM_LABS"):  # before anything else is imported that mig
     install_from_environment()
 
 if TYPE_CHECKING:
-    from minivllm.engine.arg_utils import EngineArgs
     from minivllm.engine.llm import LLM
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.engine.outputs import CompletionOutput, RequestOutput
+    from minivllm.engine_args import EngineArgs
     from minivllm.lora.request import LoRARequest
     from minivllm.sampling_params import SamplingParams
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "LLM": "minivllm.engine.llm",
     "CompletionOutput": "minivllm.engine.outputs",
-    "EngineArgs": "minivllm.engine.arg_utils",
+    "EngineArgs": "minivllm.engine_args",
     "LLMEngine": "minivllm.engine.llm_engine",
     "LoRARequest": "minivllm.lora.request",
     "RequestOutput": "minivllm.engine.outputs",

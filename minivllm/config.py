@@ -86,7 +86,7 @@ class LoRAConfig:
     punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "folded" (A as
                     extra rows of the base weight); "auto" = folded on CUDA, triton there if the base is quantized,
                     grouped on a CPU
-    bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`)
+    bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
     """
@@ -101,6 +101,7 @@ class LoRAConfig:
     bias_enabled: bool = False
     lora_extra_vocab_size: int = 0
     long_lora_scaling_factors: tuple[float, ...] | None = None
+    enable_lora_bias: bool = False
 
     def __post_init__(self) -> None:
         require_int(1, max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
@@ -123,7 +124,9 @@ class LoRAConfig:
                 f"{', '.join(PUNICA_BACKENDS)}"
             )
         require_int(0, lora_extra_vocab_size=self.lora_extra_vocab_size)
-        require_bool(fully_sharded_loras=self.fully_sharded_loras, bias_enabled=self.bias_enabled)
+        for name in ("fully_sharded_loras", "bias_enabled", "enable_lora_bias"):
+            require_bool(**{name: getattr(self, name)})
+        object.__setattr__(self, "bias_enabled", self.bias_enabled or self.enable_lora_bias)
         if self.long_lora_scaling_factors is not None:
             object.__setattr__(self, "long_lora_scaling_factors", self._checked_factors())
 

@@ -16,6 +16,7 @@ LAYERS = (
     ("labs", "quiet"),
     (
         "config",
+        "engine_args",
         "faults",
         "sampling_params",
         "validation",

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from minivllm.commands.common import console, print_json
 from minivllm.commands.random_adapter import save_random_adapter
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.sampling_params import SamplingParams

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from minivllm.commands.common import checkout_folder, console, print_json
 from minivllm.commands.serve_progress import ServeProgress, say_how_long
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.trace_plot import draw_trace
+from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import MODEL_NAME, demo_model_path
 from minivllm.sampling_params import SamplingParams

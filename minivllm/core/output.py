@@ -33,7 +33,7 @@ class SchedulerOutput:
     preempted       ids of requests that lost their KV blocks and wait again
     preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
     passed_over     adapter -> why its oldest request that was asked could not join: MAX_LORAS, RELOAD_PENDING,
-                    ADAPTER_COPY (see `prefetch`), or what the engine put into `Scheduler.blocked_adapters`
+                    ADAPTER_COPY (see `prefetch`), or what `Scheduler.may_run` says
     asked           places in line of the waiting requests that were asked, in this order: (since, arrival) where the
                     adapter had waited for a slot, else the arrival
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
@@ -62,19 +62,3 @@ class SchedulerOutput:
         samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
         self.scheduled.append(ScheduledRequest(request, num_new_tokens, samples))
         self.total_num_scheduled_tokens += num_new_tokens
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """Counters since the start, and the state of the queues and the cache. vLLM: `SchedulerStats`."""
-
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    kv_cache_usage: float
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_preemptions: int
-    num_computed_tokens: int
-    num_sampled_tokens: int

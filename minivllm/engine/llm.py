@@ -7,9 +7,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine_args import EngineArgs
 from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
@@ -64,9 +64,7 @@ class LLM:
         loras = _for_each(lora_request, len(prompts), "lora_request")
         # Known before any is in the engine: an interrupt may come between any two lines. And free, since an error ends
         # all requests under these ids.
-        free = (
-            i for i in map(str, self._request_numbers) if i not in self.llm_engine.output_processor.states
-        )
+        free = (i for i in map(str, self._request_numbers) if not self.llm_engine.knows(i))
         ids = list(itertools.islice(free, len(prompts)))
         try:
             for request_id, prompt, param, lora in zip(ids, prompts, params, _reload_once(loras)):
@@ -122,7 +120,9 @@ class LLM:
                 outputs = self.llm_engine.step(of=wanted)
                 ended = {output.request_id: output for output in outputs if output.finished}
                 finished |= ended
-                num_tokens += sum(len(output.outputs[0].delta_token_ids) for output in outputs)
+                num_tokens += sum(
+                    len(answer.delta_token_ids) for output in outputs for answer in output.outputs
+                )
                 bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
                 bar.update(len(ended))
         return finished

@@ -1,12 +1,79 @@
 """The engine's counters, gathered in one place. Stands for vllm/v1/metrics/stats.py (v0.22.1)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
-from minivllm.core.scheduler import SchedulerStats
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.lora.stats import LoRAStats
+from minivllm.worker.model_runner import ModelRunner
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to one request; vLLM's RequestStateStats.
+
+    Times are seconds of one monotonic clock, None until they happen.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    lora_wait_steps: int = 0
+
+    def observe_admission(self, now: float) -> None:
+        if self.first_scheduled_time is None:
+            self.first_scheduled_time = now
+
+    def observe(self, request: Request, now: float) -> None:
+        """It got tokens, or ended."""
+        if self.first_token_time is None and request.output_token_ids:
+            self.first_token_time = now
+        if request.is_finished:
+            self.finished_time = now
+        self.num_preemptions = request.num_preemptions
+        self.lora_wait_steps = request.lora_wait_steps
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Counters since the start, and the state of the queues and the cache. vLLM: `SchedulerStats`."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    kv_cache_usage: float
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    num_computed_tokens: int
+    num_sampled_tokens: int
+
+
+def scheduler_stats(scheduler: Scheduler) -> SchedulerStats:
+    """vLLM: `Scheduler.make_stats`."""
+    cache = scheduler.kv_cache
+    return SchedulerStats(
+        num_running_reqs=len(scheduler.running),
+        num_waiting_reqs=len(scheduler.waiting),
+        num_free_blocks=cache.block_pool.get_num_free_blocks(),
+        num_cached_blocks=len(cache.block_pool.hash_of),
+        kv_cache_usage=cache.usage,
+        prefix_cache_queries=cache.prefix_cache_stats.queries,
+        prefix_cache_hits=cache.prefix_cache_stats.hits,
+        num_preemptions=scheduler.num_preemptions,
+        num_computed_tokens=scheduler.num_computed_tokens,
+        num_sampled_tokens=scheduler.num_sampled_tokens,
+    )
 
 
 @dataclass
@@ -45,3 +112,27 @@ class EngineMetrics:
             "scheduler": asdict(scheduler),
             "lora": lora.as_dict() if lora is not None else None,
         }
+
+
+def debug_info(
+    runner: ModelRunner, scheduler: Scheduler, adapters: AdapterRegistry | None
+) -> dict[str, object]:
+    """`LLMEngine.debug_info`, but for the counters."""
+    info: dict[str, object] = {
+        "running": [request.request_id for request in scheduler.running],
+        "waiting": [request.request_id for request in scheduler.waiting],
+        "kv_blocks": runner.num_blocks,
+        "kv_bytes": runner.num_blocks * runner.kv_block_bytes,
+        "threads": str(runner.cpu_threads),
+    }
+    if adapters is not None:
+        manager = adapters.manager
+        info |= {
+            "slots": list(manager.lora_index_to_id),
+            "free_slots": manager.get_free_slots(),
+            "active_adapters": dict(manager.list_active_adapters()),
+            "pinned": sorted(adapters.pinned_adapters()),
+            "memory": manager.get_memory_stats(),
+            "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],
+        }
+    return info

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.engine.metrics import RequestMetrics
+from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.faults import as_fault, told
 from minivllm.layers.sampler import Logprob
 from minivllm.lora.sentences import one_sentence
@@ -53,11 +54,8 @@ class OutputProcessor:
 
     def mark_scheduled(self, request_ids: Iterable[str]) -> None:
         """These requests are admitted, for the first time or after a preemption."""
-        now = self.clock()
         for request_id in request_ids:
-            metrics = self.states[request_id].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
+            self.states[request_id].metrics.observe_admission(self.clock())
 
     def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
         """What is new of a request since the last output that was `delivered`; to be called once a step.
@@ -84,7 +82,7 @@ class OutputProcessor:
         except BaseException as error:
             request.status = RequestStatus.FINISHED_ERROR
             request.error = told(as_fault(error), [request.request_id])
-        self._move_clocks(state)
+        state.metrics.observe(request, self.clock())
         return self._output(state, delta_text, new_token_ids)
 
     def delivered(self, output: RequestOutput) -> None:
@@ -103,15 +101,6 @@ class OutputProcessor:
             add_decoded_tokens(state.tokenizer, logprobs)
         state.logprobs.append(logprobs)
         state.cumulative_logprob += logprobs[token_id].logprob
-
-    def _move_clocks(self, state: RequestState) -> None:
-        metrics, request = state.metrics, state.request
-        if metrics.first_token_time is None and request.output_token_ids:
-            metrics.first_token_time = self.clock()
-        if request.is_finished:
-            metrics.finished_time = self.clock()
-        metrics.num_preemptions = request.num_preemptions
-        metrics.lora_wait_steps = request.lora_wait_steps
 
     def _output(self, state: RequestState, delta_text: str, delta_token_ids: list[int]) -> RequestOutput:
         request = state.request

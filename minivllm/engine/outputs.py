@@ -1,41 +1,17 @@
 """What the engine gives back. Stands for vllm/outputs.py (v0.22.1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from minivllm.engine.metrics import RequestMetrics
 from minivllm.layers.sampler import Logprob
-
-if TYPE_CHECKING:
-    from minivllm.lora.request import LoRARequest
-
-
-@dataclass
-class RequestMetrics:
-    """When things happened to one request; vLLM's RequestStateStats.
-
-    Times are seconds of one monotonic clock, None until they happen.
-    """
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    num_preemptions: int = 0
-    lora_wait_steps: int = 0
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+from minivllm.lora.request import LoRARequest
 
 
 @dataclass
 class CompletionOutput:
     """One generated text; vLLM's CompletionOutput, with what is new since the last step beside it.
 
-    index: always 0, since n is 1.
+    index: which of the request's n answers it is.
     text: everything that may be shown so far, stop strings cut off unless asked for.
     token_ids: every generated id, also those whose text a stop string cut off.
     cumulative_logprob, logprobs: None unless `SamplingParams.logprobs` was given; one dict a token.
@@ -64,6 +40,7 @@ class RequestOutput:
     """One request as it stands after a step; vLLM's RequestOutput.
 
     prompt: None if the request came as token ids.
+    outputs: `SamplingParams.n` answers, by index.
     prompt_logprobs: None unless `SamplingParams.prompt_logprobs` was given; one dict a token, None for the first.
     num_cached_tokens: prompt tokens that the prefix cache answered for.
     error: why the request failed, if finish_reason is "error".

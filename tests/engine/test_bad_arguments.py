@@ -33,6 +33,7 @@ FLAGS = [
     "enable_lora",
     "fully_sharded_loras",
     "bias_enabled",
+    "enable_lora_bias",
     "enable_prefix_caching",
     "warm_up",
 ]
@@ -211,3 +212,13 @@ class TestNumbers:
 
 def test_an_engine_is_made_of_checked_options(world):
     assert isinstance(world.engine(max_model_len=64, seed=2**62), LLMEngine)
+
+
+def test_enable_lora_bias_is_another_name_of_bias_enabled(world):
+    configs = [
+        EngineArgs(str(world.base), device="cpu", enable_lora=True, **{name: True}).create_engine_config()
+        for name in ("enable_lora_bias", "bias_enabled")
+    ]
+
+    assert [config.lora_config.bias_enabled for config in configs] == [True, True]
+    assert not EngineArgs(str(world.base), enable_lora=True).create_engine_config().lora_config.bias_enabled

@@ -240,7 +240,7 @@ class TestAnEngine:
 
         expected = answer_by_hand(world, None, PROMPT, 12, ASKED["all"])
         assert [tokens_of(outputs[str(i)]) for i in range(4)] == [expected] * 4
-        assert engine.scheduler.make_stats().num_preemptions > 0
+        assert engine.scheduler.num_preemptions > 0
 
     def test_in_which_nobody_asks_looks_at_no_token_again(self, world, monkeypatch):
         calls = []

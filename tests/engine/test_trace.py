@@ -10,8 +10,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from minivllm.core.scheduler import SchedulerStats
-from minivllm.engine.metrics import EngineMetrics
+from minivllm.engine.metrics import EngineMetrics, SchedulerStats
 from minivllm.engine.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
 from minivllm.engine.trace_plot import adapter_colours, draw_trace
 from minivllm.lora.stats import LoRAStats

@@ -8,6 +8,7 @@ from scheduler_model import ShownRequest, World, lora
 
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.prefix_cache import hash_block_tokens
+from minivllm.engine.metrics import scheduler_stats
 from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lab("6.5")
@@ -127,7 +128,7 @@ def test_nothing_is_found_when_the_prefix_cache_is_off():
     hit(world, 0)
 
     assert hit(world, 0) == 0
-    assert world.scheduler.make_stats().num_cached_blocks == 0
+    assert scheduler_stats(world.scheduler).num_cached_blocks == 0
 
 
 def test_keys_differ_whenever_identity_parent_or_tokens_do():
@@ -196,4 +197,4 @@ def test_many_tenants_with_the_same_prompts_each_find_their_own():
     world.run()
 
     assert all(r.output_token_ids == world.expected_tokens(r) for r in world.requests.values())
-    assert world.scheduler.make_stats().prefix_cache_hits > 0
+    assert scheduler_stats(world.scheduler).prefix_cache_hits > 0

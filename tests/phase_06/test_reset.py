@@ -8,6 +8,7 @@ from scheduler_model import World
 
 import minivllm.core.scheduler as scheduler_module
 from minivllm.core.request import RequestStatus
+from minivllm.engine.metrics import scheduler_stats
 from minivllm.guards.mending import reset
 
 CORE = scheduler_module.__file__.removesuffix("scheduler.py")
@@ -69,7 +70,7 @@ def test_all_wait_again_by_arrival_with_nothing_computed():
     assert list(world.scheduler.waiting) == sorted(ran + waited, key=lambda r: r.arrival_order)
     assert world.scheduler.running == []
     assert {r: r.output_token_ids for r in ran + waited} == answers, "what was told is not taken back"
-    assert world.scheduler.make_stats().num_free_blocks == 17
+    assert scheduler_stats(world.scheduler).num_free_blocks == 17
     assert {r.status for r in ran} == {RequestStatus.PREEMPTED}
 
 
@@ -88,13 +89,13 @@ def test_requests_that_are_not_given_are_forgotten():
 
 def test_counters_go_on_and_those_who_ran_count_as_preempted():
     world = mixed_world()
-    before = world.scheduler.make_stats()
+    before = scheduler_stats(world.scheduler)
     num_running = len(world.scheduler.running)
     preemptions = {r: r.num_preemptions + (r in world.scheduler.running) for r in unfinished(world)}
 
     reset(world.scheduler, unfinished(world))
 
-    after = world.scheduler.make_stats()
+    after = scheduler_stats(world.scheduler)
     assert after.num_preemptions == before.num_preemptions + num_running
     assert (after.num_computed_tokens, after.num_sampled_tokens, after.prefix_cache_queries) == (
         before.num_computed_tokens,
@@ -116,7 +117,7 @@ def test_newcomers_come_after_those_who_are_queued_again():
 
 def test_an_adapter_that_may_not_run_stays_held_back():
     world = mixed_world()
-    world.scheduler.blocked_adapters[4, 0] = "being read"
+    world.held[4, 0] = "being read"
 
     reset(world.scheduler, unfinished(world))
     outputs = [world.step() for _ in range(12)]

@@ -10,6 +10,7 @@ import pytest
 from scheduler_model import World
 
 from minivllm.core.request import RequestStatus
+from minivllm.engine.metrics import scheduler_stats
 
 NUM_ADAPTERS = 5
 
@@ -75,7 +76,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(seed):
         if request.status != RequestStatus.FINISHED_ABORTED:
             assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
             assert request.num_tokens == request.max_num_tokens(30)
-    assert world.scheduler.make_stats().kv_cache_usage == 0
+    assert scheduler_stats(world.scheduler).kv_cache_usage == 0
 
 
 def test_the_histories_meet_everything_that_can_happen():

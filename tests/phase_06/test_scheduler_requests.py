@@ -6,6 +6,7 @@ from scheduler_model import World, lora
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.metrics import scheduler_stats
 from minivllm.sampling_params import SamplingParams
 
 
@@ -179,7 +180,7 @@ def test_a_request_can_be_aborted_at_any_time_between_steps(steps):
     world.abort(running, waiting)
 
     assert not world.scheduler.has_unfinished_requests()
-    assert world.scheduler.make_stats().kv_cache_usage == 0
+    assert scheduler_stats(world.scheduler).kv_cache_usage == 0
     assert running.status == waiting.status == RequestStatus.FINISHED_ABORTED
 
 
@@ -251,12 +252,12 @@ def test_scheduling_again_without_an_update_gives_the_same_step():
     world.step()
 
     first = world.schedule()
-    blocks = world.scheduler.make_stats().num_free_blocks
+    blocks = scheduler_stats(world.scheduler).num_free_blocks
     second = world.schedule()
 
     assert first.scheduled
     assert second.scheduled == first.scheduled
-    assert world.scheduler.make_stats().num_free_blocks == blocks
+    assert scheduler_stats(world.scheduler).num_free_blocks == blocks
 
 
 def test_a_request_passed_over_in_a_dropped_step_has_begun_to_wait():
@@ -280,7 +281,7 @@ def test_a_dropped_step_counts_for_no_clock_and_computes_nothing():
 
     assert output.preempted == []
     assert (running.num_computed_tokens, world.waited(waiter)) == (0, 0)
-    assert world.scheduler.make_stats().num_cached_blocks == 0
+    assert scheduler_stats(world.scheduler).num_cached_blocks == 0
 
 
 def test_a_dropped_step_goes_on_without_the_requests_at_fault():
@@ -347,7 +348,7 @@ def test_the_statistics_count_tokens_blocks_and_hits():
     waiting = world.add(prompt=range(20, 52), max_tokens=1)
     world.step()
 
-    stats = world.scheduler.make_stats()
+    stats = scheduler_stats(world.scheduler)
 
     assert (stats.num_running_reqs, stats.num_waiting_reqs) == (1, 1)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (18, 8)
