@@ -8,6 +8,7 @@ from typing import Any
 from minivllm.config import EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.trace import Trace
@@ -50,6 +51,7 @@ class EngineParts:
             self.adapters = AdapterRegistry(
                 self.scheduler, self.runner, with_tokenizers=tokenizer is not None
             )
+        self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, clock)
         self.metrics = EngineMetrics()
         self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
