@@ -14,12 +14,15 @@ MOST_STOP_STRINGS = 64
 LONGEST_STOP_STRING = 1024
 MOST_STOP_IDS = 1024
 MOST_BIASES = 1024
+MOST_ANSWERS = 128  # as OpenAI's interface allows; vLLM: 16,384
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """vLLM's SamplingParams, without structured outputs and beam search.
 
+    n: so many answers, each drawn for itself: at most 128, and 1 where the likeliest token is taken. With a seed,
+        answer i draws with `seed + i`.
     presence_penalty: in [-2, 2]; taken off the logit of each token that the answer has.
     frequency_penalty: in [-2, 2]; taken off as often as the answer has the token.
     repetition_penalty: above 0; divides the logit of each token of prompt or answer, or multiplies it if negative. 1
@@ -132,7 +135,11 @@ class SamplingParams:
             self._store("logit_bias", _biases(self.logit_bias))
 
     def _check_length(self) -> None:
-        self._check_int("n", 1, "1: for more answers send the prompt again", largest=1)
+        self._check_int("n", 1, f"an integer in [1, {MOST_ANSWERS}]", largest=MOST_ANSWERS)
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(
+                f"n must be 1 where the likeliest token is taken (temperature 0), got {self.n}: all would be the same"
+            )
         if self.max_tokens is not None:
             self._check_int("max_tokens", 1, "an integer of at least 1, or None for all there is room for")
         self._check_int(

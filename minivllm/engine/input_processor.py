@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.config import ModelConfig
-from minivllm.engine.adapter_traits import AdapterTraits
+from minivllm.engine.adapter import AdapterTraits
 from minivllm.guards.arguments import check_prompt
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import tokenize

@@ -71,8 +71,8 @@ class LLM:
 
         They are known before any request is in the engine: an interrupt may come between any two lines.
         """
-        taken = self.llm_engine.output_processor.states
-        return list(itertools.islice((i for i in map(str, self._request_numbers) if i not in taken), count))
+        free = (i for i in map(str, self._request_numbers) if not self.llm_engine.knows(i))
+        return list(itertools.islice(free, count))
 
     def chat(
         self,
@@ -115,7 +115,9 @@ class LLM:
                 outputs = self.llm_engine.step(of=wanted)
                 ended = {output.request_id: output for output in outputs if output.finished}
                 finished |= ended
-                num_tokens += sum(len(output.outputs[0].delta_token_ids) for output in outputs)
+                num_tokens += sum(
+                    len(answer.delta_token_ids) for output in outputs for answer in output.outputs
+                )
                 bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
                 bar.update(len(ended))
         return finished

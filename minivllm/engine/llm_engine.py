@@ -4,15 +4,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_off
-from minivllm.engine.adapter_names import resolve_lora
+from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.adapter_traits import BASE
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.metrics import debug_info, scheduler_stats
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.arguments import check_arguments
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.seams import name_finders
 from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
 
@@ -58,7 +58,7 @@ class LLMEngine(GuardedCore):
             check_arguments(request_id, params, arrival_time, lora_request, most_logprobs)
             if lora_request is not None and self.adapters is None:
                 raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
-            self._add_request(request_id, prompt, params, arrival_time, self._resolved(lora_request))
+            self._add_request(request_id, prompt, params, arrival_time, self._identified(lora_request))
         return request_id
 
     def _add_request(
@@ -80,30 +80,42 @@ class LLMEngine(GuardedCore):
             arrival_time=self.clock() if arrival_time is None else float(arrival_time),
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
         )
+        if params.n > 1 or self.parallel.parents:
+            self.parallel.claim(request_id, params.n, self._undelivered)
         self.scheduler.check_request(request)
         if lora_request is not None:
             self._refuse_if_all_pinned(lora_request)
-            request.lora_request, request.adapter_generation = self.adapters.resolve(
+            request.lora_request, request.adapter_generation = self.adapters.register(
                 lora_request, f"request '{request_id}'", traits
             )
+        if params.n > 1:
+            return self.parallel.add(request, text, traits.tokenizer)
         self.scheduler.add_request(request)
-        self.output_processor.add_request(request, text, traits.tokenizer)
+        return self.output_processor.add_request(request, text, traits.tokenizer)
 
-    def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
+    def knows(self, request_id: str) -> bool:
+        """Whether an id is in use: its request has not had its last output."""
+        return self.parallel.is_in_use(request_id, self._undelivered)
+
+    def _identified(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
         if not isinstance(lora_request, str):
             return lora_request
-        return resolve_lora(lora_request, self.config.model_config.model, self.adapters.by_name)
+        if known := self.adapters.named(lora_request):
+            return known
+        [find] = name_finders
+        return find(lora_request, self.config.model_config.model, self.adapters.by_name)
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
-        pinned = self._pinned_adapters()
+        pinned = self.adapters.pinned_adapters()
         if len(pinned) >= self.config.lora_config.max_loras and lora_request.lora_int_id not in pinned:
             names = ", ".join(f"'{self.adapters.name_of(adapter_id)}'" for adapter_id in sorted(pinned))
             raise ValueError(all_pinned(lora_request.lora_name, len(pinned), names))
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         with self._turns.take():
+            ids = self.parallel.ids_within(parents)
             for request_id in ids:
                 # First: whom the output processor does not know is not brought back after a Ctrl-C.
                 self.output_processor.drop(request_id)
@@ -111,6 +123,7 @@ class LLMEngine(GuardedCore):
                 self._forget(request)
             self._settle_what_was_left()
             self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
+            self.parallel.forget(parents)
             if not self.has_unfinished_requests():
                 self._failed_steps = 0  # whatever fails next is somebody else's
 
@@ -159,7 +172,7 @@ class LLMEngine(GuardedCore):
         if lora_request is None or self.adapters is None:
             return self.tokenizer
         with self._turns.take():  # an adapter's own is read, and kept
-            return self.input_processor.tokenizer_of(self.adapters.examine(self._resolved(lora_request)))
+            return self.input_processor.tokenizer_of(self.adapters.examine(self._identified(lora_request)))
 
     # ---- looking inside -------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from minivllm.lora.request import LoRARequest
 class CompletionOutput:
     """One generated text; vLLM's CompletionOutput, with what is new since the last step beside it.
 
-    index: always 0, since n is 1.
+    index: which of the request's n answers it is.
     text: everything that may be shown so far, stop strings cut off unless asked for.
     token_ids: every generated id, also those whose text a stop string cut off.
     cumulative_logprob, logprobs: None unless `SamplingParams.logprobs` was given; one dict a token.
@@ -40,6 +40,7 @@ class RequestOutput:
     """One request as it stands after a step; vLLM's RequestOutput.
 
     prompt: None if the request came as token ids.
+    outputs: `SamplingParams.n` answers, by index.
     prompt_logprobs: None unless `SamplingParams.prompt_logprobs` was given; one dict a token, None for the first.
     num_cached_tokens: prompt tokens that the prefix cache answered for.
     error: why the request failed, if finish_reason is "error".

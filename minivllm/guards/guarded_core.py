@@ -45,12 +45,14 @@ class GuardedCore(EngineCore):
                     self._failed_steps = 0
                 except BaseException as error:
                     self._end_who_is_at_fault(as_fault(error))
+                self.parallel.begin_others(self._undelivered)
                 self._settle_what_was_left()
-                wanted = [of is None or output.request_id in of for output in self._undelivered]
+                ids = [self.parallel.asked_as(output.request_id) for output in self._undelivered]
+                wanted = [of is None or request_id in of for request_id in ids]
                 others = [output for output, is_wanted in zip(self._undelivered, wanted) if not is_wanted]
                 outputs = [output for output, is_wanted in zip(self._undelivered, wanted) if is_wanted]
                 self._undelivered = others
-            return outputs
+            return self.parallel.merged(outputs)
         except BaseException:
             # A Ctrl-C on the way out: the caller has nothing of them.
             self._undelivered[:0] = outputs

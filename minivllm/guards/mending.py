@@ -1,6 +1,6 @@
 """A state that a broken-off call has torn is made whole again. Stands for nothing in vLLM (v0.22.1)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.core.scheduler import Scheduler
@@ -10,7 +10,7 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.text.detokenizer import IncrementalDetokenizer
 
 
-def mend(engine: EngineCore, undelivered: Iterable[RequestOutput]) -> None:
+def mend(engine: EngineCore, undelivered: Collection[RequestOutput]) -> None:
     """Every request goes on from its last output; what was done since then is done again.
 
     undelivered   outputs of the call that broke off; they count as delivered, since the next call returns them
@@ -19,6 +19,7 @@ def mend(engine: EngineCore, undelivered: Iterable[RequestOutput]) -> None:
     """
     requests = rewind(engine.output_processor, undelivered)
     reset(engine.scheduler, requests)
+    engine.parallel.begin_others(undelivered)
     engine.runner.row_sampler.forget_all_but(request.request_id for request in requests)
     if engine.adapters is not None:
         engine.adapters.reset()

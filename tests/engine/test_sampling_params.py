@@ -8,7 +8,7 @@ import pytest
 from minivllm.sampling_params import SamplingParams
 
 REFUSED = {
-    "n": [0, 2, 1.0, True],
+    "n": [0, 129, 1.0, True],
     "presence_penalty": [-2.01, 2.01, float("nan"), float("inf"), "1", None, True],
     "frequency_penalty": [-2.01, 2.01, float("nan"), float("-inf"), "1", None, True],
     "repetition_penalty": [0, -0.5, float("nan"), float("inf"), "1", None, True],
@@ -30,6 +30,7 @@ REFUSED = {
     "detokenize": ["no"],
 }
 ALLOWED = {
+    "n": [1, 2, 128],
     "presence_penalty": [-2, 0, 2],
     "frequency_penalty": [-2, 0, 2],
     "repetition_penalty": [1e-300, 1, 1e300],

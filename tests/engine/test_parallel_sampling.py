@@ -1,0 +1,395 @@
+"""n > 1: several answers to one prompt are those that n requests with these seeds get, in one output."""
+
+from contextlib import suppress
+
+import pytest
+from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
+from tiny_models import token_ids
+
+from minivllm import SamplingParams
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.core import EngineCore
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.parallel_sampling import ParallelSampling
+from minivllm.guards.turns import Turns
+
+LONG = token_ids(21, 3)  # five blocks and a token
+SHORT = [5, 6, 7]
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def drawn(n=1, seed=7, max_tokens=6, **params):
+    return SamplingParams(n=n, seed=seed, temperature=1.5, max_tokens=max_tokens, ignore_eos=True, **params)
+
+
+def alone(world, prompt, seeds, adapter=None, **params):
+    """The tokens of one request for each seed, one engine for each."""
+    answers = []
+    for seed in seeds:
+        engine = world.engine()
+        engine.add_request("a", prompt, drawn(seed=seed, **params), lora_request=world.request(adapter))
+        answers.append(tokens_of(run(engine)["a"]))
+    return answers
+
+
+def answers_of(output):
+    return [completion.token_ids for completion in output.outputs]
+
+
+def assert_nothing_is_left(engine):
+    assert not engine.has_unfinished_requests()
+    assert not engine.scheduler.requests and not engine.output_processor.states
+    assert not engine.runner.row_sampler.draws
+    assert engine.scheduler.kv_cache.usage == 0
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("adapter", [None, "all"])
+    @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
+    def test_are_those_of_requests_with_seeds_that_follow_one_another(self, world, prompt, adapter):
+        engine = world.engine()
+        engine.add_request("a", prompt, drawn(n=3), lora_request=world.request(adapter))
+
+        outputs = run(engine)
+
+        assert answers_of(outputs["a"]) == alone(world, prompt, [7, 8, 9], adapter)
+        assert [completion.index for completion in outputs["a"].outputs] == [0, 1, 2]
+        assert outputs.keys() == {"a"} and outputs["a"].finished
+        assert_nothing_is_left(engine)
+
+    def test_differ_without_a_seed(self, world):
+        engine = world.engine()
+        engine.add_request("a", SHORT, drawn(n=4, seed=None, max_tokens=12))
+
+        answers = answers_of(run(engine)["a"])
+
+        assert len({tuple(answer) for answer in answers}) == 4
+
+    def test_of_the_largest_seed_begin_again_at_0(self, world):
+        engine = world.engine()
+        engine.add_request("a", SHORT, drawn(n=2, seed=2**64 - 1))
+
+        assert answers_of(run(engine)["a"]) == alone(world, SHORT, [2**64 - 1, 0])
+
+    def test_stand_beside_other_requests(self, world):
+        engine = world.engine()
+        engine.add_request("many", LONG, drawn(n=3), lora_request=world.request("qv"))
+        engine.add_request("greedy", LONG, greedy(6), lora_request=world.request("mlp"))
+        engine.add_request("more", SHORT, drawn(n=2, seed=30))
+
+        outputs = run(engine)
+
+        assert answers_of(outputs["many"]) == alone(world, LONG, [7, 8, 9], "qv")
+        assert answers_of(outputs["more"]) == alone(world, SHORT, [30, 31])
+        assert tokens_of(outputs["greedy"]) == world.oracle().greedy("mlp", LONG, 6)
+
+    def test_end_each_at_its_own_time(self, world):
+        plain = alone(world, LONG, [7, 8, 9], max_tokens=8)
+        end = plain[1][2]
+        engine = world.engine()
+        engine.add_request("a", LONG, drawn(n=3, max_tokens=8, stop_token_ids=[end]))
+
+        output = run(engine)["a"]
+
+        expected = [answer[: answer.index(end) + 1] if end in answer else answer for answer in plain]
+        assert answers_of(output) == expected
+        assert output.outputs[1].finish_reason == "stop"
+        assert len({len(answer) for answer in expected}) > 1
+
+    def test_compute_their_prompt_once(self, world):
+        engine = world.engine()
+        engine.add_request("a", LONG, drawn(n=4, max_tokens=3))
+
+        run(engine)
+
+        # All of it once, then the last token of it for three, and two more tokens for each.
+        assert engine.scheduler.make_stats().num_computed_tokens == 21 + 3 * 1 + 4 * 2
+
+    def test_of_a_short_prompt_or_without_a_cache_wait_for_nobody(self, world):
+        for prompt, options in ((SHORT, {}), (LONG, {"enable_prefix_caching": False})):
+            engine = world.engine(**options)
+            engine.add_request("a", prompt, drawn(n=4, max_tokens=3))
+
+            engine.step()
+
+            assert len(engine.scheduler.running) == 4
+
+    def test_come_in_the_order_of_prompts_from_generate(self, world):
+        llm = world.llm(skip_tokenizer_init=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in (SHORT, LONG)]
+
+        outputs = llm.generate(prompts, [drawn(n=2), drawn(n=3, seed=20)], use_tqdm=False)
+
+        assert answers_of(outputs[0]) == alone(world, SHORT, [7, 8])
+        assert answers_of(outputs[1]) == alone(world, LONG, [20, 21, 22])
+
+    def test_have_prompt_logprobs_once(self, world):
+        one, many = world.engine(), world.engine()
+        one.add_request("a", LONG, drawn(prompt_logprobs=2))
+        many.add_request("a", LONG, drawn(n=2, prompt_logprobs=2))
+
+        found, expected = run(many)["a"], run(one)["a"]
+
+        assert found.prompt_logprobs == expected.prompt_logprobs
+        assert answers_of(found) == alone(world, LONG, [7, 8])
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("prompt", ["abc", "abcdefghijklmnopqrs"], ids=["short", "long"])
+    def test_stream_what_is_new_of_every_answer(self, world, prompt):
+        engine = world.engine(character_tokenizer())
+        engine.add_request("a", prompt, drawn(n=3, logprobs=1))
+        tokens, texts, outputs = [[], [], []], ["", "", ""], []
+
+        while engine.has_unfinished_requests():
+            [output] = engine.step()
+            outputs.append(output)
+            for i, completion in enumerate(output.outputs):
+                tokens[i] += completion.delta_token_ids
+                texts[i] += completion.delta_text
+                assert completion.token_ids == tokens[i] and completion.text == texts[i]
+
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert all(len(output.outputs) == 3 for output in outputs)
+        assert [len(completion.logprobs) for completion in outputs[-1].outputs] == [6] * 3
+        assert outputs[-1].prompt == prompt
+        assert outputs[0].metrics.finished_time is None
+        assert outputs[-1].metrics.finished_time >= outputs[-1].metrics.first_token_time
+
+
+class TestTheirIds:
+    @pytest.mark.parametrize("taken", ["a", "0_a", "2_a"])
+    def test_must_be_free(self, world, taken):
+        engine = world.engine()
+        engine.add_request(taken, SHORT, greedy(3))
+
+        with pytest.raises(ValueError, match=f"request id '{taken}' is in use"):
+            engine.add_request("a", SHORT, drawn(n=3))
+
+        assert run(engine).keys() == {taken}
+
+    @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
+    @pytest.mark.parametrize("wanted", ["a", "0_a", "2_a"])
+    def test_are_nobody_elses_while_they_live(self, world, wanted, prompt):
+        engine = world.engine()
+        engine.add_request("a", prompt, drawn(n=3))
+
+        with pytest.raises(ValueError, match=f"request id '{wanted}' is in use"):
+            engine.add_request(wanted, SHORT, greedy(3))
+
+        run(engine)
+        engine.add_request(wanted, SHORT, greedy(3))
+        assert tokens_of(run(engine)[wanted]) == world.oracle().greedy(None, SHORT, 3)
+
+    def test_may_be_used_again_for_as_many_answers(self, world):
+        engine = world.engine()
+        for _ in range(2):
+            engine.add_request("a", LONG, drawn(n=3))
+            assert answers_of(run(engine)["a"]) == alone(world, LONG, [7, 8, 9])
+
+    def test_of_generate_pass_over_those_in_use(self, world):
+        llm = world.llm(skip_tokenizer_init=True)
+        llm.llm_engine.add_request("0", LONG, drawn(n=2))
+
+        [output] = llm.generate({"prompt_token_ids": SHORT}, drawn(n=2), use_tqdm=False)
+
+        assert answers_of(output) == alone(world, SHORT, [7, 8])
+
+
+class TestAnAbort:
+    @pytest.mark.parametrize("steps", [0, 1, 3])
+    @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
+    def test_reaches_every_child(self, world, prompt, steps):
+        engine = world.engine()
+        engine.add_request("a", prompt, drawn(n=3))
+        engine.add_request("b", SHORT, greedy(6))
+        heard = [engine.step() for _ in range(steps)]
+
+        engine.abort_request("a")
+
+        outputs = run(engine)
+        assert len(heard) == steps
+        assert outputs.keys() == {"b"} and tokens_of(outputs["b"]) == world.oracle().greedy(None, SHORT, 6)
+        assert_nothing_is_left(engine)
+
+    def test_of_a_single_child_is_nobodys_to_order(self, world):
+        engine = world.engine()
+        engine.add_request("a", LONG, drawn(n=3))
+
+        engine.abort_request(["0_a", "1_a"])
+
+        assert answers_of(run(engine)["a"]) == alone(world, LONG, [7, 8, 9])
+
+
+class TestAnError:
+    @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
+    def test_of_the_adapter_ends_all_answers(self, world, monkeypatch, prompt):
+        engine = world.engine()
+
+        def broken(requests):
+            return {request.lora_int_id: ValueError("its file is gone") for request in requests if request}
+
+        monkeypatch.setattr(engine.runner, "prepare_loras", broken)
+        engine.add_request("a", prompt, drawn(n=3), lora_request=world.request("qv"))
+        output = run(engine)["a"]
+
+        assert [completion.finish_reason for completion in output.outputs] == ["error"] * 3
+        assert "its file is gone" in output.error
+        assert_nothing_is_left(engine)
+
+    def test_of_one_answer_leaves_the_others(self, world, monkeypatch):
+        engine = world.engine()
+        engine.add_request("a", LONG, drawn(n=3))
+        engine.step()
+        sample = engine.runner.row_sampler.sample
+
+        def sampled(requests, logits):
+            if any(request.request_id == "1_a" for request in requests):
+                raise ValueError("cannot be drawn")
+            return sample(requests, logits)
+
+        monkeypatch.setattr(engine.runner.row_sampler, "sample", sampled)
+        output = run(engine)["a"]
+
+        expected = alone(world, LONG, [7, 8, 9])
+        assert answers_of(output) == [expected[0], [], expected[2]]
+        assert [completion.finish_reason for completion in output.outputs] == ["length", "error", "length"]
+        assert "cannot be drawn" in output.error
+
+    def test_at_the_door_leaves_nothing(self, world):
+        engine = world.engine(num_kv_blocks=6)
+
+        with pytest.raises(ValueError, match="may need 7 KV blocks"):
+            engine.add_request("a", LONG, drawn(n=3))
+
+        assert_nothing_is_left(engine)
+        assert not engine.parallel.parents
+
+    def test_an_unload_waits_for_answers_that_have_not_begun(self, world):
+        engine = world.engine()
+        engine.add_request("a", LONG, drawn(n=3, max_tokens=1), lora_request=world.request("qv"))
+        engine.remove_lora(1)
+
+        output = run(engine)["a"]
+
+        assert answers_of(output) == alone(world, LONG, [7, 8, 9], "qv", max_tokens=1)
+        assert 1 not in engine.list_loras()
+
+
+class TestACtrlC:
+    """It may come between any two lines; every call after it goes on from there."""
+
+    def interrupt(self, monkeypatch, owner, name, at, after=False):
+        """The call number `at` of a method is interrupted, before or after it has done its work."""
+        method, calls = getattr(owner, name), []
+
+        def interrupted(*args, **kwargs):
+            calls.append(name)
+            if len(calls) == at and not after:
+                raise KeyboardInterrupt
+            result = method(*args, **kwargs)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(owner, name, interrupted)
+        return calls
+
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    @pytest.mark.parametrize("at", [1, 2, 3])
+    @pytest.mark.parametrize(
+        ("owner", "name"),
+        [
+            (ParallelSampling, "begin_others"),
+            (ParallelSampling, "_begin"),
+            (Scheduler, "add_request"),
+            (OutputProcessor, "add_request"),
+            (ParallelSampling, "merged"),
+            (EngineCore, "_finish"),
+            (EngineCore, "_settle_what_was_left"),
+        ],
+        ids=lambda x: getattr(x, "__name__", x),
+    )
+    def test_loses_no_answer_and_no_word(self, world, monkeypatch, owner, name, at, after):
+        expected = alone(world, LONG, [7, 8, 9])
+        engine, heard = world.engine(), [[], [], []]
+        engine.add_request("a", LONG, drawn(n=3))
+        calls = self.interrupt(monkeypatch, owner, name, at, after)
+        finished = []
+        for _ in range(40):
+            with suppress(KeyboardInterrupt):
+                for output in engine.step() if engine.has_unfinished_requests() else ():
+                    for i, completion in enumerate(output.outputs):
+                        heard[i] += completion.delta_token_ids
+                    finished += [output] if output.finished else []
+
+        assert len(calls) >= at or name in ("_begin", "add_request")
+        assert heard == expected
+        assert [answers_of(output) for output in finished] == [expected]
+        assert_nothing_is_left(engine)
+
+    def test_on_the_way_out_tells_with_the_next_what_it_had_to_tell(self, world, monkeypatch):
+        engine, merged = world.engine(), ParallelSampling.merged
+        engine.add_request("a", SHORT, drawn(n=2, max_tokens=1))
+
+        def interrupted(parallel, outputs):
+            merged(parallel, outputs)
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ParallelSampling, "merged", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        with pytest.raises(ValueError, match="in use"):
+            engine.add_request("a", SHORT, drawn(n=2))
+
+        assert answers_of(run(engine)["a"]) == alone(world, SHORT, [7, 8], max_tokens=1)
+
+    def test_makes_no_unload_come_before_answers_that_have_not_begun(self, world, monkeypatch):
+        engine = world.engine()
+        engine.add_request("a", LONG, drawn(n=3, max_tokens=1), lora_request=world.request("qv"))
+        engine.remove_lora(1)
+        self.interrupt(monkeypatch, ParallelSampling, "begin_others", at=1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        loads, prepare = [], engine.runner.prepare_loras
+        monkeypatch.setattr(
+            engine.runner, "prepare_loras", lambda r: loads.append(engine.list_loras()) or prepare(r)
+        )
+
+        output = run(engine)["a"]
+
+        assert answers_of(output) == alone(world, LONG, [7, 8, 9], "qv", max_tokens=1)
+        assert loads and all(1 in loaded for loaded in loads)
+        assert 1 not in engine.list_loras()
+
+    @pytest.mark.parametrize("at", range(1, 8))
+    def test_in_generate_leaves_nothing(self, world, monkeypatch, at):
+        llm = world.llm(skip_tokenizer_init=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in (SHORT, LONG)]
+        self.interrupt(monkeypatch, Turns, "take", at)
+        with suppress(KeyboardInterrupt):
+            llm.generate(prompts, drawn(n=3), use_tqdm=False)
+        monkeypatch.undo()
+
+        assert_nothing_is_left(llm.llm_engine)
+        outputs = llm.generate(prompts, drawn(n=3), use_tqdm=False)
+        assert [answers_of(output) for output in outputs] == [
+            alone(world, prompt, [7, 8, 9]) for prompt in (SHORT, LONG)
+        ]
+
+
+def test_more_answers_than_one_of_the_likeliest_tokens_are_refused():
+    with pytest.raises(
+        ValueError, match=r"n must be 1 where the likeliest token is taken \(temperature 0\), got 2"
+    ):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_more_answers_than_anybody_waits_for_are_refused():
+    with pytest.raises(ValueError, match=r"n must be an integer in \[1, 128\], got 129"):
+        SamplingParams(n=129)
