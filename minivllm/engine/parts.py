@@ -8,6 +8,7 @@ from typing import Any
 from minivllm.config import EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
@@ -53,6 +54,7 @@ class EngineParts:
             )
             self.scheduler.may_run = self.adapters.may_run
             self.scheduler.pinned_adapters = self.adapters.pinned_adapters
+        self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, clock)
         self.parallel = ParallelSampling(self.scheduler, self.output_processor)
         self.metrics = EngineMetrics()
