@@ -127,6 +127,9 @@ def life(folders):
 def test_it_enters_no_file_around_the_core(life):
     for name, calls in life.items():
         print(f"\n{name}: {calls}")
+    in_books = {house.name_of(path) for files in house.books().values() for path in files}
+    others = {file for calls in life.values() for file in calls.files if f"minivllm/{file}" not in in_books}
+    print(f"\nin neither book: {', '.join(sorted(others))}")
 
     entered = {file for calls in life.values() for file in calls.files if file.startswith(AROUND)}
 

@@ -6,6 +6,14 @@ from minivllm.lora.options import (
     expert_weights,
     new_embeddings,
     target_parameters,
+    traits,
 )
 
-__all__ = ["bias_tensors", "context_length", "expert_weights", "new_embeddings", "target_parameters"]
+__all__ = [
+    "bias_tensors",
+    "context_length",
+    "expert_weights",
+    "new_embeddings",
+    "target_parameters",
+    "traits",
+]
