@@ -24,7 +24,7 @@ class LogitsProcessorWithLoRA(HeadSlots):
         hidden_states: torch.Tensor,
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V), or (P, V + X)
+        """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V)
 
         A batch without adapters (`no_lora`) is the base layer's alone (its `_get_logits`). Where adapters may add
         tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an adapter
@@ -37,7 +37,7 @@ class LogitsProcessorWithLoRA(HeadSlots):
         """Logits of the tokens that each row's adapter adds, in X columns more.   (P, V), (P, H) -> (P, V + X)
 
         Each is hidden state times embedding (`embeddings_tensors`). Of a token that the row's adapter does not add
-        (`added_tokens`; base rows add none) the logit is -inf. Which slot each row has the backend says:
+        (`is_added`; base rows add none) the logit is -inf. Which slot each row has the backend says:
         `sample_slots(P)`, (P,) int64, -1 = base.
 
         One product with the tokens of all slots, of which each row takes its own slot's: to gather the embeddings of

@@ -80,9 +80,8 @@ class EngineCore(EngineParts):
         """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any."""
         if self.adapters is None:
             return False
-        self.adapters.pin_wanted()
         wanted = {request.adapter_id: request.lora_request for request in scheduled.running}
-        failures = self.runner.prepare_loras(wanted.values())
+        failures = self.adapters.prepare(wanted.values())
         for adapter_id, error in failures.items():
             self._fail_adapter(adapter_id, error, outputs)
         return bool(failures)

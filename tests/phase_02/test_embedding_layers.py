@@ -66,7 +66,7 @@ class Ends:
     def write(self, slot, lora_a, lora_b, new):
         weights = LoRALayerWeights("end", len(lora_a), 1, lora_a, lora_b, scaling=1)
         if len(new):
-            weights.beside["embeddings"] = new
+            weights.beside |= {"embeddings": new, "is_added": new.new_ones(len(new), 1)}
         self.layer.write(slot, weights)
 
     def put(self, slot, seed):

@@ -8,6 +8,7 @@ from minivllm.lora.options import (
     long_context,
     new_embeddings,
     target_parameters,
+    traits,
     vocabulary,
 )
 from minivllm.lora.options.embedding import VocabParallelEmbeddingWithLoRA
@@ -15,7 +16,14 @@ from minivllm.lora.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.lora.options.logits import LogitsProcessorWithLoRA
 from minivllm.lora.seams import beside_checks, model_options, wrappers
 
-__all__ = ["bias_tensors", "context_length", "expert_weights", "new_embeddings", "target_parameters"]
+__all__ = [
+    "bias_tensors",
+    "context_length",
+    "expert_weights",
+    "new_embeddings",
+    "target_parameters",
+    "traits",
+]
 
 wrappers += [
     VocabParallelEmbeddingWithLoRA,
@@ -24,4 +32,5 @@ wrappers += [
     LogitsProcessorWithLoRA,
 ]
 model_options += [vocabulary.add_vocabulary, bias.make_room, long_context.wrap_rotaries]
-beside_checks.update({bias.BIAS: bias.refuse_bias, vocabulary.EMBEDDINGS: vocabulary.has_been_judged})
+beside_checks[bias.BIAS] = bias.refuse_bias
+beside_checks.update(dict.fromkeys((vocabulary.EMBEDDINGS, vocabulary.IS_ADDED), vocabulary.has_been_judged))

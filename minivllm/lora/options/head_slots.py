@@ -4,9 +4,9 @@ import torch
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor
-from minivllm.lora.layers.base import BaseLayerWithLoRA, LayerWeights
+from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.options.vocabulary import EMBEDDINGS, pad_to_slots
+from minivllm.lora.options.vocabulary import EMBEDDINGS, IS_ADDED, pad_to_slots
 from minivllm.lora.slots import Slots
 
 
@@ -18,7 +18,7 @@ class HeadSlots(BaseLayerWithLoRA):
     lora_b_stacked      (S, 1, V + X, R)
     embeddings_tensors  (S, X, H) output embeddings of the tokens that each adapter adds, X being
                         `lora_extra_vocab_size`. None where X is 0
-    added_tokens        (S,) int64: how many each adapter adds
+    is_added            (S, X, 1): 1 for each token that the adapter in a slot adds, else 0; None likewise
 
     dtype and device are those of the head. sharded_to_full_mapping is for more ranks than one: None.
     """
@@ -38,7 +38,7 @@ class HeadSlots(BaseLayerWithLoRA):
         self.dtype, self.device = dtype, device
         self.tp_size, self.tp_rank = 1, 0
         self.embeddings_tensors: torch.Tensor | None = None
-        self.added_tokens: torch.Tensor | None = None
+        self.is_added: torch.Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -59,7 +59,8 @@ class HeadSlots(BaseLayerWithLoRA):
                 max_loras, extra, self.hidden_size, dtype=dtype, device=self.device
             )
             self.slots.beside[EMBEDDINGS] = (self.embeddings_tensors,)
-            self.added_tokens = torch.zeros(max_loras, dtype=torch.long, device=self.device)
+            self.is_added = self.embeddings_tensors.new_zeros(max_loras, extra, 1)
+            self.slots.beside[IS_ADDED] = (self.is_added,)
 
     @property
     def lora_a_stacked(self) -> torch.Tensor:
@@ -69,10 +70,6 @@ class HeadSlots(BaseLayerWithLoRA):
     def lora_b_stacked(self) -> torch.Tensor:
         return self.slots.b[0]
 
-    @property
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        return () if self.added_tokens is None else (self.added_tokens,)
-
     def part_shape(self, part: int) -> tuple[int, int]:
         return self.hidden_size, self.vocab_size
 
@@ -80,21 +77,3 @@ class HeadSlots(BaseLayerWithLoRA):
         """B as tall as the slots' vocabulary."""
         (weights,) = super().by_slice(found)
         return [pad_to_slots(weights, "lora_b", self.vocab_size, self.part_sizes[0][1])]
-
-    def write(self, slot: int, weights: LayerWeights) -> None:
-        super().write(slot, weights)
-        self._count(slot, weights)
-
-    def written(self, slot: int, weights: LayerWeights | None) -> None:
-        super().written(slot, weights)
-        self._count(slot, weights)
-
-    def clear(self, slot: int) -> None:
-        super().clear(slot)
-        self._count(slot, None)
-
-    def _count(self, slot: int, weights: LayerWeights | None) -> None:
-        """Note how many tokens the adapter in a slot adds."""
-        if self.added_tokens is not None:
-            own = None if weights is None else weights.parts[0].beside.get(EMBEDDINGS)
-            self.added_tokens[slot] = 0 if own is None else len(own)

@@ -23,7 +23,7 @@ class LogitsProcessorWithLoRA(HeadSlots):
         hidden_states: torch.Tensor,
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V), or (P, V + X)
+        """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V)
 
         A batch without adapters (`no_lora`) is the base layer's alone (its `_get_logits`). Where adapters may add
         tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an adapter
@@ -43,7 +43,7 @@ class LogitsProcessorWithLoRA(HeadSlots):
         """Logits of the tokens that each row's adapter adds, in X columns more.   (P, V), (P, H) -> (P, V + X)
 
         Each is hidden state times embedding (`embeddings_tensors`). Of a token that the row's adapter does not add
-        (`added_tokens`; base rows add none) the logit is -inf. Which slot each row has the backend says:
+        (`is_added`; base rows add none) the logit is -inf. Which slot each row has the backend says:
         `sample_slots(P)`, (P,) int64, -1 = base.
 
         One product with the tokens of all slots, of which each row takes its own slot's: to gather the embeddings of
@@ -55,9 +55,8 @@ class LogitsProcessorWithLoRA(HeadSlots):
         of_all = F.linear(hidden_states.to(stacked.dtype), stacked.flatten(0, 1))  # (P, S * X)
         rows = torch.arange(len(slots), device=slots.device)
         added = of_all.unflatten(1, stacked.shape[:2])[rows, own].to(logits.dtype)  # (P, X)
-        counts = self.added_tokens[own].masked_fill(is_base, 0)  # (P,)
-        is_missing = torch.arange(stacked.shape[1], device=slots.device) >= counts[:, None]  # (P, X)
-        return torch.cat([logits, added.masked_fill(is_missing, float("-inf"))], dim=1)  # (P, V + X)
+        is_added = self.is_added[own, :, 0].masked_fill(is_base[:, None], 0)  # (P, X)
+        return torch.cat([logits, added.masked_fill(is_added == 0, float("-inf"))], dim=1)  # (P, V + X)
 
     # endregion
 

@@ -17,6 +17,8 @@ from minivllm.lora.wrapped_modules import Found, WrappedModules
 
 # Under this name weights, and slots, have the embeddings of added tokens beside A and B.
 EMBEDDINGS = "embeddings"
+# Under this one a head has which of X tokens they are: 1 each.
+IS_ADDED = "is_added"
 
 
 def pad_to_slots(weights: LoRALayerWeights, side: str, vocab_size: int, size: int) -> LoRALayerWeights:
@@ -103,6 +105,8 @@ def _with_embeddings(
         weights = LoRALayerWeights(name, 0, 0, lora_a, lora_b, scaling=1)
     weights = copy(weights)
     weights.beside = {**weights.beside, EMBEDDINGS: embeddings}
+    if IS_ADDED in layer.slots.beside:
+        weights.beside[IS_ADDED] = embeddings.new_ones(len(embeddings), 1)
     return weights
 
 

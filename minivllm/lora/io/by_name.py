@@ -1,31 +1,29 @@
-"""An adapter asked for by its name: one that the engine knows, or one that a resolver finds.
+"""An adapter asked for by a name that the engine does not know: resolvers find it.
 
 Stands for `resolve_lora` of vllm/entrypoints/openai/models/serving.py (v0.22.1).
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from minivllm.engine.adapter_entry import AdapterEntry
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.resolver import LoRAResolverRegistry
+from minivllm.lora.seams import name_finders
 
 
-def resolve_lora(lora_name: str, base_model_name: str, known: Mapping[str, AdapterEntry]) -> LoRARequest:
-    """The adapter of that name. vLLM: `OpenAIServingModels.resolve_lora`.
+def find_by_name(lora_name: str, base_model_name: str, known: Collection[str]) -> LoRARequest:
+    """The adapter that a resolver finds under that name. vLLM: in `OpenAIServingModels.resolve_lora`.
 
-    known   the adapters that the engine has, by each of their names
+    known   names of the adapters that the engine has, for the error
 
-    These come first. Then every resolver is asked in turn, and the first answer counts. The caller registers the
-    adapter with its request, so that the next request for the name asks nobody.
+    Every resolver is asked in turn, and the first answer counts. The caller registers the adapter with its request,
+    so that the next request for the name asks nobody.
 
     Raises ValueError for a name that nobody knows, and when a resolver fails or answers something else.
     """
-    if lora_name in known:
-        return known[lora_name].request
     for resolver_name in list(LoRAResolverRegistry.get_supported_resolvers()):
         answer = _ask(resolver_name, base_model_name, lora_name)
         if answer is not None:
@@ -64,7 +62,7 @@ def _run(coroutine: Coroutine[Any, Any, LoRARequest | None]) -> LoRARequest | No
         return thread.submit(asyncio.run, coroutine).result()
 
 
-def _unknown(lora_name: str, known: Iterable[str]) -> str:
+def _unknown(lora_name: str, known: Collection[str]) -> str:
     names = sorted(known)
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     asked = ", ".join(LoRAResolverRegistry.get_supported_resolvers())
@@ -72,3 +70,6 @@ def _unknown(lora_name: str, known: Iterable[str]) -> str:
         f"adapter '{lora_name}' is unknown (known: {', '.join(names[:8]) or 'none'}{more}; resolvers asked: "
         f"{asked or 'none'}); give a LoRARequest with its folder, or register a resolver that finds it"
     )
+
+
+name_finders.append(find_by_name)

@@ -1,12 +1,14 @@
-"""What of an adapter its requests depend on; its own tokenizer, as `get_lora_tokenizer` of vLLM up to 0.10 had it."""
+"""Tokenizers that adapters bring, as `get_lora_tokenizer` and `TokenizerGroup` of vLLM up to 0.10 had them (vllm/
+transformers_utils/)."""
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from minivllm.faults import as_fault
 from minivllm.lora.limits import TOKENIZER_BYTES, TOKENIZER_CONFIG_BYTES
-from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lru_cache import LRUCache
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import LONGEST_NAME, one_sentence
@@ -26,43 +28,36 @@ TOKENIZER_CONFIGS = (
 )
 
 
-class AdapterTraits(NamedTuple):
-    """What of an adapter its requests' prompts depend on.
+class AdapterTokenizers:
+    """Tokenizers that adapters bring. Each takes megabytes, so few are kept: as many as memory has adapters, and one.
 
-    scaling_factor   of the rotary embedding: the positions it was trained for, in multiples of the base model's
-    added_tokens     how many tokens it adds to the vocabulary
-    tokenizer        its own, where it adds tokens and brings one; None = the base model's
-    name             for people
+    That is enough for the adapters in memory and the last one asked for. Others are read again when they are asked for.
     """
 
-    scaling_factor: float = 1.0
-    added_tokens: int = 0
-    tokenizer: Any = None
-    name: str = ""
+    def __init__(self, manager: LRUCacheLoRAModelManager) -> None:
+        self._manager = manager
+        self._kept: LRUCache[Any] = LRUCache(manager.capacity + 1)
 
+    def get(self, lora_request: LoRARequest) -> Any | None:
+        """The tokenizer of an adapter, None if it brings none; ValueError as in `load_tokenizer`."""
+        adapter_id = lora_request.lora_int_id
+        if adapter_id not in self._kept:
+            self.keep(adapter_id, load_tokenizer(lora_request))
+        return self._kept.get(adapter_id)
 
-BASE = AdapterTraits()
+    def keep(self, adapter_id: int, tokenizer: Any | None) -> None:
+        """Keep it for the next requests of the adapter. The first to go is that of an adapter that has left memory."""
+        self._kept.put(adapter_id, tokenizer, spare=self._manager.list_adapters())
 
-
-def traits_of(lora: LoRAModel, lora_request: LoRARequest, with_tokenizer: bool) -> AdapterTraits:
-    """The traits of an adapter that was read, at least its shapes.
-
-    with_tokenizer   whether requests may be text
-
-    ValueError names the adapter if it brings a tokenizer that cannot be read.
-    """
-    scaling_factor, added_tokens = numbers_of(lora)
-    tokenizer = load_tokenizer(lora_request) if with_tokenizer and added_tokens else None
-    return AdapterTraits(scaling_factor, added_tokens, tokenizer, lora_request.lora_name)
-
-
-def numbers_of(lora: LoRAModel) -> tuple[float, int]:
-    """`scaling_factor` and `added_tokens` of an adapter."""
-    return lora.beside.get("scaling_factor", 1.0), lora.beside.get("added_tokens", 0)
+    def forget(self, adapter_id: int) -> None:
+        self._kept.pop(adapter_id)
 
 
 def load_tokenizer(lora_request: LoRARequest) -> Any | None:
-    """The tokenizer in an adapter's folder, None where there is none. No code that the folder brings is run."""
+    """The tokenizer in an adapter's folder, None where there is none. No code that the folder brings is run.
+
+    ValueError names the adapter if it cannot be read.
+    """
     folder = get_adapter_absolute_path(lora_request.lora_path)
     if not Path(folder, "tokenizer.json").is_file():
         return None
@@ -71,7 +66,6 @@ def load_tokenizer(lora_request: LoRARequest) -> Any | None:
     try:
         _refuse_large_files(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        fast_backend(tokenizer)
         _refuse_what_cannot_encode(tokenizer)
     # The tokenizers library raises nothing narrower, and a panic of its Rust is no Exception.
     except BaseException as error:
@@ -97,7 +91,8 @@ def _refuse_large_files(folder: str) -> None:
 
 
 def _refuse_what_cannot_encode(tokenizer: Any) -> None:
-    """A tokenizer may be read, and yet fail at its first text."""
+    """A tokenizer may be read, and yet be of no use, or fail at its first text."""
+    fast_backend(tokenizer)
     longest = tokenizer.model_max_length
     if not is_real(longest):
         raise ValueError(f"model_max_length must be a number, got {longest!r}")
