@@ -48,7 +48,7 @@ class PEFTHelper:
         self.rank_pattern, self.alpha_pattern = self.rank_pattern or {}, self.alpha_pattern or {}
         fields_of_keys = dict.fromkeys(self.alpha_pattern, "alpha_pattern")
         fields_of_keys |= dict.fromkeys(self.rank_pattern, "rank_pattern")
-        self._patterns = TimedPatterns(fields_of_keys)
+        self._patterns = TimedPatterns(fields_of_keys) if fields_of_keys else None
         self.ranks = sorted({self.r, *self.rank_pattern.values()})
         self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
         self.beside: dict[str, Any] = {}

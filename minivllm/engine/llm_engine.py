@@ -1,16 +1,15 @@
 """Requests in, tokens out, one step at a time. Stands for vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from minivllm.config import EngineConfig
 from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_off
 from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.engine.input_processor import Prompt
 from minivllm.engine.metrics import debug_info, scheduler_stats
 from minivllm.engine_args import EngineArgs
+from minivllm.guards.arguments import check_arguments
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
@@ -23,16 +22,6 @@ class LLMEngine(GuardedCore):
 
     One thread at a time may call it; another gets a RuntimeError.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        tokenizer: Any = None,
-        warm_up: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(config, tokenizer, warm_up, clock)
-        self.input_processor = InputProcessor(config.model_config, tokenizer)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
@@ -65,7 +54,8 @@ class LLMEngine(GuardedCore):
         kind) for what can never be served; the engine is then as it was.
         """
         with self._turns.take():
-            self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
+            most_logprobs = self.config.model_config.max_logprobs
+            check_arguments(request_id, params, arrival_time, lora_request, most_logprobs)
             if lora_request is not None and self.adapters is None:
                 raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
             self._add_request(request_id, prompt, params, arrival_time, self._identified(lora_request))

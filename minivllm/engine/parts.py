@@ -9,6 +9,7 @@ from minivllm.config import EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.event_log import EventLog
+from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
@@ -56,6 +57,7 @@ class EngineParts:
             self.adapters.manager.listeners.append(log)
             self.scheduler.may_run = self.adapters.may_run
             self.scheduler.pinned_adapters = self.adapters.pinned_adapters
+        self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, clock)
         self.parallel = ParallelSampling(self.scheduler, self.output_processor)
         self.metrics = EngineMetrics()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +113,8 @@ class LoRAModel:
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
         """
         path, of_options = find_weights_file(lora_dir), files_of_options(lora_dir)
-        tensors = read_weights(
-            path, shapes_only, lambda name: not is_left_out(name, skip_prefixes), most_tensors
-        )
+        left_out = partial(is_left_out, skip_prefixes=skip_prefixes)
+        tensors = read_weights(path, shapes_only, left_out, most_tensors)
         device = "meta" if shapes_only else device
         # Where an option reads a file it may add tokens, which A may know of.
         vocab_size = None if of_options else model_vocab_size

@@ -41,12 +41,20 @@ def _longest_token(tokenizer: Any) -> int:
     return _longest_tokens[tokenizer]
 
 
-def render_chat(conversation: list[dict[str, str]], tokenizer: Any, template: str | None) -> str:
-    """A conversation as the text of a prompt. ValueError for what the chat template cannot take."""
+def chat_prompt(
+    conversation: list[dict[str, str]], tokenizer: Any, base_tokenizer: Any, max_model_len: int
+) -> dict[str, Any]:
+    """A conversation as a prompt: its text and its token ids. ValueError for what the chat template cannot take.
+
+    base_tokenizer   the model's, whose template serves where the tokenizer, an adapter's own, has none
+    """
+    template = tokenizer.chat_template or base_tokenizer.chat_template
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             conversation, chat_template=template, tokenize=False, add_generation_prompt=True
         )
     # A template is a program that comes with a model or an adapter: it may raise anything.
     except Exception as error:
         raise ValueError(f"the chat template cannot take this conversation: {error}") from error
+    token_ids = tokenize("the conversation", text, tokenizer, max_model_len, add_special_tokens=False)
+    return {"prompt": text, "prompt_token_ids": token_ids}
