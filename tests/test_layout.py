@@ -70,9 +70,10 @@ LAYERS = (
     ("lora.reports", "lora.loading", "lora.worker_manager"),
     ("lora.options", "lora.io", "lora.gpu", "lora.vllm", "lora.utils", "lora.punica_wrapper"),
     ("lora", "economics"),
+    ("guards.refusals", "guards.turns"),
     ("core",),
     ("worker",),
-    ("engine", "guards"),
+    ("engine", "guards", "text.answer"),
     ("commands",),
     ("cli",),
 )

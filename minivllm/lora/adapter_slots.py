@@ -65,7 +65,7 @@ class AdapterSlots(AdapterTiers):
         self._write(lora, slot)
         self._active_adapters.put(lora_id, slot)
         self.touch_adapter(lora_id)
-        self.tell("activate", lora_id, slot, time.perf_counter() - started)
+        self.tell("activate", lora_id, slot, seconds=time.perf_counter() - started)
         return True
 
     # endregion

@@ -38,7 +38,7 @@ class LoRAStats:
     cpu_evictions     adapters that lost their place in memory, and with it their slot
     loads, load_seconds            adapter folders read, and checked
     activations, activate_seconds  copies into slots
-    events            what happened since the last `drain_events`, hits and misses apart
+    events            loads, activations, evictions and drops since the last `drain_events`
     """
 
     hits: int = 0
@@ -56,10 +56,6 @@ class LoRAStats:
         """The history of one adapter; begins one for an id not seen before."""
         return self.by_adapter.setdefault(adapter_id, AdapterStats())
 
-    def forget(self, adapter_id: int) -> None:
-        """Under its id there may soon be another adapter."""
-        self.by_adapter.pop(adapter_id, None)
-
     def __call__(self, event: LoRAEvent) -> None:
         """Count an event."""
         if event.kind in ("hit", "miss"):
@@ -68,7 +64,10 @@ class LoRAStats:
             self.adapter(event.adapter_id).steps += 1
             self.adapter(event.adapter_id).last_used = time()
             return
-        self.events.append(event)
+        if event.kind == "forget":  # under its id there may soon be another adapter
+            self.by_adapter.pop(event.adapter_id, None)
+        if event.kind in ("load", "activate", "evict", "drop"):
+            self.events.append(event)
         self.evictions += event.kind == "evict"
         self.cpu_evictions += event.kind == "drop"
         if event.kind == "load":
