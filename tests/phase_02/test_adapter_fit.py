@@ -177,6 +177,13 @@ def test_shapes_that_do_not_fit_are_named_with_the_right_ones(wrapped, module, s
     assert_refused(wrapped, lora, name, shape_a, shape_b, *expected)
 
 
+@pytest.mark.lab("2.7")
+def test_an_adapter_of_which_one_module_does_not_fit_is_left_as_it_was(wrapped):
+    lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), "layers.1.router": ((2, 12), (4, 2))})
+
+    assert_refused(wrapped, lora, "layers.1.router")
+
+
 @pytest.mark.lab("2.6")
 def test_a_rank_above_the_largest_is_refused_with_the_fix(wrapped):
     lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), "layers.1.router": ((9, 12), (3, 9))})
