@@ -3,6 +3,7 @@
 from minivllm.labs import Todo
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
+from minivllm.engine.event_log import log_step
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parts import EngineParts
 from minivllm.engine.recorder import record_step
@@ -60,9 +61,8 @@ class EngineCore(EngineParts):
         """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any."""
         if self.adapters is None:
             return False
-        self.adapters.pin_wanted()
         wanted = {request.adapter_id: request.lora_request for request in scheduled.running}
-        failures = self.runner.prepare_loras(wanted.values())
+        failures = self.adapters.prepare(wanted.values())
         for adapter_id, error in failures.items():
             self._fail_adapter(adapter_id, error, outputs)
         return bool(failures)
@@ -111,3 +111,4 @@ class EngineCore(EngineParts):
     def _record(self, scheduled: SchedulerOutput) -> None:
         seconds = self.clock() - self._started
         self.trace.append(record_step(self.metrics.steps, seconds, scheduled, self.scheduler, self.adapters))
+        log_step(scheduled, self.scheduler, self.adapters.name_of if self.adapters else str)

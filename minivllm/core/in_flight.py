@@ -26,7 +26,3 @@ class InFlight:
     def generations(self, adapter_id: int) -> Collection[int]:
         """The generations of an adapter's unfinished requests, each once."""
         return self._counts.get(adapter_id, {}).keys()
-
-    def of_earlier_load(self, request: Request) -> bool:
-        """Whether an unfinished request of its adapter belongs to an earlier generation than this one."""
-        return request.adapter_generation > min(self.generations(request.adapter_id))

@@ -33,7 +33,7 @@ class SchedulerOutput:
     preempted       ids of requests that lost their KV blocks and wait again
     preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
     passed_over     adapter -> why its oldest request that was asked could not join: MAX_LORAS, RELOAD_PENDING,
-                    ADAPTER_COPY (see `prefetch`), or what the engine put into `Scheduler.blocked_adapters`
+                    ADAPTER_COPY (see `prefetch`), or what `Scheduler.may_run` says
     asked           places in line of the waiting requests that were asked, in this order: (since, arrival) where the
                     adapter had waited for a slot, else the arrival
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.

@@ -7,10 +7,11 @@ from minivllm.core.block_pool import BlockPool
 from minivllm.core.in_flight import InFlight
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
-from minivllm.core.output import RELOAD_PENDING, SchedulerOutput
-from minivllm.core.request import Request, RequestStatus, all_pinned, check_stop, lora_is_off
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.core.step_policy import StepPolicy
 from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.guards.refusals import all_pinned, lora_is_off
 
 
 class Scheduler(StepPolicy):
@@ -25,12 +26,11 @@ class Scheduler(StepPolicy):
     waiting     by arrival; a preempted request goes back to its place
     running     by admission, so that prompts in the making come after all who already answer
     in_flight   how many unfinished requests, waiting or running, each load of an adapter has
-    blocked_adapters    (adapter_id, adapter_generation) -> why its requests may not be admitted now;
-                the engine's, while a reload is to come
 
     adapter_identity    see `PrefixCache`
     pinned_adapters     ids of the adapters whose slots are pinned at this moment
     can_prefetch        whether an adapter could be copied into a slot while a step runs
+    may_run             None, or why a waiting request may not join even if there is room
     max_model_len       longest prompt plus answer, in tokens
     """
 
@@ -44,12 +44,13 @@ class Scheduler(StepPolicy):
         adapter_identity: Callable[[int], int | None] = lambda adapter_id: None,
         pinned_adapters: Callable[[], Iterable[int]] = tuple,
         can_prefetch: Callable[[int], bool] = lambda adapter_id: False,
+        may_run: Callable[[Request], str | None] = lambda request: None,
     ) -> None:
         self.scheduler_config = scheduler_config
         self.max_model_len = max_model_len
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch
-        self.blocked_adapters: dict[tuple[int, int], str] = {}
+        self.may_run = may_run
         self.kv_cache = KVCacheManager(
             cache_config.block_size,
             cache_config.num_blocks,
@@ -155,7 +156,7 @@ class Scheduler(StepPolicy):
         self.lora.begin_step((request.adapter_id for request in self.running), self.pinned_adapters())
         passed_over = self.waiting.longest_wait_first()
         output.preempted_adapters = self.lora.make_room(
-            adapter_id for adapter_id in passed_over if not self._held_back(self.waiting.oldest(adapter_id))
+            adapter_id for adapter_id in passed_over if not self.may_run(self.waiting.oldest(adapter_id))
         )
         if output.preempted_adapters:
             for request in reversed(self.running[:]):
@@ -180,11 +181,6 @@ class Scheduler(StepPolicy):
         self.num_preemptions += 1
         self.waiting.add(request)
         output.preempted.append(request.request_id)
-
-    def _held_back(self, request: Request) -> str | None:
-        """Why it may not join even if there is room: another load of its adapter is awaited."""
-        reason = self.blocked_adapters.get((request.adapter_id, request.adapter_generation))
-        return RELOAD_PENDING if reason is None and self.in_flight.of_earlier_load(request) else reason
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> None:
         for token_id in token_ids:

@@ -23,7 +23,7 @@ class StepPolicy:
     running: list[Request]
     can_prefetch: Callable[[int], bool]
     _prefetched: list[int]
-    _held_back: Callable[[Request], str | None]
+    may_run: Callable[[Request], str | None]
     _preempt: Callable[[Request, SchedulerOutput], None]
 
     # region lab 6.3: token budget
@@ -54,7 +54,7 @@ class StepPolicy:
         """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
 
         Who may not join yet is skipped, and the reason noted for its adapter in `output.passed_over`: the adapter is
-        about to change (`_held_back` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`),
+        about to change (`may_run` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`),
         or comes into its slot beside this step (`_prefetches`: ADAPTER_COPY). Who lacks blocks (`_admit` is False)
         ends it: blocks come free one by one, and were small requests to pass, a big one might wait for ever.
         """
@@ -62,7 +62,7 @@ class StepPolicy:
             output.halted_by = self._full(output)
             if output.halted_by:
                 return
-            if reason := self._held_back(request):
+            if reason := self.may_run(request):
                 output.passed_over[request.adapter_id] = reason
             elif not self.lora.fits(request.adapter_id):
                 self.lora.pass_over(request.adapter_id)

@@ -1,53 +1,29 @@
-"""Who owns which adapter id, and what waits for its requests to finish.
+"""Who owns which adapter id and name, and what is asked of adapters while requests run.
 
 Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only.
 """
 
-import logging
-from collections.abc import Iterable
 from dataclasses import replace
 
-from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter_entry import AdapterEntry, at_hand, folder_of, registered
-from minivllm.engine.adapter_tokenizers import AdapterTokenizers
-from minivllm.engine.adapter_traits import AdapterTraits, numbers_of, traits_of
-from minivllm.faults import as_fault
-from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.engine.adapter import Adapter, AdapterState, AdapterTraits, at_hand, folder_of
+from minivllm.engine.adapter_pins import AdapterPins
 from minivllm.lora.request import LoRARequest
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.lora.seams import traits_readers
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-logger = logging.getLogger(__name__)
 
-
-class AdapterRegistry:
-    """Adapters by id, and their loads, reloads, unloads and pins while requests run.
-
-    A reload, an unload or a pin may have to wait for running requests: it is noted. `settle` does reloads and
-    unloads, and `pin_wanted` pins, once no request stands in their way.
-
-    entries      by id
-    by_name      the same, by each of their names
-    leaving      ids of those that are being unloaded: requests in flight finish, new ones are refused
+class AdapterRegistry(AdapterPins):
+    """The records of all adapters that requests may name: the one class that changes them.
 
     with_tokenizers   whether requests are text, so that adapters' own tokenizers are of use
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, with_tokenizers: bool = False) -> None:
-        self.scheduler = scheduler
-        self.runner = runner
-        self.tokenizers = AdapterTokenizers(self.manager) if with_tokenizers else None
-        self.entries: dict[int, AdapterEntry] = {}
-        self.by_name: dict[str, AdapterEntry] = {}
-        self.leaving: set[int] = set()
-        self._reloads: dict[tuple[int, int], LoRARequest] = {}
-        self._failures: dict[tuple[int, int], BaseException] = {}
-        self._wanted_pins: set[int] = set()
-        self._pins_before: set[int] = set()  # before slots were last written to
-
-    @property
-    def manager(self) -> LRUCacheLoRAModelManager:
-        return self.runner.lora_manager.manager
+    def __init__(
+        self, scheduler: Scheduler, worker: LRUCacheWorkerLoRAManager, with_tokenizers: bool = False
+    ) -> None:
+        super().__init__(scheduler, worker)
+        self._traits_readers = [reader(self.manager, with_tokenizers) for reader in traits_readers]
 
     # ---- naming ---------------------------------------------------------------------------------------------
 
@@ -57,279 +33,173 @@ class AdapterRegistry:
         ValueError: id, name or folder contradict what is registered, or the adapter does not fit. FileNotFoundError:
         it is not there.
         """
-        entry = registered(lora_request, self.entries, self.by_name, self.leaving)
-        if entry is not None and not lora_request.load_inplace:
-            return self._present_traits(entry)
-        lora = self.runner.lora_manager.check_adapter(lora_request)
-        return traits_of(lora, lora_request, self.tokenizers is not None)
-
-    def _present_traits(self, entry: AdapterEntry) -> AdapterTraits:
-        """An adapter's traits now: of the reload that is to come, if there is one, else of what is in memory."""
-        adapter_id, traits = entry.request.lora_int_id, entry.traits
-        lora = self.manager.get_adapter(adapter_id)
-        if lora is not None and (adapter_id, entry.generation) not in self._reloads:
-            scaling_factor, added_tokens = numbers_of(lora)
-            traits = traits._replace(scaling_factor=scaling_factor, added_tokens=added_tokens)
-        if self.tokenizers is None or not traits.added_tokens:
+        try:
+            adapter = self._identify(lora_request)
+        except ValueError as error:
+            self.manager.tell("refuse", lora_request.lora_int_id, reason=str(error))
+            raise
+        if adapter is None or lora_request.load_inplace:
+            lora = self.worker.check_adapter(lora_request)
+            traits = AdapterTraits(name=lora_request.lora_name)
+            for reader in self._traits_readers if lora.beside else ():
+                traits = reader.read(traits, lora, lora_request)
             return traits
-        return traits._replace(tokenizer=self.tokenizers.get(entry.request))
+        # Of the reload that is to come, if there is one, else of what is in memory.
+        traits, lora = adapter.traits, None if adapter.reloads else self.manager.get_adapter(adapter.id)
+        is_plain = traits.is_plain and not (lora and lora.beside)
+        for reader in () if is_plain else self._traits_readers:
+            traits = reader.now(traits, lora, adapter.request)
+        return traits
 
-    def resolve(
+    def _identify(self, lora_request: LoRARequest) -> Adapter | None:
+        """The adapter with this id, if there is one. ValueError if it is another one, or on its way out."""
+        name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
+        owner_id = self.by_name.get(name, adapter_id)
+        if owner_id != adapter_id:
+            raise ValueError(
+                f"adapter name '{name}' belongs to lora_int_id {owner_id} ({self.adapters[owner_id].owner}), "
+                f"not {adapter_id}; use that id or another name"
+            )
+        adapter = self.adapters.get(adapter_id)
+        if adapter is None:
+            return None
+        if adapter.leaving:
+            raise ValueError(
+                f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone"
+            )
+        if not lora_request.load_inplace and self._is_elsewhere(lora_request, adapter):
+            raise ValueError(
+                f"lora_int_id {adapter_id} belongs to adapter '{adapter.request.lora_name}' at "
+                f"'{adapter.request.lora_path}' ({adapter.owner}), not to '{lora_request.lora_path}'; "
+                "give every adapter its own id, or remove that one first"
+            )
+        return adapter
+
+    def _is_elsewhere(self, lora_request: LoRARequest, adapter: Adapter) -> bool:
+        return (
+            lora_request.lora_path != adapter.request.lora_path and folder_of(lora_request) != adapter.folder
+        )
+
+    def register(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
     ) -> tuple[LoRARequest, int]:
         """The adapter a new request means, and its generation; the first mention registers it.
 
         traits   what `examine` found
 
-        A second name for the same id and folder is an alias.
+        A second name for the same id and folder is an alias. A reload from another folder brings its own name: the
+        names before it led to other weights, and are free.
         """
-        entry = self.entries.get(lora_request.lora_int_id)
-        plain = replace(lora_request, load_inplace=False)
-        if self.tokenizers is not None and traits.added_tokens:
-            self.tokenizers.keep(lora_request.lora_int_id, traits.tokenizer)
-            traits = traits._replace(tokenizer=None)
-        if entry is None:
-            entry = AdapterEntry(at_hand(plain), owner, folder_of(plain), traits)
-            self.entries[lora_request.lora_int_id] = entry
+        name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
+        for reader in () if traits.is_plain else self._traits_readers:
+            traits = reader.keep(adapter_id, traits)
+        adapter = self.adapters.get(adapter_id)
+        before = adapter.names if adapter else ()
+        if adapter is None:
+            adapter = Adapter(at_hand(lora_request), owner, folder_of(lora_request), traits)
         elif lora_request.load_inplace:
-            request = replace(at_hand(plain), lora_name=entry.request.lora_name)
-            entry = replace(entry, request=request, folder=folder_of(plain))
-            self._note_reload(entry, lora_request, traits)
-            # Folder, traits and generation at once: an interrupt may come between any two lines.
-            self.entries[lora_request.lora_int_id] = entry
-            self.by_name |= dict.fromkeys(entry.names, entry)
-        if lora_request.lora_name not in entry.names:
-            entry.names += (lora_request.lora_name,)
-        self.by_name[lora_request.lora_name] = entry
-        return entry.request, entry.generation
+            self.noted.add(adapter_id)
+            adapter = self._changed(adapter, lora_request, traits)
+        if name not in adapter.names:
+            adapter.names += (name,)
+        self.adapters[adapter_id] = (
+            adapter  # all of a change at once: an interrupt may come between any two lines
+        )
+        for old in set(before).difference(adapter.names):
+            self.by_name.pop(old, None)
+        self.by_name[name] = adapter_id
+        return adapter.request, adapter.generation
+
+    def _changed(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
+        """The record with a reload that is to come, and what the next requests find of it."""
+        request, names = at_hand(order), adapter.names
+        if order.lora_name in names or not self._is_elsewhere(order, adapter):
+            request = replace(request, lora_name=adapter.request.lora_name)
+        else:
+            names = ()
+        return replace(
+            self._with_reload(adapter, order),
+            request=request,
+            folder=folder_of(order),
+            traits=traits,
+            names=names,
+        )
+
+    def named(self, name: str) -> LoRARequest | None:
+        """The adapter of that name; None if none has it."""
+        return self.adapters[self.by_name[name]].request if name in self.by_name else None
+
+    def name_of(self, adapter_id: int) -> str:
+        adapter = self.adapters.get(adapter_id)
+        return adapter.request.lora_name if adapter else str(adapter_id)
+
+    def state_of(self, adapter_id: int) -> AdapterState:
+        """KeyError for an id that no adapter has."""
+        adapter = self.adapters[adapter_id]
+        told = {
+            AdapterState.IN_MEMORY: adapter_id in self.manager.list_adapters(),
+            AdapterState.IN_A_SLOT: adapter_id in self.manager.list_active_adapters(),
+            AdapterState.FAILED: adapter.failures,
+            AdapterState.RELOADING: adapter.reloads,
+            AdapterState.LEAVING: adapter.leaving,
+        }
+        return next((state for state in reversed(told) if told[state]), AdapterState.KNOWN)
+
+    # ---- coming and going -----------------------------------------------------------------------------------
 
     def request_ended(self, adapter_id: int) -> None:
         """Do what waited for a request's end; forget an adapter that was named but never read."""
-        if adapter_id not in self.manager.stats.by_adapter:
+        adapter = self.adapters.get(adapter_id)
+        if adapter is not None and not adapter.was_read:
             self.release_unused(adapter_id)
         self.settle()
 
     def release_unused(self, adapter_id: int) -> None:
         """Forget an adapter that is not in memory and that no request uses: its id and names are free again."""
-        loaded = adapter_id in self.manager.list_adapters()
-        if not loaded and not self._in_flight(adapter_id):
-            self._forget(adapter_id)
+        adapter = self.adapters.get(adapter_id)
+        if adapter is None:
+            return
+        if adapter_id in self.manager.list_adapters():
+            adapter.was_read = True
+        elif not self._in_flight(adapter):
+            self._forget(adapter)
 
-    def _forget(self, adapter_id: int) -> None:
-        """Drop all that was noted of it: under the same id there may soon be another adapter."""
-        entry = self.entries.pop(adapter_id, None)
-        for name in entry.names if entry else ():
-            self.by_name.pop(name, None)
-        self.leaving.discard(adapter_id)
-        if self.tokenizers is not None:
-            self.tokenizers.forget(adapter_id)
-        self._drop_pin(adapter_id)
-        self._failures = {key: error for key, error in self._failures.items() if key[0] != adapter_id}
-        self.manager.stats.by_adapter.pop(adapter_id, None)
+    def _forget(self, adapter: Adapter) -> None:
+        for reader in () if adapter.traits.is_plain else self._traits_readers:
+            reader.forget(adapter.id)
+        super()._forget(adapter)
 
     def reset(self) -> None:
-        """After a call that broke off: make the books agree with what is in memory and with the reloads to come.
-
-        An order of a reload whose generation its adapter does not know was not given to its end. A pin that a reload
-        lost is wanted again. What no request stands in the way of is done.
-        """
-        self.by_name = {name: entry for entry in self.entries.values() for name in entry.names}
-        self.leaving &= self.entries.keys()
+        """After a call that broke off: make names and slots agree with the records, and go on with what was ordered."""
+        self.by_name = {name: adapter.id for adapter in self.adapters.values() for name in adapter.names}
+        self.noted = set(self.adapters)
         for adapter_id in self.manager.list_active_adapters().keys() - self.manager.list_adapters().keys():
             self.manager.deactivate_adapter(adapter_id)
-        self._wanted_pins |= self._pins_before - self.manager.pinned_adapters
-        for adapter_id, generation in list(self._reloads):
-            if adapter_id not in self.entries or generation > self.entries[adapter_id].generation:
-                del self._reloads[adapter_id, generation]
-        self.scheduler.blocked_adapters = dict.fromkeys(self._reloads, RELOAD_PENDING)
-        for adapter_id in self.entries.keys() ^ self.manager.stats.by_adapter.keys():
-            self.release_unused(adapter_id)
+        for adapter in list(self.adapters.values()):
+            if not adapter.was_read:
+                self.release_unused(adapter.id)
         self.settle()
-
-    def name_of(self, adapter_id: int) -> str:
-        entry = self.entries.get(adapter_id)
-        return entry.request.lora_name if entry else str(adapter_id)
-
-    # ---- load, reload, unload, pin --------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load ahead of the first request. True if it was not in memory before; errors as in `examine`.
+        """Load ahead of the first request; errors as in `examine`. True: it is in memory.
 
-        With `load_inplace` it is read again: at once, or when the requests that use it have finished.
-        RuntimeError when all that memory holds is pinned or in use.
+        With `load_inplace` it is read again: at once, or when the requests that use it have finished, and then False
+        is the answer. RuntimeError when all that memory holds is pinned or in use.
         """
-        request, generation = self.resolve(lora_request, "add_lora", self.examine(lora_request))
+        request, generation = self.register(lora_request, "add_lora", self.examine(lora_request))
+        adapter = self.adapters[request.lora_int_id]
         try:
             self.settle()
-            if error := self._failures.pop((request.lora_int_id, generation), None):
+            if error := adapter.failures.pop(generation, None):
                 raise error
-            if (request.lora_int_id, generation) in self._reloads:
+            if generation in adapter.reloads:
                 return False
-            self._refuse_if_memory_is_full(request)
-            return self.runner.add_lora(request)
+            if not self._has_memory_for(adapter):
+                raise RuntimeError(
+                    f"adapter '{request.lora_name}' cannot be loaded: the {self.manager.capacity} adapters in "
+                    "memory are all pinned or in use; unpin one, wait, or raise max_cpu_loras"
+                )
+            return self.worker.add_adapter(request)
         finally:
-            if request.lora_int_id not in self.manager.stats.by_adapter:
-                self.release_unused(request.lora_int_id)
-
-    def _refuse_if_memory_is_full(self, lora_request: LoRARequest) -> None:
-        if not self._has_memory_for(lora_request.lora_int_id):
-            raise RuntimeError(
-                f"adapter '{lora_request.lora_name}' cannot be loaded: the {self.manager.capacity} adapters in "
-                "memory are all pinned or in use; unpin one, wait, or raise max_cpu_loras"
-            )
-
-    def _has_memory_for(self, adapter_id: int) -> bool:
-        """Whether it is in memory, or could be with nothing evicted that is pinned or in use."""
-        self._refresh_in_use()
-        held = self.manager.list_adapters().keys()
-        kept = self.manager.in_use | self.manager.pinned_adapters
-        return adapter_id in held or len(held) < self.manager.capacity or not held <= kept
-
-    def pin_lora(self, adapter_id: int) -> bool:
-        """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
-
-        ValueError for an unknown id, RuntimeError when every slot is pinned already.
-        """
-        if adapter_id not in self.entries:
-            raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
-        pins = self.pinned_adapters() | {adapter_id}
-        if len(pins) > self.manager.lora_slots:
-            raise RuntimeError(
-                f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
-                f"(adapters {sorted(pins - {adapter_id})}); unpin one or raise max_loras"
-            )
-        if self._has_memory_for(adapter_id):
-            self._pin(adapter_id)
-        else:
-            self._wanted_pins.add(adapter_id)
-        return True
-
-    def _pin(self, adapter_id: int) -> None:
-        """Read it if need be, and pin it if there is a slot; if there is none, it is wanted."""
-        if adapter_id not in self.manager.list_adapters():
-            self.runner.add_lora(self.entries[adapter_id].request)
-        if self.manager.has_room_for(adapter_id):
-            self.runner.pin_lora(adapter_id)
-            self._wanted_pins.discard(adapter_id)
-        else:
-            self._wanted_pins.add(adapter_id)
-
-    def unpin_lora(self, adapter_id: int) -> bool:
-        """Let the adapter be evicted again. False if it was not pinned."""
-        wanted = adapter_id in self._wanted_pins
-        self._drop_pin(adapter_id)
-        return self.manager.unpin_adapter(adapter_id) or wanted
-
-    def _drop_pin(self, adapter_id: int) -> None:
-        self._wanted_pins.discard(adapter_id)
-        self._pins_before.discard(adapter_id)
-
-    def pinned_adapters(self) -> set[int]:
-        """Adapters whose slots the scheduler must not count on."""
-        return self.manager.pinned_adapters | self._wanted_pins
-
-    def pin_wanted(self) -> None:
-        """Pin what waited for a slot; call it when a step is scheduled, since the scheduler made room then.
-
-        A pin whose adapter cannot be read any more is dropped, with a warning in the log.
-        """
-        if self._wanted_pins:
-            self._refresh_in_use()
-        for adapter_id in sorted(self._wanted_pins):
-            try:
-                self._pin(adapter_id)
-            except BaseException as error:
-                as_fault(error)
-                self._wanted_pins.discard(adapter_id)
-                logger.warning("adapter '%s' could not be pinned: %s", self.name_of(adapter_id), error)
-
-    # ---- what waits for requests ----------------------------------------------------------------------------
-
-    # region lab 7.5: changes that wait for requests in flight
-    def _note_reload(self, entry: AdapterEntry, lora_request: LoRARequest, traits: AdapterTraits) -> None:
-        """Order a reload: the next generation of the adapter, whose requests are held back until it is done.
-
-        The order is kept under (adapter id, generation) in `_reloads`, with its `load_inplace`. Under the same
-        key the scheduler is told to admit none of that generation (`blocked_adapters`, RELOAD_PENDING). The
-        entry has the new generation, traits and `folder_of` at once; its `request` stays without the flag.
-        """
-        entry.generation += 1
-        entry.traits = traits
-        entry.folder = folder_of(lora_request)
-        key = (lora_request.lora_int_id, entry.generation)
-        self._reloads[key] = lora_request
-        self.scheduler.blocked_adapters[key] = RELOAD_PENDING
-
-    def remove_lora(self, adapter_id: int) -> bool:
-        """Unload: at once, or when the requests that use it have finished. False for an unknown id.
-
-        From now on it is among those `leaving`, and new requests are refused.
-        """
-        if adapter_id not in self.entries:
-            return False
-        self.leaving.add(adapter_id)
-        self.settle()
-        return True
-
-    def settle(self) -> None:
-        """Do the reloads, by generation, and then the unloads that no request stands in the way of any more.
-
-        A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`),
-        and its order and its block are gone. An unload waits for all unfinished requests of its adapter; then
-        the runner removes it from its slot and from memory, and it is forgotten here (`_forget`).
-        """
-        for adapter_id, generation in sorted(self._reloads):
-            if not self._in_flight(adapter_id, before=generation):
-                self._reload(self._reloads[adapter_id, generation], generation)
-                del self._reloads[adapter_id, generation]
-                del self.scheduler.blocked_adapters[adapter_id, generation]
-        for adapter_id in [i for i in self.leaving if not self._in_flight(i)]:
-            self.runner.remove_lora(adapter_id)
-            self._forget(adapter_id)
-
-    def _reload(self, lora_request: LoRARequest, generation: int) -> None:
-        """Have the runner read it again (`add_lora`); nobody who runs may lose a place to it (`_refresh_in_use`).
-
-        What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
-
-        After any error (`as_fault`) the runner still has the old weights. The error is kept in
-        `_failures` under (adapter id, generation) for the requests that waited; the entry's generation is a later
-        one from then on, so that whoever comes next does not share their fate.
-        """
-        adapter_id = lora_request.lora_int_id
-        if adapter_id not in self.manager.list_adapters():
-            return
-        self._refresh_in_use()
-        try:
-            self.runner.add_lora(lora_request)
-        except BaseException as error:
-            self._failures[adapter_id, generation] = as_fault(error)
-            self.entries[adapter_id].generation = max(generation + 1, self.entries[adapter_id].generation)
-
-    def _in_flight(self, adapter_id: int, before: int | None = None) -> bool:
-        """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
-
-        The scheduler counts them in `in_flight`, also those that wait or were preempted: `generations` of an
-        adapter are those of which there are any.
-        """
-        generations = self.scheduler.in_flight.generations(adapter_id)
-        return any(before is None or generation < before for generation in generations)
-
-    # endregion
-
-    def failures(self) -> dict[tuple[int, int], BaseException]:
-        """(adapter id, generation) -> error of the reloads that have failed, but for those that were `answered_for`."""
-        return dict(self._failures)
-
-    def answered_for(self, failure: tuple[int, int]) -> None:
-        """Everybody who waited for that reload has ended. Not before: who is left would get the old weights."""
-        self._failures.pop(failure, None)
-
-    def _refresh_in_use(self) -> None:
-        """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
-        self.manager.in_use = frozenset(_adapter_ids(self.scheduler)) | self._wanted_pins
-        self._pins_before = set(self.manager.pinned_adapters)
-
-
-def _adapter_ids(scheduler: Scheduler) -> Iterable[int]:
-    return (request.adapter_id for request in scheduler.running if request.adapter_id)
+            if not adapter.was_read:
+                self.release_unused(adapter.id)

@@ -13,7 +13,10 @@ from minivllm.engine_args import EngineArgs
 from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.text.prompts import render_chat, tokenize
+from minivllm.text.prompts import chat_prompts
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+LoRAs = LoRARequest | str | Sequence[LoRARequest | str | None] | None
 
 
 class LLM:
@@ -31,10 +34,10 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None = None,
+        lora_request: LoRAs = None,
     ) -> list[RequestOutput]:
         """Answer all prompts, each with its own adapter if it names one; answers in the order of prompts.
 
@@ -48,41 +51,36 @@ class LLM:
         finish_reason "error" and says why in `.error`. Nothing is left behind by an error or Ctrl-C.
         """
         with self._turns.take():
-            return self._generate(prompts, sampling_params, use_tqdm, lora_request)
+            prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+            default = SamplingParams() if sampling_params is None else sampling_params
+            params = _for_each(default, len(prompts), "sampling_params")
+            loras = _reload_once(_for_each(lora_request, len(prompts), "lora_request"))
+            ids = self._free_ids(len(prompts))
+            try:
+                for request_id, prompt, param, lora in zip(ids, prompts, params, loras):
+                    self.llm_engine.add_request(request_id, prompt, param, lora_request=lora)
+                finished = self._run(ids, use_tqdm)
+            except BaseException:
+                with no_interrupts():
+                    self.llm_engine.abort_request(ids)
+                raise
+            return [finished[request_id] for request_id in ids]
 
-    def _generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-        lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None,
-    ) -> list[RequestOutput]:
-        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        params = _for_each(
-            SamplingParams() if sampling_params is None else sampling_params, len(prompts), "sampling_params"
-        )
-        loras = _for_each(lora_request, len(prompts), "lora_request")
-        # Known before any is in the engine: an interrupt may come between any two lines. And free, since an error ends
-        # all requests under these ids.
+    def _free_ids(self, count: int) -> list[str]:
+        """Ids that nobody has, since an error ends all requests under them.
+
+        They are known before any request is in the engine: an interrupt may come between any two lines.
+        """
         free = (i for i in map(str, self._request_numbers) if not self.llm_engine.knows(i))
-        ids = list(itertools.islice(free, len(prompts)))
-        try:
-            for request_id, prompt, param, lora in zip(ids, prompts, params, _reload_once(loras)):
-                self.llm_engine.add_request(request_id, prompt, param, lora_request=lora)
-            finished = self._run(ids, use_tqdm)
-        except BaseException:
-            with no_interrupts():
-                self.llm_engine.abort_request(ids)
-            raise
-        return [finished[request_id] for request_id in ids]
+        return list(itertools.islice(free, count))
 
     def chat(
         self,
         messages: list[dict[str, str]] | Sequence[list[dict[str, str]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | str | Sequence[LoRARequest | str | None] | None = None,
+        lora_request: LoRAs = None,
     ) -> list[RequestOutput]:
         """Answer conversations through the tokenizer's chat template; otherwise as `generate`.
 
@@ -93,23 +91,12 @@ class LLM:
             raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         loras = _for_each(lora_request, len(conversations), "lora_request")
-        # Only an adapter that adds tokens brings a tokenizer: where none may, none is read, or resolved, to know it.
-        lora_config = self.llm_engine.config.lora_config
-        may_add = lora_config is not None and lora_config.lora_extra_vocab_size > 0
-        tokenizers = {lora: self.get_tokenizer(lora if may_add else None) for lora in dict.fromkeys(loras)}
-        rendered = [self._render(c, tokenizers[lora]) for c, lora in zip(conversations, loras)]
-        prompts = [{"prompt": text, "prompt_token_ids": ids} for text, ids in rendered]
+        prompts = chat_prompts(self.llm_engine, conversations, loras)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
         """The model's, or that of an adapter's requests."""
         return self.llm_engine.get_tokenizer(lora_request)
-
-    def _render(self, conversation: list[dict[str, str]], tokenizer: Any) -> tuple[str, list[int]]:
-        engine = self.llm_engine
-        text = render_chat(conversation, tokenizer, tokenizer.chat_template or engine.tokenizer.chat_template)
-        longest = engine.config.model_config.max_model_len
-        return text, tokenize("the conversation", text, tokenizer, longest, add_special_tokens=False)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted, finished = set(ids), {}

@@ -1,19 +1,18 @@
 """Requests in, tokens out, one step at a time. Stands for vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from minivllm.config import EngineConfig
-from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_off
-from minivllm.engine.adapter_names import resolve_lora
+from minivllm.core.request import Request, RequestStatus
+from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.adapter_traits import BASE
-from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.engine.input_processor import Prompt
 from minivllm.engine.metrics import debug_info, scheduler_stats
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.guarded_core import GuardedCore
+from minivllm.guards.refusals import all_pinned, check_arguments, lora_is_off
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.seams import name_finders
 from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
 
@@ -23,16 +22,6 @@ class LLMEngine(GuardedCore):
 
     One thread at a time may call it; another gets a RuntimeError.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        tokenizer: Any = None,
-        warm_up: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(config, tokenizer, warm_up, clock)
-        self.input_processor = InputProcessor(config.model_config, tokenizer)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
@@ -65,10 +54,11 @@ class LLMEngine(GuardedCore):
         kind) for what can never be served; the engine is then as it was.
         """
         with self._turns.take():
-            self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
+            most_logprobs = self.config.model_config.max_logprobs
+            check_arguments(request_id, params, arrival_time, lora_request, most_logprobs)
             if lora_request is not None and self.adapters is None:
                 raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
-            self._add_request(request_id, prompt, params, arrival_time, self._resolved(lora_request))
+            self._add_request(request_id, prompt, params, arrival_time, self._identified(lora_request))
         return request_id
 
     def _add_request(
@@ -95,7 +85,7 @@ class LLMEngine(GuardedCore):
         self.scheduler.check_request(request)
         if lora_request is not None:
             self._refuse_if_all_pinned(lora_request)
-            request.lora_request, request.adapter_generation = self.adapters.resolve(
+            request.lora_request, request.adapter_generation = self.adapters.register(
                 lora_request, f"request '{request_id}'", traits
             )
         if params.n > 1:
@@ -107,13 +97,16 @@ class LLMEngine(GuardedCore):
         """Whether an id is in use: its request has not had its last output."""
         return self.parallel.is_in_use(request_id, self._undelivered)
 
-    def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
+    def _identified(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
         if not isinstance(lora_request, str):
             return lora_request
-        return resolve_lora(lora_request, self.config.model_config.model, self.adapters.by_name)
+        if known := self.adapters.named(lora_request):
+            return known
+        [find] = name_finders
+        return find(lora_request, self.config.model_config.model, self.adapters.by_name)
 
     def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
-        pinned = self._pinned_adapters()
+        pinned = self.adapters.pinned_adapters()
         if len(pinned) >= self.config.lora_config.max_loras and lora_request.lora_int_id not in pinned:
             names = ", ".join(f"'{self.adapters.name_of(adapter_id)}'" for adapter_id in sorted(pinned))
             raise ValueError(all_pinned(lora_request.lora_name, len(pinned), names))
@@ -179,7 +172,7 @@ class LLMEngine(GuardedCore):
         if lora_request is None or self.adapters is None:
             return self.tokenizer
         with self._turns.take():  # an adapter's own is read, and kept
-            return self.input_processor.tokenizer_of(self.adapters.examine(self._resolved(lora_request)))
+            return self.input_processor.tokenizer_of(self.adapters.examine(self._identified(lora_request)))
 
     # ---- looking inside -------------------------------------------------------------------------------------
 

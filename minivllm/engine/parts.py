@@ -8,6 +8,8 @@ from typing import Any
 from minivllm.config import EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.event_log import EventLog
+from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
@@ -44,14 +46,18 @@ class EngineParts:
             config.lora_config,
             max_model_len=config.model_config.max_model_len,
             adapter_identity=self._adapter_identity,
-            pinned_adapters=self._pinned_adapters,
             can_prefetch=self.runner.can_prefetch_lora,
         )
         self.adapters = None
         if config.lora_config is not None:
             self.adapters = AdapterRegistry(
-                self.scheduler, self.runner, with_tokenizers=tokenizer is not None
+                self.scheduler, self.runner.lora_manager, with_tokenizers=tokenizer is not None
             )
+            log = EventLog(self.adapters.manager, self.adapters.name_of)
+            self.adapters.manager.listeners.append(log)
+            self.scheduler.may_run = self.adapters.may_run
+            self.scheduler.pinned_adapters = self.adapters.pinned_adapters
+        self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, clock)
         self.parallel = ParallelSampling(self.scheduler, self.output_processor)
         self.metrics = EngineMetrics()
@@ -63,6 +69,3 @@ class EngineParts:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""
         lora = self.adapters.manager.get_adapter(adapter_id)
         return lora and lora.load_id
-
-    def _pinned_adapters(self) -> set[int]:
-        return self.adapters.pinned_adapters() if self.adapters else set()

@@ -1,5 +1,7 @@
 """Whose the tensors of an adapter are. Stands for `LoRAModel.from_lora_tensors`, vllm/lora/lora_model.py (v0.22.1)."""
 
+from functools import partial
+
 import torch
 
 import minivllm.lora.seams as seams
@@ -97,8 +99,9 @@ def to_weights(
         beside = pair.keys() - {"lora_A", "lora_B"}
         lora.beside = {kind: pair[kind] * lora.scaling for kind in beside}  # (1, N)
         loras[module] = lora
+    convert = partial(torch.Tensor.to, device=device, dtype=dtype)
     for lora in loras.values():
-        lora.replace_tensors(lambda tensor: tensor.to(device=device, dtype=dtype))
+        lora.replace_tensors(convert)
     return loras
 
 

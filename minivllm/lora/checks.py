@@ -19,6 +19,9 @@ from minivllm.validation import is_integral, is_real, shown
 
 # ---- configs --------------------------------------------------------------------------------------------------
 
+# Objects in objects. PEFT's go three deep; repr() of a thousand would end in a RecursionError.
+CONFIG_DEPTH = 16
+
 # Initialisations that move part of the base weight into the adapter: on an unmoved base they are wrong.
 BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Those that leave the base weight as it is. All others are refused: a new one may be of either kind.
@@ -48,6 +51,26 @@ _UNROLLED = re.compile(r"\)\{|\{(?!\d{0,2},?\d{0,2}\})")
 
 # Wider than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.
 LARGEST_RANK = 2**20
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict. ValueError for a name that is there twice: readers differ in which value they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def check_depth(value: Any, depth: int = CONFIG_DEPTH) -> None:
+    """ValueError for lists and objects in each other, more than so many deep."""
+    if not isinstance(value, dict | list):
+        return
+    if not depth:
+        raise ValueError(f"it is nested more than {CONFIG_DEPTH} deep")
+    for inner in value.values() if isinstance(value, dict) else value:
+        check_depth(inner, depth - 1)
 
 
 def check_fields(config: Mapping[str, Any]) -> None:

@@ -10,10 +10,10 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from minivllm.lora.checks import check_depth, without_duplicates
+
 # PEFT writes 1 KB, and 100 bytes for each entry of a list of targets or of a pattern.
 CONFIG_BYTES = 2**20
-# Objects in objects. PEFT's go three deep; repr() of a thousand would end in a RecursionError.
-CONFIG_DEPTH = 16
 
 # An adapter of each expert of Qwen3-235B-A22B has 72,192 tensors: 94 layers, 128 experts, 3 linears, A and B.
 MOST_TENSORS = 100_000
@@ -25,13 +25,6 @@ MOST_DIMENSIONS = 8
 
 # Weights of at most so many bytes are read at once. Of larger files the shapes are first compared with the model's.
 READ_AT_ONCE = 32 * 2**20
-
-# The largest tokenizers of today take 35 MB, their configs, with 6,000 added tokens, 1.2 MB.
-TOKENIZER_BYTES = 40 * 2**20
-TOKENIZER_CONFIG_BYTES = 4 * 2**20
-
-# Longer than what any file system takes.
-LONGEST_PATH = 4096
 
 
 def open_file(path: str | Path) -> BinaryIO:
@@ -57,28 +50,9 @@ def read_config(path: str | Path) -> Any:
                 f"'{path}' has {file_size(file)} bytes, more than the {CONFIG_BYTES} that a config may have"
             )
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
-        _refuse_depth(value, CONFIG_DEPTH)
+        value = json.loads(data.decode(), object_pairs_hook=without_duplicates)
+        check_depth(value)
     # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"'{path}' is not valid JSON: {error}") from error
     return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict. ValueError for a name that is there twice: readers differ in which value they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice")
-    return found
-
-
-def _refuse_depth(value: Any, depth: int) -> None:
-    """ValueError for lists and objects in each other, more than so many deep."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if isinstance(value, dict | list) and not depth:
-        raise ValueError(f"it is nested more than {CONFIG_DEPTH} deep")
-    for each in inner:
-        _refuse_depth(each, depth - 1)

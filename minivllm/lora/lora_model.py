@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class LoRAModel:
     loras     module name -> its weights
     name      what the request that loaded it called it; for people, nothing depends on it
     beside    what options found of the whole adapter, by their names for it; {} for a plain one
+    is_accepted   whether its weights have the form in which slots take them (`WrappedModules.accept`)
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
               uses it as the key: names and ids may come back with other weights, a load_id does not.
     """
@@ -39,6 +41,7 @@ class LoRAModel:
         self.loras = loras
         self.name = ""
         self.beside: dict[str, Any] = {}
+        self.is_accepted = False
         self.load_id = next(_load_ids)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
@@ -51,7 +54,7 @@ class LoRAModel:
     def clone(self, lora_model_id: int) -> "LoRAModel":
         """The same tensors under another id, and a load_id of its own."""
         twin = type(self)(lora_model_id, self.rank, self.loras.copy())
-        twin.name, twin.beside = self.name, self.beside.copy()
+        twin.name, twin.beside, twin.is_accepted = self.name, self.beside.copy(), self.is_accepted
         return twin
 
     @property
@@ -112,9 +115,8 @@ class LoRAModel:
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
         """
         path, of_options = find_weights_file(lora_dir), files_of_options(lora_dir)
-        tensors = read_weights(
-            path, shapes_only, lambda name: not is_left_out(name, skip_prefixes), most_tensors
-        )
+        left_out = partial(is_left_out, skip_prefixes=skip_prefixes)
+        tensors = read_weights(path, shapes_only, left_out, most_tensors)
         device = "meta" if shapes_only else device
         # Where an option reads a file it may add tokens, which A may know of.
         vocab_size = None if of_options else model_vocab_size

@@ -47,7 +47,7 @@ class PEFTHelper:
         self.rank_pattern, self.alpha_pattern = self.rank_pattern or {}, self.alpha_pattern or {}
         fields_of_keys = dict.fromkeys(self.alpha_pattern, "alpha_pattern")
         fields_of_keys |= dict.fromkeys(self.rank_pattern, "rank_pattern")
-        self._patterns = TimedPatterns(fields_of_keys)
+        self._patterns = TimedPatterns(fields_of_keys) if fields_of_keys else None
         self.ranks = sorted({self.r, *self.rank_pattern.values()})
         self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
         self.beside: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class PEFTHelper:
 
         It must begin where a part of the name begins: `q_proj` matches `layers.0.self_attn.q_proj`, `proj` does
         not. `self._patterns.match(expression, name)` says whether `re.match` would find something, in limited time.
-        re.error for a key that is no regular expression, ValueError for one that takes too long.
+        ValueError for a key that takes too long.
         """
         return self._patterns.match(rf"(.*\.)?({key})$", module_name)
 

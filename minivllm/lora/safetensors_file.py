@@ -79,18 +79,16 @@ def _find(file: BinaryIO, most_tensors: int) -> dict[str, StoredTensor]:
     if length > HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes, at most {HEADER_BYTES} are read")
     header = _parse(file.read(length), most_tensors)
-    entries = [
-        (name, _place(name, entry, 8 + length)) for name, entry in header.items() if name != "__metadata__"
-    ]
-    entries.sort(key=lambda entry: (entry[1].start, entry[1].nbytes))
+    header.pop("__metadata__", None)
+    found = {name: _place(name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
-    for name, stored in entries:
-        if stored.start != end:
+    for start, nbytes, name in sorted((stored.start, stored.nbytes, name) for name, stored in found.items()):
+        if start != end:
             raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
-        end += stored.nbytes
+        end += nbytes
     if end != size:
         raise ValueError(f"it has {size} bytes, its header tells of {end}")
-    return dict(entries)
+    return found
 
 
 def _parse(text: bytes, most_tensors: int) -> dict[str, Any]:

@@ -45,5 +45,15 @@ backends: dict[str, Callable[..., Any]] = {}
 # Type of a device -> what makes the object that writes adapters into slots there. The core writes on a CPU.
 slot_writers: dict[str, Callable[..., Any]] = {}
 
+# Name under which an option keeps something beside A and B -> what refuses it, called with (wrapped layer, weights).
+beside_checks: dict[str, Callable[..., None]] = {}
+
 # Called once with each new model manager; what it gives hears of every event (`LoRAEvent`). No decision asks it.
 listeners: list[Callable[[Any], Callable[[Any], None]]] = []
+
+# Called with (model manager, whether requests are text); what it gives reads what prompts of an adapter that is not
+# plain may be: `read`, `now`, `keep`, `forget`, see `minivllm.lora.options.traits`.
+traits_readers: list[Callable[[Any, bool], Any]] = []
+
+# Called with (name, base model, names that are known) for a name that no adapter has; gives a LoRARequest, or raises.
+name_finders: list[Callable[..., Any]] = []

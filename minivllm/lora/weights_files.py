@@ -58,13 +58,13 @@ def weights_bytes(lora_dir: str) -> int:
 def read_weights(
     path: Path,
     shapes_only: bool = False,
-    is_wanted: Callable[[str], bool] = lambda name: True,
+    is_left_out: Callable[[str], bool] | None = None,
     most_tensors: int = MOST_TENSORS,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a weights file, in the order of names.
 
     shapes_only   tensors on the "meta" device: of the file only names, dtypes and shapes are read
-    is_wanted     whether a tensor is read at all, by its name
+    is_left_out   of which tensors not even the shape is wanted, by their names
     most_tensors  a file of more is refused
 
     ValueError names a file that cannot be read, is damaged or cut short, would need to run code, or is beyond our
@@ -74,14 +74,16 @@ def read_weights(
     try:
         with open_file(path) as file:
             stored = find(path, file, most_tensors)
-            stored = {name: stored[name] for name in sorted(stored) if is_wanted(name)}
+            names = sorted(name for name in stored if not (is_left_out and is_left_out(name)))
             if shapes_only:
-                return {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in stored.items()}
-            in_place = sorted(stored, key=lambda name: stored[name].start)
-            tensors = {name: _read_tensor(path, file, stored[name]) for name in in_place}
+                return {name: _empty(stored[name]) for name in names}
+            return {name: _read_tensor(path, file, stored[name]) for name in names}
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error}") from error
-    return {name: tensors[name] for name in stored}
+
+
+def _empty(stored: StoredTensor) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
 def _read_tensor(path: Path, file: BinaryIO, stored: StoredTensor) -> torch.Tensor:

@@ -1,9 +1,12 @@
 """Prompts and chats as text. Stands for a part of vllm/renderers/ (v0.22.1)."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from minivllm.config import EngineConfig
 from minivllm.faults import as_fault
+from minivllm.lora.request import LoRARequest
 from minivllm.validation import shown
 
 # Tokenizer -> characters that one of its tokens can stand for at most.
@@ -41,12 +44,46 @@ def _longest_token(tokenizer: Any) -> int:
     return _longest_tokens[tokenizer]
 
 
-def render_chat(conversation: list[dict[str, str]], tokenizer: Any, template: str | None) -> str:
-    """A conversation as the text of a prompt. ValueError for what the chat template cannot take."""
+class TokenizingEngine(Protocol):
+    """What is asked of an engine."""
+
+    config: EngineConfig
+    tokenizer: Any
+
+    def get_tokenizer(self, lora_request: LoRARequest | str | None) -> Any: ...
+
+
+def chat_prompts(
+    engine: TokenizingEngine,
+    conversations: Sequence[list[dict[str, str]]],
+    loras: Sequence[LoRARequest | str | None],
+) -> list[dict[str, Any]]:
+    """A prompt for each conversation, by the tokenizer of its adapter. Errors as in `chat_prompt`."""
+    # Only an adapter that adds tokens brings a tokenizer: where none may, none is read, or found by name, to know it.
+    lora_config = engine.config.lora_config
+    may_add = lora_config is not None and lora_config.lora_extra_vocab_size > 0
+    tokenizers = {lora: engine.get_tokenizer(lora if may_add else None) for lora in dict.fromkeys(loras)}
+    longest = engine.config.model_config.max_model_len
+    return [
+        chat_prompt(conversation, tokenizers[lora], engine.tokenizer, longest)
+        for conversation, lora in zip(conversations, loras)
+    ]
+
+
+def chat_prompt(
+    conversation: list[dict[str, str]], tokenizer: Any, base_tokenizer: Any, max_model_len: int
+) -> dict[str, Any]:
+    """A conversation as a prompt: its text and its token ids. ValueError for what the chat template cannot take.
+
+    base_tokenizer   the model's, whose template serves where the tokenizer, an adapter's own, has none
+    """
+    template = tokenizer.chat_template or base_tokenizer.chat_template
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             conversation, chat_template=template, tokenize=False, add_generation_prompt=True
         )
     # A template is a program that comes with a model or an adapter: it may raise anything.
     except Exception as error:
         raise ValueError(f"the chat template cannot take this conversation: {error}") from error
+    token_ids = tokenize("the conversation", text, tokenizer, max_model_len, add_special_tokens=False)
+    return {"prompt": text, "prompt_token_ids": token_ids}

@@ -1,7 +1,5 @@
 """The LoRA side of a model runner. Stands for vllm/v1/worker/lora_model_runner_mixin.py (v0.22.1)."""
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from torch import nn
@@ -56,10 +54,6 @@ class LoRAModelRunnerMixin(DummyLoRAs):
         self._manager().set_active_adapters(lora_requests, mapping)
 
     # endregion
-
-    def prepare_loras(self, lora_requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
-        """Read into memory what a step needs and is not there; adapter id -> why it could not be read."""
-        return self._manager().prepare_adapters(lora_requests)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request; with `load_inplace`, again. Errors as when loading."""

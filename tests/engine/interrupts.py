@@ -6,7 +6,8 @@
 A trace function raises KeyboardInterrupt at one line of a call of `generate`: every second time at any moment of it, so
 that loops are hit most, else at any line that calls have come through, so that each is hit as often as another. With
 `--signals` a real SIGINT is sent after a random time. After each, nothing of the call may be left in the engine, a
-request of somebody else that was half answered goes on, and the next call gives the tokens of transformers + PEFT.
+request of somebody else that was half answered goes on, and the next call gives the tokens of transformers + PEFT. To
+the last prompt of a call three answers are drawn: those of an engine that nothing happened to.
 """
 
 import argparse
@@ -30,11 +31,17 @@ from soak_checks import check_engine, check_slot_contents
 from tiny_engine import TinyWorld, greedy, tokens_of
 
 import minivllm
-from minivllm import LLM, RequestOutput
+from minivllm import LLM, RequestOutput, SamplingParams
 
 PACKAGE = str(Path(minivllm.__file__).parent)
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 20, 21], [30, 31, 32], [5, 6, 7, 8, 40, 41, 42, 43, 44]]
 LENGTH = 6
+# Of the last prompt three answers are drawn; it fills a block, so the second and third wait for the first.
+SEEDS = [11, 12, 13]
+
+
+def drawn(**params: object) -> SamplingParams:
+    return SamplingParams(temperature=1.3, max_tokens=LENGTH, ignore_eos=True, **params)
 
 
 class Interrupter:
@@ -93,6 +100,19 @@ class Attack:
             for tenant in self.tenants
             for row, prompt in enumerate(PROMPTS)
         }
+        undisturbed = self.world.llm()
+        self.drawn = {
+            tenant: [
+                tokens_of(output)
+                for output in undisturbed.generate(
+                    [{"prompt_token_ids": PROMPTS[-1]}] * len(SEEDS),
+                    [drawn(seed=seed) for seed in SEEDS],
+                    use_tqdm=False,
+                    lora_request=self.world.request(tenant),
+                )
+            ]
+            for tenant in self.tenants
+        }
         self.stranger_says = self.world.oracle().greedy("qv", PROMPTS[0], 40)
 
     @property
@@ -102,7 +122,7 @@ class Attack:
     def call(self, tenants: list[str | None]) -> list[RequestOutput]:
         return self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-            greedy(LENGTH),
+            [*[greedy(LENGTH)] * (len(PROMPTS) - 1), drawn(n=len(SEEDS), seed=SEEDS[0])],
             use_tqdm=False,
             lora_request=[self.request(tenant) for tenant in tenants],
         )
@@ -115,8 +135,10 @@ class Attack:
         return [self.rng.choice(self.tenants) for _ in PROMPTS]
 
     def check(self, tenants: list[str | None], outputs: list[RequestOutput]) -> None:
-        for row, (tenant, output) in enumerate(zip(tenants, outputs)):
+        for row, (tenant, output) in enumerate(zip(tenants[:-1], outputs)):
             assert tokens_of(output) == self.expected[tenant, row], f"row {row}, adapter {tenant}"
+        answers = [completion.token_ids for completion in outputs[-1].outputs]
+        assert answers == self.drawn[tenants[-1]], f"drawn answers, adapter {tenants[-1]}"
 
     def interrupter(self, number: int) -> Interrupter:
         """The next, picked by what the calls so far have come through."""

@@ -55,20 +55,26 @@ def _check_slots(engine: LLMEngine) -> None:
 def _check_registry(engine: LLMEngine) -> None:
     adapters = engine.adapters
     in_flight = {request.adapter_id for request in engine.scheduler.requests.values()} - {0}
-    assert in_flight <= adapters.entries.keys(), "a request's adapter is unknown"
-    assert adapters.manager.list_adapters().keys() <= adapters.entries.keys(), "in memory but unknown"
-    assert adapters.pinned_adapters() <= adapters.entries.keys(), "pinned but unknown"
-    assert adapters.leaving <= in_flight, "an unload was forgotten"
-    named = {name: entry for entry in adapters.entries.values() for name in entry.names}
+    assert in_flight <= adapters.adapters.keys(), "a request's adapter is unknown"
+    assert adapters.manager.list_adapters().keys() <= adapters.adapters.keys(), "in memory but unknown"
+    assert adapters.pinned_adapters() <= adapters.adapters.keys(), "pinned but unknown"
+    leaving = {adapter.id for adapter in adapters.adapters.values() if adapter.leaving}
+    assert leaving <= in_flight, "an unload was forgotten"
+    noted = {a.id for a in adapters.adapters.values() if a.reloads or a.failures or a.leaving or a.pinned}
+    assert noted <= adapters.noted, "what was noted of an adapter will not be looked at"
+    named = {name: adapter.id for adapter in adapters.adapters.values() for name in adapter.names}
     assert adapters.by_name == named, "a name leads elsewhere"
     for adapter_id in in_flight:
         generations = {
             r.adapter_generation for r in engine.scheduler.requests.values() if r.adapter_id == adapter_id
         }
         assert set(engine.scheduler.in_flight.generations(adapter_id)) == generations
-    assert adapters._reloads.keys() == engine.scheduler.blocked_adapters.keys()
-    for adapter_id, generation in adapters._reloads:
-        assert adapters._in_flight(adapter_id, before=generation + 1), "a reload that nobody waits for"
+    for adapter in adapters.adapters.values():
+        for generation in adapter.reloads:
+            assert adapters._in_flight(adapter, before=generation + 1), "a reload that nobody waits for"
+    for request in engine.scheduler.waiting:
+        if request.adapter_id and request.adapter_generation in adapters.adapters[request.adapter_id].reloads:
+            assert engine.scheduler.may_run(request), "it may run before its reload"
 
 
 def check_running_fit_the_slots(engine: LLMEngine) -> None:
@@ -93,8 +99,8 @@ def check_slot_contents(engine: LLMEngine) -> None:
                     a, b = weights.lora_a, weights.lora_b
                     a, b = (a[i], b[i]) if isinstance(a, list) else (a, b)
                 rank = 0 if a is None else len(a)
-                slot_a, slot_b = module.a_slots[i][slot, 0], module.b_slots[i][slot, 0]
-                assert module.live_ranks[i][slot] == rank
+                slot_a, slot_b = module.slots.a[i][slot, 0], module.slots.b[i][slot, 0]
+                assert module.slots.live_ranks[i][slot] == rank
                 assert not slot_a[rank:].any() and not slot_b[:, rank:].any(), "something past the rank"
                 if rank:
                     assert torch.equal(slot_a[:rank], a) and torch.equal(slot_b[:, :rank], b), (
@@ -110,6 +116,6 @@ def check_empty(engine: LLMEngine) -> None:
     assert len(pool.free) == pool.num_usable_blocks
     assert not engine.runner.row_sampler.draws
     manager = engine.adapters.manager
-    assert not engine.adapters.entries and not manager.list_adapters() and not manager.pinned_adapters
+    assert not engine.adapters.adapters and not manager.list_adapters() and not manager.pinned_adapters
     assert not manager.stats.by_adapter
     assert set(manager.lora_index_to_id) == {None}

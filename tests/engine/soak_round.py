@@ -259,13 +259,13 @@ class Round:
         pins = adapters.pinned_adapters()
         if len(pins) >= adapters.manager.lora_slots and adapter_id not in pins:
             return "all slots are pinned"
-        if self.disk.is_bad_at_first_sight(adapter_id) and (read_now or adapter_id not in adapters.entries):
+        if self.disk.is_bad_at_first_sight(adapter_id) and (read_now or adapter_id not in adapters.adapters):
             return f"its folder is bad: {self.disk.state[adapter_id]}"
         return None
 
     def send_nonsense(self) -> None:
         """Requests that can never be served change nothing."""
-        taken = self.lora_request(self.rng.choice(sorted(self.engine.adapters.entries) or [1]))
+        taken = self.lora_request(self.rng.choice(sorted(self.engine.adapters.adapters) or [1]))
         params = SamplingParams(max_tokens=3)
         nonsense = [
             ("x", [], params, None),
@@ -275,7 +275,7 @@ class Round:
         ]
         if self.live:
             nonsense.append((self.rng.choice(sorted(self.live)), [5], params, None))
-        if taken.lora_int_id in self.engine.adapters.entries:
+        if taken.lora_int_id in self.engine.adapters.adapters:
             elsewhere = LoRARequest("z", taken.lora_int_id, str(self.disk.base))
             nonsense += [
                 ("x", [5], params, elsewhere),
@@ -327,7 +327,7 @@ class Round:
 
     def unload(self) -> None:
         adapter_id = self.rng.randint(1, NUM_ADAPTERS)
-        known = adapter_id in self.engine.adapters.entries
+        known = adapter_id in self.engine.adapters.adapters
         assert self._call(self.engine.remove_lora, adapter_id) == known
         if known:
             self.leaving.add(adapter_id)
@@ -343,7 +343,7 @@ class Round:
         except RuntimeError as error:
             assert len(pins | {adapter_id}) > adapters.manager.lora_slots, error
         except (ValueError, OSError) as error:
-            unknown = adapter_id not in adapters.entries
+            unknown = adapter_id not in adapters.adapters
             assert unknown or (not in_memory and not self.disk.is_good(adapter_id)), error
         else:
             assert adapter_id in adapters.pinned_adapters()
@@ -410,6 +410,6 @@ class Round:
             self.report.counts[name.replace("_", " ")] += summary[name]
         for name in ("loads", "evictions", "cpu_evictions"):
             self.report.counts[name.replace("_", " ")] += lora[name]
-        for adapter_id in list(self.engine.adapters.entries):
+        for adapter_id in list(self.engine.adapters.adapters):
             self.engine.remove_lora(adapter_id)
         check_empty(self.engine)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
@@ -40,6 +41,13 @@ def from_folder(world, name):
 @pytest.mark.parametrize("name", ["all", "patterns", "qv"])
 def test_it_answers_as_the_same_adapter_in_a_folder(name, world):
     assert answer(world.engine(), in_memory(world, name)) == from_folder(world, name)
+
+
+def test_the_config_may_be_what_peft_has_in_memory(world):
+    """Sets and enums where JSON has lists and texts."""
+    config = LoraConfig.from_pretrained(world.path("all")).to_dict()
+
+    assert answer(world.engine(), in_memory(world, "all", peft_config=config)) == from_folder(world, "all")
 
 
 def test_it_comes_back_after_an_eviction(world):

@@ -49,7 +49,7 @@ def raise_once(monkeypatch, owner, name, error=KeyboardInterrupt):
     monkeypatch.setattr(owner, name, raising)
 
 
-class OrdersThatBreakOff(dict):
+class RecordsThatBreakOff(dict):
     def __setitem__(self, key, value):
         raise KeyboardInterrupt
 
@@ -199,10 +199,11 @@ class TestAReload:
         engine.add_lora(world.request(1, lora_path=str(link)))
         link.unlink()
         link.symlink_to(world.request(2).lora_path)
-        engine.adapters._reloads = OrdersThatBreakOff()
+        adapters = engine.adapters.adapters
+        engine.adapters.adapters = RecordsThatBreakOff(adapters)
         with pytest.raises(KeyboardInterrupt):
             engine.add_lora(world.request(1, lora_path=str(link), load_inplace=True))
-        engine.adapters._reloads = {}
+        engine.adapters.adapters = adapters
 
         with pytest.raises(ValueError, match="belongs to"):
             engine.add_request(
@@ -232,7 +233,7 @@ class TestAReload:
 def test_an_unload_that_was_interrupted_is_done_by_the_next_call(world, monkeypatch, expected):
     engine = world.engine()
     engine.add_lora(world.request(1))
-    raise_once(monkeypatch, engine.runner, "remove_lora")
+    raise_once(monkeypatch, engine.runner.lora_manager, "remove_adapter")
     with pytest.raises(KeyboardInterrupt):
         engine.remove_lora(1)
     write_adapter(world.folder / "adapter1", seed=2)

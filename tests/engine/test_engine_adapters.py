@@ -320,7 +320,7 @@ class TestReload:
         assert tokens_of(outputs["new"]) == answer_of(5)
         assert engine.list_loras() == set()
         assert engine.debug_info()["pinned"] == []
-        assert engine.scheduler.blocked_adapters == {}
+        assert engine.adapters.adapters == {} and not engine.adapters.noted
 
 
 class TestPin:

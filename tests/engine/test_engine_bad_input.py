@@ -483,7 +483,7 @@ class TestGenerate:
         assert llm.generate([], use_tqdm=False) == []
 
     def test_a_step_that_is_interrupted_leaves_no_request_behind(self, world, llm, monkeypatch):
-        def interrupt():
+        def interrupt(**options):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

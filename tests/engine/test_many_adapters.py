@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from minivllm import SamplingParams
-from minivllm.engine import adapter_tokenizers, recorder
-from minivllm.engine.adapter_tokenizers import AdapterTokenizers
+from minivllm.engine import recorder
+from minivllm.lora.options import tokenizers as adapter_tokenizers
+from minivllm.lora.options.tokenizers import AdapterTokenizers
 from minivllm.lora.request import LoRARequest
 
 sys.path.append(str(Path(__file__).parents[1] / "phase_07"))
@@ -50,7 +51,7 @@ def test_a_request_comes_is_served_and_goes_without_a_walk_through_the_adapters(
     engine = small.engine()
     serve(engine, small, range(1, 7))
     registry = engine.adapters
-    registry.entries, registry.by_name = NotWalked(registry.entries), NotWalked(registry.by_name)
+    registry.adapters, registry.by_name = NotWalked(registry.adapters), NotWalked(registry.by_name)
     stats = registry.manager.stats
     stats.by_adapter = NotWalked(stats.by_adapter)
 
@@ -62,7 +63,7 @@ def test_a_request_comes_is_served_and_goes_without_a_walk_through_the_adapters(
     engine.abort_request("by name")
     engine.step()
 
-    assert 2 not in registry.entries
+    assert 2 not in registry.adapters
     assert 3 in registry.pinned_adapters()
 
 
@@ -98,7 +99,7 @@ def test_of_an_adapter_evicted_long_ago_a_kilobyte_is_kept(small):
 
     kept, where = min(windows)
     assert 200 < kept < 1024, f"{kept:.0f} bytes for each of 400 adapters:\n{where}"
-    assert len(engine.adapters.entries) == 1000
+    assert len(engine.adapters.adapters) == 1000
 
 
 class Tokenizer:

@@ -135,5 +135,5 @@ def snapshot(engine: LLMEngine) -> dict[str, object]:
     info["blocks"] = list(engine.scheduler.kv_cache.block_pool.ref_cnt)
     info["states"] = sorted(engine.output_processor.states)
     if engine.adapters is not None:
-        info["registry"] = {i: (e.request, sorted(e.names)) for i, e in engine.adapters.entries.items()}
+        info["registry"] = {i: (e.request, sorted(e.names)) for i, e in engine.adapters.adapters.items()}
     return info

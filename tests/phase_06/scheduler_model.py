@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import count
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.recorder import skips
@@ -61,6 +62,7 @@ class World:
 
     loads       adapter -> the number of its present load, for those loaded
     generation  adapter -> reloads asked for so far; the weights are (adapter, generation)
+    held        (adapter, generation) -> why its requests may not join
     in_place    adapter -> the generation whose weights are in place: that of its oldest unfinished request
     """
 
@@ -80,6 +82,7 @@ class World:
         self.config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_lora_wait_steps)
         self.block_size = block_size
         self.pinned = set()
+        self.held = {}
         self.loads, self.generation, self.in_place = {}, Counter(), Counter()
         self.memory = {}
         self.requests = {}
@@ -94,6 +97,15 @@ class World:
             max_model_len=max_model_len,
             adapter_identity=self.loads.get,
             pinned_adapters=lambda: self.pinned,
+            may_run=self.may_run,
+        )
+
+    def may_run(self, request):
+        """As the engine answers: `held` says why, or an unfinished request belongs to an earlier load."""
+        others = [r for r in self.scheduler.requests.values() if r.adapter_id == request.adapter_id]
+        earlier = any(r.adapter_generation < request.adapter_generation for r in others)
+        return self.held.get((request.adapter_id, request.adapter_generation)) or (
+            RELOAD_PENDING if earlier else None
         )
 
     def add(self, adapter_id=0, prompt=(1,), max_tokens=4, request_id=None, **params):

@@ -364,10 +364,10 @@ def test_nobody_makes_way_for_requests_that_may_not_run_yet():
     world = World(max_loras=1, max_lora_wait_steps=3)
     world.add_all(1, 2, max_tokens=50)
     world.step()
-    world.scheduler.blocked_adapters[2, 0] = "being read"
+    world.held[2, 0] = "being read"
 
     evictions = [world.step().preempted_adapters for _ in range(9)]
-    del world.scheduler.blocked_adapters[2, 0]
+    del world.held[2, 0]
 
     assert not any(evictions)
     assert world.step().preempted_adapters == [1]

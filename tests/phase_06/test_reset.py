@@ -117,7 +117,7 @@ def test_newcomers_come_after_those_who_are_queued_again():
 
 def test_an_adapter_that_may_not_run_stays_held_back():
     world = mixed_world()
-    world.scheduler.blocked_adapters[4, 0] = "being read"
+    world.held[4, 0] = "being read"
 
     reset(world.scheduler, unfinished(world))
     outputs = [world.step() for _ in range(12)]

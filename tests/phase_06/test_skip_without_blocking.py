@@ -82,10 +82,10 @@ def test_a_slot_goes_to_who_was_passed_over_not_to_who_is_first_by_arrival():
     world = World(max_loras=1)
     world.add(3, max_tokens=2)
     first, passed_over = world.add_all(1, 2)
-    world.scheduler.blocked_adapters[1, 0] = "being read"
+    world.held[1, 0] = "being read"
     world.step()
     world.step()
-    world.scheduler.blocked_adapters.clear()
+    world.held.clear()
 
     output = world.step()
 
@@ -161,7 +161,7 @@ def test_a_preempted_request_of_the_old_load_still_goes_before_those_of_the_new_
 def test_an_adapter_blocked_by_the_engine_is_skipped_with_the_engines_reason():
     world = World(max_loras=1)
     blocked, other = world.add_all(1, 0)
-    world.scheduler.blocked_adapters[1, 0] = "adapter 'adapter-1' is being read"
+    world.held[1, 0] = "adapter 'adapter-1' is being read"
 
     output = world.step()
 
@@ -173,7 +173,7 @@ def test_who_is_held_back_does_not_wait_for_a_slot():
     """A slot would not help it, and nobody may lose one for it."""
     world = World(max_loras=1)
     blocked, other = world.add_all(1, 2, max_tokens=9)
-    world.scheduler.blocked_adapters[1, 0] = "being read"
+    world.held[1, 0] = "being read"
 
     outputs = [world.step() for _ in range(3)]
 

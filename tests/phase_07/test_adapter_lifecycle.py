@@ -7,16 +7,17 @@ from small_engine import SmallWorld
 
 from minivllm.core.in_flight import InFlight
 from minivllm.core.output import RELOAD_PENDING
+from minivllm.engine.adapter import BASE, AdapterTraits
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.adapter_traits import BASE, AdapterTraits
+from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 
 lab = pytest.mark.lab("7.5")
 
 
-class StandInRunner:
-    """A runner whose adapters are words: `disk` has path -> weights, `memory` id -> the weights that were read.
+class StandInWorker:
+    """A worker manager whose adapters are words: `disk` has path -> weights, `memory` id -> the weights that were read.
 
     An error on the disk is raised when it is read; `in_use` is what the manager was told of at each reading.
     """
@@ -24,24 +25,23 @@ class StandInRunner:
     def __init__(self):
         self.disk, self.memory, self.in_use = {}, {}, []
         self.calls = []
-        manager = SimpleNamespace(
+        self.manager = SimpleNamespace(
             list_adapters=lambda: self.memory,
             get_adapter=lambda adapter_id: None,
             capacity=4,
             lora_slots=2,
             in_use=frozenset(),
             pinned_adapters=frozenset(),
-            stats=SimpleNamespace(by_adapter={}),
-        )
-        self.lora_manager = SimpleNamespace(
-            manager=manager, check_adapter=lambda request: SimpleNamespace(beside={})
+            tell=lambda *event, **more: None,
         )
 
-    @property
-    def manager(self):
-        return self.lora_manager.manager
+    def check_adapter(self, request):
+        return LoRAModel(request.lora_int_id, 1, {})
 
-    def add_lora(self, request):
+    def spare(self, adapter_ids):
+        self.manager.in_use = frozenset(adapter_ids)
+
+    def add_adapter(self, request):
         self.calls.append(f"read {request.lora_path}")
         self.in_use.append(self.manager.in_use)
         weights = self.disk[request.lora_path]
@@ -49,10 +49,9 @@ class StandInRunner:
             raise weights
         if request.load_inplace or request.lora_int_id not in self.memory:
             self.memory[request.lora_int_id] = weights
-        self.manager.stats.by_adapter[request.lora_int_id] = "seen"
         return True
 
-    def remove_lora(self, adapter_id):
+    def remove_adapter(self, adapter_id):
         self.calls.append(f"remove {adapter_id}")
         return self.memory.pop(adapter_id, None) is not None
 
@@ -61,12 +60,12 @@ class World:
     """A registry over stand-ins, with adapter 1 in memory, read from /one when it held "old"."""
 
     def __init__(self):
-        self.runner = StandInRunner()
-        self.scheduler = SimpleNamespace(in_flight=InFlight(), requests={}, running=[], blocked_adapters={})
-        self.registry = AdapterRegistry(self.scheduler, self.runner)
-        self.runner.disk = {"/one": "old", "/two": "two"}
+        self.worker = StandInWorker()
+        self.scheduler = SimpleNamespace(in_flight=InFlight(), requests={}, running=[])
+        self.registry = AdapterRegistry(self.scheduler, self.worker)
+        self.worker.disk = {"/one": "old", "/two": "two"}
         self.registry.add_lora(self.lora(1))
-        self.runner.calls.clear()
+        self.worker.calls.clear()
 
     def lora(self, adapter_id=1, **changes):
         path = {1: "/one", 2: "/two"}[adapter_id]
@@ -74,7 +73,7 @@ class World:
 
     def ask(self, request_id, lora_request=None, running=True):
         """A new request of the adapter; its generation."""
-        lora_request, generation = self.registry.resolve(
+        lora_request, generation = self.registry.register(
             lora_request or self.lora(), f"request '{request_id}'", BASE
         )
         request = SimpleNamespace(
@@ -95,11 +94,11 @@ class World:
 
     def order_reload(self, request_id, weights="new"):
         """Other weights are on the disk, and a request asks for them; it waits. Its generation."""
-        self.runner.disk["/one"] = weights
+        self.worker.disk["/one"] = weights
         return self.ask(request_id, self.lora(load_inplace=True), running=False)
 
     def may_run(self, generation):
-        return (1, generation) not in self.scheduler.blocked_adapters
+        return self.registry.may_run(SimpleNamespace(adapter_id=1, adapter_generation=generation)) is None
 
 
 @pytest.fixture
@@ -112,16 +111,16 @@ class TestUnload:
     def test_of_an_idle_adapter_reaches_the_runner_at_once_and_frees_its_name(self, world):
         assert world.registry.remove_lora(1) is True
 
-        assert world.runner.calls == ["remove 1"], (
-            "the runner, which has the weights in a slot and in memory, was told nothing"
+        assert world.worker.calls == ["remove 1"], (
+            "the worker, which has the weights in a slot and in memory, was told nothing"
         )
-        assert 1 not in world.registry.entries, "the id is still taken"
+        assert 1 not in world.registry.adapters, "the id is still taken"
 
     @lab
     def test_of_an_unknown_id_says_so_and_touches_nothing(self, world):
         assert world.registry.remove_lora(7) is False
 
-        assert world.runner.calls == []
+        assert world.worker.calls == []
 
     @lab
     @pytest.mark.parametrize("running", [True, False], ids=["running", "waiting, or preempted"])
@@ -131,7 +130,7 @@ class TestUnload:
         assert world.registry.remove_lora(1) is True
         world.registry.settle()
 
-        assert world.runner.calls == [], "request 'a' of adapter 1 is unfinished, and its weights are gone"
+        assert world.worker.calls == [], "request 'a' of adapter 1 is unfinished, and its weights are gone"
 
     @lab
     def test_is_done_when_the_last_of_its_requests_ends(self, world):
@@ -141,14 +140,14 @@ class TestUnload:
         world.registry.remove_lora(1)
 
         world.end("a")
-        still_there = 1 in world.registry.entries
+        still_there = 1 in world.registry.adapters
         world.end("b")
 
         assert still_there, "request 'b' of adapter 1 is unfinished"
-        assert world.runner.calls == ["remove 1"], (
+        assert world.worker.calls == ["remove 1"], (
             "both requests of adapter 1 have ended; 'other' has adapter 2"
         )
-        assert set(world.registry.entries) == {2}
+        assert set(world.registry.adapters) == {2}
 
     @lab
     def test_refuses_new_requests_while_it_waits(self, world):
@@ -161,9 +160,10 @@ class TestUnload:
 
     @lab
     def test_takes_back_what_was_noted_of_the_adapter(self, world):
-        world.registry._wanted_pins.add(1)
+        world.registry.adapters[1].pinned = True
 
         world.registry.remove_lora(1)
+        world.registry.add_lora(world.lora())
 
         assert world.registry.pinned_adapters() == set(), "the next adapter with id 1 would be pinned"
 
@@ -176,22 +176,23 @@ class TestReload:
         new = world.order_reload("new")
         world.registry.settle()
 
-        assert world.runner.memory[1] == "old", "request 'old' is half-way through, with other weights by now"
+        assert world.worker.memory[1] == "old", "request 'old' is half-way through, with other weights by now"
         assert not world.may_run(new), "request 'new' may join, and would be served with the old weights"
-        assert world.scheduler.blocked_adapters[1, new] == RELOAD_PENDING
+        request = world.scheduler.requests["new"]
+        assert world.registry.may_run(request) == RELOAD_PENDING
 
     @lab
     @pytest.mark.parametrize("running", [True, False], ids=["running", "waiting, or preempted"])
     def test_is_done_when_the_last_request_before_it_ends_though_its_own_wait(self, world, running):
         old = world.ask("old", running=running)
         new = world.order_reload("new")
-        before = dict(world.runner.memory)
+        before = dict(world.worker.memory)
 
         world.end("old")
 
         assert before == {1: "old"}
         assert new > old, "requests of the new weights are told from those of the old by their generation"
-        assert world.runner.memory == {1: "new"}, (
+        assert world.worker.memory == {1: "new"}, (
             "the requests that wait for a reload do not stand in its way"
         )
         assert world.may_run(new), "it is done, and its requests are still held back"
@@ -202,7 +203,7 @@ class TestReload:
 
         world.registry.settle()
 
-        assert world.runner.memory == {1: "new"}
+        assert world.worker.memory == {1: "new"}
         assert world.may_run(new)
 
     @lab
@@ -212,7 +213,7 @@ class TestReload:
         for _ in range(3):  # three steps
             world.registry.settle()
 
-        assert world.runner.calls == ["read /one"], "one order, one reading"
+        assert world.worker.calls == ["read /one"], "one order, one reading"
 
     @lab
     def test_leaves_no_order_on_the_adapters_own_request(self, world):
@@ -220,7 +221,7 @@ class TestReload:
         world.order_reload("new")
         world.registry.settle()
 
-        request, _ = world.registry.resolve(world.lora(), "request 'later'", BASE)
+        request, _ = world.registry.register(world.lora(), "request 'later'", BASE)
 
         assert not request.load_inplace, "it would be read from disk for each request from now on"
 
@@ -246,7 +247,7 @@ class TestReload:
         assert newer > new
         assert first == (True, False), "request 'new' comes before the second reload"
         assert world.may_run(newer)
-        assert world.runner.calls == ["read /one", "read /one"]
+        assert world.worker.calls == ["read /one", "read /one"]
 
     @lab
     def test_waits_for_requests_of_its_own_adapter_only(self, world):
@@ -255,7 +256,7 @@ class TestReload:
         world.order_reload("new")
         world.registry.settle()
 
-        assert world.runner.memory[1] == "new", "'other' has adapter 2"
+        assert world.worker.memory[1] == "new", "'other' has adapter 2"
 
     @lab
     def test_evicts_none_of_the_adapters_that_run(self, world):
@@ -264,25 +265,44 @@ class TestReload:
         world.order_reload("new")
         world.registry.settle()
 
-        assert world.runner.in_use[-1] == {2}, "what the manager thinks is in use is of the last step"
+        assert world.worker.in_use[-1] == {2}, "what the manager thinks is in use is of the last step"
 
     @lab
     def test_of_what_is_not_in_memory_is_left_to_the_step_that_needs_it(self, world):
         """Memory may be full of adapters that run; a step waits for room, this would raise."""
-        world.runner.memory.clear()
+        world.worker.memory.clear()
         new = world.order_reload("new")
 
         world.registry.settle()
 
-        assert world.runner.calls == []
+        assert world.worker.calls == []
         assert world.may_run(new)
 
     @lab
     def test_tells_new_requests_what_the_new_weights_ask_of_their_prompts(self, world):
-        world.registry.resolve(world.lora(load_inplace=True), "request 'new'", AdapterTraits(4.0))
+        world.registry.register(world.lora(load_inplace=True), "request 'new'", AdapterTraits(4.0))
 
-        entry = world.registry.entries[1]
+        entry = world.registry.adapters[1]
         assert world.registry.examine(world.lora()) == entry.traits == AdapterTraits(4.0)
+
+    @lab
+    def test_whose_order_is_cut_short_was_not_ordered(self, world):
+        class Interrupted(dict):
+            def __setitem__(self, key, value):
+                raise KeyboardInterrupt
+
+        before = world.ask("before")
+        adapters = world.registry.adapters
+        world.registry.adapters = Interrupted(adapters)
+        with pytest.raises(KeyboardInterrupt):
+            world.order_reload("new")
+        world.registry.adapters = adapters
+
+        after = world.ask("after", running=False)
+        world.end("before")
+
+        assert after == before, "the adapter has a generation more, and nobody was promised one"
+        assert world.worker.calls == [], "nobody was promised other weights, and they were read"
 
     @lab
     def test_then_an_unload_are_both_done_when_their_turn_comes(self, world):
@@ -291,12 +311,12 @@ class TestReload:
         world.registry.remove_lora(1)
 
         world.end("old")
-        read_again = world.runner.memory == {1: "new"} and world.may_run(new)
+        read_again = world.worker.memory == {1: "new"} and world.may_run(new)
         world.end("new")
 
         assert read_again, "'new' was accepted before the unload, and waits for its weights"
-        assert world.runner.memory == {}
-        assert world.scheduler.blocked_adapters == {}
+        assert world.worker.memory == {}
+        assert world.registry.adapters == {}
 
 
 class TestReloadThatFails:
@@ -310,7 +330,7 @@ class TestReloadThatFails:
 
         world.registry.settle()
 
-        assert world.runner.memory == {1: "old"}, "the adapter that served until now is gone"
+        assert world.worker.memory == {1: "old"}, "the adapter that served until now is gone"
 
     @lab
     @pytest.mark.parametrize(
@@ -332,8 +352,11 @@ class TestReloadThatFails:
         world.registry.settle()
 
         later = world.ask("later", running=False)
+        waits_for_them = not world.may_run(later)
+        world.end("new")
 
         assert later > failed, "a request that came after the failure is ended with those who waited for it"
+        assert waits_for_them, "'new' is of an earlier generation, and unfinished"
         assert world.may_run(later)
 
     @lab
@@ -343,7 +366,7 @@ class TestReloadThatFails:
         world.order_reload("newer", weights=error)
         newest = world.order_reload("newest", weights=error)
         world.end("old")
-        world.runner.disk["/one"] = "newest"
+        world.worker.disk["/one"] = "newest"
         failures = world.registry.failures()
 
         later = world.ask("later", running=False)
@@ -352,7 +375,7 @@ class TestReloadThatFails:
         assert later == newest, "whoever comes now comes after the last order"
         world.end("new")
         world.end("newer")
-        assert world.runner.memory == {1: "newest"}
+        assert world.worker.memory == {1: "newest"}
 
     @lab
     def test_that_is_cut_short_is_done_by_the_next_settling(self, world):
@@ -362,9 +385,9 @@ class TestReloadThatFails:
             world.registry.settle()
 
         assert not world.may_run(new), "requests that were promised other weights would get the old ones"
-        world.runner.disk["/one"] = "new"
+        world.worker.disk["/one"] = "new"
         world.registry.settle()
-        assert world.runner.memory == {1: "new"}
+        assert world.worker.memory == {1: "new"}
         assert world.may_run(new)
 
 

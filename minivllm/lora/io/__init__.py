@@ -1,5 +1,5 @@
 """Where adapters come from beside local folders of safetensors. vLLM: inside vllm/lora/ and vllm/plugins/."""
 
-from minivllm.lora.io import bin, hub, memory
+from minivllm.lora.io import bin, by_name, hub, memory
 
-__all__ = ["bin", "hub", "memory"]
+__all__ = ["bin", "by_name", "hub", "memory"]

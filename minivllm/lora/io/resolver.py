@@ -11,13 +11,14 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
 from minivllm.lora.io.hub import looks_like_hub_id
-from minivllm.lora.limits import LONGEST_PATH, read_config
+from minivllm.lora.limits import read_config
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import one_sentence
 
 logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
+LONGEST_PATH = 4096  # longer than what any file system takes
 
 
 class LoRAResolver(ABC):

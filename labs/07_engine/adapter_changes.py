@@ -1,0 +1,119 @@
+"""Reloads and unloads, which wait for requests in flight.
+
+Stands for what vllm/entrypoints/openai/models/serving.py (v0.22.1) does at once, whoever is in flight.
+"""
+
+from minivllm.labs import Todo
+from dataclasses import replace
+
+from minivllm.core.output import RELOAD_PENDING
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter import Adapter
+from minivllm.faults import as_fault
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+
+class AdapterChanges:
+    """Adapters by id, and the changes of them that are ordered now and done when no request stands in the way.
+
+    worker     reads, removes and pins adapters
+    manager    the same adapters in memory and in slots
+    adapters   id -> record
+    by_name    each of its names -> id
+    noted      ids of the adapters that may have a reload, a failure, an unload or a pin: nobody has to walk through all
+    """
+
+    def __init__(self, scheduler: Scheduler, worker: LRUCacheWorkerLoRAManager) -> None:
+        self.scheduler = scheduler
+        self.worker = worker
+        self.manager = worker.manager
+        self.adapters: dict[int, Adapter] = {}
+        self.by_name: dict[str, int] = {}
+        self.noted: set[int] = set()
+
+    def _noted(self) -> list[Adapter]:
+        """Adapters with a reload, a failure, an unload or a pin, by id; others are noted no longer."""
+        noted = [
+            self.adapters[adapter_id] for adapter_id in sorted(self.noted) if adapter_id in self.adapters
+        ]
+        noted = [a for a in noted if a.reloads or a.failures or a.leaving or a.pinned]
+        self.noted = {adapter.id for adapter in noted}
+        return noted
+
+    # region lab 7.5: changes that wait for requests in flight
+    def may_run(self, request: Request) -> str | None:
+        """None, or why a waiting request may not be admitted: RELOAD_PENDING.
+
+        That is so while the reload that begins its generation is to come (`reloads`), and while unfinished requests
+        of its adapter are of an earlier generation. Base has no record.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def _with_reload(self, adapter: Adapter, order: LoRARequest) -> Adapter:
+        """A copy of the record (`replace`) with one generation more, and the order of its reload in `reloads`.
+
+        The record itself stays as it is: an interrupt may come between any two lines, and half an order is none.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def remove_lora(self, adapter_id: int) -> bool:
+        """Unload: at once, or when the requests that use it have finished. False for an unknown id.
+
+        From now on it is `leaving` (and `noted`), and new requests are refused.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def settle(self) -> None:
+        """Do the reloads, by generation, and then the unload that no request stands in the way of, of all `_noted`.
+
+        A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`), and
+        then its order is gone. An unload waits for all unfinished requests of its adapter; then the worker removes it
+        from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`).
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def _reload(self, adapter: Adapter, generation: int) -> None:
+        """Have the worker read it again (`add_adapter`); nobody who runs may lose a place to it (`_spare_who_runs`).
+
+        What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
+
+        After any error (`as_fault`) the worker still has the old weights. The error is kept in `failures` for the
+        requests of this generation; the adapter's own is a later one from then on, so that whoever comes next does
+        not share their fate.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    def _in_flight(self, adapter: Adapter, before: int | None = None) -> bool:
+        """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
+
+        The scheduler counts them in `in_flight`, also those that wait or were preempted: `generations` of an
+        adapter's id are those of which there are any.
+        """
+        raise Todo("lab 7.5: changes that wait for requests in flight")
+
+    # endregion
+
+    def failures(self) -> dict[tuple[int, int], BaseException]:
+        """(adapter id, generation) -> error of the reloads that have failed, but for those that were `answered_for`."""
+        return {(a.id, generation): e for a in self._noted() for generation, e in a.failures.items()}
+
+    def answered_for(self, failure: tuple[int, int]) -> None:
+        """Everybody who waited for that reload has ended. Not before: who is left would get the old weights."""
+        adapter_id, generation = failure
+        if adapter_id in self.adapters:
+            self.adapters[adapter_id].failures.pop(generation, None)
+
+    def _spare_who_runs(self) -> None:
+        """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
+        running = {request.adapter_id for request in self.scheduler.running if request.adapter_id}
+        self.worker.spare(running | {adapter.id for adapter in self._noted() if adapter.pinned})
+
+    def _forget(self, adapter: Adapter) -> None:
+        """Drop all that was noted of it: under the same id and names there may soon be another adapter."""
+        self.manager.tell("forget", adapter.id)
+        for name in adapter.names:
+            self.by_name.pop(name, None)
+        self.noted.discard(adapter.id)
+        del self.adapters[adapter.id]

@@ -1,0 +1,106 @@
+"""All that the engine keeps of one adapter.
+
+Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps a LoRARequest.
+"""
+
+import os
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.lora.request import LoRARequest
+
+
+class AdapterState(Enum):
+    """Where an adapter is. A later one counts where two are true of it.
+
+    KNOWN       requests may name it; a step that needs it reads it
+    FAILED      a reload has failed, and the requests that waited for it do not know yet
+    RELOADING   a reload waits for requests
+    LEAVING     an unload waits for requests; new ones are refused
+    """
+
+    KNOWN = "known"
+    IN_MEMORY = "in memory"
+    IN_A_SLOT = "in a slot"
+    FAILED = "failed"
+    RELOADING = "reloading"
+    LEAVING = "leaving"
+
+
+class AdapterTraits(NamedTuple):
+    """What of an adapter its requests' prompts depend on. A plain adapter has the base model's, and a name.
+
+    scaling_factor   of the rotary embedding: the positions it was trained for, in multiples of the base model's
+    added_tokens     how many tokens it adds to the vocabulary
+    tokenizer        its own, where it adds tokens and brings one; None = the base model's
+    name             for people
+    """
+
+    scaling_factor: float = 1.0
+    added_tokens: int = 0
+    tokenizer: Any = None
+    name: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.scaling_factor == 1.0 and not self.added_tokens
+
+
+BASE = AdapterTraits()
+
+
+@dataclass(slots=True)
+class Adapter:
+    """The record of an adapter that requests may name. It is kept while the adapter is not in memory, so it is small.
+
+    `AdapterRegistry` alone changes it.
+
+    request      as steps load it: its name, its folder, without `load_inplace`
+    owner        what brought it: a request id, or "add_lora"
+    folder       where its path led when it was registered or reloaded; a link may lead elsewhere by now
+    traits       without its tokenizer
+    names        by which requests may name it
+    generation   of new requests. Each reload that is ordered begins one
+    reloads      generation -> the order of the reload that begins it, while it is to come
+    failures     generation -> what its reload raised, while requests of it do not know
+    was_read     whether it has ever been in memory
+    pinned       whether it is to have a slot until it is unpinned
+    leaving      whether it is being unloaded
+    """
+
+    request: LoRARequest
+    owner: str
+    folder: str
+    traits: AdapterTraits
+    names: tuple[str, ...] = ()
+    generation: int = 0
+    reloads: dict[int, LoRARequest] = field(default_factory=dict)
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    was_read: bool = False
+    pinned: bool = False
+    leaving: bool = False
+
+    @property
+    def id(self) -> int:
+        return self.request.lora_int_id
+
+
+def at_hand(lora_request: LoRARequest) -> LoRARequest:
+    """The request as steps load it: without its order to reload, and a hub id replaced by its folder of now.
+
+    So no step waits for a network, or gets a newer version.
+    """
+    path = lora_request.lora_path
+    if not os.path.exists(path):
+        path = get_adapter_absolute_path(path)
+    return replace(lora_request, lora_path=path, load_inplace=False)
+
+
+def folder_of(lora_request: LoRARequest) -> str:
+    """Paths with the same result are the same adapter: the real path of a folder, or the hub id as it is."""
+    path = os.path.expanduser(lora_request.lora_path)
+    if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
+        return lora_request.lora_path  # one string, not two that are equal
+    return folder

@@ -1,0 +1,91 @@
+"""Pins that wait for a slot. Stands for `pin_lora` of vllm/v1/worker/gpu_worker.py (v0.22.1), which never waits."""
+
+import logging
+from collections.abc import Iterable
+
+from minivllm.engine.adapter import Adapter
+from minivllm.engine.adapter_changes import AdapterChanges
+from minivllm.faults import as_fault
+from minivllm.lora.request import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterPins(AdapterChanges):
+    """Adapters that keep a slot, and the room in memory that they and the running ones leave."""
+
+    def _has_memory_for(self, adapter: Adapter) -> bool:
+        """Whether it is in memory, or could be with nothing evicted that is pinned or in use."""
+        self._spare_who_runs()
+        held = self.manager.list_adapters().keys()
+        kept = self.manager.in_use | self.manager.pinned_adapters
+        return adapter.id in held or len(held) < self.manager.capacity or not held <= kept
+
+    def pin_lora(self, adapter_id: int) -> bool:
+        """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
+
+        ValueError for an unknown id, RuntimeError when every slot is pinned already.
+        """
+        if adapter_id not in self.adapters:
+            raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
+        pins = self.pinned_adapters() | {adapter_id}
+        if len(pins) > self.manager.lora_slots:
+            raise RuntimeError(
+                f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
+                f"(adapters {sorted(pins - {adapter_id})}); unpin one or raise max_loras"
+            )
+        adapter = self.adapters[adapter_id]
+        if self._has_memory_for(adapter):
+            self._pin(adapter)
+        self.noted.add(adapter_id)
+        adapter.pinned = True
+        return True
+
+    def _pin(self, adapter: Adapter) -> None:
+        """Read it if need be, and pin it if there is a slot."""
+        if adapter.id not in self.manager.list_adapters():
+            self.worker.add_adapter(adapter.request)
+            adapter.was_read = True
+        if self.manager.has_room_for(adapter.id):
+            self.worker.pin_adapter(adapter.id)
+            self.manager.tell("pin", adapter.id, self.manager.list_active_adapters()[adapter.id])
+
+    def unpin_lora(self, adapter_id: int) -> bool:
+        """Let the adapter be evicted again. False if it was not pinned."""
+        was_pinned = adapter_id in self.pinned_adapters()
+        if adapter_id in self.adapters:
+            self.adapters[adapter_id].pinned = False
+        self.manager.unpin_adapter(adapter_id)
+        if was_pinned:
+            self.manager.tell("unpin", adapter_id)
+        return was_pinned
+
+    def pinned_adapters(self) -> set[int]:
+        """Adapters whose slots the scheduler must not count on, whether they have one yet or not."""
+        return self.manager.pinned_adapters.union(adapter.id for adapter in self._noted() if adapter.pinned)
+
+    def _pin_wanted(self) -> None:
+        """Pin what waited for a slot. A pin whose adapter cannot be read any more is dropped, with a warning."""
+        wanted = [a for a in self._noted() if a.pinned and a.id not in self.manager.pinned_adapters]
+        if wanted:
+            self._spare_who_runs()
+        for adapter in wanted:
+            try:
+                self._pin(adapter)
+            except BaseException as error:
+                as_fault(error)
+                adapter.pinned = False
+                logger.warning("adapter '%s' could not be pinned: %s", adapter.request.lora_name, error)
+
+    def prepare(self, lora_requests: Iterable[LoRARequest | None]) -> dict[int, BaseException]:
+        """Pin what waits for a slot, then read what a step needs and is not in memory.
+
+        Call it when the step is scheduled, since the scheduler made room then. Returns adapter id -> why it could not
+        be read.
+        """
+        self._pin_wanted()
+        requests = [request for request in lora_requests if request is not None]
+        failures = self.worker.prepare_adapters(requests)
+        for adapter_id in {request.lora_int_id for request in requests} - failures.keys():
+            self.adapters[adapter_id].was_read = True
+        return failures

@@ -1,0 +1,155 @@
+"""Adapters into slots on a GPU: one transfer and one launch each, beside the steps that do not need them.
+
+vLLM 0.22.1 copies tensor by tensor, on the stream that computes (`set_lora`, vllm/lora/layers/base_linear.py).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+
+from minivllm.lora.layers.base import BaseLayerWithLoRA, LayerWeights
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.wrapped_modules import WrappedModules
+
+ALIGNMENT = 16  # bytes; a piece that begins at a multiple is read at full speed whatever its dtype
+
+
+class SlotWriter:
+    """Writes slots from page-locked memory, on a stream of its own.
+
+    An adapter is one piece of memory: a table of where its A's and B's are, then these. It arrives in a buffer on
+    the GPU, and one kernel brings everything from there to its place.
+
+    Two orders are kept. A slot is written when the steps that may read it are through: those launched before the
+    write or, inside `behind_step`, before the last `begin_step`. And a step that uses a slot waits until it is
+    written; others do not.
+
+    places     (P, 6) int64, see `write_slot`: A and B of every slice, and expert, of every module, and its extras
+    pools      adapter -> its memory, as long as anybody has the adapter
+    written    slot -> event of its last write, until a step has waited for it
+    """
+
+    def __init__(self, wrapped: WrappedModules, device: torch.device | str) -> None:
+        self.modules = wrapped.modules
+        buffers = [buffer for module in self.modules.values() for buffer in _buffers(module)]
+        self.dtype = buffers[0].dtype
+        self.places = torch.tensor(
+            [[b.data_ptr(), *b.stride(), *b.shape[1:]] for b in buffers], device=device
+        )
+        self.largest = max(buffer[0].numel() for buffer in buffers)
+        self.table_bytes = _aligned(len(buffers) * 3 * torch.int64.itemsize)
+        largest_adapter = sum(_aligned(buffer[0].nbytes) for buffer in buffers)
+        self.arrived = torch.empty(self.table_bytes + largest_adapter, dtype=torch.uint8, device=device)
+        self.pools: WeakKeyDictionary[LoRAModel, torch.Tensor] = WeakKeyDictionary()
+        self.written: dict[int, torch.cuda.Event] = {}
+        self._behind_step = False
+        self.on_gpu = self.arrived.is_cuda
+        if self.on_gpu:
+            self._stream, self._step = torch.cuda.Stream(device), torch.cuda.Event()
+
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def take(self, lora: LoRAModel) -> None:
+        """Move an accepted adapter into one piece of page-locked memory; its tensors become views of it."""
+        tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
+        nbytes = sum(_aligned(tensor.numel() * self.dtype.itemsize) for tensor in tensors)
+        pool = torch.empty(self.table_bytes + nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)
+        table, room = self._split(pool)
+        used = 0
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal used
+            place = room[used : used + tensor.numel()].view(tensor.shape)
+            used += _aligned(place.nbytes) // place.itemsize
+            return place.copy_(tensor)
+
+        for weights in lora.loras.values():
+            weights.replace_tensors(move)
+        rows = []
+        for name, module in self.modules.items():
+            for piece in _pieces(module, lora.get_lora(name)):
+                is_there = piece is not None and piece.numel()  # a module with added tokens may have rank 0
+                start = (piece.data_ptr() - room.data_ptr()) // room.itemsize if is_there else 0
+                rows.append([start, *piece.shape] if is_there else [0, 0, 0])
+        table.copy_(torch.tensor(rows))
+        self.pools[lora] = pool
+
+    def _split(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """An adapter's memory, here or on the GPU, as its table (P, 3) and its weights (elements,)."""
+        table = memory[: len(self.places) * 3 * torch.int64.itemsize].view(torch.int64)
+        return table.view(-1, 3), memory[self.table_bytes :].view(self.dtype)
+
+    # ---- slots ----------------------------------------------------------------------------------------------
+
+    def write(self, lora: LoRAModel, slot: int) -> None:
+        """Copy an adapter that was taken into one slot of every layer, zeros past its ranks."""
+        from minivllm.lora.ops.triton_ops.write_slot_op import write_slot  # Triton is not everywhere
+
+        with self._beside_steps(slot):
+            pool = self.pools[lora]
+            arrived = self.arrived[: len(pool)].copy_(pool, non_blocking=True)
+            table, weights = self._split(arrived)
+            write_slot(weights, table, self.places, slot, self.largest)
+        for name, module in self.modules.items():
+            module.written(slot, lora.get_lora(name))
+
+    @contextmanager
+    def behind_step(self) -> Iterator[None]:
+        """Inside, writes need not wait for the step launched last: it reads none of these slots."""
+        self._behind_step = True
+        try:
+            yield
+        finally:
+            self._behind_step = False
+
+    def begin_step(self, adapter_ids: Iterable[int], slots: dict[int, int]) -> None:
+        """What is launched from now on finds its adapters written.
+
+        adapter_ids   of all rows    slots   adapter id -> slot
+        """
+        if self.written:
+            for adapter_id in slots.keys() & set(adapter_ids):
+                if (event := self.written.pop(slots[adapter_id], None)) is not None:
+                    torch.cuda.current_stream().wait_event(event)
+        if self.on_gpu:
+            self._step.record()
+
+    @contextmanager
+    def _beside_steps(self, slot: int) -> Iterator[None]:
+        if not self.on_gpu:
+            yield
+            return
+        if not self._behind_step:
+            self._step.record()
+        self._stream.wait_event(self._step)
+        with torch.cuda.stream(self._stream):
+            yield
+            self.written[slot] = torch.cuda.Event()
+            self.written[slot].record()
+
+
+def _buffers(module: BaseLayerWithLoRA) -> Iterator[torch.Tensor]:
+    """Where an adapter's matrices go, in the order of `_pieces`: (S, rows, columns) each"""
+    for a, b in zip(module.slots.a, module.slots.b):
+        for expert in range(a.shape[1]):
+            yield a[:, expert]
+            yield b[:, expert]
+    for tables in module.slots.beside.values():
+        yield from tables
+
+
+def _pieces(module: BaseLayerWithLoRA, weights: LayerWeights | None) -> Iterator[torch.Tensor | None]:
+    """An adapter's matrices for a module, None for each that it lacks: (rows, columns) each"""
+    parts = [None] * module.n_slices if weights is None else weights.parts
+    for buffer, part in zip(module.slots.a, parts):
+        for expert in range(buffer.shape[1]):
+            for tensor in (None, None) if part is None else (part.lora_a, part.lora_b):
+                yield tensor[expert] if tensor is not None and tensor.ndim == 3 else tensor
+    for name in module.slots.beside:
+        yield from (None if part is None else part.beside.get(name) for part in parts)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
