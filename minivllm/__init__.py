@@ -1,7 +1,10 @@
 """minivllm: multi-LoRA serving as vLLM's V1 engine does it, small enough to read in a weekend."""
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
+
+logging.getLogger("minivllm").addHandler(logging.NullHandler())  # where nobody listens, nothing is said
 
 if os.environ.get("MINIVLLM_LABS"):  # before anything else is imported that might be the learner's
     from minivllm.labs import install_from_environment

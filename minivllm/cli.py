@@ -1,5 +1,6 @@
 """The `minivllm` command. Stands for vllm/entrypoints/cli (v0.22.1)."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from minivllm.labs import Todo, describe
 from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
 quiet_libraries()
+logging.basicConfig(format="%(message)s", level=logging.WARNING)
 # A thread that waits for another one looks 300,000 times before it sleeps. Where neighbours have that one's core, it is
 # this looking that costs; 10,000 times still span what lies between two products. Read when PyTorch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:

@@ -3,6 +3,7 @@
 from minivllm.labs import Todo
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
+from minivllm.engine.event_log import log_step
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parts import EngineParts
 from minivllm.engine.recorder import record_step
@@ -110,3 +111,4 @@ class EngineCore(EngineParts):
     def _record(self, scheduled: SchedulerOutput) -> None:
         seconds = self.clock() - self._started
         self.trace.append(record_step(self.metrics.steps, seconds, scheduled, self.scheduler, self.adapters))
+        log_step(scheduled, self.scheduler, self.adapters.name_of if self.adapters else str)

@@ -48,6 +48,7 @@ class AdapterPins(AdapterChanges):
             adapter.was_read = True
         if self.manager.has_room_for(adapter.id):
             self.worker.pin_adapter(adapter.id)
+            self.manager.tell("pin", adapter.id, self.manager.list_active_adapters()[adapter.id])
 
     def unpin_lora(self, adapter_id: int) -> bool:
         """Let the adapter be evicted again. False if it was not pinned."""
@@ -55,6 +56,8 @@ class AdapterPins(AdapterChanges):
         if adapter_id in self.adapters:
             self.adapters[adapter_id].pinned = False
         self.manager.unpin_adapter(adapter_id)
+        if was_pinned:
+            self.manager.tell("unpin", adapter_id)
         return was_pinned
 
     def pinned_adapters(self) -> set[int]:

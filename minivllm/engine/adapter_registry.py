@@ -33,7 +33,11 @@ class AdapterRegistry(AdapterPins):
         ValueError: id, name or folder contradict what is registered, or the adapter does not fit. FileNotFoundError:
         it is not there.
         """
-        adapter = self._identify(lora_request)
+        try:
+            adapter = self._identify(lora_request)
+        except ValueError as error:
+            self.manager.tell("refuse", lora_request.lora_int_id, reason=str(error))
+            raise
         if adapter is None or lora_request.load_inplace:
             lora = self.worker.check_adapter(lora_request)
             traits = AdapterTraits(name=lora_request.lora_name)

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from minivllm.core.request import Request, RequestStatus, all_pinned, lora_is_off
+from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.adapter import BASE
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.metrics import debug_info, scheduler_stats
 from minivllm.engine_args import EngineArgs
-from minivllm.guards.arguments import check_arguments
 from minivllm.guards.guarded_core import GuardedCore
+from minivllm.guards.refusals import all_pinned, check_arguments, lora_is_off
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
 from minivllm.lora.sentences import in_one_sentence

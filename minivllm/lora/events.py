@@ -9,16 +9,19 @@ class LoRAEvent:
     """Something that happened to an adapter.
 
     kind      "load" (read from disk), "activate" (into a slot), "hit" or "miss" (a step found it in a slot, or had
-              it copied there), "evict" (out of a slot, for another one), "drop" (out of memory, for another one).
-              What somebody removes by name is neither evicted nor dropped
-    slot      of "activate" and "evict"
+              it copied there), "evict" (out of a slot, for another one), "drop" (out of memory, for another one),
+              "remove" (out of memory, by order), "pin", "unpin", "refuse" (it cannot be served), "forget" (its id
+              and names are free)
+    slot      of "activate", "evict" and "pin"
     seconds   that a "load" or an "activate" took
+    reason    of "refuse", in a sentence
     """
 
     kind: str
     adapter_id: int
     slot: int | None = None
     seconds: float = field(default=0.0, compare=False)
+    reason: str = field(default="", compare=False)
 
 
 Listener = Callable[[LoRAEvent], None]

@@ -64,15 +64,10 @@ class AdapterLoader:
         name = one_sentence(lora_request.lora_name, LONGEST_NAME)
         try:
             return _read(self.manager, lora_request, shapes_only)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(one_sentence(f"adapter '{name}': {error}")) from error
-        except (OSError, ValueError) as error:
-            raise ValueError(one_sentence(f"adapter '{name}': {error}")) from error
-        # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
         except BaseException as error:
-            raise ValueError(
-                one_sentence(f"adapter '{name}' cannot be read: {reason(as_fault(error))}")
-            ) from error
+            refusal = _refusal(name, error)
+            self.manager.tell("refuse", lora_request.lora_int_id, reason=str(refusal))
+            raise refusal from error
 
     def check_adapter(self, lora_request: LoRARequest) -> LoRAModel:
         """The adapter without its numbers; raises what loading would raise, but for what only the numbers tell."""
@@ -82,13 +77,23 @@ class AdapterLoader:
         """As `_load_adapter`; told is a "load" with its seconds."""
         started = time.perf_counter()
         lora = self._load_adapter(lora_request)
-        self.manager.tell("load", lora.id, None, time.perf_counter() - started)
+        self.manager.tell("load", lora.id, seconds=time.perf_counter() - started)
         return lora
 
     def _load_if_missing(self, request: LoRARequest) -> None:
         """Read an adapter into memory unless it is there; `load_inplace` is not looked at."""
         if self.manager.get_adapter(request.lora_int_id) is None:
             self.manager.add_adapter(self._timed_load(request))
+
+
+def _refusal(name: str, error: BaseException) -> Exception:
+    """What people are told; what is no fault (`as_fault`) is raised again."""
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(one_sentence(f"adapter '{name}': {error}"))
+    if isinstance(error, OSError | ValueError):
+        return ValueError(one_sentence(f"adapter '{name}': {error}"))
+    # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
+    return ValueError(one_sentence(f"adapter '{name}' cannot be read: {reason(as_fault(error))}"))
 
 
 def _read(manager: LRUCacheLoRAModelManager, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:

@@ -3,10 +3,14 @@
 from dataclasses import asdict, dataclass, field
 from time import time
 
+from torch import nn
+
+from minivllm.layers.linear import LinearBase
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.seams import listeners
 from minivllm.lora.storage import storage_bytes
+from minivllm.lora.wrapped_modules import WrappedModules
 
 
 @dataclass(slots=True)
@@ -34,7 +38,7 @@ class LoRAStats:
     cpu_evictions     adapters that lost their place in memory, and with it their slot
     loads, load_seconds            adapter folders read, and checked
     activations, activate_seconds  copies into slots
-    events            what happened since the last `drain_events`, hits and misses apart
+    events            loads, activations, evictions and drops since the last `drain_events`
     """
 
     hits: int = 0
@@ -52,10 +56,6 @@ class LoRAStats:
         """The history of one adapter; begins one for an id not seen before."""
         return self.by_adapter.setdefault(adapter_id, AdapterStats())
 
-    def forget(self, adapter_id: int) -> None:
-        """Under its id there may soon be another adapter."""
-        self.by_adapter.pop(adapter_id, None)
-
     def __call__(self, event: LoRAEvent) -> None:
         """Count an event."""
         if event.kind in ("hit", "miss"):
@@ -64,7 +64,10 @@ class LoRAStats:
             self.adapter(event.adapter_id).steps += 1
             self.adapter(event.adapter_id).last_used = time()
             return
-        self.events.append(event)
+        if event.kind == "forget":  # under its id there may soon be another adapter
+            self.by_adapter.pop(event.adapter_id, None)
+        if event.kind in ("load", "activate", "evict", "drop"):
+            self.events.append(event)
         self.evictions += event.kind == "evict"
         self.cpu_evictions += event.kind == "drop"
         if event.kind == "load":
@@ -101,6 +104,20 @@ def stats_of(self: LRUCacheLoRAModelManager) -> LoRAStats:
     return next((heard for heard in self.listeners if isinstance(heard, LoRAStats)), LoRAStats())
 
 
+def slot_bytes(wrapped: WrappedModules) -> int:
+    """Bytes of all slots. Base weights that a backend keeps in one piece with them do not count."""
+    slots = [tensor for layer in wrapped.modules.values() for tensor in layer.slots.memory]
+    bases = [
+        layer.base_layer for layer in wrapped.modules.values() if isinstance(layer.base_layer, LinearBase)
+    ]
+    held = {tensor.untyped_storage() for tensor in slots}
+    # A quantized weight is of another class, and never in one piece with slots.
+    weights = [
+        weight for base in bases for weight in (base.weight, base.bias) if type(weight) is nn.Parameter
+    ]
+    return storage_bytes(slots) - sum(w.nbytes for w in weights if w.untyped_storage() in held)
+
+
 def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
     """Bytes. `minivllm.economics.slot_memory` predicts those of the device.
 
@@ -114,9 +131,11 @@ def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
     """
     adapters = self.list_adapters()
     writer = self.slot_writer
-    tables = [*self.wrapped.tables, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
+    layers = (*self.wrapped.modules.values(), *self.wrapped.others)
+    of_layers = [table for layer in layers for table in layer.tables]
+    tables = [*of_layers, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
     device = {
-        "slot_buffers": self.wrapped.buffer_bytes,
+        "slot_buffers": slot_bytes(self.wrapped),
         "staging": writer.arrived.nbytes if writer else 0,
         "tables": storage_bytes(tables),
     }

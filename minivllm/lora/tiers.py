@@ -35,10 +35,10 @@ class AdapterTiers:
     def __len__(self) -> int:
         return len(self._registered_adapters)
 
-    def tell(self, *event: object) -> None:
+    def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
         """Tell whoever listens of an event, given by the fields of `LoRAEvent`."""
         for listener in self.listeners:
-            listener(LoRAEvent(*event))
+            listener(LoRAEvent(kind, adapter_id, slot, **more))
 
     def list_adapters(self) -> dict[int, LoRAModel]:
         """Adapter id -> weights of all in memory, the least recently used first."""
@@ -77,7 +77,10 @@ class AdapterTiers:
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget the adapter, pinned or not, in both tiers. False for an unknown id."""
         self.deactivate_adapter(adapter_id)
-        return self._registered_adapters.pop(adapter_id) is not None
+        was_there = self._registered_adapters.pop(adapter_id) is not None
+        if was_there:
+            self.tell("remove", adapter_id)
+        return was_there
 
     def remove_all_adapters(self) -> None:
         for adapter_id in self.list_adapters():

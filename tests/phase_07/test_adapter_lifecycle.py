@@ -32,7 +32,7 @@ class StandInWorker:
             lora_slots=2,
             in_use=frozenset(),
             pinned_adapters=frozenset(),
-            tell=lambda *event: None,
+            tell=lambda *event, **more: None,
         )
 
     def check_adapter(self, request):
