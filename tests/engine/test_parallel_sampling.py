@@ -107,7 +107,7 @@ class TestAnswers:
         run(engine)
 
         # All of it once, then the last token of it for three, and two more tokens for each.
-        assert engine.scheduler.make_stats().num_computed_tokens == 21 + 3 * 1 + 4 * 2
+        assert engine.scheduler.num_computed_tokens == 21 + 3 * 1 + 4 * 2
 
     def test_of_a_short_prompt_or_without_a_cache_wait_for_nobody(self, world):
         for prompt, options in ((SHORT, {}), (LONG, {"enable_prefix_caching": False})):
@@ -233,7 +233,7 @@ class TestAnError:
         def broken(requests):
             return {request.lora_int_id: ValueError("its file is gone") for request in requests if request}
 
-        monkeypatch.setattr(engine.runner, "prepare_loras", broken)
+        monkeypatch.setattr(engine.runner.lora_manager, "prepare_adapters", broken)
         engine.add_request("a", prompt, drawn(n=3), lora_request=world.request("qv"))
         output = run(engine)["a"]
 
@@ -356,9 +356,11 @@ class TestACtrlC:
         self.interrupt(monkeypatch, ParallelSampling, "begin_others", at=1)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        loads, prepare = [], engine.runner.prepare_loras
+        loads, prepare = [], engine.runner.lora_manager.prepare_adapters
         monkeypatch.setattr(
-            engine.runner, "prepare_loras", lambda r: loads.append(engine.list_loras()) or prepare(r)
+            engine.runner.lora_manager,
+            "prepare_adapters",
+            lambda r: loads.append(engine.list_loras()) or prepare(r),
         )
 
         output = run(engine)["a"]
