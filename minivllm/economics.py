@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.slot_writer import SlotWriter
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
 
@@ -41,7 +41,7 @@ def _pairs(shapes: LRUCacheLoRAModelManager) -> dict[str, list[tuple[int, int]]]
     return {
         name: [
             (a.shape[-1], b.shape[-2])
-            for a, b in zip(layer.a_slots, layer.b_slots)
+            for a, b in zip(layer.slots.a, layer.slots.b)
             for _ in range(a.shape[1])
         ]
         for name, layer in shapes.modules.items()
@@ -126,7 +126,10 @@ def slot_memory(
     sizes = sum(k + n for pairs in _pairs(shapes).values() for k, n in pairs)
     elements = lora_config.max_loras * lora_config.max_lora_rank * sizes
     a_and_b = elements * lora_config.slot_dtype(dtype).itemsize
-    beside = sum(table.nbytes for layer in shapes.modules.values() for table in layer.extra_slots)
+    tables = (
+        t for layer in shapes.modules.values() for of_option in layer.slots.beside.values() for t in of_option
+    )
+    beside = sum(table.nbytes for table in tables)
     taken = shapes.get_memory_stats()
     layout = taken["slot_buffers"] - a_and_b - beside
     return SlotMemory(a_and_b, beside, layout, taken["staging"], taken["tables"])

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -144,8 +143,10 @@ def _look_into_weights(adapter: AdapterOnDisk, manager: LRUCacheWorkerLoRAManage
     nothing = load({})  # what is said where there are no weights: also of a module that is passed over
     refusals = [load(tensors) for tensors in _by_module(adapter.tensors)]
     found = [text for text in refusals if text not in (None, nothing)]
+    shapes = {kind: tensor.to("meta") for kind, tensor in adapter.new_embeddings.items()}
+    of_tokens = _misfits(manager, adapter, {}, shapes)
     for loras in _by_layer(manager, adapter.loras):
-        found += _misfits(manager, adapter, loras)
+        found += [text for text in _misfits(manager, adapter, loras, shapes) if text not in of_tokens]
     adapter.problems += fold(found)
     with adapter.noting():
         if adapter.new_embeddings:
@@ -169,8 +170,7 @@ def _by_layer(
     wrapped = manager.manager.wrapped
     groups: dict[str | None, dict[str, LoRALayerWeights]] = defaultdict(dict)
     for name, weights in loras.items():
-        layer, _ = wrapped.targets.get(name, (name if name in wrapped.packed_modules else None, 0))
-        groups[layer][name] = weights
+        groups[wrapped.claims.get(name)][name] = weights
     return groups.values()
 
 
@@ -178,13 +178,12 @@ def _misfits(
     manager: LRUCacheWorkerLoRAManager,
     adapter: AdapterOnDisk,
     loras: dict[str, LoRALayerWeights],
-    new_embeddings: dict[str, torch.Tensor] | None = None,
+    new_embeddings: dict[str, torch.Tensor],
 ) -> list[str]:
     """Why a part of the adapter does not fit the model, [] if it does."""
-    # Copies: a check may give an adapter the model's form.
-    lora = LoRAModel(1, 1, {name: copy(weights) for name, weights in loras.items()})
-    lora.beside["added_tokens"] = adapter.added_tokens
-    lora.beside["new_embeddings"] = new_embeddings or {}
+    lora = LoRAModel(1, 1, dict(loras))
+    if new_embeddings:
+        lora.beside = {"added_tokens": adapter.added_tokens, "new_embeddings": new_embeddings}
     try:
         manager.manager.check_adapter(lora)
     except ValueError as error:

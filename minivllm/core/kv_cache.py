@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from minivllm.core.prefix_cache import PrefixCache
 from minivllm.core.request import Request
+from minivllm.guards.refusals import lacks_blocks
 
 
 class KVCacheManager(PrefixCache):
@@ -24,10 +25,7 @@ class KVCacheManager(PrefixCache):
         num_blocks = self.num_blocks_for(num_tokens)
         usable = self.block_pool.num_usable_blocks
         if num_blocks > usable:
-            raise ValueError(
-                f"request '{request.request_id}' may need {num_blocks} KV blocks ({num_tokens} tokens) but "
-                f"the cache has {usable}; shorten the prompt, lower max_tokens, or raise num_blocks"
-            )
+            raise lacks_blocks(request.request_id, num_blocks, num_tokens, usable)
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = ()

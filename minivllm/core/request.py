@@ -143,15 +143,3 @@ def check_stop(request: Request, max_model_len: int | None) -> bool:
     if not request.is_finished and request.num_tokens >= request.max_num_tokens(max_model_len):
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     return request.is_finished
-
-
-def lora_is_off(request_id: str, lora_name: str) -> ValueError:
-    """What a request is told that names an adapter to an engine without LoRA."""
-    return ValueError(
-        f"request '{request_id}' names adapter '{lora_name}' but LoRA is off; start the engine with enable_lora=True"
-    )
-
-
-def all_pinned(lora_name: str, num_pinned: int, whose: str) -> str:
-    """What a request is told whose adapter can have no slot, since all are pinned for others."""
-    return f"adapter '{lora_name}' needs a slot but all {num_pinned} are pinned ({whose}); unpin one or raise max_loras"

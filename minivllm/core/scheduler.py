@@ -8,9 +8,10 @@ from minivllm.core.in_flight import InFlight
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import SchedulerOutput
-from minivllm.core.request import Request, RequestStatus, all_pinned, check_stop, lora_is_off
+from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.core.step_policy import StepPolicy
 from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.guards.refusals import all_pinned, lora_is_off
 
 
 class Scheduler(StepPolicy):

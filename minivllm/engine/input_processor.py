@@ -5,7 +5,7 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter import AdapterTraits
-from minivllm.guards.arguments import check_prompt
+from minivllm.guards.refusals import check_prompt
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import tokenize
 

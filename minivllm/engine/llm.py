@@ -13,7 +13,7 @@ from minivllm.engine_args import EngineArgs
 from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.text.prompts import chat_prompt
+from minivllm.text.prompts import chat_prompts
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 LoRAs = LoRARequest | str | Sequence[LoRARequest | str | None] | None
@@ -91,15 +91,7 @@ class LLM:
             raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         loras = _for_each(lora_request, len(conversations), "lora_request")
-        # Only an adapter that adds tokens brings a tokenizer: where none may, none is read, or resolved, to know it.
-        lora_config = self.llm_engine.config.lora_config
-        may_add = lora_config is not None and lora_config.lora_extra_vocab_size > 0
-        tokenizers = {lora: self.get_tokenizer(lora if may_add else None) for lora in dict.fromkeys(loras)}
-        longest = self.llm_engine.config.model_config.max_model_len
-        prompts = [
-            chat_prompt(conversation, tokenizers[lora], self.llm_engine.tokenizer, longest)
-            for conversation, lora in zip(conversations, loras)
-        ]
+        prompts = chat_prompts(self.llm_engine, conversations, loras)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:

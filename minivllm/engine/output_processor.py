@@ -5,27 +5,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.core.request import Request, RequestStatus
+from minivllm.core.request import Request
 from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.faults import as_fault, told
 from minivllm.layers.sampler import Logprob
 from minivllm.lora.sentences import one_sentence
-from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens, fast_backend
+from minivllm.text.answer import Answer
+from minivllm.text.detokenizer import fast_backend
 
 
 @dataclass
 class RequestState:
     """What the engine keeps of a request beside the scheduler's part. vLLM: `RequestState`.
 
-    tokenizer     makes text of its tokens: the model's or its adapter's; None = there is no text
     num_emitted   tokens in its last output that was `delivered`
     """
 
     request: Request
     prompt: str | None
-    tokenizer: Any
-    detokenizer: IncrementalDetokenizer
+    answer: Answer
     metrics: RequestMetrics
     num_emitted: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -33,7 +31,7 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Turns new tokens into text, finds stop strings, and builds the outputs. vLLM: `OutputProcessor`.
+    """Keeps what is known of each request, and builds the outputs. vLLM: `OutputProcessor`.
 
     ValueError for a tokenizer that is no fast one.
     """
@@ -47,10 +45,9 @@ class OutputProcessor:
 
     def add_request(self, request: Request, prompt: str | None, tokenizer: Any = None) -> None:
         """tokenizer: of the request's adapter, if that brings one; None = the model's"""
-        tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        detokenizer = IncrementalDetokenizer(tokenizer, request.sampling_params)
+        answer = Answer(request, self.tokenizer if tokenizer is None else tokenizer)
         metrics = RequestMetrics(request.arrival_time)
-        self.states[request.request_id] = RequestState(request, prompt, tokenizer, detokenizer, metrics)
+        self.states[request.request_id] = RequestState(request, prompt, answer, metrics)
 
     def mark_scheduled(self, request_ids: Iterable[str]) -> None:
         """These requests are admitted, for the first time or after a preemption."""
@@ -60,28 +57,15 @@ class OutputProcessor:
     def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
         """What is new of a request since the last output that was `delivered`; to be called once a step.
 
-        A stop string ends the request here: its status becomes FINISHED_STOPPED. An error of the tokenizer ends it,
-        too: FINISHED_ERROR, with the text so far. The caller must then take it out of the scheduler.
+        Its text may end it (`Answer.update`). The caller must then take it out of the scheduler.
         """
         state = self.states[request.request_id]
         new_token_ids = request.output_token_ids[state.num_emitted :]
-        delta_text = ""
-        try:
-            if state.tokenizer is not None and not state.num_emitted:
-                for of_token in filter(None, request.prompt_logprobs):
-                    add_decoded_tokens(state.tokenizer, of_token)
-            if logprobs is not None:
-                self._add_logprobs(state, new_token_ids[-1], logprobs)
-            delta_text, stop_string = state.detokenizer.update(
-                new_token_ids, request.is_finished, stop_terminated=_ended_by_token(request)
-            )
-            if stop_string is not None and request.status is not RequestStatus.FINISHED_ERROR:
-                request.status = RequestStatus.FINISHED_STOPPED
-                request.stop_reason = stop_string
-        # A tokenizer may come with an adapter.
-        except BaseException as error:
-            request.status = RequestStatus.FINISHED_ERROR
-            request.error = told(as_fault(error), [request.request_id])
+        if logprobs is not None:
+            state.logprobs.append(logprobs)
+            state.cumulative_logprob += logprobs[new_token_ids[-1]].logprob
+        asked = [logprobs, *(() if state.num_emitted else request.prompt_logprobs)]
+        delta_text = state.answer.update(new_token_ids, list(filter(None, asked)))
         state.metrics.observe(request, self.clock())
         return self._output(state, delta_text, new_token_ids)
 
@@ -96,18 +80,12 @@ class OutputProcessor:
         """Forget a request that nobody wants to hear of any more."""
         self.states.pop(request_id, None)
 
-    def _add_logprobs(self, state: RequestState, token_id: int, logprobs: dict[int, Logprob]) -> None:
-        if state.tokenizer is not None:
-            add_decoded_tokens(state.tokenizer, logprobs)
-        state.logprobs.append(logprobs)
-        state.cumulative_logprob += logprobs[token_id].logprob
-
     def _output(self, state: RequestState, delta_text: str, delta_token_ids: list[int]) -> RequestOutput:
         request = state.request
         wants_logprobs = request.sampling_params.logprobs is not None
         completion = CompletionOutput(
             index=0,
-            text=state.detokenizer.text,
+            text=state.answer.text,
             token_ids=list(request.output_token_ids),
             cumulative_logprob=state.cumulative_logprob if wants_logprobs else None,
             logprobs=list(state.logprobs) if wants_logprobs else None,
@@ -128,8 +106,3 @@ class OutputProcessor:
             error=None if request.error is None else one_sentence(request.error),
             metrics=state.metrics,
         )
-
-
-def _ended_by_token(request: Request) -> bool:
-    """Whether the last token is one that ends a request, so that it has no text of its own."""
-    return request.status is RequestStatus.FINISHED_STOPPED

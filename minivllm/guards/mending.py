@@ -8,7 +8,6 @@ from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.output_processor import OutputProcessor, RequestState
 from minivllm.engine.outputs import RequestOutput
-from minivllm.text.detokenizer import IncrementalDetokenizer
 
 
 def mend(engine: EngineCore, undelivered: Collection[RequestOutput]) -> None:
@@ -101,5 +100,4 @@ def _rewind(state: RequestState) -> None:
     del state.logprobs[num_tokens:]
     tokens = zip(request.output_token_ids, state.logprobs)
     state.cumulative_logprob = sum(logprobs[token].logprob for token, logprobs in tokens)
-    state.detokenizer = IncrementalDetokenizer(state.tokenizer, request.sampling_params)
-    state.detokenizer.update(request.output_token_ids, finished=False)
+    state.answer.begin_again(num_tokens)

@@ -44,6 +44,8 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(LinearBase):
     """The linear from hidden states to logits, weight (V, H) (vLLM: ParallelLMHead); V as for the embedding."""
 
+    is_head = True
+
     def __init__(
         self,
         num_embeddings: int,

@@ -12,8 +12,10 @@ class LinearBase(nn.Module):
 
     There is one tensor-parallel rank; vLLM's attributes for ranks stay, since LoRA layers read them.
     prefix: the layer's name in the model, for people.
+    is_head: whether it makes logits; what adapts it is not what adapts linears inside the model.
     """
 
+    is_head = False
     tp_size = 1
     tp_rank = 0
 

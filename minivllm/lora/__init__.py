@@ -1,5 +1,5 @@
 """Multi-LoRA: the core, and here what is plugged into it (see `seams`). Stands for vllm/lora/ (v0.22.1)."""
 
-from minivllm.lora import io, options, reports
+from minivllm.lora import gpu, io, options, reports
 
-__all__ = ["io", "options", "reports"]
+__all__ = ["gpu", "io", "options", "reports"]

@@ -21,12 +21,11 @@ class AdapterSlots(AdapterTiers):
         self.slot_writer = slot_writer
 
     def check_adapter(self, lora: LoRAModel) -> None:
-        """ValueError unless every module of the adapter exists here and fits; it may get this model's form."""
-        self.wrapped.conform(lora)
-        self.wrapped.check(lora)
+        """Give the adapter the form of this model's slots; ValueError unless its modules exist here and fit."""
+        self.wrapped.accept(lora)
 
     def add_adapter(self, adapter: LoRAModel) -> bool:
-        """Register: fold scaling in, pack, keep in memory. False, and just used, if the id is there already.
+        """Register: give it the form of slots, keep it in memory. False, and just used, if the id is there already.
 
         ValueError when it does not fit the model, RuntimeError when nobody in memory may go; nothing has changed.
         """
@@ -35,13 +34,12 @@ class AdapterSlots(AdapterTiers):
             return False
         self.check_adapter(adapter)
         self._make_room_in_memory()
-        self._pack(adapter)
+        self._take(adapter)
         self._registered_adapters.put(adapter.id, adapter)
         return True
 
-    def _pack(self, adapter: LoRAModel) -> None:
-        """Bring it into the form that slots are written from; for a GPU, into memory that it can copy from."""
-        self.wrapped.pack(adapter)
+    def _take(self, adapter: LoRAModel) -> None:
+        """For a GPU: into memory that it can copy from."""
         if self.slot_writer is not None:
             self.slot_writer.take(adapter)
 
@@ -104,7 +102,7 @@ class AdapterSlots(AdapterTiers):
         if old is None:
             raise ValueError(f"adapter {adapter.id} is not registered, so there is nothing to replace")
         self.check_adapter(adapter)
-        self._pack(adapter)
+        self._take(adapter)
         was_pinned = adapter.id in self.pinned_adapters
         was_active = adapter.id in self._active_adapters
         try:

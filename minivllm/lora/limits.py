@@ -26,10 +26,6 @@ MOST_DIMENSIONS = 8
 # Weights of at most so many bytes are read at once. Of larger files the shapes are first compared with the model's.
 READ_AT_ONCE = 32 * 2**20
 
-# The largest tokenizers of today take 35 MB, their configs, with 6,000 added tokens, 1.2 MB.
-TOKENIZER_BYTES = 40 * 2**20
-TOKENIZER_CONFIG_BYTES = 4 * 2**20
-
 
 def open_file(path: str | Path) -> BinaryIO:
     """A file to read bytes from. OSError for anything else of that name: opening a pipe would wait for its writer."""

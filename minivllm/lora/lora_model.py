@@ -28,6 +28,7 @@ class LoRAModel:
     loras     module name -> its weights
     name      what the request that loaded it called it; for people, nothing depends on it
     beside    what options found of the whole adapter, by their names for it; {} for a plain one
+    is_accepted   whether its weights have the form in which slots take them (`WrappedModules.accept`)
     load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
               uses it as the key: names and ids may come back with other weights, a load_id does not.
     """
@@ -40,6 +41,7 @@ class LoRAModel:
         self.loras = loras
         self.name = ""
         self.beside: dict[str, Any] = {}
+        self.is_accepted = False
         self.load_id = next(_load_ids)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
@@ -52,7 +54,7 @@ class LoRAModel:
     def clone(self, lora_model_id: int) -> "LoRAModel":
         """The same tensors under another id, and a load_id of its own."""
         twin = type(self)(lora_model_id, self.rank, self.loras.copy())
-        twin.name, twin.beside = self.name, self.beside.copy()
+        twin.name, twin.beside, twin.is_accepted = self.name, self.beside.copy(), self.is_accepted
         return twin
 
     @property

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.adaptable import get_supported_lora_modules
 from minivllm.lora.adapter_slots import AdapterSlots
-from minivllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
-from minivllm.lora.punica_wrapper import PunicaWrapperBase, get_punica_wrapper
-from minivllm.lora.replace import get_supported_lora_modules
-from minivllm.lora.seams import listeners
-from minivllm.lora.slot_writer import SlotWriter
+from minivllm.lora.backend import Backend
+from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.make_backend import make_backend
+from minivllm.lora.mapping import LoRAMapping
+from minivllm.lora.seams import listeners, slot_writers
 from minivllm.lora.wrapped_modules import WrappedModules
 
 DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"
@@ -38,12 +39,10 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         if not getattr(model, "supports_lora", False):
             raise ValueError(f"Model {type(model).__name__} is not supported for LoRA; it needs SupportsLoRA")
         self.supported_lora_modules = get_supported_lora_modules(model)  # once wrapped, they have other names
-        self.punica_wrapper = get_punica_wrapper(
-            max_num_batched_tokens, max_num_seqs, device, lora_config=lora_config
-        )
+        self.punica_wrapper = make_backend(max_num_batched_tokens, max_num_seqs, device, lora_config)
         wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
-        on_gpu = torch.device(device).type == "cuda"
-        super().__init__(lora_config, wrapped, SlotWriter(wrapped, device) if on_gpu else None)
+        make_writer = slot_writers.get(torch.device(device).type)
+        super().__init__(lora_config, wrapped, make_writer and make_writer(wrapped, device))
         self.model = model
         self.device = device
         self.vocab_size = vocab_size
@@ -52,7 +51,7 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         self.listeners += [listen(self) for listen in listeners]
 
     @property
-    def punica_wrapper_mapping(self) -> dict[str, PunicaWrapperBase]:
+    def punica_wrapper_mapping(self) -> dict[str, Backend]:
         """vLLM has a backend for each tower of a multimodal model; here there is one."""
         return {DEFAULT_LANGUAGE_WRAPPER_KEY: self.punica_wrapper}
 
@@ -64,7 +63,7 @@ class LRUCacheLoRAModelManager(AdapterSlots):
     @property
     def lora_dtype(self) -> torch.dtype:
         """Of the slots; adapters are converted to it when they are read."""
-        return next(iter(self.modules.values())).a_slots[0].dtype
+        return next(iter(self.modules.values())).slots.a[0].dtype
 
     def create_dummy_lora(
         self, lora_id: int, rank: int, embedding_modules: dict[str, str] | None = None
@@ -85,12 +84,12 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         """Have the backend translate the rows' adapter ids to slots, unless the last translation still holds.
 
         The memo's key has the slot table: the same ids may sit in other slots than a step ago. While it is replaced
-        nothing is remembered. The backend is told of one adapter more than slots: vLLM counts the base model.
+        nothing is remembered.
         """
         slots = self.lora_index_to_id
         if (mapping, slots) != self._last_mapping:
             self._last_mapping = None
-            self.punica_wrapper.update_metadata(mapping, slots, self.lora_slots + 1, self.vocab_size)
+            self.punica_wrapper.begin_step(mapping, slots)
             self._last_mapping = (mapping, slots)
 
     # endregion
@@ -99,8 +98,8 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         """Tell the backend which adapter each row of the coming step has."""
         self._translate(mapping)
         self.punica_wrapper.sync_slots()  # an adapter read again may sit in its old slot, with other weights
-        if self.wrapped.rotaries:
-            self.wrapped.stretch_rotaries([self.get_adapter(held) for held in self.lora_index_to_id])
+        for prepare in self.wrapped.before_step:
+            prepare([self.get_adapter(held) for held in self.lora_index_to_id])
         if self.slot_writer is not None:
             self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
 

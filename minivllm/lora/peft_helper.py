@@ -102,7 +102,7 @@ class PEFTHelper:
 
         It must begin where a part of the name begins: `q_proj` matches `layers.0.self_attn.q_proj`, `proj` does
         not. `self._patterns.match(expression, name)` says whether `re.match` would find something, in limited time.
-        re.error for a key that is no regular expression, ValueError for one that takes too long.
+        ValueError for a key that takes too long.
         """
         return self._patterns.match(rf"(.*\.)?({key})$", module_name)
 

@@ -1,13 +1,17 @@
-"""What can be asked of adapters: counters, bytes, histories, a log. Fed by events, which vllm/lora/ (v0.22.1) has none of."""
+"""What can be asked of adapters: counters, bytes, histories, a log. Nothing in vllm/lora/ (v0.22.1) has them."""
 
 import logging
 from dataclasses import asdict, dataclass, field
 from time import time
 
+from torch import nn
+
+from minivllm.layers.linear import LinearBase
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.seams import listeners
 from minivllm.lora.storage import storage_bytes
+from minivllm.lora.wrapped_modules import WrappedModules
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +140,20 @@ def stats_of(self: LRUCacheLoRAModelManager) -> LoRAStats:
     return next((heard for heard in self.listeners if isinstance(heard, LoRAStats)), LoRAStats())
 
 
+def slot_bytes(wrapped: WrappedModules) -> int:
+    """Bytes of all slots. Base weights that a backend keeps in one piece with them do not count."""
+    slots = [tensor for layer in wrapped.modules.values() for tensor in layer.slots.memory]
+    bases = [
+        layer.base_layer for layer in wrapped.modules.values() if isinstance(layer.base_layer, LinearBase)
+    ]
+    held = {tensor.untyped_storage() for tensor in slots}
+    # A quantized weight is of another class, and never in one piece with slots.
+    weights = [
+        weight for base in bases for weight in (base.weight, base.bias) if type(weight) is nn.Parameter
+    ]
+    return storage_bytes(slots) - sum(w.nbytes for w in weights if w.untyped_storage() in held)
+
+
 def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
     """Bytes. `minivllm.economics.slot_memory` predicts those of the device.
 
@@ -149,9 +167,11 @@ def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
     """
     adapters = self.list_adapters()
     writer = self.slot_writer
-    tables = [*self.wrapped.tables, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
+    layers = (*self.wrapped.modules.values(), *self.wrapped.others)
+    of_layers = [table for layer in layers for table in layer.tables]
+    tables = [*of_layers, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
     device = {
-        "slot_buffers": self.wrapped.buffer_bytes,
+        "slot_buffers": slot_bytes(self.wrapped),
         "staging": writer.arrived.nbytes if writer else 0,
         "tables": storage_bytes(tables),
     }

@@ -45,6 +45,9 @@ backends: dict[str, Callable[..., Any]] = {}
 # Type of a device -> what makes the object that writes adapters into slots there. The core writes on a CPU.
 slot_writers: dict[str, Callable[..., Any]] = {}
 
+# Name under which an option keeps something beside A and B -> what refuses it, called with (wrapped layer, weights).
+beside_checks: dict[str, Callable[..., None]] = {}
+
 # Called once with each new model manager; what it gives hears of every event (`LoRAEvent`). No decision asks it.
 listeners: list[Callable[[Any], Callable[[Any], None]]] = []
 

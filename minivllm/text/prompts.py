@@ -1,9 +1,12 @@
 """Prompts and chats as text. Stands for a part of vllm/renderers/ (v0.22.1)."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from minivllm.config import EngineConfig
 from minivllm.faults import as_fault
+from minivllm.lora.request import LoRARequest
 from minivllm.validation import shown
 
 # Tokenizer -> characters that one of its tokens can stand for at most.
@@ -39,6 +42,32 @@ def _longest_token(tokenizer: Any) -> int:
     if tokenizer not in _longest_tokens:
         _longest_tokens[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
     return _longest_tokens[tokenizer]
+
+
+class TokenizingEngine(Protocol):
+    """What is asked of an engine."""
+
+    config: EngineConfig
+    tokenizer: Any
+
+    def get_tokenizer(self, lora_request: LoRARequest | str | None) -> Any: ...
+
+
+def chat_prompts(
+    engine: TokenizingEngine,
+    conversations: Sequence[list[dict[str, str]]],
+    loras: Sequence[LoRARequest | str | None],
+) -> list[dict[str, Any]]:
+    """A prompt for each conversation, by the tokenizer of its adapter. Errors as in `chat_prompt`."""
+    # Only an adapter that adds tokens brings a tokenizer: where none may, none is read, or found by name, to know it.
+    lora_config = engine.config.lora_config
+    may_add = lora_config is not None and lora_config.lora_extra_vocab_size > 0
+    tokenizers = {lora: engine.get_tokenizer(lora if may_add else None) for lora in dict.fromkeys(loras)}
+    longest = engine.config.model_config.max_model_len
+    return [
+        chat_prompt(conversation, tokenizers[lora], engine.tokenizer, longest)
+        for conversation, lora in zip(conversations, loras)
+    ]
 
 
 def chat_prompt(

@@ -2,13 +2,13 @@
 
 import torch
 
-from minivllm.config import CPU_KV_CACHE_BYTES, EngineConfig
+from minivllm.config import EngineConfig
 from minivllm.layers.attention import Attention
 from minivllm.layers.sampler import Sampler
 from minivllm.models.registry import get_model
 from minivllm.worker.cpu_threads import cpu_threads
 from minivllm.worker.cuda_graphs import DecodeGraphs
-from minivllm.worker.gpu_memory import memory_left, refuse_slots_that_do_not_fit
+from minivllm.worker.gpu_memory import refuse_slots_that_do_not_fit
 from minivllm.worker.prefetch import AdapterPrefetch
 from minivllm.worker.row_sampler import RowSampler
 from minivllm.worker.step_runner import StepRunner
@@ -50,41 +50,6 @@ class ModelRunner(StepRunner, WarmUp, AdapterPrefetch):
             self._allocate_kv_cache(self.num_blocks)
         rows = config.scheduler_config.max_num_seqs
         self.cpu_threads.measure_on(self.model, rows, model_config.dtype)
-
-    # ---- the KV cache ---------------------------------------------------------------------------------------
-
-    @property
-    def kv_block_bytes(self) -> int:
-        """Bytes of one block's keys and values in all layers."""
-        arch = self.config.model_config.architecture
-        per_token = 2 * arch.num_hidden_layers * arch.num_key_value_heads * arch.head_dim
-        return self.config.cache_config.block_size * per_token * self.config.model_config.dtype.itemsize
-
-    @property
-    def max_blocks_per_request(self) -> int:
-        return -(-self.config.model_config.max_model_len // self.config.cache_config.block_size)
-
-    def _num_kv_blocks(self) -> int:
-        cache = self.config.cache_config
-        if cache.num_blocks is not None:
-            return cache.num_blocks
-        useful = self.config.scheduler_config.max_num_seqs * self.max_blocks_per_request + 1
-        return max(2, min(useful, self._kv_memory() // self.kv_block_bytes))
-
-    def _kv_memory(self) -> int:
-        """Bytes for keys and values: what was asked for, or else on a CPU a fixed sum, on a GPU what is left.
-
-        Weights and slots are there already, but only the last takes them into account: a CPU needs all three together.
-        ValueError when a GPU has not even room for two blocks.
-        """
-        cache = self.config.cache_config
-        if cache.memory_bytes is not None:
-            return cache.memory_bytes
-        if not self.on_gpu:
-            return CPU_KV_CACHE_BYTES
-        return memory_left(
-            self._profile_run, self.device, cache.gpu_memory_utilization, 2 * self.kv_block_bytes
-        )
 
     def _allocate_kv_cache(self, num_blocks: int) -> None:
         for module in self.model.modules():

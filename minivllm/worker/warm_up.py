@@ -6,15 +6,51 @@ from functools import partial
 import numpy as np
 import torch
 
+from minivllm.config import CPU_KV_CACHE_BYTES
 from minivllm.layers.penalties import TokenHistory
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.dummy_loras import DummyLoRAs
+from minivllm.worker.gpu_memory import memory_left
 
 
 class WarmUp(DummyLoRAs):
-    """The part of a `ModelRunner` that runs steps nobody asked for: to be ready, to measure, to capture graphs."""
+    """The part of a `ModelRunner` that sizes the KV cache, and runs steps nobody asked for: to be ready, to measure
+    memory, to capture graphs."""
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's keys and values in all layers."""
+        arch = self.config.model_config.architecture
+        per_token = 2 * arch.num_hidden_layers * arch.num_key_value_heads * arch.head_dim
+        return self.config.cache_config.block_size * per_token * self.config.model_config.dtype.itemsize
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return -(-self.config.model_config.max_model_len // self.config.cache_config.block_size)
+
+    def _num_kv_blocks(self) -> int:
+        cache = self.config.cache_config
+        if cache.num_blocks is not None:
+            return cache.num_blocks
+        useful = self.config.scheduler_config.max_num_seqs * self.max_blocks_per_request + 1
+        return max(2, min(useful, self._kv_memory() // self.kv_block_bytes))
+
+    def _kv_memory(self) -> int:
+        """Bytes for keys and values: what was asked for, or else on a CPU a fixed sum, on a GPU what is left.
+
+        Weights and slots are there already, but only the last takes them into account: a CPU needs all three together.
+        ValueError when a GPU has not even room for two blocks.
+        """
+        cache = self.config.cache_config
+        if cache.memory_bytes is not None:
+            return cache.memory_bytes
+        if not self.on_gpu:
+            return CPU_KV_CACHE_BYTES
+        return memory_left(
+            self._profile_run, self.device, cache.gpu_memory_utilization, 2 * self.kv_block_bytes
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -57,7 +57,7 @@ def draw(axes: Axes, layer: BaseLayerWithLoRA) -> None:
         axes.text(at_a - 12, middle, f"A of {part}", ha="right", va="center", fontsize=10)
         first_row = middle - slots * (rank + 4) / 2
         for slot, colour in enumerate(COLOURS.values()):
-            live = layer.live_ranks[i][slot]
+            live = layer.slots.live_ranks[i][slot]
             x, y = at_b + slot * (rank + 4), first_row + slot * (rank + 4)
             box(axes, x, top, rank, width, EMPTY, EDGE)
             box(axes, x, top, live, width, colour)
@@ -71,7 +71,7 @@ def draw(axes: Axes, layer: BaseLayerWithLoRA) -> None:
         axes.text(at_b + slot * (rank + 4) + rank / 2, -20, str(slot), ha="center", fontsize=10)
     axes.text(at_a + k / 2, -20, f"room for rank {rank} in every slot", ha="center", fontsize=10)
     for slot, (name, colour) in enumerate(COLOURS.items()):
-        ranks = ", ".join(str(ranks[slot]) for ranks in layer.live_ranks)
+        ranks = ", ".join(str(ranks[slot]) for ranks in layer.slots.live_ranks)
         text = f"slot {slot}  {name}: live ranks of q, k, v {ranks}"
         x = (0, at_b - ROOM / 2)[slot % 2]
         y = top + 36 + 44 * (slot // 2)

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from minivllm.lora.punica_wrapper.utils import compute_runs, slots_of
+from minivllm.lora.mapping import compute_runs, slots_of
 
 COLOURS = {"base": "#9aa0a6", "json": "#0072B2", "sql": "#E69F00", "bullets": "#009E73", "dates": "#CC79A7"}
 NAMES = list(COLOURS)  # an adapter's id is its place here, 0 is base

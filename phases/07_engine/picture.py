@@ -11,7 +11,7 @@ from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.lora.punica_wrapper.utils import slots_of
+from minivllm.lora.mapping import slots_of
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import InputBatch

@@ -99,8 +99,8 @@ def check_slot_contents(engine: LLMEngine) -> None:
                     a, b = weights.lora_a, weights.lora_b
                     a, b = (a[i], b[i]) if isinstance(a, list) else (a, b)
                 rank = 0 if a is None else len(a)
-                slot_a, slot_b = module.a_slots[i][slot, 0], module.b_slots[i][slot, 0]
-                assert module.live_ranks[i][slot] == rank
+                slot_a, slot_b = module.slots.a[i][slot, 0], module.slots.b[i][slot, 0]
+                assert module.slots.live_ranks[i][slot] == rank
                 assert not slot_a[rank:].any() and not slot_b[:, rank:].any(), "something past the rank"
                 if rank:
                     assert torch.equal(slot_a[:rank], a) and torch.equal(slot_b[:, :rank], b), (

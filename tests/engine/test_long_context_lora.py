@@ -204,7 +204,7 @@ def test_the_tables_are_the_angles_of_divided_positions():
     class Backend:
         no_lora = False
 
-        def slots_of_tokens(self, tokens):
+        def token_slots(self, tokens):
             return slots[:tokens]
 
     wrapped.set_mapping(Backend())

@@ -9,7 +9,7 @@ from tiny_engine import greedy, snapshot
 from tiny_set import AdapterSet
 
 from minivllm import SamplingParams
-from minivllm.lora.slot_writer import SlotWriter
+from minivllm.lora.gpu.slot_writer import SlotWriter
 
 ADAPTERS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},

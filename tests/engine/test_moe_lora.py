@@ -164,7 +164,7 @@ def test_incident_5_rslora_scales_experts_too(mixtral, tmp_path):
     layer = engine.runner.model.get_submodule("model.layers.1.mlp.experts")
     for i, part in enumerate(("w1", "w2", "w3")):
         name = f"base_model.model.model.layers.1.block_sparse_moe.experts.3.{part}"
-        a, b = layer.a_slots[i][0, 3], layer.b_slots[i][0, 3]
+        a, b = layer.slots.a[i][0, 3], layer.slots.b[i][0, 3]
         expected = 8 * weights[f"{name}.lora_B.weight"] @ weights[f"{name}.lora_A.weight"]
         torch.testing.assert_close(b @ a, expected)
 
@@ -352,7 +352,7 @@ def test_warming_up_runs_the_experts_adapters(world):
 
     experts = [layer for layer in manager.modules.values() if isinstance(layer, FusedMoEWithLoRA)]
     assert len(experts) == 2
-    assert all(layer.live_ranks == [[3, 0]] * 3 for layer in experts)
+    assert all(layer.slots.live_ranks == [[3, 0]] * 3 for layer in experts)
     manager.remove_adapter(7)
     engine.runner.warm_up()
     assert_answers(world, [("parameters/both", token_ids(9, 0)), (None, token_ids(9, 0))], engine)

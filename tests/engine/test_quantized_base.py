@@ -174,7 +174,7 @@ class TestMixedBatch:
 
         assert memory[0] == memory[1]
         for module in quantized.adapters.manager.wrapped.modules.values():
-            assert {buffer.dtype for buffer in (*module.a_slots, *module.b_slots)} == {torch.float32}
+            assert {buffer.dtype for buffer in (*module.slots.a, *module.slots.b)} == {torch.float32}
 
 
 class TestOptions:

@@ -12,7 +12,7 @@ from tiny_set import AdapterSet
 from tiny_tokens import COUNTS, TokenSet, V, with_new
 
 from minivllm import SamplingParams
-from minivllm.lora.slot_writer import SlotWriter
+from minivllm.lora.gpu.slot_writer import SlotWriter
 
 EXTRA = 5
 BIASES = {

@@ -12,6 +12,7 @@ from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.economics import slot_memory, weight_bytes
 from minivllm.labs import ROOT
+from minivllm.lora.gpu.folded_backend import FoldedSlots
 from minivllm.models.registry import get_model
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -77,7 +78,7 @@ def assert_within(percent, found, expected, slack=0):
 
 def unsplit(manager):
     """Most bytes that the allocator may round up: it leaves up to 1 MiB unused behind each folded weight."""
-    folded = [m for m in manager.modules.values() if m.is_linear and m.storage is not None]
+    folded = [m for m in manager.modules.values() if isinstance(m.slots, FoldedSlots)]
     return len(folded) * 2**20
 
 

@@ -2,22 +2,21 @@
 
 import torch
 
+from minivllm.lora.slots import Slots
+
 
 class ScatteredSlots:
-    """Slots innermost, every second element NaN. `adopt` is the backend's method of that name."""
+    """Slots innermost, every second element NaN. `place` is the backend's method of that name."""
 
     def __init__(self, dtype, cells=400_000):
         self.pool = torch.full((cells, 2), float("nan"), dtype=dtype)
         self.used = 0
 
-    def adopt(self, layer):
-        homes = [
-            tuple(self._place(buffer.shape) for buffer in buffers)
-            for buffers in (layer.a_slots, layer.b_slots)
-        ]
-        layer.re_home(*homes)
+    def place(self, slots, base):
+        a, b = ([self._cells(buffer.shape) for buffer in side] for side in (slots.a, slots.b))
+        return Slots(a, b).take_over(slots)
 
-    def _place(self, shape):
+    def _cells(self, shape):
         cells = self.pool[self.used : self.used + shape.numel(), 0]
         assert len(cells) == shape.numel(), "the pool is too small"
         self.used += shape.numel()

@@ -7,59 +7,54 @@ import torch
 import torch.nn.functional as F
 from scattered_slots import ScatteredSlots
 
+from minivllm.lora.backend import ALL_SLICES, Backend
+from minivllm.lora.slots import Slots
 
-class NaivePunica:
-    """What a backend owes a layer: the base output plus each row's own adapter.
+
+class NaivePunica(Backend):
+    """What a backend owes a layer: each row's own adapter.
 
     token_slots: the slot of each row, -1 for base rows; a test sets it before a forward pass
-    sample_slots: likewise of each row that is sampled; None where all are
+    sampled: likewise of each row that is sampled; None where all are
     """
 
-    def __init__(self, token_slots=(), sample_slots=None):
-        self.token_slots = token_slots
-        self.sample_slots = sample_slots
-
-    def adopt(self, layer):
-        """Leaves A and B where the layer made them."""
-
-    def slot_changed(self, layer, slot):
-        """Has worked nothing out that could be stale."""
+    def __init__(self, token_slots=(), sampled=None):
+        super().__init__("cpu")
+        self.sampled, self.token_slot_list = sampled, token_slots
 
     @property
     def no_lora(self):
-        return all(slot < 0 for slot in self.token_slots)
+        return all(slot < 0 for slot in self.token_slot_list)
 
-    def reaches(self, layer):
+    @no_lora.setter
+    def no_lora(self, value):
+        """A test says which rows there are."""
+
+    def token_slots(self, tokens):
+        return torch.tensor(self.token_slot_list[:tokens])
+
+    def sample_slots(self, samples):
+        slots = self.token_slot_list if self.sampled is None else self.sampled
+        return torch.tensor(slots[:samples])
+
+    token_rows, sample_rows = token_slots, sample_slots
+
+    def reaches(self, slots, exactly=False):
         return True
 
-    def slots_of_tokens(self, tokens):
-        return torch.tensor(self.token_slots[:tokens])
-
-    def slots_of_samples(self, rows):
-        slots = self.token_slots if self.sample_slots is None else self.sample_slots
-        return torch.tensor(slots[:rows])
-
-    def apply_linear(self, layer, x):
-        y = layer.base_output(x)
-        for token, slot in enumerate(self.token_slots):
+    def add(self, y, x, slots, rows, slices=ALL_SLICES):
+        for row, slot in enumerate(rows.tolist()):
             if slot >= 0:
-                y[token] += self.added(layer, slot, x[token].double()).to(y.dtype)
-        return y
+                added = [
+                    b[slot, 0].double() @ (a[slot, 0].double() @ x[row].double())
+                    for a, b in zip(slots.a[slices], slots.b[slices], strict=True)
+                ]
+                y[row] += torch.cat(added).to(y.dtype)
 
-    def add_lora_embedding(self, y, x, lora_b_stacked, add_inputs=True):
-        for token, slot in enumerate(self.token_slots):
+    def expand(self, y, h, slots, rows):
+        for row, slot in enumerate(rows.tolist()):
             if slot >= 0:
-                y[token] += (lora_b_stacked[slot, 0].double() @ x[token].double()).to(y.dtype)
-
-    def apply_logits(self, layer, y, x):
-        for row, slot in enumerate(self.slots_of_samples(len(y)).tolist()):
-            if slot >= 0:
-                a, b = layer.lora_a_stacked[slot, 0].double(), layer.lora_b_stacked[slot, 0].double()
-                y[row] += (b @ (a @ x[row].double())).to(y.dtype)
-
-    def added(self, layer, slot, row):
-        slices = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
-        return torch.cat([b[slot, 0].double() @ (a[slot, 0].double() @ row) for a, b in slices])
+                y[row] += (slots.b[0][slot, 0].double() @ h[row].double()).to(y.dtype)
 
 
 class ScatteredPunica(NaivePunica):
@@ -67,35 +62,36 @@ class ScatteredPunica(NaivePunica):
 
     def __init__(self, dtype):
         super().__init__()
-        self.adopt = ScatteredSlots(dtype).adopt
+        self.place = ScatteredSlots(dtype).place
+
+
+class TailRows(Slots):
+    """A of every slot as the last rows of a copy of the base weight."""
+
+    def __init__(self, slots, base):
+        count, _, rank, width = slots.a[0].shape
+        tail = torch.zeros(count * rank * len(slots.a), width, dtype=base.weight.dtype)
+        self.extended = torch.cat([base.weight, tail])
+        rows = self.extended[base.output_size :].view(count, rank, len(slots.a), width)
+        super().__init__([a.unsqueeze(1) for a in rows.unbind(2)], slots.b)
+        self.take_over(slots)
 
 
 class TailRowsPunica(NaivePunica):
-    """A of every slot as the last rows of a copy of the base weight: one product computes base and shrink."""
+    """One product computes base and shrink."""
 
-    def __init__(self):
-        super().__init__()
-        self.extended = {}
+    def place(self, slots, base):
+        return slots if base is None else TailRows(slots, base)
 
-    def adopt(self, layer):
-        if not layer.is_linear:
-            return
-        slots, _, rank, width = layer.lora_a_stacked[0].shape
-        tail = torch.zeros(slots * rank * layer.n_slices, width, dtype=layer.weight.dtype)
-        extended = torch.cat([layer.weight, tail])
-        rows = extended[layer.output_size :].view(slots, rank, layer.n_slices, width)
-        layer.re_home(tuple(a.unsqueeze(1) for a in rows.unbind(2)), layer.lora_b_stacked)
-        self.extended[layer] = extended
-
-    def apply_linear(self, layer, x):
-        slots, _, rank, _ = layer.lora_a_stacked[0].shape
-        product = F.linear(x, self.extended[layer])
-        y, shrunk = product.tensor_split([layer.output_size], dim=1)
-        y = y.clone() if layer.bias is None else y + layer.bias
-        shrunk = shrunk.reshape(-1, slots, rank, layer.n_slices)
-        for token, slot in enumerate(self.token_slots):
+    def linear(self, x, base, slots):
+        count, _, rank, _ = slots.a[0].shape
+        product = F.linear(x, slots.extended)
+        y, shrunk = product.tensor_split([base.output_size], dim=1)
+        y = y.clone() if base.bias is None else y + base.bias
+        shrunk = shrunk.reshape(-1, count, rank, len(slots.a))
+        for token, slot in enumerate(self.token_slot_list):
             if slot >= 0:
-                parts = [b[slot, 0] @ shrunk[token, slot, :, i] for i, b in enumerate(layer.lora_b_stacked)]
+                parts = [b[slot, 0] @ shrunk[token, slot, :, i] for i, b in enumerate(slots.b)]
                 y[token] += torch.cat(parts)
         return y
 

@@ -1,6 +1,7 @@
 """An adapter that does not fit the model is refused before anything changes (lab 2.6)."""
 
 import pytest
+import torch
 from naive_punica import NaivePunica
 from toy_model import ToyModel, random_pair, toy_adapter, wrap
 
@@ -29,23 +30,24 @@ def wrapped():
 
 def assert_refused(wrapped, lora, *said):
     """It raises ValueError with all these words in its message, and changes nothing."""
-    names = list(lora.loras)
+    before = {name: (weights, weights.scaling) for name, weights in lora.loras.items()}
 
     try:
-        wrapped.check(lora)
+        wrapped.accept(lora)
     except ValueError as error:
         missing = [str(text) for text in said if str(text) not in str(error)]
         assert not missing, f"the message does not name {missing}: {error}"
     else:
         shapes = {n: (tuple(w.lora_a.shape), tuple(w.lora_b.shape)) for n, w in lora.loras.items()}
         raise AssertionError(f"it was taken for fitting, with A and B of {shapes}; expected a ValueError")
-    assert list(lora.loras) == names, "the adapter has changed"
-    assert all(not any(slots) for module in wrapped.modules.values() for slots in module.live_ranks)
+    after = {name: (weights, weights.scaling) for name, weights in lora.loras.items()}
+    assert after == before, "the adapter has changed"
+    assert all(not any(slots) for module in wrapped.modules.values() for slots in module.slots.live_ranks)
 
 
 @pytest.mark.parametrize("modules", [None, ["attn.q_proj"], ["mlp.up_proj", "router"], ["attn.o_proj"]])
 def test_an_adapter_for_any_part_of_the_model_fits(wrapped, modules):
-    wrapped.check(toy_adapter(seed=1, modules=modules))
+    wrapped.accept(toy_adapter(seed=1, modules=modules))
 
 
 def test_ranks_may_differ_by_module_up_to_the_largest(wrapped):
@@ -55,14 +57,17 @@ def test_ranks_may_differ_by_module_up_to_the_largest(wrapped):
         "layers.1.router": ((5, 12), (3, 5)),
     }
 
-    wrapped.check(adapter_of(shapes))
+    wrapped.accept(adapter_of(shapes))
 
 
-def test_a_packed_adapter_fits_again(wrapped):
+def test_an_accepted_adapter_fits_again_and_is_left_alone(wrapped):
     lora = toy_adapter(seed=1)
-    wrapped.pack(lora)
+    wrapped.accept(lora)
+    accepted = dict(lora.loras)
 
-    wrapped.check(lora)
+    wrapped.accept(lora)
+
+    assert lora.loras == accepted
 
 
 def test_one_unknown_module_among_many_is_enough(wrapped):
@@ -105,7 +110,7 @@ def test_the_head_cannot_be_adapted(wrapped):
 def test_a_module_that_the_server_does_not_wrap_is_refused_with_the_reason():
     wrapped = wrap(ToyModel(), NaivePunica(), target_modules=["o_proj", "q_proj"])
 
-    wrapped.check(toy_adapter(seed=1, modules=["attn.q_proj", "attn.o_proj"]))
+    wrapped.accept(toy_adapter(seed=1, modules=["attn.q_proj", "attn.o_proj"]))
     assert_refused(
         wrapped,
         toy_adapter(seed=1, modules=["attn.q_proj", "mlp.up_proj"]),
@@ -114,17 +119,30 @@ def test_a_module_that_the_server_does_not_wrap_is_refused_with_the_reason():
     )
 
 
-def test_an_adapter_for_a_fused_module_is_told_the_parts_to_name(wrapped):
-    lora = adapter_of({"layers.0.attn.qkv_proj": ((2, 12), (32, 2))})
+@pytest.mark.parametrize("height", [31, 33])
+def test_an_adapter_for_a_whole_fused_module_is_as_tall_as_all_its_parts(wrapped, height):
+    lora = adapter_of({"layers.0.attn.qkv_proj": ((2, 12), (height, 2))})
 
-    assert_refused(
-        wrapped,
-        lora,
-        "layers.0.attn.qkv_proj",
-        "layers.0.attn.q_proj",
-        "layers.0.attn.k_proj",
-        "layers.0.attn.v_proj",
-    )
+    assert_refused(wrapped, lora, "layers.0.attn.qkv_proj", (height, 2), (32, 2))
+
+
+def test_an_adapter_for_a_whole_fused_module_and_a_part_of_it_is_refused(wrapped):
+    whole, part = "layers.0.attn.qkv_proj", "layers.0.attn.k_proj"
+    lora = adapter_of({whole: ((2, 12), (32, 2)), part: ((2, 12), (8, 2))})
+
+    assert_refused(wrapped, lora, whole, part, "give either")
+
+
+def test_an_adapter_for_a_whole_fused_module_becomes_one_for_each_part(wrapped):
+    name = "layers.0.attn.qkv_proj"
+    lora = adapter_of({name: ((2, 12), (32, 2))})
+    lora_a, lora_b = lora.loras[name].lora_a, lora.loras[name].lora_b
+
+    wrapped.accept(lora)
+
+    parts = lora.loras[name].parts
+    assert all(torch.equal(part.lora_a, lora_a) for part in parts)
+    assert torch.equal(torch.cat([part.lora_b for part in parts]), lora_b / 2)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def backend(request):
 
 
 def outputs_of(layer, x, token_slots):
-    layer.punica_wrapper.token_slots = token_slots
+    layer.punica_wrapper.token_slot_list = token_slots
     return layer(x)[0]
 
 
@@ -52,7 +52,7 @@ def test_outputs_do_not_depend_on_where_the_slots_are(backend):
         modules = None if seed % 3 else ["attn.v_proj", "mlp.gate_proj", "router"]
         for wrapped in (ours, reference):
             lora = toy_adapter(seed, modules, rank)
-            wrapped.pack(lora)
+            wrapped.accept(lora)
             wrapped.write(lora, slot)
 
         assert_same_outputs(ours, reference, seed)
@@ -64,7 +64,7 @@ def test_a_backend_that_takes_over_later_takes_what_the_slots_hold(backend):
     for wrapped in (ours, reference):
         for slot in range(3):
             lora = toy_adapter(slot, rank=2 + slot)
-            wrapped.pack(lora)
+            wrapped.accept(lora)
             wrapped.write(lora, slot)
 
     successor = backends(DTYPE)[backend]
@@ -116,8 +116,7 @@ def wrapped_llama(folders, backend):
             folder = str(adapters[name])
             peft_helper = PEFTHelper.from_local_dir(folder)
             lora = LoRAModel.from_local_checkpoint(folder, endings, peft_helper, lora_model_id=slot + 1)
-            wrapped.check(lora)
-            wrapped.pack(lora)
+            wrapped.accept(lora)
             wrapped.write(lora, slot)
     return model
 
@@ -128,7 +127,7 @@ def greedy_batch(model, backend, texts):
     names, logits = list(texts), [[] for _ in texts]
     for step in range(NEW_TOKENS + 1):
         rows = [len(text) if step == 0 else 1 for text in texts.values()]
-        backend.token_slots = [SLOT_OF[name] for name, n in zip(names, rows) for _ in range(n)]
+        backend.token_slot_list = [SLOT_OF[name] for name, n in zip(names, rows) for _ in range(n)]
         for row, row_logits in enumerate(requests.step(list(enumerate(rows)))):
             logits[row].append(row_logits)
             requests.texts[row].append(int(row_logits[-1].argmax()))

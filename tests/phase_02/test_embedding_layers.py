@@ -13,6 +13,7 @@ from rows import assert_rows_equal
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from minivllm.lora.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.punica_wrapper import get_punica_wrapper
 
 VOCAB, HIDDEN, RANK, SLOTS = 23, 12, 5, 5
@@ -53,14 +54,20 @@ class Ends:
         self.layer.set_mapping(self.punica)
         self.a, self.b, self.new = {}, {}, {}
         nan = torch.tensor(float("nan"), dtype=dtype)
-        self.layer.set_lora(
+        self.write(
             BROKEN,
             nan.expand(RANK, self.inputs_of_a),
             nan.expand(self.outputs_of_b, RANK),
-            nan.expand(extra, HIDDEN) if extra else None,
+            nan.expand(extra, HIDDEN),
         )
         for slot in RANKS:
             self.put(slot, slot)
+
+    def write(self, slot, lora_a, lora_b, new):
+        weights = LoRALayerWeights("end", len(lora_a), 1, lora_a, lora_b, scaling=1)
+        if len(new):
+            weights.beside |= {"embeddings": new, "is_added": new.new_ones(len(new), 1)}
+        self.layer.write(slot, weights)
 
     def put(self, slot, seed):
         """The adapter of RANKS and ADDED into its slot, its numbers by seed."""
@@ -68,12 +75,12 @@ class Ends:
         self.a[slot] = randn(rank, self.inputs_of_a, seed=10 * seed, dtype=self.dtype)
         self.b[slot] = randn(self.outputs_of_b, rank, seed=10 * seed + 1, dtype=self.dtype)
         self.new[slot] = randn(added, HIDDEN, seed=10 * seed + 2, dtype=self.dtype)
-        self.layer.set_lora(slot, self.a[slot], self.b[slot], self.new[slot] if added else None)
+        self.write(slot, self.a[slot], self.b[slot], self.new[slot])
 
     def step(self, token_slots, sample_slots=None):
         """Which slot each token has, and each sampled row; None = every token is sampled."""
         if isinstance(self.punica, NaivePunica):
-            self.punica.token_slots, self.punica.sample_slots = token_slots, sample_slots
+            self.punica.token_slot_list, self.punica.sampled = token_slots, sample_slots
             return
         ids = [tuple(slot + 1 for slot in slots) for slots in (token_slots, sample_slots or token_slots)]
         self.punica.update_metadata(LoRAMapping(*ids), list(range(1, SLOTS + 1)), SLOTS + 1, VOCAB)
@@ -300,14 +307,14 @@ class TestAnEmbeddingOnTheStandIn(EmbeddingTests):
     def test_a_batch_without_adapters_asks_the_backend_for_nothing_more(self, backend, dtype, extra):
         embedding = Embedding(backend, dtype, extra)
         embedding.step([-1, -1])
-        refuse(embedding.punica, "slots_of_tokens", "add_lora_embedding")
+        refuse(embedding.punica, "token_slots", "token_rows", "expand")
 
         embedding.run([3, 4])
 
     def test_nothing_is_looked_up_when_no_adapter_of_the_step_has_weights_here(self, backend, dtype, extra):
         embedding = Embedding(backend, dtype, extra)
         embedding.punica.reaches = lambda layer: False
-        refuse(embedding.punica, "add_lora_embedding")
+        refuse(embedding.punica, "expand")
 
         slots = [2, -1]
         embedding.assert_answers(some_tokens(slots, 3, extra), slots)
@@ -326,14 +333,14 @@ class TestLogitsOnTheStandIn(LogitsTests):
     def test_a_batch_without_adapters_asks_the_backend_for_nothing_more(self, backend, dtype, extra):
         logits = Logits(backend, dtype, extra)
         logits.step([-1, -1])
-        refuse(logits.punica, "slots_of_samples", "apply_logits")
+        refuse(logits.punica, "sample_slots", "sample_rows", "add")
 
         logits.run(randn(2, HIDDEN, seed=9, dtype=dtype))
 
     def test_nothing_is_added_when_no_adapter_of_the_step_has_weights_here(self, backend, dtype, extra):
         logits = Logits(backend, dtype, extra)
         logits.punica.reaches = lambda layer: False
-        refuse(logits.punica, "apply_logits")
+        refuse(logits.punica, "add")
 
         logits.assert_answers(randn(3, HIDDEN, seed=9, dtype=dtype), [2, -1, 2])
 
@@ -366,17 +373,17 @@ def test_a_slot_that_is_written_again_keeps_nothing_of_the_last_adapter(end):
 
     for source in (1, 3, 4, 2, 1):
         rank, added = RANKS[source], ADDED[source]
-        layer.layer.set_lora(1, layer.a[source], layer.b[source], layer.new[source] if added else None)
+        layer.write(1, layer.a[source], layer.b[source], layer.new[source])
         layer.a[1], layer.b[1], layer.new[1] = layer.a[source], layer.b[source], layer.new[source]
         if end is Logits:
             layer.assert_answers(hidden_states, [1, 1, 1])
         else:
             layer.assert_answers([ids[0], ids[1] if added else 4, ids[2]], [1, 1, 1])
-        assert layer.layer.live_ranks[0][1] == rank
+        assert layer.layer.slots.live_ranks[0][1] == rank
         layer.put(1, 1)
 
     layer.layer.reset_lora(1)
-    for buffer in (*layer.layer.a_slots, *layer.layer.b_slots, *layer.layer.extra_slots):
+    for buffer in layer.layer.slots.memory:
         assert not buffer[1].any()
 
 

@@ -194,7 +194,7 @@ class TestForward:
         layer.set_lora(2, *random_adapter(2))
         use_slots(layer, slots)
         x, router_logits = batch(4, torch.float32, device=DEVICE)
-        for name in ("expert_rows", "add_lora_experts"):
+        for name in ("pair_rows", "add"):
             monkeypatch.setattr(layer.punica_wrapper, name, None)
 
         actual = layer(x, router_logits)
@@ -204,8 +204,7 @@ class TestForward:
     def test_slots_may_lie_anywhere(self):
         base = base_layer()
         layer = wrap(base)
-        scattered = ScatteredSlots(torch.float64)
-        scattered.adopt(layer)
+        layer.slots = ScatteredSlots(torch.float64).place(layer.slots, None)
         adapters = [random_adapter(seed) for seed in range(3)]
         for slot, (lora_a, lora_b) in enumerate(adapters):
             layer.set_lora(slot, lora_a, lora_b)
@@ -243,7 +242,7 @@ class TestSlots:
         expected = one_by_one(base, adapters, slots, x, router_logits)
         assert_rows_equal(layer(x, router_logits), expected, labels=labels(slots), tolerance=1e-5)
         for i, rank in enumerate(second or (0, 0, 0)):
-            assert layer.live_ranks[i][1] == rank
+            assert layer.slots.live_ranks[i][1] == rank
             assert not layer.lora_a_stacked[i][1, :, rank:].any()
             assert not layer.lora_b_stacked[i][1, :, :, rank:].any()
 
@@ -263,7 +262,7 @@ class TestSlots:
     def test_slots_have_the_base_weights_dtype_or_the_configs(self, given, found):
         layer = wrap(base_layer(), lora_dtype=given)
 
-        assert {t.dtype for t in (*layer.a_slots, *layer.b_slots)} == {found}
+        assert {t.dtype for t in (*layer.slots.a, *layer.slots.b)} == {found}
 
 
 class TestGateAndUpInOne:

@@ -73,8 +73,8 @@ def assert_holds(layer, kind, held):
         assert_slots_equal(layer.lora_b_stacked[i], b, f"B of slice {i}")
         parts = [as_list(held[slot][0])[i] if slot in held else None for slot in range(SLOTS)]
         ranks = [0 if part is None else len(part) for part in parts]
-        assert layer.live_ranks[i] == ranks, (
-            f"live_ranks of slice {i}, slot by slot: {layer.live_ranks[i]}, expected {ranks}"
+        assert layer.slots.live_ranks[i] == ranks, (
+            f"live_ranks of slice {i}, slot by slot: {layer.slots.live_ranks[i]}, expected {ranks}"
         )
 
 
@@ -124,7 +124,7 @@ def test_the_number_of_slots_is_what_was_asked_for_whatever_the_config_says():
 
     layer = from_layer(make(torch.float32), 5, LoRAConfig(max_lora_rank=RANK, max_loras=2), [])
 
-    slots = layer.lora_a_stacked[0].shape[0], layer.lora_b_stacked[0].shape[0], len(layer.live_ranks[0])
+    slots = layer.lora_a_stacked[0].shape[0], layer.lora_b_stacked[0].shape[0], len(layer.slots.live_ranks[0])
     assert slots == (5, 5, 5), f"slots of A, of B, and of live_ranks: {slots}, expected 5"
 
 
@@ -142,9 +142,9 @@ def test_slots_are_where_the_base_weight_is():
 def test_slices_do_not_share_their_live_ranks():
     layer = wrapped("qkv")
 
-    layer.live_ranks[0][1] = 4
+    layer.slots.live_ranks[0][1] = 4
 
-    assert layer.live_ranks == [[0, 4, 0], [0, 0, 0], [0, 0, 0]]
+    assert layer.slots.live_ranks == [[0, 4, 0], [0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.lab("2.1")
@@ -230,17 +230,17 @@ def test_a_reset_slot_is_empty_and_the_others_keep_theirs(kind):
 
 @pytest.mark.lab("2.2")
 @pytest.mark.parametrize("write", ["set_lora", "reset_lora"])
-def test_the_backend_is_told_that_a_slot_has_changed_once_it_has(write):
+def test_who_asks_is_told_that_a_slot_has_changed_once_it_has(write):
     layer = wrapped("row")
     layer.set_lora(1, *random_adapter("row", [2], seed=2))
-    told = []
-    layer.punica_wrapper.slot_changed = lambda of, slot: told.append((of, slot, of.live_ranks[0][slot]))
+    told, slots = [], layer.slots
+    slots.changed = lambda slot: told.append((slot, slots.live_ranks[0][slot]))
 
     getattr(layer, write)(1, *(random_adapter("row", [4], seed=1) if write == "set_lora" else ()))
 
     rank = 4 if write == "set_lora" else 0
-    assert told == [(layer, 1, rank)], (
-        f"the backend was told (layer, slot, live rank by then): {told}, expected once, slot 1, rank {rank}"
+    assert told == [(1, rank)], (
+        f"told was (slot, live rank by then): {told}, expected once, slot 1, rank {rank}"
     )
 
 
@@ -283,7 +283,7 @@ def test_a_slot_that_the_backend_has_moved_is_still_the_layers_to_write_and_to_c
     layer = wrapped.modules["layers.1.attn.o_proj"]
     lora_a, lora_b = random_pair(16, 3, HIDDEN, seed=1)
     x = random_pair(16, 1, 1, seed=2)[0]  # (1, 16)
-    layer.punica_wrapper.token_slots = [2]
+    layer.punica_wrapper.token_slot_list = [2]
 
     layer.set_lora(2, *random_pair(16, 8, HIDDEN, seed=3))
     layer.set_lora(2, lora_a, lora_b)

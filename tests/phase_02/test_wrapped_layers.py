@@ -179,7 +179,7 @@ def test_a_mixed_batch_gives_each_row_what_peft_gives_it(peft_model, kind, dtype
     rows = [names[i] for i in torch.randint(len(names), (40,), generator=generator)]
     x, inputs = input_rows(kind, len(rows), dtype)
 
-    layer.punica_wrapper.token_slots = [SLOT_OF[name] for name in rows]
+    layer.punica_wrapper.token_slot_list = [SLOT_OF[name] for name in rows]
     y, _ = layer(inputs)
 
     assert set(rows) == set(names)
@@ -194,7 +194,7 @@ def test_one_adapter_alone_gives_what_peft_gives(peft_model, kind, dtype, adapte
     layer = wrapped_linear(peft_model, kind, dtype)
     x, inputs = input_rows(kind, 5, dtype, seed=2)
 
-    layer.punica_wrapper.token_slots = [SLOT_OF[adapter]] * 5
+    layer.punica_wrapper.token_slot_list = [SLOT_OF[adapter]] * 5
     y, _ = layer(inputs)
 
     assert_same(y, peft_outputs(peft_model, kind, x, [adapter] * 5), [adapter] * 5)
@@ -206,7 +206,7 @@ def test_a_reset_slot_serves_the_base_model(peft_model, kind, dtype):
     rows = ["patterns", "everything", "__base__", "everything", "rank-stabilised", "patterns"]
 
     layer.reset_lora(SLOT_OF["everything"])
-    layer.punica_wrapper.token_slots = [SLOT_OF[name] for name in rows]
+    layer.punica_wrapper.token_slot_list = [SLOT_OF[name] for name in rows]
     y, _ = layer(inputs)
 
     emptied = ["__base__" if name == "everything" else name for name in rows]
@@ -220,7 +220,7 @@ def test_an_adapter_may_move_to_another_slot(peft_model, kind, dtype):
     lora_a, lora_b = zip(*(pair_of(linears, name, "patterns") for name in names), strict=True)
 
     layer.set_lora(SLOT_OF["rank-stabilised"], list(lora_a), list(lora_b))
-    layer.punica_wrapper.token_slots = [SLOT_OF["rank-stabilised"]] * 3
+    layer.punica_wrapper.token_slot_list = [SLOT_OF["rank-stabilised"]] * 3
     y, _ = layer(inputs)
 
     rows = ["patterns"] * 3

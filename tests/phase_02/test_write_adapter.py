@@ -8,6 +8,7 @@ from toy_model import CHECKPOINT_SHAPES, FUSED, SharingModel, ToyModel, random_p
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.reports import slot_bytes
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def wrapped():
 
 
 def packed(wrapped, lora):
-    wrapped.pack(lora)
+    wrapped.accept(lora)
     return lora
 
 
@@ -53,7 +54,7 @@ def holding(wrapped, slot):
     return [
         name
         for name, module in wrapped.modules.items()
-        if any(ranks[slot] for ranks in module.live_ranks)
+        if any(ranks[slot] for ranks in module.slots.live_ranks)
         or any(buffer[slot].any() for buffer in (*module.lora_a_stacked, *module.lora_b_stacked))
     ]
 
@@ -66,7 +67,7 @@ def assert_empty(wrapped, slot):
 def test_packing_leaves_one_entry_for_each_wrapped_module(wrapped):
     lora = toy_adapter(seed=1)
 
-    wrapped.pack(lora)
+    wrapped.accept(lora)
 
     assert lora.loras.keys() == {f"layers.0.{name}" for name in FUSED}
     assert {name for name, weights in lora.loras.items() if weights.is_packed} == {
@@ -79,9 +80,9 @@ def test_packing_folds_the_scaling_once_however_often_it_is_done(wrapped):
     lora = toy_adapter(seed=1, rank=3, alpha=6.0)
     expected = expected_products(wrapped, lora, scaling=2.0)
 
-    wrapped.pack(lora)
-    wrapped.pack(lora)
-    wrapped.pack(lora.clone(2))
+    wrapped.accept(lora)
+    wrapped.accept(lora)
+    wrapped.accept(lora.clone(2))
     wrapped.write(lora, 0)
 
     assert_same_products(products(wrapped, 0), expected)
@@ -138,7 +139,7 @@ def test_a_copy_that_fails_on_the_way_leaves_the_slot_empty_and_the_others_alone
     def out_of_memory(*args):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(wrapped.modules[failing], "set_lora", out_of_memory)
+    monkeypatch.setattr(wrapped.modules[failing], "write", out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         wrapped.write(packed(wrapped, toy_adapter(seed=3)), 1)
 
@@ -163,7 +164,7 @@ def test_an_interrupted_copy_leaves_the_slot_empty(wrapped, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(wrapped.modules["layers.0.mlp.down_proj"], "set_lora", interrupted)
+    monkeypatch.setattr(wrapped.modules["layers.0.mlp.down_proj"], "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         wrapped.write(packed(wrapped, toy_adapter(seed=3)), 1)
 
@@ -204,7 +205,7 @@ def test_a_shared_module_keeps_its_weights_whichever_of_its_names_the_adapter_us
     wrapped.write(packed(wrapped, sharing_adapter(names)), 1)
 
     router = wrapped.modules["layers.1.router"]
-    assert router.live_ranks == [[0, 2, 0]]
+    assert router.slots.live_ranks == [[0, 2, 0]]
     product = router.lora_b_stacked[0][1, 0] @ router.lora_a_stacked[0][1, 0]
     assert_rows_equal(product, lora_b @ lora_a, what="B @ A that the slot holds for the shared router")
 
@@ -212,12 +213,12 @@ def test_a_shared_module_keeps_its_weights_whichever_of_its_names_the_adapter_us
 def test_a_dummy_adapter_targets_everything_and_changes_nothing(wrapped):
     dummy = wrapped.dummy(5, rank=4)
 
-    wrapped.check(dummy)
     assert (dummy.id, dummy.rank) == (5, 4)
     assert dummy.loras.keys() == wrapped.targets.keys()
+    wrapped.accept(dummy)
     wrapped.write(packed(wrapped, dummy), 0)
     assert not any(product.any() for product in products(wrapped, 0).values())
-    assert {ranks[0] for module in wrapped.modules.values() for ranks in module.live_ranks} == {4}
+    assert {ranks[0] for module in wrapped.modules.values() for ranks in module.slots.live_ranks} == {4}
 
 
 def test_slot_bytes_are_those_of_one_slot_in_every_layer():
@@ -227,4 +228,4 @@ def test_slot_bytes_are_those_of_one_slot_in_every_layer():
         **{f"0.{name}": shape for name, shape in CHECKPOINT_SHAPES.items()},
         **{f"1.{name}": shape for name, shape in CHECKPOINT_SHAPES.items() if "mlp" not in name},
     }
-    assert wrapped.slot_bytes == sum(8 * 5 * (width + output) for width, output in shapes.values())
+    assert slot_bytes(wrapped) == 3 * sum(8 * 5 * (width + output) for width, output in shapes.values())

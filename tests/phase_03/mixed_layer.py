@@ -7,9 +7,9 @@ from scattered_slots import ScatteredSlots
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.lora.backend import Backend
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.punica_wrapper import (
-    PunicaWrapperBase,
     PunicaWrapperCPU,
     PunicaWrapperLoops,
     get_punica_wrapper,
@@ -22,7 +22,7 @@ VOCAB = 50
 class OpByOp(PunicaWrapperCPU):
     """The grouped backend's shrink and expand under the product that all backends share."""
 
-    apply_linear = PunicaWrapperBase.apply_linear
+    linear = Backend.linear
 
 
 class ScatteredLoops(PunicaWrapperLoops):
@@ -30,7 +30,7 @@ class ScatteredLoops(PunicaWrapperLoops):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.adopt = ScatteredSlots(torch.float64).adopt
+        self.place = ScatteredSlots(torch.float64).place
 
 
 class ScatteredOpByOp(OpByOp):
@@ -38,7 +38,7 @@ class ScatteredOpByOp(OpByOp):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.adopt = ScatteredSlots(torch.float64).adopt
+        self.place = ScatteredSlots(torch.float64).place
 
 
 def make_backend(name):
@@ -118,7 +118,7 @@ class MixedLayer:
     @torch.inference_mode()
     def run(self, x):
         y = self.layer(x)[0]
-        assert isinstance(y, torch.Tensor), f"apply_linear returned {y!r}, not the (T, N) output"
+        assert isinstance(y, torch.Tensor), f"linear returned {y!r}, not the (T, N) output"
         return y
 
     @torch.inference_mode()

@@ -7,8 +7,8 @@ import torch
 from per_token import choose, random_slots
 
 from minivllm.lora.layers import LoRAMapping, LoRAMappingType
+from minivllm.lora.mapping import compute_runs, slots_of
 from minivllm.lora.punica_wrapper import convert_mapping
-from minivllm.lora.punica_wrapper.utils import compute_runs, slots_of
 
 
 @pytest.mark.lab("3.1")

@@ -7,9 +7,10 @@ from guarded import DTYPES, TOLERANCE, assert_rows_close, exact_expand, exact_sh
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.lora.gpu import folded_backend, triton_backend
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.ops.triton_ops import tuning
-from minivllm.lora.punica_wrapper import get_punica_wrapper, punica_gpu
+from minivllm.lora.punica_wrapper import get_punica_wrapper
 from minivllm.lora.replace import from_layer
 
 SLOTS, RANK, WIDTH = 3, 8, 40
@@ -68,7 +69,7 @@ class Linear:
     @torch.inference_mode()
     def run(self, x):
         y = self.layer(x.to(DEVICE))[0]
-        assert isinstance(y, torch.Tensor), f"apply_linear returned {y!r}, not the (T, N) output"
+        assert isinstance(y, torch.Tensor), f"linear returned {y!r}, not the (T, N) output"
         return y.cpu()
 
     def assert_answers(self, x, token_slots, tolerance=3e-6, what="y"):
@@ -87,7 +88,7 @@ class Linear:
 def backend(request, monkeypatch):
     name, _, without = request.param.partition(", ")
     if without:
-        monkeypatch.setattr(punica_gpu, "fold_pays", lambda *shape: False)
+        monkeypatch.setattr(folded_backend, "fold_pays", lambda *shape: False)
     return name
 
 
@@ -148,7 +149,7 @@ def test_a_batch_without_adapters_is_the_base_layer_alone(backend, monkeypatch):
     linear.run(x)
     for name in ("shrink", "expand"):
         monkeypatch.setattr(
-            punica_gpu,
+            triton_backend,
             name,
             lambda *args, name=name, **kwargs: pytest.fail(f"a batch of base rows ran {name}"),
         )
@@ -208,7 +209,7 @@ def test_vllms_steps_add_up_to_the_same(backend):
     stacked = layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices
     buffer = torch.full((3, 20, RANK), float("nan"), device=DEVICE)
 
-    at_once = layer.base_output(x.to(DEVICE))
+    at_once = layer.base_layer(x.to(DEVICE))[0]
     by_steps = at_once.clone()
     punica.add_lora_linear(at_once, x.to(DEVICE), *stacked)
     punica.add_lora_linear(by_steps, x.to(DEVICE), *stacked, buffer=buffer)
@@ -245,13 +246,13 @@ def test_a_linear_of_three_slices_takes_two_launches(monkeypatch):
     linear.step(token_slots)
     launches = []
     for name in ("shrink", "expand"):
-        kernel = getattr(punica_gpu, name)
+        kernel = getattr(triton_backend, name)
 
         def counted(*args, name=name, kernel=kernel, **kwargs):
             launches.append(name)
             return kernel(*args, **kwargs)
 
-        monkeypatch.setattr(punica_gpu, name, counted)
+        monkeypatch.setattr(triton_backend, name, counted)
 
     linear.run(random(3, WIDTH, seed=9))
 
@@ -308,7 +309,7 @@ def test_the_base_weight_stays_what_it_was_when_it_is_folded():
     assert torch.equal(linear.layer.weight.double().cpu(), linear.weight)
     assert (
         linear.layer.weight.untyped_storage().data_ptr()
-        == linear.layer.storage[0].untyped_storage().data_ptr()
+        == linear.layer.slots.wide[0].untyped_storage().data_ptr()
     )
 
 

@@ -212,7 +212,7 @@ def fail_copies(monkeypatch, manager, module="mlp.gate_up_proj"):
     def fail(*args, **kwargs):
         raise OSError("device lost")
 
-    monkeypatch.setattr(manager.modules[module], "set_lora", fail)
+    monkeypatch.setattr(manager.modules[module], "write", fail)
 
 
 def count_copies(monkeypatch, manager):

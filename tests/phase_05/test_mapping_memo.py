@@ -19,13 +19,13 @@ def manager_with(*active, slots=2, memory=4):
 
 def count_updates(monkeypatch, manager):
     calls = []
-    update = manager.punica_wrapper.update_metadata
+    update = manager.punica_wrapper.begin_step
 
-    def counted(mapping, lora_index_to_id, max_loras, vocab_size):
-        calls.append((mapping, list(lora_index_to_id), max_loras, vocab_size))
-        update(mapping, lora_index_to_id, max_loras, vocab_size)
+    def counted(mapping, slot_table):
+        calls.append((mapping, list(slot_table)))
+        update(mapping, slot_table)
 
-    monkeypatch.setattr(manager.punica_wrapper, "update_metadata", counted)
+    monkeypatch.setattr(manager.punica_wrapper, "begin_step", counted)
     return calls
 
 
@@ -128,15 +128,14 @@ def test_another_mapping_is_translated(monkeypatch, other):
     assert [call[0] for call in calls] == [LoRAMapping((1, 2), (1, 2)), other], "both have to be translated"
 
 
-def test_the_backend_is_told_the_table_one_more_than_the_slots_and_the_vocabulary(monkeypatch):
-    """vLLM counts the base model as one more adapter."""
+def test_the_backend_is_told_the_mapping_and_the_table(monkeypatch):
     manager = manager_with(3)
     calls = count_updates(monkeypatch, manager)
     mapping = LoRAMapping([], [])
 
     manager.set_adapter_mapping(mapping)
 
-    assert calls == [(mapping, [3, None], 3, 97)], "mapping, slot table, slots + 1, vocabulary"
+    assert calls == [(mapping, [3, None])], "mapping, slot table"
 
 
 def test_a_translation_that_failed_is_not_remembered():
@@ -156,14 +155,14 @@ def test_what_a_translation_that_broke_off_has_overwritten_is_not_remembered_eit
     manager = manager_with(1, 2)
     mapping = LoRAMapping((1, 1), (1,))
     manager.set_adapter_mapping(mapping)
-    update = manager.punica_wrapper.update_metadata
+    update = manager.punica_wrapper.begin_step
 
     def broken_off(other, *args):
         update(other, *args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager.punica_wrapper, "update_metadata", broken_off)
+        patch.setattr(manager.punica_wrapper, "begin_step", broken_off)
         with pytest.raises(KeyboardInterrupt):
             manager.set_adapter_mapping(LoRAMapping((2, 2), (2,)))
 

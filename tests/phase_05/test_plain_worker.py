@@ -83,7 +83,7 @@ class TestBoth:
 
         assert_slot_holds(worker.manager, 0, None, "nothing")
         for module, slices in SLICES.items():
-            assert worker.manager.modules[module].live_ranks == [[3]] * len(slices)
+            assert worker.manager.modules[module].slots.live_ranks == [[3]] * len(slices)
         assert worker.manager.get_lora_info(1)["name"] == "warm-up"
 
     def test_a_dummy_does_not_take_an_id_that_is_taken(self, folders, cls):

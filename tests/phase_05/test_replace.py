@@ -171,12 +171,12 @@ def test_an_unknown_id_has_nothing_to_replace():
 
 def fail_first_copy(monkeypatch, manager):
     layer = manager.modules["mlp.gate_up_proj"]
-    set_lora, calls = layer.set_lora, []
+    write, calls = layer.write, []
 
     def fail_once(*args):
         calls.append(args)
         if len(calls) == 1:
             raise OSError("device lost")
-        set_lora(*args)
+        write(*args)
 
-    monkeypatch.setattr(layer, "set_lora", fail_once)
+    monkeypatch.setattr(layer, "write", fail_once)

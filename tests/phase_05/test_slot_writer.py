@@ -20,16 +20,16 @@ from small_model import (
 )
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.slot_writer import SlotWriter
 from minivllm.worker.prefetch import AdapterPrefetch
 
 
-def make_manager(slots=3, memory=8, backend="grouped", adopt=None):
+def make_manager(slots=3, memory=8, backend="grouped", place=None):
     config = LoRAConfig(max_lora_rank=RANK, max_loras=slots, max_cpu_loras=memory, punica_backend=backend)
     manager = LRUCacheLoRAModelManager(SmallModel().to(DEVICE), 8, 64, 97, config, DEVICE)
-    for module in manager.modules.values() if adopt else ():
-        adopt(module)
+    for module in manager.modules.values() if place else ():
+        module.slots = place(module.slots, None)
     manager.slot_writer = SlotWriter(manager.wrapped, DEVICE)
     return manager
 
@@ -72,7 +72,7 @@ def test_a_slot_holds_the_adapter_and_zeros_past_its_ranks(backend):
 @pytest.mark.skipif(DEVICE == "cuda", reason="scattered slots are made on the CPU")
 def test_buffers_may_lie_anywhere():
     weights = random_weights(5)
-    manager = make_manager(adopt=ScatteredSlots(torch.float32).adopt)
+    manager = make_manager(backend="loops", place=ScatteredSlots(torch.float32).place)
     manager.add_adapter(adapter_of(5, weights))
 
     manager.activate_adapter(5)
@@ -103,14 +103,14 @@ def test_the_backend_learns_the_live_ranks():
     manager.activate_adapter(6)
 
     for module, slices in SLICES.items():
-        ranks = [slot_ranks[0] for slot_ranks in manager.modules[module].live_ranks]
+        ranks = [slot_ranks[0] for slot_ranks in manager.modules[module].slots.live_ranks]
         assert ranks == [weights.rank if name in weights.pairs else 0 for name, _, _ in slices]
 
 
 def test_tensors_of_an_adapter_that_was_taken_are_what_they_were():
     manager = make_manager()
     adapter, same = adapter_of(3, random_weights(3)), adapter_of(3, random_weights(3))
-    manager.wrapped.pack(same)
+    manager.wrapped.accept(same)
 
     manager.add_adapter(adapter)
 
@@ -118,7 +118,10 @@ def test_tensors_of_an_adapter_that_was_taken_are_what_they_were():
         pairs = zip([*_as_list(weights.lora_a), *_as_list(weights.lora_b)], _tensors(adapter.get_lora(name)))
         for want, got in pairs:
             assert (want is None and got is None) or torch.equal(want, got)
-            assert got is None or got.untyped_storage().data_ptr() == adapter.pool.data_ptr()
+            assert (
+                got is None
+                or got.untyped_storage().data_ptr() == manager.slot_writer.pools[adapter].data_ptr()
+            )
 
 
 def _tensors(weights):

@@ -14,10 +14,10 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.linear import ReplicatedLinear
+from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.slot_writer import SlotWriter
 
 HIDDEN, INNER, EXPERTS = 10, 14, 3
 RANK, SLOTS = 5, 2
@@ -62,9 +62,9 @@ def assert_slot_holds(layer, slot, expected):
         torch.cuda.synchronize()
     for i, (part, (width, height)) in enumerate(PARTS.items()):
         live = max((rank for (_, name), rank in expected.ranks.items() if name == part), default=0)
-        assert layer.live_ranks[i][slot] == live, part
+        assert layer.slots.live_ranks[i][slot] == live, part
         for expert in range(EXPERTS):
-            a, b = layer.a_slots[i][slot, expert].cpu(), layer.b_slots[i][slot, expert].cpu()
+            a, b = layer.slots.a[i][slot, expert].cpu(), layer.slots.b[i][slot, expert].cpu()
             rank = expected.ranks.get((expert, part), 0)
             assert not a[rank:].any() and not b[:, rank:].any(), (
                 f"{part} of expert {expert} beyond rank {rank}"
@@ -115,6 +115,6 @@ def test_gate_and_up_in_one_arrive_in_one():
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     layer = manager.modules["mlp.experts"]
-    found = layer.b_slots[0][0].cpu() @ layer.a_slots[0][0].cpu()
+    found = layer.slots.b[0][0].cpu() @ layer.slots.a[0][0].cpu()
     torch.testing.assert_close(found, 3 * b @ a)
-    assert layer.live_ranks == [[2, 0], [0, 0]]
+    assert layer.slots.live_ranks == [[2, 0], [0, 0]]

@@ -38,8 +38,8 @@ def test_they_have_weights_for_everything_and_change_nothing(runner):
     manager = runner.lora_manager.manager
 
     with dummy_run(runner, [1], [1]):
-        live = [ranks for layer in manager.modules.values() for ranks in layer.live_ranks]
-        values = [t for layer in manager.modules.values() for t in (*layer.a_slots, *layer.b_slots)]
+        live = [ranks for layer in manager.modules.values() for ranks in layer.slots.live_ranks]
+        values = [t for layer in manager.modules.values() for t in (*layer.slots.a, *layer.slots.b)]
 
     assert all(min(ranks) > 0 for ranks in live), "a pass would skip what costs time later"
     assert not any(torch.count_nonzero(t) for t in values)

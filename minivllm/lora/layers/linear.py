@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from minivllm.config import LoRAConfig
 from minivllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -16,7 +15,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.lora.layers.base import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 
 class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -25,18 +24,9 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     wraps: ClassVar = {ColumnParallelLinear: None, MergedColumnParallelLinear: 1}
 
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
         """A fused one of three slices or more is the variable-slice wrapper's."""
-        is_wide = len(getattr(source_layer, "output_sizes", ())) >= 3
-        return not is_wide and super().can_replace_layer(
-            source_layer, lora_config, packed_modules_list, model_config
-        )
+        return len(getattr(layer, "output_sizes", ())) < 3 and super().takes(layer, parts)
 
 
 class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -48,49 +38,37 @@ class RowParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
 class ReplicatedLinearWithLoRA(BaseLinearLayerWithLoRA):
     """A linear that tensor parallelism would not split. vLLM: the same name."""
 
-    wraps: ClassVar = {ReplicatedLinear: None}
-
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
         """A model's own kind of it, too, such as a router: its forward pass is called, whatever it computes."""
-        return isinstance(source_layer, ReplicatedLinear)
-
-
-class MergedColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
-    """gate_proj and up_proj in one, with two adapters. vLLM: the same name."""
-
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        """A model's own kind of it, too: its forward pass is called, whatever it computes."""
-        is_merged = isinstance(source_layer, MergedColumnParallelLinear)
-        return is_merged and len(packed_modules_list) == len(source_layer.output_sizes) == 2
-
-    def _slice_widths(self, base_layer: MergedColumnParallelLinear) -> tuple[int, ...]:
-        return tuple(base_layer.output_sizes)
-
-
-class MergedQKVParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
-    """q, k and v in one, with three adapters. vLLM: the same name."""
-
-    wraps: ClassVar = {QKVParallelLinear: 3}
+        return isinstance(layer, ReplicatedLinear)
 
 
 class QKVParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     """q, k and v in one, with one adapter over all three: the checkpoint is fused, too. vLLM: the same name."""
 
     wraps: ClassVar = {QKVParallelLinear: 1}
+
+
+class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
+    """gate_proj and up_proj in one, with two adapters. vLLM: the same name."""
+
+    @classmethod
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
+        """A model's own kind of it, too: its forward pass is called, whatever it computes."""
+        is_merged = isinstance(layer, MergedColumnParallelLinear)
+        return is_merged and parts == len(layer.output_sizes) == 2
+
+    def _slice_widths(self, base_layer: MergedColumnParallelLinear) -> tuple[int, ...]:
+        return tuple(base_layer.output_sizes)
+
+
+class MergedQKVParallelLinearWithLoRA(MergedColumnParallelLinearWithLoRA):
+    """q, k and v in one, with three adapters. vLLM: the same name."""
+
+    @classmethod
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
+        return type(layer) is QKVParallelLinear and parts == 3
 
 
 class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinearWithLoRA):
@@ -100,68 +78,17 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
     """
 
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        """A merged linear of three slices or more, unless its checkpoint names two parts."""
-        is_wide = type(source_layer) is MergedColumnParallelLinear and len(source_layer.output_sizes) >= 3
-        return is_wide and len(packed_modules_list) in (0, 1, len(source_layer.output_sizes))
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
+        """A merged linear of three slices or more, a model's own kind too, unless its checkpoint names two parts."""
+        is_wide = isinstance(layer, MergedColumnParallelLinear) and len(layer.output_sizes) >= 3
+        return is_wide and parts in (0, 1, len(layer.output_sizes))
 
     def slice_lora_a(self, lora_a: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return lora_a * self.n_slices if len(lora_a) == 1 else lora_a
 
     def slice_lora_b(self, lora_b: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return self._taken_apart(lora_b, dim=0)
-
-    def slice_extras(self, extras: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return self._taken_apart(extras, dim=1)
-
-    def _taken_apart(self, tensors: list[torch.Tensor | None], dim: int) -> list[torch.Tensor | None]:
-        """One for all of the layer as one for each slice, along the dimension of the outputs."""
-        if len(tensors) > 1:
-            return tensors
-        whole = tensors[0]
-        return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices, dim))
-
-
-class _FullySharded:
-    """Taken instead of the plain class where `fully_sharded_loras` is on. S-LoRA, https://arxiv.org/abs/2311.03285.
-
-    Ranks would share out A as well, or, after a row-parallel linear, B. There is one rank: it has all of both.
-    """
-
-    @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return lora_config.fully_sharded_loras and super().can_replace_layer(
-            source_layer, lora_config, packed_modules_list, model_config
-        )
-
-
-class ColumnParallelLinearWithShardedLoRA(_FullySharded, ColumnParallelLinearWithLoRA):
-    """vLLM: the same name."""
-
-
-class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA):
-    """vLLM: the same name."""
-
-
-class MergedColumnParallelLinearWithShardedLoRA(_FullySharded, MergedColumnParallelLinearWithLoRA):
-    """vLLM: the same name."""
-
-
-class MergedQKVParallelLinearWithShardedLoRA(_FullySharded, MergedQKVParallelLinearWithLoRA):
-    """vLLM: the same name."""
-
-
-class QKVParallelLinearWithShardedLoRA(_FullySharded, QKVParallelLinearWithLoRA):
-    """vLLM: the same name."""
+        """One for all of the layer as one for each slice."""
+        if len(lora_b) > 1:
+            return lora_b
+        whole = lora_b[0]
+        return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices))

@@ -1,13 +1,20 @@
 """Options of adapters, each in a file of its own; a plain adapter enters none. vLLM: inside vllm/lora/."""
 
 from minivllm.lora.options import (
+    bias,
     bias_tensors,
     context_length,
     expert_weights,
+    long_context,
     new_embeddings,
     target_parameters,
     traits,
+    vocabulary,
 )
+from minivllm.lora.options.embedding import VocabParallelEmbeddingWithLoRA
+from minivllm.lora.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from minivllm.lora.options.logits import LogitsProcessorWithLoRA
+from minivllm.lora.seams import beside_checks, model_options, wrappers
 
 __all__ = [
     "bias_tensors",
@@ -17,3 +24,13 @@ __all__ = [
     "target_parameters",
     "traits",
 ]
+
+wrappers += [
+    VocabParallelEmbeddingWithLoRA,
+    FusedMoEWithLoRA,
+    FusedMoE3DWithLoRA,
+    LogitsProcessorWithLoRA,
+]
+model_options += [vocabulary.add_vocabulary, bias.make_room, long_context.wrap_rotaries]
+beside_checks[bias.BIAS] = bias.refuse_bias
+beside_checks.update(dict.fromkeys((vocabulary.EMBEDDINGS, vocabulary.IS_ADDED), vocabulary.has_been_judged))

@@ -1,15 +1,9 @@
-"""Backends of the multi-LoRA arithmetic: metadata of a step, shrink, expand, and both together."""
+"""vLLM's path of the arithmetic; the names are in lora/vllm, the work in lora/backend.py."""
 
-from minivllm.lora.punica_wrapper.punica_base import PunicaWrapperABC, PunicaWrapperBase
-from minivllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU, PunicaWrapperLoops
-from minivllm.lora.punica_wrapper.punica_selector import get_punica_wrapper
-from minivllm.lora.punica_wrapper.utils import convert_mapping
+from typing import Any
 
-__all__ = [
-    "PunicaWrapperABC",
-    "PunicaWrapperBase",
-    "PunicaWrapperCPU",
-    "PunicaWrapperLoops",
-    "convert_mapping",
-    "get_punica_wrapper",
-]
+
+def __getattr__(name: str) -> Any:
+    from minivllm.lora.vllm import punica_selector
+
+    return getattr(punica_selector, name)

@@ -3,17 +3,14 @@
 vLLM 0.22.1 copies tensor by tensor, on the stream that computes (`set_lora`, vllm/lora/layers/base_linear.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from minivllm.lora.layers.base import BaseLayerWithLoRA, extras_of
+from minivllm.lora.layers.base import BaseLayerWithLoRA, LayerWeights
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapped_modules import WrappedModules
 
 ALIGNMENT = 16  # bytes; a piece that begins at a multiple is read at full speed whatever its dtype
@@ -30,6 +27,7 @@ class SlotWriter:
     written; others do not.
 
     places     (P, 6) int64, see `write_slot`: A and B of every slice, and expert, of every module, and its extras
+    pools      adapter -> its memory, as long as anybody has the adapter
     written    slot -> event of its last write, until a step has waited for it
     """
 
@@ -44,6 +42,7 @@ class SlotWriter:
         self.table_bytes = _aligned(len(buffers) * 3 * torch.int64.itemsize)
         largest_adapter = sum(_aligned(buffer[0].nbytes) for buffer in buffers)
         self.arrived = torch.empty(self.table_bytes + largest_adapter, dtype=torch.uint8, device=device)
+        self.pools: WeakKeyDictionary[LoRAModel, torch.Tensor] = WeakKeyDictionary()
         self.written: dict[int, torch.cuda.Event] = {}
         self._behind_step = False
         self.on_gpu = self.arrived.is_cuda
@@ -53,11 +52,11 @@ class SlotWriter:
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def take(self, lora: LoRAModel) -> None:
-        """Move a packed adapter into one piece of page-locked memory, `lora.pool`; its tensors become views of it."""
+        """Move an accepted adapter into one piece of page-locked memory; its tensors become views of it."""
         tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
         nbytes = sum(_aligned(tensor.numel() * self.dtype.itemsize) for tensor in tensors)
-        lora.pool = torch.empty(self.table_bytes + nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)
-        table, room = self._split(lora.pool)
+        pool = torch.empty(self.table_bytes + nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)
+        table, room = self._split(pool)
         used = 0
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +74,7 @@ class SlotWriter:
                 start = (piece.data_ptr() - room.data_ptr()) // room.itemsize if is_there else 0
                 rows.append([start, *piece.shape] if is_there else [0, 0, 0])
         table.copy_(torch.tensor(rows))
-        lora.live_rows = [_live_rows(module, lora.get_lora(name)) for name, module in self.modules.items()]
+        self.pools[lora] = pool
 
     def _split(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """An adapter's memory, here or on the GPU, as its table (P, 3) and its weights (elements,)."""
@@ -89,11 +88,12 @@ class SlotWriter:
         from minivllm.lora.ops.triton_ops.write_slot_op import write_slot  # Triton is not everywhere
 
         with self._beside_steps(slot):
-            arrived = self.arrived[: len(lora.pool)].copy_(lora.pool, non_blocking=True)
+            pool = self.pools[lora]
+            arrived = self.arrived[: len(pool)].copy_(pool, non_blocking=True)
             table, weights = self._split(arrived)
             write_slot(weights, table, self.places, slot, self.largest)
-        for module, (ranks, extra_rows) in zip(self.modules.values(), lora.live_rows):
-            module.slot_written(slot, ranks, extra_rows)
+        for name, module in self.modules.items():
+            module.written(slot, lora.get_lora(name))
 
     @contextmanager
     def behind_step(self) -> Iterator[None]:
@@ -132,45 +132,23 @@ class SlotWriter:
 
 def _buffers(module: BaseLayerWithLoRA) -> Iterator[torch.Tensor]:
     """Where an adapter's matrices go, in the order of `_pieces`: (S, rows, columns) each"""
-    for a, b in zip(module.a_slots, module.b_slots):
+    for a, b in zip(module.slots.a, module.slots.b):
         for expert in range(a.shape[1]):
             yield a[:, expert]
             yield b[:, expert]
-    yield from module.extra_slots
+    for tables in module.slots.beside.values():
+        yield from tables
 
 
-def _pieces(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> Iterator[torch.Tensor | None]:
+def _pieces(module: BaseLayerWithLoRA, weights: LayerWeights | None) -> Iterator[torch.Tensor | None]:
     """An adapter's matrices for a module, None for each that it lacks: (rows, columns) each"""
-    parts = _parts(module, weights)
-    for buffer, a, b in zip(module.a_slots, parts.a, parts.b):
+    parts = [None] * module.n_slices if weights is None else weights.parts
+    for buffer, part in zip(module.slots.a, parts):
         for expert in range(buffer.shape[1]):
-            for tensor in (a, b):
+            for tensor in (None, None) if part is None else (part.lora_a, part.lora_b):
                 yield tensor[expert] if tensor is not None and tensor.ndim == 3 else tensor
-    yield from parts.extras
-
-
-class _Parts(NamedTuple):
-    """A and B of each slice, and extras; None for what an adapter lacks."""
-
-    a: list[torch.Tensor | None]
-    b: list[torch.Tensor | None]
-    extras: list[torch.Tensor | None]
-
-
-def _parts(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> _Parts:
-    nothing = [None] * module.n_slices
-    if weights is None:
-        return _Parts(nothing, nothing, [None] * len(module.extra_slots))
-    extras = module.slice_extras(extras_of(weights))[: len(module.extra_slots)]
-    a, b = ([part and getattr(part, side) for part in weights.parts] for side in ("lora_a", "lora_b"))
-    return _Parts(module.slice_lora_a(a), module.slice_lora_b(b), extras)
-
-
-def _live_rows(module: BaseLayerWithLoRA, weights: LoRALayerWeights | None) -> tuple[list[int], list[int]]:
-    """Ranks of the slices, and rows of the extras."""
-    parts = _parts(module, weights)
-    ranks = [0 if a is None else a.shape[-2] for a in parts.a]
-    return ranks, [0 if extra is None else len(extra) for extra in parts.extras]
+    for name in module.slots.beside:
+        yield from (None if part is None else part.beside.get(name) for part in parts)
 
 
 def _aligned(nbytes: int) -> int:

@@ -7,6 +7,9 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.options.vocabulary import EMBEDDINGS, pad_to_slots
+from minivllm.lora.slots import Slots
 
 
 class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
@@ -22,8 +25,8 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
     """
 
     def __init__(self, base_layer: VocabParallelEmbedding) -> None:
-        super().__init__(base_layer)
         self.vocab_size = base_layer.org_vocab_size
+        super().__init__(base_layer, [(self.vocab_size, base_layer.embedding_dim)])
         self.embeddings_tensors: torch.Tensor | None = None
 
     def create_lora_weights(
@@ -31,41 +34,41 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
     ) -> None:
         """Allocate the slots, all empty."""
         weight, rank = self.base_layer.weight, lora_config.max_lora_rank
-        dtype = lora_config.slot_dtype(weight.dtype)
         extra, width = lora_config.lora_extra_vocab_size, self.base_layer.embedding_dim
-        where = {"dtype": dtype, "device": weight.device}
-        self.lora_a_stacked = torch.zeros(max_loras, self.vocab_size + extra, rank, **where)
-        self.lora_b_stacked = torch.zeros(max_loras, 1, width, rank, **where)
+        where = {"dtype": lora_config.slot_dtype(weight.dtype), "device": weight.device}
+        by_token = torch.zeros(max_loras, self.vocab_size + extra, rank, **where)
+        b = torch.zeros(max_loras, 1, width, rank, **where)
+        self.slots = Slots([by_token.transpose(1, 2)[:, None]], [b])  # (S, 1, R, V + X), (S, 1, H, R)
+        self.max_rank, self.part_sizes = rank, [(self.vocab_size + extra, width)]
         if extra:
             self.embeddings_tensors = torch.zeros(max_loras, extra, width, **where)
-        self.live_ranks = [[0] * max_loras]
+            self.slots.beside[EMBEDDINGS] = (self.embeddings_tensors,)
 
     @property
-    def a_slots(self) -> tuple[torch.Tensor, ...]:
-        return (self.lora_a_stacked.transpose(1, 2)[:, None],)  # (S, 1, R, V + X)
+    def lora_a_stacked(self) -> torch.Tensor:
+        return self.slots.a[0][:, 0].transpose(1, 2)
 
     @property
-    def b_slots(self) -> tuple[torch.Tensor, ...]:
-        return (self.lora_b_stacked,)
-
-    @property
-    def extra_slots(self) -> tuple[torch.Tensor, ...]:
-        return () if self.embeddings_tensors is None else (self.embeddings_tensors,)
-
-    def _bind_slots(self, a_slots: tuple[torch.Tensor, ...], b_slots: tuple[torch.Tensor, ...]) -> None:
-        self.lora_a_stacked, self.lora_b_stacked = a_slots[0][:, 0].transpose(1, 2), b_slots[0]
+    def lora_b_stacked(self) -> torch.Tensor:
+        return self.slots.b[0]
 
     def part_shape(self, part: int) -> tuple[int, int]:
-        return self.lora_a_stacked.shape[1], self.base_layer.embedding_dim
+        return self.vocab_size, self.base_layer.embedding_dim
+
+    def by_slice(self, found: dict[str, LoRALayerWeights]) -> list[LoRALayerWeights | None]:
+        """A as wide as the slots' vocabulary."""
+        (weights,) = super().by_slice(found)
+        return [pad_to_slots(weights, "lora_a", self.vocab_size, self.part_sizes[0][0])]
 
     # region lab 2.8: an embedding with adapters
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Each token's embedding, with its row's own adapter.   x: (T,) int64 -> (T, H)
 
         A batch without adapters (`no_lora`) is the base layer's alone. Else the backend says which slot each row has:
-        `slots_of_tokens(T)`, (T,) int64, -1 = base. What `_base_output` gives is what adapters add to. They add
-        B · (A of the token), where one of this step has weights here (`reaches(self)`): the token's row is looked up in
-        `lora_a_stacked`, and `add_lora_embedding(y, rows, B)` multiplies, and leaves base rows as they are.
+        `token_slots(T)`, (T,) int64, -1 = base. Adapters add to what the base layer gives, or
+        where they may bring tokens (`embeddings_tensors` is not None) to what `_base_output` gives. They add
+        B · (A of the token), where one of this step has weights here (`reaches(slots)`): the token's row is looked up
+        in `lora_a_stacked`, and `expand(y, rows of A, slots, token_rows(T))` multiplies, and leaves base rows alone.
         """
         raise Todo("lab 2.8: an embedding with adapters")
 
@@ -73,18 +76,18 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """The base embedding of each token, or the adapter's for one that it adds.   x, slots: (T,) -> (T, H)
 
         Ids from `vocab_size` on are added tokens, in the order of `embeddings_tensors`. The base layer has no row for
-        them, nor has the buffer one for the others. There is no buffer where adapters may add none.
+        them, nor has the buffer one for the others.
         """
         raise Todo("lab 2.8: an embedding with adapters")
 
     # endregion
 
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        return type(source_layer) is VocabParallelEmbedding
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
+        return type(layer) is VocabParallelEmbedding
+
+    @classmethod
+    def parts_in(cls, model: nn.Module, name: str, layer: nn.Module) -> list[str] | None:
+        """Embeddings are adapted where the model's `embedding_modules` lists them."""
+        is_listed = name.rpartition(".")[2] in getattr(model, "embedding_modules", {})
+        return [] if is_listed and isinstance(layer, VocabParallelEmbedding) else None

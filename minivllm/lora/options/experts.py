@@ -8,6 +8,10 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import ExpertPairs, FusedMoE
 from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.lora.options.expert_parts import DOWN, GATE_UP, OTHER_SPELLING, by_part, parts_of_experts
+from minivllm.lora.options.expert_weights import pack_moe
+from minivllm.lora.slots import Slots
 
 # Which of the slices, w1, w2, w3 or w13, w2, are added to what w13 gives, and which to what w2 gives.
 W13, W2 = slice(0, None, 2), slice(1, 2)
@@ -27,9 +31,8 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     in_cuda_graphs: ClassVar[bool] = False
 
     def __init__(self, base_layer: FusedMoE) -> None:
-        shapes = self._shapes_of_parts(base_layer.hidden_size, base_layer.intermediate_size)
-        super().__init__(base_layer, len(shapes))
-        self.part_shapes = shapes
+        sizes = self._shapes_of_parts(base_layer.hidden_size, base_layer.intermediate_size)
+        super().__init__(base_layer, sizes)
         self.num_experts = base_layer.num_experts
         self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
 
@@ -40,18 +43,32 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     def part_shape(self, part: int) -> tuple[int, int]:
         """As for a linear. Parts are counted by expert: slice i of expert e is part n_slices * e + i."""
-        return self.part_shapes[part % self.n_slices]
+        return self.part_sizes[part % self.n_slices]
 
     def create_lora_weights(
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
     ) -> None:
         """Allocate the slots, all empty."""
-        weight, rank = self.base_layer.w13_weight, lora_config.max_lora_rank
+        weight, self.max_rank = self.base_layer.w13_weight, lora_config.max_lora_rank
         dtype = lora_config.slot_dtype(weight.dtype)
-        slots, where = (max_loras, self.num_experts), {"dtype": dtype, "device": weight.device}
-        self.lora_a_stacked = tuple(torch.zeros(*slots, rank, k, **where) for k, _ in self.part_shapes)
-        self.lora_b_stacked = tuple(torch.zeros(*slots, n, rank, **where) for _, n in self.part_shapes)
-        self.live_ranks = [[0] * max_loras for _ in self.part_shapes]
+        sizes, experts = self.part_sizes, self.num_experts
+        self.slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, weight.device, experts)
+
+    # ---- an adapter's weights -------------------------------------------------------------------------------
+
+    def also_called(self, name: str) -> list[str]:
+        """The layer itself, which is refused; fused parameters; and its parts as other checkpoints spell them."""
+        split = [target.rpartition(".") for target in self.targets]
+        respelt = [f"{expert}.{OTHER_SPELLING[last]}" for expert, _, last in split if last in OTHER_SPELLING]
+        return [name, f"{name}.{GATE_UP}", f"{name}.{DOWN}", *respelt]
+
+    def by_slice(self, found: dict[str, LoRALayerWeights]) -> list[LoRALayerWeights | None]:
+        """One entry for each part of each expert, whatever the adapter calls them."""
+        return by_part(found, self)
+
+    def pack(self, parts: list[LoRALayerWeights | None]) -> PackedLoRALayerWeights:
+        """The parts of all experts as slices of the layer: A (E, r, K), B (E, N, r) each."""
+        return pack_moe(parts, next(iter(self.targets))).optimize()
 
     @property
     def w13_lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
@@ -74,34 +91,35 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
         A batch none of whose adapters has experts is the base layer's alone.
         """
-        base, punica = self.base_layer, self.punica_wrapper
-        if punica.no_lora or not punica.reaches(self):
+        base, backend = self.base_layer, self.backend
+        if backend.no_lora or not backend.reaches(self.slots, exactly=True):
             return base(x, router_logits)
         pairs = base.route(router_logits)
-        rows = punica.expert_rows(self, self._adapters_of(pairs, len(x)))
+        rows = backend.pair_rows(self._adapters_of(pairs, len(x)), self.slots)
         x = x[pairs.rows]  # (P, H)
         gate_up = base.w13(x, pairs)  # (P, 2I)
-        punica.add_lora_experts(self, W13, gate_up, x, rows)
+        backend.add(gate_up, x, self.slots, rows, W13)
         inner = base.act_fn(gate_up)  # (P, I)
         down = base.w2(inner, pairs)  # (P, H)
-        punica.add_lora_experts(self, W2, down, inner, rows)
+        backend.add(down, inner, self.slots, rows, W2)
         return base.combine(down, pairs)
 
     def _adapters_of(self, pairs: ExpertPairs, tokens: int) -> torch.Tensor:
         """(P,) int64 s * E + e of each pair, -1 = base"""
-        slots = self.punica_wrapper.slots_of_tokens(tokens)[pairs.rows]  # (P,)
+        slots = self.backend.token_slots(tokens)[pairs.rows]  # (P,)
         return (slots * self.num_experts + pairs.experts).masked_fill(slots < 0, -1)
 
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
         """Experts, unless the checkpoint has w1 and w3 in one."""
-        return type(source_layer) is FusedMoE and len(packed_modules_list) != 1
+        return type(layer) is FusedMoE and parts != 1
+
+    @classmethod
+    def parts_in(cls, model: nn.Module, name: str, layer: nn.Module) -> list[str] | None:
+        """`experts.0.w1`, `experts.0.w2`, ... by expert, as the model's checkpoints name them."""
+        if not cls.takes(layer, 1 if getattr(model, "is_3d_moe_weight", False) else 2):
+            return None
+        return parts_of_experts(model, name, layer)
 
 
 class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
@@ -116,13 +134,12 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
     def _shapes_of_parts(hidden: int, inner: int) -> list[tuple[int, int]]:
         return [(hidden, 2 * inner), (inner, hidden)]
 
+    def pack(self, parts: list[LoRALayerWeights | None]) -> PackedLoRALayerWeights:
+        of_three = [part for pair in zip(parts[0::2], parts[1::2]) for part in (*pair, None)]
+        packed = pack_moe(of_three, next(iter(self.targets))).optimize()
+        return PackedLoRALayerWeights.from_parts(packed.module_name, packed.rank, packed.parts[:2])
+
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
         """Experts whose checkpoint has w1 and w3 in one."""
-        return type(source_layer) is FusedMoE and len(packed_modules_list) == 1
+        return type(layer) is FusedMoE and parts == 1

@@ -61,3 +61,23 @@ def check_prompt(
             f"request '{request_id}' has prompt token ids {shown(wrong[:5])}; "
             f"use ints from 0 to {vocab_size - 1}{whose}"
         )
+
+
+def lacks_blocks(request_id: str, num_blocks: int, num_tokens: int, usable: int) -> ValueError:
+    """What a request is told that, with an empty KV cache all to itself, would still lack blocks."""
+    return ValueError(
+        f"request '{request_id}' may need {num_blocks} KV blocks ({num_tokens} tokens) but "
+        f"the cache has {usable}; shorten the prompt, lower max_tokens, or raise num_blocks"
+    )
+
+
+def lora_is_off(request_id: str, lora_name: str) -> ValueError:
+    """What a request is told that names an adapter to an engine without LoRA."""
+    return ValueError(
+        f"request '{request_id}' names adapter '{lora_name}' but LoRA is off; start the engine with enable_lora=True"
+    )
+
+
+def all_pinned(lora_name: str, num_pinned: int, whose: str) -> str:
+    """What a request is told whose adapter can have no slot, since all are pinned for others."""
+    return f"adapter '{lora_name}' needs a slot but all {num_pinned} are pinned ({whose}); unpin one or raise max_loras"

@@ -3,17 +3,15 @@
 Stands for LinearScalingRotaryEmbeddingWithLoRA in vllm/lora/layers.py (v0.8.5), which v0.22.1 no longer has.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from minivllm.config import LoRAConfig
 from minivllm.layers.rotary import RotaryEmbedding
-
-if TYPE_CHECKING:
-    from minivllm.lora.punica_wrapper import PunicaWrapperBase
+from minivllm.lora.backend import Backend
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.replace import replace_submodule
+from minivllm.lora.wrapped_modules import WrappedModules
 
 
 class LinearScalingRotaryEmbeddingWithLoRA(nn.Module):
@@ -40,16 +38,16 @@ class LinearScalingRotaryEmbeddingWithLoRA(nn.Module):
             first += table.max_position
         self.starts = torch.zeros(max_loras + 1, dtype=torch.long, device=self.cos.device)
         self._slot_factors = [1.0] * max_loras
-        self.punica_wrapper: PunicaWrapperBase | None = None
+        self.backend: Backend | None = None
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
         """What it has allocated beside the base model's table."""
         return self.cos, self.sin, self.starts
 
-    def set_mapping(self, punica_wrapper: PunicaWrapperBase) -> None:
+    def set_mapping(self, punica_wrapper: Backend) -> None:
         """Hand over the backend that knows the slot of every row."""
-        self.punica_wrapper = punica_wrapper
+        self.backend = punica_wrapper
 
     def set_factors(self, slot_factors: list[float]) -> None:
         """Take in the factor of the adapter in each slot, (S,) of `factors`; 1 for a free one."""
@@ -61,7 +59,26 @@ class LinearScalingRotaryEmbeddingWithLoRA(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: (T,) int64 -> cos, sin: (T, 1, D), each row by its adapter's table"""
-        if self.punica_wrapper.no_lora:
+        if self.backend.no_lora:
             return self.base_layer(positions)
-        shifted = positions + self.starts[self.punica_wrapper.slots_of_tokens(len(positions))]  # (T,)
+        shifted = positions + self.starts[self.backend.token_slots(len(positions))]  # (T,)
         return self.cos[shifted], self.sin[shifted]
+
+
+def wrap_rotaries(model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig) -> None:
+    """Wrap a model's rotary tables, if adapters may have factors, and have them follow the slots."""
+    rotaries: list[LinearScalingRotaryEmbeddingWithLoRA] = []
+    factors = lora_config.long_lora_scaling_factors
+    for name, layer in list(model.named_modules()) if factors else []:
+        if isinstance(layer, RotaryEmbedding):
+            rotary = LinearScalingRotaryEmbeddingWithLoRA(layer, factors, lora_config.max_loras)
+            rotary.set_mapping(wrapped.backend)
+            rotaries.append(replace_submodule(model, name, rotary))
+
+    def stretch(in_slots: list[LoRAModel | None]) -> None:
+        for rotary in rotaries:
+            rotary.set_factors([lora.beside.get("scaling_factor", 1.0) if lora else 1.0 for lora in in_slots])
+
+    if rotaries:
+        wrapped.others += rotaries
+        wrapped.before_step.append(stretch)

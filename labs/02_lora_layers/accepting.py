@@ -1,0 +1,74 @@
+"""A wrapped layer judges and packs what adapters have for it. Stands for checks that vllm/lora/ (v0.22.1) lacks."""
+
+from minivllm.labs import Todo
+from collections.abc import Sequence
+from copy import copy
+
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.lora.seams import beside_checks
+
+LayerWeights = LoRALayerWeights | PackedLoRALayerWeights
+
+
+class AcceptsWeights:
+    """The half of a wrapped layer that says which weights fit it.
+
+    part_sizes  K_i and N_i of each slice, of which there are n
+    targets     what adapters may call a slice -> its number; other names stand for the whole of a fused layer
+    max_rank    R
+    """
+
+    part_sizes: Sequence[tuple[int, int]]
+    targets: dict[str, int]
+    max_rank: int
+
+    @property
+    def n_slices(self) -> int:
+        return len(self.part_sizes)
+
+    # region lab 2.6: refuse an adapter that does not fit
+    def accept(self, found: dict[str, LoRALayerWeights]) -> LayerWeights:
+        """What an adapter has for this layer, in the form in which slots take it; `found` stays as it is.
+
+        found   name of a slice (`targets`) or of the whole of a fused layer -> weights, perhaps shapes only (meta)
+
+        `by_slice` gives one entry a slice, None where there is nothing. Each is judged (`refuse_misfit`) before
+        `pack` puts copies of all together: it changes them.
+        """
+        raise Todo("lab 2.6: refuse an adapter that does not fit")
+
+    def refuse_misfit(self, weights: LoRALayerWeights, width: int, height: int) -> None:
+        """ValueError, naming the module, unless the rank is `max_rank` at most, A is (r, width) and B (height, r).
+
+        For a rank the message has `max_lora_rank` and the option `--max-lora-rank r` that would admit it; for A and
+        B the shapes that they have and should have, as tuples. What is beside A and B `_refuse_beside` judges.
+        """
+        raise Todo("lab 2.6: refuse an adapter that does not fit")
+
+    # endregion
+
+    def _refuse_beside(self, weights: LoRALayerWeights) -> None:
+        for name in weights.beside:
+            beside_checks[name](self, weights)
+
+    def by_slice(self, found: dict[str, LoRALayerWeights]) -> list[LoRALayerWeights | None]:
+        """One entry a slice: an adapter for all of a fused layer has one A, and gives each slice a piece of its B.
+
+        ValueError where the adapter has both, or its B is not as tall as the layer.
+        """
+        whole = next((name for name in found if name not in self.targets), None)
+        if whole is not None:
+            if also := [name for name in found if name in self.targets]:
+                raise ValueError(
+                    f"the adapter has weights for {whole} and for {', '.join(also)}, a part of it; give either"
+                )
+            heights = [height for _, height in self.part_sizes]
+            return found[whole].split(list(self.targets)[: self.n_slices] or [whole] * self.n_slices, heights)
+        parts: list[LoRALayerWeights | None] = [None] * self.n_slices
+        for name, weights in found.items():
+            parts[self.targets[name]] = weights
+        return parts
+
+    def pack(self, parts: list[LoRALayerWeights | None]) -> LayerWeights:
+        """All slices in one, with the scaling folded into B."""
+        return PackedLoRALayerWeights.pack(parts) if len(parts) > 1 else parts[0].optimize()

@@ -1,0 +1,60 @@
+"""A linear with room for adapters, whatever its kind. Stands for vllm/lora/layers/base_linear.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from minivllm.layers.linear import LinearBase
+from minivllm.lora.backend import Backend
+from minivllm.lora.layers.base import BaseLayerWithLoRA
+
+
+class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
+    """A base linear with room for S adapters. vLLM: `BaseLinearLayerWithLoRA`.
+
+    output_slices  widths N_i of the projections that the layer fuses
+    wraps          kinds of base layer it takes -> parts the checkpoint must name, None = any number
+    """
+
+    wraps: ClassVar[dict[type[LinearBase], int | None]] = {}
+
+    def __init__(self, base_layer: LinearBase) -> None:
+        self.output_slices = self._slice_widths(base_layer)
+        self.input_size, self.output_size = base_layer.input_size, base_layer.output_size
+        self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
+        super().__init__(base_layer, [(base_layer.input_size, width) for width in self.output_slices])
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base_layer.bias
+
+    def set_mapping(self, punica_wrapper: Backend) -> None:
+        self.backend = punica_wrapper
+        self.slots = punica_wrapper.place(self.slots, self.base_layer)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Base output plus each row's own adapter, in the base layer's form.   input_: (T, K) -> (T, N), None"""
+        return self.backend.linear(input_, self.base_layer, self.slots), None
+
+    # region lab 2.3: fused linears, with an adapter for each part or one for all
+    @classmethod
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
+        """Whether this class wraps that layer, as `wraps` says: its kind, and the number of parts for that kind.
+
+        parts   how many parts of the layer a checkpoint names one by one
+
+        Of exactly that kind: a model's own subclass may compute something else in its forward pass.
+        """
+        raise Todo("lab 2.3: fused linears, with an adapter for each part or one for all")
+
+    def _slice_widths(self, base_layer: LinearBase) -> tuple[int, ...]:
+        """Widths N_i of the slices that adapters are written to.
+
+        Where `wraps` asks for several parts of such a layer, each has a slice of its own, whose widths are the
+        layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all of it.
+        """
+        raise Todo("lab 2.3: fused linears, with an adapter for each part or one for all")
+
+    # endregion

@@ -1,0 +1,64 @@
+"""Shrink and expand, token by token: small, slow, and easy to believe. Stands for vllm/lora/ops/torch_ops (v0.22.1).
+
+T tokens, K input width, N output width, S slots, R rank of the slots. Weights are (S, out, in) or (S, 1, out, in).
+Products are summed in the widest dtype of input, weights and output, and rounded once, when they are written.
+
+In every op a slot of -1 is a base row, and base rows of the output are left as they are. vLLM 0.22.1's CPU ops
+index with the -1 and give such rows the last slot's adapter (fixed in 0.33.0).
+"""
+
+from minivllm.labs import Todo
+import functools
+
+import torch
+
+
+def matrices(weights: torch.Tensor) -> torch.Tensor:
+    """One matrix a slot, however the slots are stored.   (S, 1, out, in) or (S, out, in) -> (S, out, in)"""
+    return weights.squeeze(1) if weights.ndim == 4 else weights  # (S, out, in)
+
+
+def widest_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype to sum in, so that nothing is rounded twice."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+# region lab 3.2: shrink, one token at a time
+def bgmv_shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    scaling: float = 1.0,
+) -> None:
+    """output[t] = scaling * A[slot of t] · inputs[t]. Columns past R are left as they are.
+
+    inputs: (T, K) float    lora_a_weights: (S, R, K) or (S, 1, R, K) float    output_tensor: (T, >=R) float
+    lora_indices_tensor: (T,) int slot of each token, -1 = base row
+    """
+    raise Todo("lab 3.2: shrink, one token at a time")
+
+
+# endregion
+
+
+# region lab 3.3: expand into a slice, one token at a time
+def bgmv_expand_slice(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
+) -> None:
+    """output[t, offset:offset+size] (+)= B[slot of t] · inputs[t]. Other columns are left as they are.
+
+    inputs: (T, >=R) float    lora_b_weights: (S, >=size, R) or (S, 1, >=size, R) float    output_tensor: (T, N) float
+    lora_indices_tensor: (T,) int slot of each token, -1 = base row
+    add_inputs  add to what the output holds, or replace it
+    """
+    raise Todo("lab 3.3: expand into a slice, one token at a time")
+
+
+# endregion

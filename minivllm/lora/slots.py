@@ -1,0 +1,121 @@
+"""The places for adapters in one wrapped layer. Stands for the buffers in vllm/lora/layers/base_linear.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from minivllm.lora.lora_weights import LoRALayerWeights
+
+
+class Slots:
+    """S slots of one layer, for an adapter each: n pairs of A and B, all in memory that stays where it is.
+
+    a           n buffers (S, E, R, K_i); a slot's A in rows 0..r-1, zeros past them. E is 1 but for experts
+    b           n buffers (S, E, N_i, R), likewise in columns 0..r-1
+    beside      what options keep in a slot beside A and B: name -> n tables (S, rows, columns). {} for most layers
+    live_ranks  [slice][slot] rank in use, 0 where the slot holds nothing for this slice
+    versions    [slot] how often it has changed: whoever keeps what he worked out from a slot compares
+
+    A backend may take a subclass with buffers elsewhere (`Backend.place`): they need not be contiguous, nor separate.
+    """
+
+    def __init__(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+        self.a, self.b = tuple(a), tuple(b)
+        self.beside: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.live_ranks = [[0] * len(buffer) for buffer in self.a]
+        self.versions = [0] * len(self.a[0])
+
+    # region lab 2.1: room for S adapters
+    @classmethod
+    def empty(
+        cls,
+        slots: int,
+        rank: int,
+        sizes: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        experts: int = 1,
+    ) -> "Slots":
+        """S empty slots. Made once: no adapter that comes later allocates or frees anything.
+
+        slots   S; rows of the base model need none    rank   R, the largest that an adapter may have
+        sizes   K_i and N_i of each slice              experts   E
+        """
+        a = [torch.zeros(slots, experts, rank, width, dtype=dtype, device=device) for width, _ in sizes]
+        b = [torch.zeros(slots, experts, height, rank, dtype=dtype, device=device) for _, height in sizes]
+        return cls(a, b)
+
+    # endregion
+
+    def take_over(self, other: "Slots") -> "Slots":
+        """Hold what other slots of the same sizes hold, and return self."""
+        for mine, its in zip((*self.a, *self.b), (*other.a, *other.b), strict=True):
+            mine.copy_(its)
+        self.beside, self.live_ranks, self.versions = other.beside, other.live_ranks, other.versions
+        return self
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Tensors that together cover all that the slots keep allocated."""
+        return [*self.a, *self.b, *(table for tables in self.beside.values() for table in tables)]
+
+    # region lab 2.2: write and clear a slot
+    def write(self, slot: int, parts: Sequence[LoRALayerWeights | None]) -> None:
+        """Put an adapter into a slot in the place of what is there, and say so (`changed`) when all is written.
+
+        parts   the n slices' weights, of any rank up to R each; None where the adapter leaves a slice alone
+
+        Weights are copied, with what they have beside A and B (`_write_beside`), and nothing of the last adapter is
+        left. When a copy fails, `live_ranks` covers all that may have been written, so that `clear` empties it.
+
+        Raises ValueError for another number of parts than n.
+        """
+        for i, part in zip(range(len(self.a)), parts, strict=True):
+            rank = 0 if part is None else part.lora_a.shape[-2]
+            if rank:
+                # Whatever happens while copying, all that may have been written counts as live.
+                self.live_ranks[i][slot] = max(rank, self.live_ranks[i][slot])
+                self.a[i][slot, :, :rank].copy_(part.lora_a, non_blocking=True)
+                self.b[i][slot, :, :, :rank].copy_(part.lora_b, non_blocking=True)
+            self._clear_past(slot, i, rank)
+        self._write_beside(slot, parts)
+        self.changed(slot)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot, as far as there is anything in it, and say so."""
+        for i in range(len(self.a)):
+            self._clear_past(slot, i, 0)
+        self._write_beside(slot, [None] * len(self.a))
+        self.changed(slot)
+
+    def _clear_past(self, slot: int, i: int, rank: int) -> None:
+        """Zero what slice i of a slot has live beyond `rank`, which is its live rank from then on.
+
+        An adapter of rank 4 does not overwrite all of one of rank 16: 12 rows of A and 12 columns of B are left.
+        """
+        if (last := self.live_ranks[i][slot]) > rank:
+            self.a[i][slot, :, rank:last] = 0
+            self.b[i][slot, :, :, rank:last] = 0
+        self.live_ranks[i][slot] = rank
+
+    # endregion
+
+    def _write_beside(self, slot: int, parts: Sequence[LoRALayerWeights | None]) -> None:
+        """What the parts have beside A and B, zeros past it."""
+        for name, tables in self.beside.items():
+            for table, part in zip(tables, parts):
+                tensor = part.beside.get(name) if part is not None else None
+                rows = 0 if tensor is None else len(tensor)
+                if rows:
+                    table[slot, :rows].copy_(tensor, non_blocking=True)
+                table[slot, rows:] = 0
+
+    def written(self, slot: int, ranks: Sequence[int]) -> None:
+        """Somebody else has filled a slot, zeros past these ranks of the n slices."""
+        for live, rank in zip(self.live_ranks, ranks, strict=True):
+            live[slot] = rank
+        self.changed(slot)
+
+    def changed(self, slot: int) -> None:
+        """A slot has been written or cleared. A subclass may want to know."""
+        self.versions[slot] += 1

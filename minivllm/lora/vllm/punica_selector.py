@@ -1,0 +1,43 @@
+"""Which backend does the arithmetic, under vLLM's names. Stands for vllm/lora/punica_wrapper/__init__.py (v0.22.1)."""
+
+import torch
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.gpu import refuse_without_gpu
+from minivllm.lora.vllm.punica_wrapper import (
+    PunicaWrapperABC,
+    PunicaWrapperBase,
+    PunicaWrapperCPU,
+    PunicaWrapperLoops,
+    convert_mapping,
+)
+
+__all__ = [
+    "PunicaWrapperABC",
+    "PunicaWrapperBase",
+    "PunicaWrapperCPU",
+    "PunicaWrapperLoops",
+    "convert_mapping",
+    "get_punica_wrapper",
+]
+
+
+def get_punica_wrapper(
+    max_num_batched_tokens: int,
+    max_batches: int,
+    device: torch.device | str,
+    *,
+    lora_config: LoRAConfig | None = None,
+) -> PunicaWrapperBase:
+    """The backend that `lora_config.punica_backend` names, under vLLM's names. vLLM: the same name."""
+    config = lora_config or LoRAConfig()
+    name = config.backend_on(device)
+    if name in ("loops", "grouped"):
+        kind = PunicaWrapperLoops if name == "loops" else PunicaWrapperCPU
+        return kind(max_num_batched_tokens, max_batches, device)
+    refuse_without_gpu(name, device)
+    # Triton is not everywhere.
+    from minivllm.lora.vllm.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
+
+    gpu_kind = PunicaWrapperFolded if name == "folded" else PunicaWrapperGPU
+    return gpu_kind(max_num_batched_tokens, max_batches, device, config.max_loras)

@@ -1,0 +1,46 @@
+"""Names and module replacement under vLLM's one name for both. Stands for vllm/lora/utils.py (v0.22.1)."""
+
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.adaptable import get_supported_lora_modules, process_packed_modules_mapping
+from minivllm.lora.names import (
+    get_adapter_absolute_path,
+    is_base_embedding_weights,
+    is_in_target_modules,
+    is_supported_lora_module,
+    parse_fine_tuned_lora_name,
+)
+from minivllm.lora.options.logits import from_layer_logits_processor
+from minivllm.lora.replace import from_layer as plain_from_layer
+from minivllm.lora.replace import replace_submodule
+from minivllm.lora.vllm.sharded import SHARDED
+
+__all__ = [
+    "from_layer",
+    "from_layer_logits_processor",
+    "get_adapter_absolute_path",
+    "get_supported_lora_modules",
+    "is_base_embedding_weights",
+    "is_in_target_modules",
+    "is_supported_lora_module",
+    "parse_fine_tuned_lora_name",
+    "process_packed_modules_mapping",
+    "replace_submodule",
+]
+
+
+def from_layer(
+    layer: nn.Module,
+    max_loras: int,
+    lora_config: LoRAConfig,
+    packed_modules_list: list[str],
+    model_config: object | None = None,
+) -> nn.Module:
+    """As `replace.from_layer`, but with `fully_sharded_loras` a sharded wrapper comes first. vLLM: the same name."""
+    for wrapper in SHARDED:
+        if wrapper.can_replace_layer(layer, lora_config, packed_modules_list, model_config):
+            wrapped = wrapper(layer)
+            wrapped.create_lora_weights(max_loras, lora_config, model_config)
+            return wrapped
+    return plain_from_layer(layer, max_loras, lora_config, packed_modules_list, model_config)
