@@ -132,6 +132,7 @@ def debug_info(
             "free_slots": manager.get_free_slots(),
             "active_adapters": dict(manager.list_active_adapters()),
             "pinned": sorted(adapters.pinned_adapters()),
+            "states": {adapters.name_of(i): adapters.state_of(i).value for i in adapters.adapters},
             "memory": manager.get_memory_stats(),
             "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],
         }

@@ -191,6 +191,18 @@ class TestTheirIds:
             engine.add_request("a", LONG, drawn(n=3))
             assert answers_of(run(engine)["a"]) == alone(world, LONG, [7, 8, 9])
 
+    def test_may_be_used_again_by_a_request_that_has_to_wait(self, world):
+        engine = world.engine(max_num_seqs=1)
+        engine.add_request("a", SHORT, drawn(n=2, max_tokens=1))
+        run(engine)
+        engine.add_request("first", SHORT, greedy(5))
+        engine.add_request("a", SHORT, drawn(n=2))
+
+        outputs = run(engine)
+
+        assert outputs.keys() == {"first", "a"}
+        assert answers_of(outputs["a"]) == alone(world, SHORT, [7, 8])
+
     def test_of_generate_pass_over_those_in_use(self, world):
         llm = world.llm(skip_tokenizer_init=True)
         llm.llm_engine.add_request("0", LONG, drawn(n=2))
