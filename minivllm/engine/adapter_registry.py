@@ -6,7 +6,7 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 from dataclasses import replace
 
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter import Adapter, AdapterState, AdapterTraits, at_hand, folder_of
+from minivllm.engine.adapter import Adapter, AdapterTraits, at_hand, folder_of
 from minivllm.engine.adapter_pins import AdapterPins
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
@@ -130,18 +130,6 @@ class AdapterRegistry(AdapterPins):
     def name_of(self, adapter_id: int) -> str:
         adapter = self.adapters.get(adapter_id)
         return adapter.request.lora_name if adapter else str(adapter_id)
-
-    def state_of(self, adapter_id: int) -> AdapterState:
-        """KeyError for an id that no adapter has."""
-        adapter = self.adapters[adapter_id]
-        told = {
-            AdapterState.IN_MEMORY: adapter_id in self.manager.list_adapters(),
-            AdapterState.IN_A_SLOT: adapter_id in self.manager.list_active_adapters(),
-            AdapterState.FAILED: adapter.failures,
-            AdapterState.RELOADING: adapter.reloads,
-            AdapterState.LEAVING: adapter.leaving,
-        }
-        return next((state for state in reversed(told) if told[state]), AdapterState.KNOWN)
 
     # ---- coming and going -----------------------------------------------------------------------------------
 
