@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from minivllm.validation import LARGEST_INT, is_finite, is_integral, require_bool, require_count, shown
@@ -85,7 +86,7 @@ class SamplingParams:
         """True if the likeliest token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """True if a penalty or a bias may make another token the likeliest."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty

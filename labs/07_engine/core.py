@@ -3,10 +3,9 @@
 from minivllm.labs import Todo
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
-from minivllm.engine.event_log import log_step
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parts import EngineParts
-from minivllm.engine.recorder import record_step
+from minivllm.engine.recorder import log_step, record_step
 from minivllm.faults import told
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled

@@ -19,7 +19,7 @@ class Scheduler(StepPolicy):
 
     `schedule` decides and `update_from_output` commits. schedule() moves requests between the queues,
     gives and takes KV blocks, sets `num_computed_tokens` of a request it admits to what the prefix cache
-    holds, or of one it preempts to 0, and notes which adapters were passed over. It never counts a token as
+    holds, or of one it preempts to 0, and notes whose wait for a slot begins or ends. It never counts a token as
     computed, lets no block be found, and moves no clock. So a step that failed is simply dropped: finish the
     requests at fault and schedule again.
 

@@ -5,28 +5,10 @@ Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which 
 
 import os
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, NamedTuple
 
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
-
-
-class AdapterState(Enum):
-    """Where an adapter is. A later one counts where two are true of it.
-
-    KNOWN       requests may name it; a step that needs it reads it
-    FAILED      a reload has failed, and the requests that waited for it do not know yet
-    RELOADING   a reload waits for requests
-    LEAVING     an unload waits for requests; new ones are refused
-    """
-
-    KNOWN = "known"
-    IN_MEMORY = "in memory"
-    IN_A_SLOT = "in a slot"
-    FAILED = "failed"
-    RELOADING = "reloading"
-    LEAVING = "leaving"
 
 
 class AdapterTraits(NamedTuple):

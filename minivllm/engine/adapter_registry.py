@@ -6,7 +6,7 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 from dataclasses import replace
 
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter import Adapter, AdapterState, AdapterTraits, at_hand, folder_of
+from minivllm.engine.adapter import Adapter, AdapterTraits, at_hand, folder_of
 from minivllm.engine.adapter_pins import AdapterPins
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
@@ -76,9 +76,8 @@ class AdapterRegistry(AdapterPins):
         return adapter
 
     def _is_elsewhere(self, lora_request: LoRARequest, adapter: Adapter) -> bool:
-        return (
-            lora_request.lora_path != adapter.request.lora_path and folder_of(lora_request) != adapter.folder
-        )
+        is_as_given = lora_request.lora_path == adapter.request.lora_path
+        return not is_as_given and folder_of(lora_request) != adapter.folder
 
     def register(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
@@ -102,9 +101,8 @@ class AdapterRegistry(AdapterPins):
             adapter = self._changed(adapter, lora_request, traits)
         if name not in adapter.names:
             adapter.names += (name,)
-        self.adapters[adapter_id] = (
-            adapter  # all of a change at once: an interrupt may come between any two lines
-        )
+        # All of a change at once: an interrupt may come between any two lines.
+        self.adapters[adapter_id] = adapter
         for old in set(before).difference(adapter.names):
             self.by_name.pop(old, None)
         self.by_name[name] = adapter_id
@@ -133,18 +131,6 @@ class AdapterRegistry(AdapterPins):
         adapter = self.adapters.get(adapter_id)
         return adapter.request.lora_name if adapter else str(adapter_id)
 
-    def state_of(self, adapter_id: int) -> AdapterState:
-        """KeyError for an id that no adapter has."""
-        adapter = self.adapters[adapter_id]
-        told = {
-            AdapterState.IN_MEMORY: adapter_id in self.manager.list_adapters(),
-            AdapterState.IN_A_SLOT: adapter_id in self.manager.list_active_adapters(),
-            AdapterState.FAILED: adapter.failures,
-            AdapterState.RELOADING: adapter.reloads,
-            AdapterState.LEAVING: adapter.leaving,
-        }
-        return next((state for state in reversed(told) if told[state]), AdapterState.KNOWN)
-
     # ---- coming and going -----------------------------------------------------------------------------------
 
     def request_ended(self, adapter_id: int) -> None:
@@ -168,17 +154,6 @@ class AdapterRegistry(AdapterPins):
         for reader in () if adapter.traits.is_plain else self._traits_readers:
             reader.forget(adapter.id)
         super()._forget(adapter)
-
-    def reset(self) -> None:
-        """After a call that broke off: make names and slots agree with the records, and go on with what was ordered."""
-        self.by_name = {name: adapter.id for adapter in self.adapters.values() for name in adapter.names}
-        self.noted = set(self.adapters)
-        for adapter_id in self.manager.list_active_adapters().keys() - self.manager.list_adapters().keys():
-            self.manager.deactivate_adapter(adapter_id)
-        for adapter in list(self.adapters.values()):
-            if not adapter.was_read:
-                self.release_unused(adapter.id)
-        self.settle()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.

@@ -11,6 +11,7 @@ from minivllm.engine.metrics import debug_info, scheduler_stats
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.guards.refusals import all_pinned, check_arguments, lora_is_off
+from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
 from minivllm.lora.sentences import in_one_sentence
@@ -37,6 +38,7 @@ class LLMEngine(GuardedCore):
     # ---- requests -------------------------------------------------------------------------------------------
 
     @in_one_sentence
+    @in_turn()
     def add_request(
         self,
         request_id: str,
@@ -53,22 +55,10 @@ class LLMEngine(GuardedCore):
         Raises ValueError (FileNotFoundError for an adapter that is not there, TypeError for an argument of another
         kind) for what can never be served; the engine is then as it was.
         """
-        with self._turns.take():
-            most_logprobs = self.config.model_config.max_logprobs
-            check_arguments(request_id, params, arrival_time, lora_request, most_logprobs)
-            if lora_request is not None and self.adapters is None:
-                raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
-            self._add_request(request_id, prompt, params, arrival_time, self._identified(lora_request))
-        return request_id
-
-    def _add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        arrival_time: float | None,
-        lora_request: LoRARequest | None,
-    ) -> None:
+        check_arguments(request_id, params, arrival_time, lora_request, self.config.model_config.max_logprobs)
+        if lora_request is not None and self.adapters is None:
+            raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
+        lora_request = self._identified(lora_request)
         traits = BASE if lora_request is None else self.adapters.examine(lora_request)
         text, token_ids = self.input_processor.read_prompt(request_id, prompt, traits)
         params.verify_with_vocab(self.input_processor.vocab_size(traits))
@@ -89,9 +79,11 @@ class LLMEngine(GuardedCore):
                 lora_request, f"request '{request_id}'", traits
             )
         if params.n > 1:
-            return self.parallel.add(request, text, traits.tokenizer)
-        self.scheduler.add_request(request)
-        return self.output_processor.add_request(request, text, traits.tokenizer)
+            self.parallel.add(request, text, traits.tokenizer)
+        else:
+            self.scheduler.add_request(request)
+            self.output_processor.add_request(request, text, traits.tokenizer)
+        return request_id
 
     def knows(self, request_id: str) -> bool:
         """Whether an id is in use: its request has not had its last output."""
@@ -111,21 +103,21 @@ class LLMEngine(GuardedCore):
             names = ", ".join(f"'{self.adapters.name_of(adapter_id)}'" for adapter_id in sorted(pinned))
             raise ValueError(all_pinned(lora_request.lora_name, len(pinned), names))
 
+    @in_turn()
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""
         parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with self._turns.take():
-            ids = self.parallel.ids_within(parents)
-            for request_id in ids:
-                # First: whom the output processor does not know is not brought back after a Ctrl-C.
-                self.output_processor.drop(request_id)
-            for request in self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED):
-                self._forget(request)
-            self._settle_what_was_left()
-            self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
-            self.parallel.forget(parents)
-            if not self.has_unfinished_requests():
-                self._failed_steps = 0  # whatever fails next is somebody else's
+        ids = self.parallel.ids_within(parents)
+        for request_id in ids:
+            # First: whom the output processor does not know is not brought back after a Ctrl-C.
+            self.output_processor.drop(request_id)
+        for request in self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED):
+            self._forget(request)
+        self._settle_what_was_left()
+        self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
+        self.parallel.forget(parents)
+        if not self.has_unfinished_requests():
+            self._failed_steps = 0  # whatever fails next is somebody else's
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do, or to tell."""
@@ -137,25 +129,25 @@ class LLMEngine(GuardedCore):
     # ---- adapters -------------------------------------------------------------------------------------------
 
     @in_one_sentence
+    @in_turn(on_threads=True)
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request. vLLM: `add_lora`."""
-        with self._turns.take(), self.runner.cpu_threads.in_use():
-            return self._adapters().add_lora(lora_request)
+        return self._adapters().add_lora(lora_request)
 
+    @in_turn(on_threads=True)
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
-        with self._turns.take(), self.runner.cpu_threads.in_use():
-            return self._adapters().remove_lora(lora_id)
+        return self._adapters().remove_lora(lora_id)
 
+    @in_turn(on_threads=True)
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot. vLLM: `pin_lora`."""
-        with self._turns.take(), self.runner.cpu_threads.in_use():
-            return self._adapters().pin_lora(lora_id)
+        return self._adapters().pin_lora(lora_id)
 
+    @in_turn(on_threads=True)
     def unpin_lora(self, lora_id: int) -> bool:
         """Let a pinned adapter be evicted again."""
-        with self._turns.take(), self.runner.cpu_threads.in_use():
-            return self._adapters().unpin_lora(lora_id)
+        return self._adapters().unpin_lora(lora_id)
 
     def list_loras(self) -> set[int]:
         """Ids of the adapters in memory. vLLM: `list_loras`."""

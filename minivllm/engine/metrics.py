@@ -2,11 +2,12 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.lora.stats import LoRAStats
+from minivllm.lora.reports import LoRAStats
 from minivllm.worker.model_runner import ModelRunner
 
 
@@ -114,6 +115,36 @@ class EngineMetrics:
         }
 
 
+class AdapterState(Enum):
+    """Where an adapter is, by its record and the manager's tables; for people. The later of two that are true counts.
+
+    KNOWN       requests may name it; a step that needs it reads it
+    FAILED      a reload has failed, and the requests that waited for it do not know yet
+    RELOADING   a reload waits for requests
+    LEAVING     an unload waits for requests; new ones are refused
+    """
+
+    KNOWN = "known"
+    IN_MEMORY = "in memory"
+    IN_A_SLOT = "in a slot"
+    FAILED = "failed"
+    RELOADING = "reloading"
+    LEAVING = "leaving"
+
+
+def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
+    """KeyError for an id that no adapter has."""
+    adapter, manager = adapters.adapters[adapter_id], adapters.manager
+    told = {
+        AdapterState.IN_MEMORY: adapter_id in manager.list_adapters(),
+        AdapterState.IN_A_SLOT: adapter_id in manager.list_active_adapters(),
+        AdapterState.FAILED: adapter.failures,
+        AdapterState.RELOADING: adapter.reloads,
+        AdapterState.LEAVING: adapter.leaving,
+    }
+    return next((state for state in reversed(told) if told[state]), AdapterState.KNOWN)
+
+
 def debug_info(
     runner: ModelRunner, scheduler: Scheduler, adapters: AdapterRegistry | None
 ) -> dict[str, object]:
@@ -132,6 +163,7 @@ def debug_info(
             "free_slots": manager.get_free_slots(),
             "active_adapters": dict(manager.list_active_adapters()),
             "pinned": sorted(adapters.pinned_adapters()),
+            "states": {adapters.name_of(i): state_of(adapters, i).value for i in adapters.adapters},
             "memory": manager.get_memory_stats(),
             "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],
         }

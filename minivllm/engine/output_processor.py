@@ -85,7 +85,7 @@ class OutputProcessor:
         wants_logprobs = request.sampling_params.logprobs is not None
         completion = CompletionOutput(
             index=0,
-            text=state.answer.text,
+            text=state.answer.detokenizer.text,
             token_ids=list(request.output_token_ids),
             cumulative_logprob=state.cumulative_logprob if wants_logprobs else None,
             logprobs=list(state.logprobs) if wants_logprobs else None,

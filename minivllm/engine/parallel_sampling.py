@@ -140,10 +140,7 @@ class ParallelSampling:
         for claimed in [request_id, *child_ids(request_id, n)]:
             if self.is_in_use(claimed, undelivered):
                 raise ValueError(f"request id '{claimed}' is in use; give every request its own")
-            # Of a parent that has ended.
-            self.forget(
-                [claimed, *(self.parents[i].request.request_id for i in [claimed] if i in self.parents)]
-            )
+            self.forget([claimed, self.asked_as(claimed)])  # parents that have ended
 
     def is_in_use(self, request_id: str, undelivered: Collection[RequestOutput]) -> bool:
         """Whether a request, a parent or a child has this id and is not at its end.
@@ -179,6 +176,7 @@ class ParallelSampling:
         for request_id in request_ids:
             for child in self.children_of(request_id):
                 self.parents.pop(child, None)
+        self._told = [request_id for request_id in self._told if self.children_of(request_id)]
 
 
 def child_id(request_id: str, index: int) -> str:

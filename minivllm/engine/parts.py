@@ -8,7 +8,6 @@ from typing import Any
 from minivllm.config import EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.event_log import EventLog
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
@@ -53,8 +52,6 @@ class EngineParts:
             self.adapters = AdapterRegistry(
                 self.scheduler, self.runner.lora_manager, with_tokenizers=tokenizer is not None
             )
-            log = EventLog(self.adapters.manager, self.adapters.name_of)
-            self.adapters.manager.listeners.append(log)
             self.scheduler.may_run = self.adapters.may_run
             self.scheduler.pinned_adapters = self.adapters.pinned_adapters
         self.input_processor = InputProcessor(config.model_config, tokenizer)

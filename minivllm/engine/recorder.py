@@ -1,6 +1,7 @@
 """One step as a trace record, and whom it passed over."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -11,6 +12,8 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.trace import SlotEvent, StepRecord, TraceRow, TraceSkip
+
+logger = logging.getLogger(__name__)
 
 # Of a queue with thousands a record names the first, and as few of those that were passed over.
 MAX_NAMED = 32
@@ -132,3 +135,21 @@ def _kind(entry: ScheduledRequest, admitted: bool) -> str:
         return "prefill" if entry.samples else "chunk"
     answering = entry.num_new_tokens == 1 and request.num_computed_tokens >= request.num_prompt_tokens
     return "decode" if entry.samples and answering else "chunk"
+
+
+def log_step(output: SchedulerOutput, scheduler: Scheduler, name_of: Callable[[int], str]) -> None:
+    """DEBUG: whom a step preempted and whom it passed over, with the reason; call it after `schedule`."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    for request_id in output.preempted:
+        adapter_id = scheduler.requests[request_id].adapter_id
+        made_way = adapter_id in output.preempted_adapters
+        reason = "its slot is needed" if made_way else "no KV blocks are left"
+        _log_request(request_id, adapter_id, name_of, f"was preempted: {reason}")
+    for skip in skips(scheduler, output)[0]:
+        _log_request(skip.request_id, skip.adapter_id, name_of, f"is passed over: {skip.reason}")
+
+
+def _log_request(request_id: str, adapter_id: int, name_of: Callable[[int], str], said: str) -> None:
+    name = f"adapter '{name_of(adapter_id)}' (id {adapter_id})" if adapter_id else "the base model"
+    logger.debug("request '%s' of %s %s", request_id, name, said)

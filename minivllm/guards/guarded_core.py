@@ -47,16 +47,23 @@ class GuardedCore(EngineCore):
                     self._end_who_is_at_fault(as_fault(error))
                 self.parallel.begin_others(self._undelivered)
                 self._settle_what_was_left()
-                ids = [self.parallel.asked_as(output.request_id) for output in self._undelivered]
-                wanted = [of is None or request_id in of for request_id in ids]
-                others = [output for output, is_wanted in zip(self._undelivered, wanted) if not is_wanted]
-                outputs = [output for output, is_wanted in zip(self._undelivered, wanted) if is_wanted]
-                self._undelivered = others
+                # In one line each: a Ctrl-C may come between any two.
+                if of is None:
+                    outputs, self._undelivered = self._undelivered, []
+                else:
+                    outputs, self._undelivered = self._split(of)
             return self.parallel.merged(outputs)
         except BaseException:
             # A Ctrl-C on the way out: the caller has nothing of them.
             self._undelivered[:0] = outputs
             raise
+
+    def _split(self, of: Collection[str]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        """Outputs that no caller has yet: those of these requests, and those of others."""
+        split: tuple[list[RequestOutput], list[RequestOutput]] = [], []
+        for output in self._undelivered:
+            split[self.parallel.asked_as(output.request_id) not in of].append(output)
+        return split
 
     def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
         self._launched, self._launched_at = scheduled, self.clock()

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 
 from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.output_processor import OutputProcessor, RequestState
 from minivllm.engine.outputs import RequestOutput
@@ -21,7 +22,7 @@ def mend(engine: EngineCore, undelivered: Collection[RequestOutput]) -> None:
     engine.parallel.begin_others(undelivered)
     engine.runner.row_sampler.forget_all_but(request.request_id for request in requests)
     if engine.adapters is not None:
-        engine.adapters.reset()
+        mend_adapters(engine.adapters)
 
 
 # ---- the scheduler --------------------------------------------------------------------------------------------
@@ -58,6 +59,22 @@ def _start_over(request: Request, max_model_len: int | None) -> None:
         request.status, request.stop_reason = RequestStatus.PREEMPTED, None
     request.num_computed_tokens = 0
     request.block_ids, request.block_hashes, request.cache_identity = [], [], None
+
+
+# ---- the adapters ---------------------------------------------------------------------------------------------
+
+
+def mend_adapters(adapters: AdapterRegistry) -> None:
+    """Make names and slots agree with the records, and go on with what was ordered."""
+    adapters.by_name = {name: adapter.id for adapter in adapters.adapters.values() for name in adapter.names}
+    adapters.noted = set(adapters.adapters)
+    manager = adapters.manager
+    for adapter_id in manager.list_active_adapters().keys() - manager.list_adapters().keys():
+        manager.deactivate_adapter(adapter_id)
+    for adapter in list(adapters.adapters.values()):
+        if not adapter.was_read:
+            adapters.release_unused(adapter.id)
+    adapters.settle()
 
 
 # ---- the outputs ----------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from types import FrameType
+from typing import Any
 
 from minivllm.faults import is_refusal
 
@@ -70,6 +72,23 @@ class Turns:
             f"this {self.what} was called in the middle of another call, by a signal handler, say; "
             "have the handler set a flag, and call it when the other call has returned"
         )
+
+
+def in_turn(on_threads: bool = False) -> Callable[[Callable], Callable]:
+    """Decorates a method of an engine: a call takes its turn (`Turns.take`).
+
+    on_threads   it computes, on as many CPU threads as a step does
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            with self._turns.take(), self.runner.cpu_threads.in_use() if on_threads else nullcontext():
+                return method(self, *args, **options)
+
+        return call
+
+    return decorate
 
 
 def _is_under_way(thread: int, function: FrameType) -> bool:

@@ -15,6 +15,7 @@ class LoRAEvent:
     slot      of "activate", "evict" and "pin"
     seconds   that a "load" or an "activate" took
     reason    of "refuse", in a sentence
+    name      of "load": what its request calls the adapter
     """
 
     kind: str
@@ -22,6 +23,7 @@ class LoRAEvent:
     slot: int | None = None
     seconds: float = field(default=0.0, compare=False)
     reason: str = field(default="", compare=False)
+    name: str = field(default="", compare=False)
 
 
 Listener = Callable[[LoRAEvent], None]

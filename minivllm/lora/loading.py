@@ -77,7 +77,7 @@ class AdapterLoader:
         """As `_load_adapter`; told is a "load" with its seconds."""
         started = time.perf_counter()
         lora = self._load_adapter(lora_request)
-        self.manager.tell("load", lora.id, seconds=time.perf_counter() - started)
+        self.manager.tell("load", lora.id, seconds=time.perf_counter() - started, name=lora_request.lora_name)
         return lora
 
     def _load_if_missing(self, request: LoRARequest) -> None:

@@ -1,5 +1,6 @@
-"""What can be asked of adapters: counters, bytes, histories. Fed by events. vllm/lora/ (v0.22.1) has none of it."""
+"""What can be asked of adapters: counters, bytes, histories, a log. Nothing in vllm/lora/ (v0.22.1) has them."""
 
+import logging
 from dataclasses import asdict, dataclass, field
 from time import time
 
@@ -11,6 +12,8 @@ from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.seams import listeners
 from minivllm.lora.storage import storage_bytes
 from minivllm.lora.wrapped_modules import WrappedModules
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -96,6 +99,39 @@ class LoRAStats:
         return {**counters, "by_adapter": by_adapter, "hit_rate": self.hit_rate}
 
 
+# Kind of an event -> level, and what is said of the adapter.
+SENTENCES = {
+    "load": (logging.INFO, "was read in {seconds:.3f} s"),
+    "reload": (logging.INFO, "was read again in {seconds:.3f} s"),
+    "remove": (logging.INFO, "was unloaded"),
+    "pin": (logging.INFO, "is pinned in slot {slot}"),
+    "unpin": (logging.INFO, "is pinned no longer"),
+    "refuse": (logging.INFO, "is refused: {reason}"),
+    "activate": (logging.DEBUG, "came into slot {slot} in {seconds:.3f} s"),
+    "evict": (logging.DEBUG, "lost slot {slot} to another adapter"),
+    "drop": (logging.DEBUG, "left memory for another adapter"),
+}
+
+
+class EventLog:
+    """Writes a manager's events into the log: INFO for what somebody asked for, DEBUG for what follows from it."""
+
+    def __init__(self, manager: LRUCacheLoRAModelManager) -> None:
+        self.manager = manager
+        self.names: dict[int, str] = {}  # by id, of those that were read
+
+    def __call__(self, event: LoRAEvent) -> None:
+        kind, adapter_id = event.kind, event.adapter_id
+        if kind == "load":
+            self.names[adapter_id] = event.name
+            kind = "load" if self.manager.get_adapter(adapter_id) is None else "reload"
+        name = self.names.pop(adapter_id, "") if kind == "forget" else self.names.get(adapter_id, "")
+        level, sentence = SENTENCES.get(kind, (logging.NOTSET, ""))
+        if sentence and logger.isEnabledFor(level):
+            said = sentence.format(slot=event.slot, seconds=event.seconds, reason=event.reason)
+            logger.log(level, "adapter '%s' (id %d) %s", name or adapter_id, adapter_id, said)
+
+
 # Methods of every manager: users ask it, nothing inside does.
 
 
@@ -169,7 +205,8 @@ def get_lora_info(self: LRUCacheLoRAModelManager, adapter_id: int) -> dict[str, 
     }
 
 
-listeners.append(lambda manager: LoRAStats())  # counters from the first event on
+# From the first event on.
+listeners += [lambda manager: LoRAStats(), EventLog]
 LRUCacheLoRAModelManager.stats = property(stats_of)
 LRUCacheLoRAModelManager.get_memory_stats = get_memory_stats
 LRUCacheLoRAModelManager.get_lora_info = get_lora_info

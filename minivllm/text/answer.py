@@ -12,7 +12,8 @@ from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens
 class Answer:
     """The text of one request's answer, and of the tokens whose logprobs were asked for.
 
-    tokenizer   the model's or its adapter's; None = there is no text
+    tokenizer     the model's or its adapter's; None = there is no text
+    detokenizer   its `text` may be shown so far
     """
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
@@ -22,14 +23,9 @@ class Answer:
 
     def begin_again(self, num_tokens: int = 0) -> None:
         """Go back to the text of the first tokens, so many of them."""
-        self._detokenizer = IncrementalDetokenizer(self.tokenizer, self.request.sampling_params)
+        self.detokenizer = IncrementalDetokenizer(self.tokenizer, self.request.sampling_params)
         if num_tokens:
-            self._detokenizer.update(self.request.output_token_ids[:num_tokens], finished=False)
-
-    @property
-    def text(self) -> str:
-        """What may be shown so far."""
-        return self._detokenizer.text
+            self.detokenizer.update(self.request.output_token_ids[:num_tokens], finished=False)
 
     def update(self, new_token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]) -> str:
         """Take in tokens; the piece of text that they add. `decoded_token` is filled in where logprobs have it.
@@ -43,7 +39,7 @@ class Answer:
                 add_decoded_tokens(self.tokenizer, of_token)
             # The token that ends a request has no text of its own.
             ended_by_token = request.status is RequestStatus.FINISHED_STOPPED
-            piece, stop_string = self._detokenizer.update(new_token_ids, request.is_finished, ended_by_token)
+            piece, stop_string = self.detokenizer.update(new_token_ids, request.is_finished, ended_by_token)
             if stop_string is not None and request.status is not RequestStatus.FINISHED_ERROR:
                 request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, stop_string
             return piece

@@ -52,13 +52,29 @@ def _check_tokens(sent: Sent, version: int, logits: torch.Tensor) -> int:
     """logits: (tokens + 1 or more, V), from those which the first token was picked by"""
     ours = [k for k, of_version in enumerate(sent.versions) if of_version == version]
     for k in ours:
-        allowed = logits[k].clone()
+        allowed = _penalized(logits[k], sent.params, sent.prompt, sent.tokens[:k])
         if k < sent.params.min_tokens:
             allowed[[EOS, *sent.params.stop_token_ids]] = -torch.inf
         likeliest, token = int(allowed.argmax()), sent.tokens[k]
         gap = float(allowed[likeliest] - allowed[token])
         assert token == likeliest, f"{sent}\ntoken {k} should be {likeliest} (by {gap:.3g})"
     return len(ours)
+
+
+def _penalized(
+    logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]
+) -> torch.Tensor:
+    """After bias and penalties by their definition, token by token.   logits: (V,) -> (V,)"""
+    result = logits.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        result[token] += bias
+    for token in {*prompt, *output}:
+        result[token] *= params.repetition_penalty if result[token] < 0 else 1 / params.repetition_penalty
+    for token in output:
+        result[token] -= params.frequency_penalty
+    for token in set(output):
+        result[token] -= params.presence_penalty
+    return result
 
 
 def _check_end(sent: Sent) -> None:

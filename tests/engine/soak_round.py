@@ -247,7 +247,18 @@ class Round:
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=rng.choice([None, None, self._ids(4)]),
             logprobs=rng.choice([None, None, 2]),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
+            **rng.choice([{}, {}, {}, self._penalties()]),
         )
+
+    def _penalties(self) -> dict[str, object]:
+        rng = self.rng
+        return {
+            "presence_penalty": rng.uniform(-2, 2),
+            "frequency_penalty": rng.uniform(-2, 2),
+            "repetition_penalty": rng.uniform(0.5, 2),
+            "logit_bias": {token: rng.uniform(-9, 9) for token in self._ids(3)},
+        }
 
     def _refusal(self, adapter_id: int, read_now: bool) -> str | None:
         """Why the engine must refuse a request with this adapter; None if it must take it."""

@@ -3,6 +3,7 @@ later; what fails is told to those who asked for it.
 """
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -321,6 +322,102 @@ class TestReload:
         assert engine.list_loras() == set()
         assert engine.debug_info()["pinned"] == []
         assert engine.adapters.adapters == {} and not engine.adapters.noted
+
+
+class TestAReloadFromAnotherFolder:
+    """As a trainer's next policy comes: the same id, a new name and a new folder (vLLM's load_inplace)."""
+
+    def policy(self, world, step, tenant, **changes):
+        return LoRARequest(f"policy-{step}", 9, str(world.path(tenant)), **changes)
+
+    def test_serves_the_new_folder_under_the_new_name(self, world):
+        engine = world.engine()
+        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
+        steps(engine, 2)
+
+        new = self.policy(world, 2, "all", load_inplace=True)
+        engine.add_request("new", PROMPT, greedy(6), lora_request=new)
+        engine.add_request("by name", PROMPT, greedy(6), lora_request="policy-2")
+        engine.add_request("later", PROMPT, greedy(6), lora_request=self.policy(world, 2, "all"))
+
+        outputs = run(engine)
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
+        for request_id in ("new", "by name", "later"):
+            assert tokens_of(outputs[request_id]) == world.oracle().greedy("all", PROMPT, 6)
+        assert engine.list_loras() == {9}
+
+    def test_frees_the_old_name_and_refuses_the_old_folder(self, world):
+        engine = world.engine()
+        engine.add_lora(self.policy(world, 1, "qv"))
+
+        engine.add_lora(self.policy(world, 2, "all", load_inplace=True))
+
+        with pytest.raises(ValueError, match="adapter 'policy-1' is unknown"):
+            engine.add_request("a", PROMPT, greedy(2), lora_request="policy-1")
+        with pytest.raises(ValueError, match="lora_int_id 9 belongs to adapter 'policy-2'"):
+            engine.add_request("a", PROMPT, greedy(2), lora_request=self.policy(world, 1, "qv"))
+        engine.add_lora(LoRARequest("policy-1", 10, str(world.path("mlp"))))
+        engine.add_request("a", PROMPT, greedy(4), lora_request="policy-1")
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("mlp", PROMPT, 4)
+
+    def test_under_its_old_name_keeps_all_its_names(self, world):
+        engine = world.engine()
+        engine.add_lora(self.policy(world, 1, "qv"))
+        engine.add_lora(LoRARequest("alias", 9, str(world.path("qv"))))
+
+        engine.add_lora(LoRARequest("policy-1", 9, str(world.path("all")), load_inplace=True))
+
+        for name in ("policy-1", "alias"):
+            engine.add_request(name, PROMPT, greedy(4), lora_request=name)
+        outputs = run(engine)
+        assert tokens_of(outputs["policy-1"]) == tokens_of(outputs["alias"])
+        assert tokens_of(outputs["alias"]) == world.oracle().greedy("all", PROMPT, 4)
+
+    def test_does_not_take_another_adapters_name(self, world):
+        engine = world.engine()
+        engine.add_lora(world.request("mlp"))
+        engine.add_lora(self.policy(world, 1, "qv"))
+
+        with pytest.raises(ValueError, match="adapter name 'mlp' belongs to"):
+            engine.add_lora(LoRARequest("mlp", 9, str(world.path("all")), load_inplace=True))
+
+        engine.add_request("a", PROMPT, greedy(4), lora_request="policy-1")
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 4)
+
+    def test_many_times_leaves_one_adapter_and_one_name(self, world):
+        engine = world.engine()
+
+        for step in range(20):
+            engine.add_lora(self.policy(world, step, ("qv", "all")[step % 2], load_inplace=True))
+
+        assert engine.list_loras() == {9}
+        assert list(engine.adapters.by_name) == ["policy-19"]
+
+
+def test_loading_what_is_there_answers_true_as_vllm_does(world):
+    engine = world.engine()
+
+    answers = [engine.add_lora(world.request("qv")) for _ in range(2)]
+
+    assert answers == [True, True]
+
+
+def test_debug_info_has_one_state_for_each_adapter(world, folder):
+    engine = world.engine(max_loras=1, max_cpu_loras=2)
+    mine = LoRARequest("mine", 7, str(folder))
+    for request in (world.request("qv"), world.request("mlp"), world.request("all"), mine):
+        engine.add_lora(request)
+    engine.add_request("a", PROMPT, greedy(9), lora_request=mine)
+    engine.step()
+    told = [engine.debug_info()["states"]]
+
+    engine.add_request("b", PROMPT, greedy(9), lora_request=replace(mine, load_inplace=True))
+    told.append(engine.debug_info()["states"]["mine"])
+    engine.remove_lora(7)
+    told.append(engine.debug_info()["states"]["mine"])
+
+    assert told[0] == {"qv": "known", "mlp": "known", "all": "in memory", "mine": "in a slot"}
+    assert told[1:] == ["reloading", "leaving"]
 
 
 class TestPin:

@@ -107,7 +107,7 @@ class TestAnswers:
         run(engine)
 
         # All of it once, then the last token of it for three, and two more tokens for each.
-        assert engine.scheduler.make_stats().num_computed_tokens == 21 + 3 * 1 + 4 * 2
+        assert engine.scheduler.num_computed_tokens == 21 + 3 * 1 + 4 * 2
 
     def test_of_a_short_prompt_or_without_a_cache_wait_for_nobody(self, world):
         for prompt, options in ((SHORT, {}), (LONG, {"enable_prefix_caching": False})):
@@ -191,6 +191,18 @@ class TestTheirIds:
             engine.add_request("a", LONG, drawn(n=3))
             assert answers_of(run(engine)["a"]) == alone(world, LONG, [7, 8, 9])
 
+    def test_may_be_used_again_by_a_request_that_has_to_wait(self, world):
+        engine = world.engine(max_num_seqs=1)
+        engine.add_request("a", SHORT, drawn(n=2, max_tokens=1))
+        run(engine)
+        engine.add_request("first", SHORT, greedy(5))
+        engine.add_request("a", SHORT, drawn(n=2))
+
+        outputs = run(engine)
+
+        assert outputs.keys() == {"first", "a"}
+        assert answers_of(outputs["a"]) == alone(world, SHORT, [7, 8])
+
     def test_of_generate_pass_over_those_in_use(self, world):
         llm = world.llm(skip_tokenizer_init=True)
         llm.llm_engine.add_request("0", LONG, drawn(n=2))
@@ -233,7 +245,7 @@ class TestAnError:
         def broken(requests):
             return {request.lora_int_id: ValueError("its file is gone") for request in requests if request}
 
-        monkeypatch.setattr(engine.runner, "prepare_loras", broken)
+        monkeypatch.setattr(engine.runner.lora_manager, "prepare_adapters", broken)
         engine.add_request("a", prompt, drawn(n=3), lora_request=world.request("qv"))
         output = run(engine)["a"]
 
@@ -356,9 +368,11 @@ class TestACtrlC:
         self.interrupt(monkeypatch, ParallelSampling, "begin_others", at=1)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        loads, prepare = [], engine.runner.prepare_loras
+        loads, prepare = [], engine.runner.lora_manager.prepare_adapters
         monkeypatch.setattr(
-            engine.runner, "prepare_loras", lambda r: loads.append(engine.list_loras()) or prepare(r)
+            engine.runner.lora_manager,
+            "prepare_adapters",
+            lambda r: loads.append(engine.list_loras()) or prepare(r),
         )
 
         output = run(engine)["a"]

@@ -26,7 +26,7 @@ BESIDE_WORKER = (
     *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
     *("dummy_loras", "prefetch", "warm_up"),
 )
-BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "event_log", "parallel_sampling")
+BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling")
 
 # What the core never imports.
 OUTSIDE = tuple(f"minivllm.lora.{name}" for name in ("options", "io", "gpu", "vllm", "reports"))

@@ -16,7 +16,7 @@ from small_model import (
 )
 from tiers_model import TwoTiers
 
-from minivllm.lora.stats import LoRAEvent
+from minivllm.lora.events import LoRAEvent
 
 
 @pytest.fixture
