@@ -62,6 +62,7 @@ LAYERS = (
     (
         "lora.replace",
         "lora.adaptable",
+        "lora.module_wrapping",
         "lora.wrapped_modules",
         "lora.tiers",
         "lora.adapter_slots",

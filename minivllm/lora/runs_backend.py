@@ -78,7 +78,7 @@ class RunsBackend(LoopsBackend):
         for slot, rows in self.runs:
             if live := slots.live(slot):
                 a, bs = live
-                h = torch.matmul(x[rows], a)  # (n, rows, r)
+                h = torch.bmm(x[rows].expand(len(bs), -1, -1), a)  # (n, rows, r)
                 for columns, h_i, b in zip(y[rows].split(slots.widths, 1), h.unbind(), bs):
                     columns.addmm_(h_i, b)
         return y

@@ -8,8 +8,6 @@ from toy_model import ToyModel, random_pair, toy_adapter, wrap
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 
-pytestmark = pytest.mark.lab("2.6")
-
 
 def adapter_of(shapes):
     """An adapter with the given modules: name -> (shape of A, shape of B)."""
@@ -45,11 +43,13 @@ def assert_refused(wrapped, lora, *said):
     assert all(not any(slots) for module in wrapped.modules.values() for slots in module.slots.live_ranks)
 
 
+@pytest.mark.lab("2.6")
 @pytest.mark.parametrize("modules", [None, ["attn.q_proj"], ["mlp.up_proj", "router"], ["attn.o_proj"]])
 def test_an_adapter_for_any_part_of_the_model_fits(wrapped, modules):
     wrapped.accept(toy_adapter(seed=1, modules=modules))
 
 
+@pytest.mark.lab("2.6")
 def test_ranks_may_differ_by_module_up_to_the_largest(wrapped):
     shapes = {
         "layers.0.attn.q_proj": ((8, 12), (16, 8)),
@@ -60,6 +60,7 @@ def test_ranks_may_differ_by_module_up_to_the_largest(wrapped):
     wrapped.accept(adapter_of(shapes))
 
 
+@pytest.mark.lab("2.7")
 def test_an_accepted_adapter_fits_again_and_is_left_alone(wrapped):
     lora = toy_adapter(seed=1)
     wrapped.accept(lora)
@@ -70,6 +71,7 @@ def test_an_accepted_adapter_fits_again_and_is_left_alone(wrapped):
     assert lora.loras == accepted
 
 
+@pytest.mark.lab("2.7")
 def test_one_unknown_module_among_many_is_enough(wrapped):
     """INCIDENTS 8: the others would be served, this one lost."""
     lora = toy_adapter(seed=1)
@@ -78,6 +80,7 @@ def test_one_unknown_module_among_many_is_enough(wrapped):
     assert_refused(wrapped, lora, "'layers.0.mlp.w1'")
 
 
+@pytest.mark.lab("2.7")
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
@@ -93,20 +96,24 @@ def test_a_module_that_is_not_there_is_named_with_the_nearest_ones(wrapped, name
     assert_refused(wrapped, lora, f"'{name}' (nearest: ", nearest)
 
 
+@pytest.mark.lab("2.7")
 def test_a_name_like_no_other_is_named_without_any(wrapped):
     assert_refused(wrapped, adapter_of({"zzz": ((2, 12), (16, 2))}), "'zzz'")
 
 
+@pytest.mark.lab("2.7")
 def test_all_modules_unknown_is_refused_however_many(wrapped):
     lora = adapter_of({f"transformer.h.{i}.c_attn": ((2, 12), (16, 2)) for i in range(9)})
 
     assert_refused(wrapped, lora, "'transformer.h.0.c_attn'", "'transformer.h.3.c_attn'", "and 5 more")
 
 
+@pytest.mark.lab("2.7")
 def test_the_head_cannot_be_adapted(wrapped):
     assert_refused(wrapped, adapter_of({"lm_head": ((2, 12), (11, 2))}), "'lm_head'")
 
 
+@pytest.mark.lab("2.7")
 def test_a_module_that_the_server_does_not_wrap_is_refused_with_the_reason():
     wrapped = wrap(ToyModel(), NaivePunica(), target_modules=["o_proj", "q_proj"])
 
@@ -119,6 +126,7 @@ def test_a_module_that_the_server_does_not_wrap_is_refused_with_the_reason():
     )
 
 
+@pytest.mark.lab("2.6")
 @pytest.mark.parametrize("height", [31, 33])
 def test_an_adapter_for_a_whole_fused_module_is_as_tall_as_all_its_parts(wrapped, height):
     lora = adapter_of({"layers.0.attn.qkv_proj": ((2, 12), (height, 2))})
@@ -126,6 +134,7 @@ def test_an_adapter_for_a_whole_fused_module_is_as_tall_as_all_its_parts(wrapped
     assert_refused(wrapped, lora, "layers.0.attn.qkv_proj", (height, 2), (32, 2))
 
 
+@pytest.mark.lab("2.6")
 def test_an_adapter_for_a_whole_fused_module_and_a_part_of_it_is_refused(wrapped):
     whole, part = "layers.0.attn.qkv_proj", "layers.0.attn.k_proj"
     lora = adapter_of({whole: ((2, 12), (32, 2)), part: ((2, 12), (8, 2))})
@@ -133,6 +142,7 @@ def test_an_adapter_for_a_whole_fused_module_and_a_part_of_it_is_refused(wrapped
     assert_refused(wrapped, lora, whole, part, "give either")
 
 
+@pytest.mark.lab("2.6")
 def test_an_adapter_for_a_whole_fused_module_becomes_one_for_each_part(wrapped):
     name = "layers.0.attn.qkv_proj"
     lora = adapter_of({name: ((2, 12), (32, 2))})
@@ -145,6 +155,7 @@ def test_an_adapter_for_a_whole_fused_module_becomes_one_for_each_part(wrapped):
     assert torch.equal(torch.cat([part.lora_b for part in parts]), lora_b / 2)
 
 
+@pytest.mark.lab("2.6")
 @pytest.mark.parametrize(
     ("module", "shape_a", "shape_b", "expected"),
     [
@@ -166,6 +177,14 @@ def test_shapes_that_do_not_fit_are_named_with_the_right_ones(wrapped, module, s
     assert_refused(wrapped, lora, name, shape_a, shape_b, *expected)
 
 
+@pytest.mark.lab("2.7")
+def test_an_adapter_of_which_one_module_does_not_fit_is_left_as_it_was(wrapped):
+    lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), "layers.1.router": ((2, 12), (4, 2))})
+
+    assert_refused(wrapped, lora, "layers.1.router")
+
+
+@pytest.mark.lab("2.6")
 def test_a_rank_above_the_largest_is_refused_with_the_fix(wrapped):
     lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), "layers.1.router": ((9, 12), (3, 9))})
 

@@ -25,6 +25,13 @@ class OpByOp(PunicaWrapperCPU):
     linear = Backend.linear
 
 
+class ScatteredRuns(PunicaWrapperCPU):
+    """The grouped backend, B of every slot in the worst place."""
+
+    def place(self, slots, base):
+        return super().place(ScatteredSlots(torch.float64).place(slots, base), base)
+
+
 class ScatteredLoops(PunicaWrapperLoops):
     """Loops over slots that a backend has moved to the worst place."""
 
@@ -44,7 +51,12 @@ class ScatteredOpByOp(OpByOp):
 def make_backend(name):
     if name in ("loops", "grouped", "auto"):
         return get_punica_wrapper(64, 16, "cpu", lora_config=LoRAConfig(punica_backend=name))
-    made = {"op by op": OpByOp, "scattered loops": ScatteredLoops, "scattered op by op": ScatteredOpByOp}
+    made = {
+        "scattered grouped": ScatteredRuns,
+        "op by op": OpByOp,
+        "scattered loops": ScatteredLoops,
+        "scattered op by op": ScatteredOpByOp,
+    }
     return made[name](64, 16, "cpu")
 
 

@@ -55,10 +55,10 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def _slice_widths(self, base_layer: LinearBase) -> tuple[int, ...]:
         """Widths N_i of the slices that adapters are written to.
 
-        Where `wraps` asks for several parts of such a layer, each has a slice of its own, whose widths are the
-        layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all of it.
+        Where `wraps` asks for several parts of such a layer, or of one derived from it, each has a slice of its own,
+        whose widths are the layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all.
         """
-        parts = self.wraps.get(type(base_layer))
+        parts = next((n for kind, n in self.wraps.items() if isinstance(base_layer, kind)), None)
         if parts is None or parts == 1:
             return (base_layer.output_size,)
         return tuple(base_layer.output_sizes)

@@ -52,22 +52,19 @@ class QKVParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
 class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
     """gate_proj and up_proj in one, with two adapters. vLLM: the same name."""
 
+    wraps: ClassVar = {MergedColumnParallelLinear: 2}
+
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:
         """A model's own kind of it, too: its forward pass is called, whatever it computes."""
-        is_merged = isinstance(layer, MergedColumnParallelLinear)
-        return is_merged and parts == len(layer.output_sizes) == 2
-
-    def _slice_widths(self, base_layer: MergedColumnParallelLinear) -> tuple[int, ...]:
-        return tuple(base_layer.output_sizes)
+        kinds = cls.wraps.items()
+        return any(isinstance(layer, kind) and parts == n == len(layer.output_sizes) for kind, n in kinds)
 
 
 class MergedQKVParallelLinearWithLoRA(MergedColumnParallelLinearWithLoRA):
     """q, k and v in one, with three adapters. vLLM: the same name."""
 
-    @classmethod
-    def takes(cls, layer: nn.Module, parts: int) -> bool:
-        return type(layer) is QKVParallelLinear and parts == 3
+    wraps: ClassVar = {QKVParallelLinear: 3}
 
 
 class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinearWithLoRA):

@@ -1,0 +1,69 @@
+"""A backend of a few lines, written from the contract alone, serves what the default one serves."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rows import assert_rows_equal
+from test_moe_layer import MIXED, RANK, SLOTS, base_layer, batch, labels, one_by_one, random_adapter
+from tiny_set import AdapterSet
+from toy_backend import ToyBackend
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.mapping import LoRAMapping
+from minivllm.lora.replace import from_layer
+from minivllm.lora.seams import backends
+
+ADAPTERS = {
+    "all": {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"},
+    "ends": {"r": 2, "lora_alpha": 6, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "rank pattern": {"r": 2, "target_modules": ["k_proj", "up_proj"], "rank_pattern": {"k_proj": 4}},
+}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The name under which an engine can be configured with the toy."""
+    monkeypatch.setitem(backends, "triton", lambda tokens, samples, device, config: ToyBackend(device))
+    return "triton"
+
+
+def test_it_serves_a_model_token_for_token_as_the_default_one_does(toy, tmp_path):
+    """Both are held to transformers + PEFT, so to each other."""
+    world = AdapterSet(tmp_path, "llama-llama3-rope", ADAPTERS)
+    workload = world.workload(1, rows=2)
+
+    for backend in (toy, "auto"):
+        world.assert_serves(world.engine(max_loras=3, punica_backend=backend), workload, max_tokens=3)
+
+
+@pytest.mark.parametrize("parts", [["w1", "w3"], ["w13"]], ids=["three slices", "gate and up in one"])
+def test_it_adds_what_experts_have(parts):
+    base = base_layer()
+    layer = from_layer(base, SLOTS, LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS), parts)
+    toy = ToyBackend("cpu")
+    layer.set_mapping(toy)
+    adapters = [random_adapter(seed, (3, 2, 3)) for seed in range(SLOTS)]
+    for slot, ((a1, a2, a3), (b1, b2, b3)) in enumerate(adapters):
+        if len(parts) == 1:
+            adapters[slot] = [a1, a2, a1], [b1, b2, b3]
+            layer.set_lora(slot, [a1, a2], [torch.cat([b1, b3], dim=1), b2])
+        else:
+            layer.set_lora(slot, [a1, a2, a3], [b1, b2, b3])
+    ids = [slot + 1 for slot in MIXED]
+    toy.begin_step(LoRAMapping(ids, ids), [1, 2, 3])
+    x, router_logits = batch(len(MIXED))
+
+    actual = layer(x, router_logits)
+
+    expected = one_by_one(base, adapters, MIXED, x, router_logits)
+    assert_rows_equal(actual, expected, labels=labels(MIXED), tolerance=1e-12)
+
+
+def test_it_needs_no_other_backend_and_few_lines():
+    lines = Path(__file__).with_name("toy_backend.py").read_text().splitlines()
+
+    assert len(lines) <= 50
+    assert [line for line in lines if "import" in line] == [
+        "from minivllm.lora.backend import ALL_SLICES, Backend"
+    ]
