@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.dummy_loras import DummyLoRAs

@@ -1,9 +1,7 @@
 """vLLM's path to resolvers, which are around the core. Stands for vllm/lora/resolver.py (v0.22.1)."""
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     from minivllm.lora.io import resolver
 
     return getattr(resolver, name)

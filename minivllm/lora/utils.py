@@ -1,9 +1,7 @@
 """Names and module replacement under vLLM's one name for both. Stands for vllm/lora/utils.py (v0.22.1)."""
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     from minivllm.lora.vllm import utils
 
     return getattr(utils, name)

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from minivllm.faults import as_fault, put_down_to
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.loading import AdapterLoader
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 

@@ -9,11 +9,10 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
 from minivllm.lora.layers.accepting import AcceptsWeights, LayerWeights
-from minivllm.lora.layers.vllm_names import VllmNames
 from minivllm.lora.slots import Slots
 
 
-class BaseLayerWithLoRA(AcceptsWeights, VllmNames, nn.Module):
+class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     """A base layer with room for S adapters. vLLM: `BaseLayerWithLoRA`.
 
     Layers are wrapped once, when the model is loaded. From then on adapters come and go by writing slots. A layer

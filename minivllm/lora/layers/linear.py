@@ -5,7 +5,6 @@ Stands for vllm/lora/layers/column_parallel_linear.py, row_parallel_linear.py an
 
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from minivllm.layers.linear import (
@@ -79,13 +78,3 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
         """A merged linear of three slices or more, a model's own kind too, unless its checkpoint names two parts."""
         is_wide = isinstance(layer, MergedColumnParallelLinear) and len(layer.output_sizes) >= 3
         return is_wide and parts in (0, 1, len(layer.output_sizes))
-
-    def slice_lora_a(self, lora_a: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        return lora_a * self.n_slices if len(lora_a) == 1 else lora_a
-
-    def slice_lora_b(self, lora_b: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """One for all of the layer as one for each slice."""
-        if len(lora_b) > 1:
-            return lora_b
-        whole = lora_b[0]
-        return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices))

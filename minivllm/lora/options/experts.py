@@ -72,19 +72,19 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     @property
     def w13_lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
-        return self.lora_a_stacked[W13]
+        return self.slots.a[W13]
 
     @property
     def w13_lora_b_stacked(self) -> tuple[torch.Tensor, ...]:
-        return self.lora_b_stacked[W13]
+        return self.slots.b[W13]
 
     @property
     def w2_lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
-        return self.lora_a_stacked[W2]
+        return self.slots.a[W2]
 
     @property
     def w2_lora_b_stacked(self) -> tuple[torch.Tensor, ...]:
-        return self.lora_b_stacked[W2]
+        return self.slots.b[W2]
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """The base layer's stages, adapters added to what w13 and w2 give.   x: (T, H), router_logits: (T, E) -> (T, H)

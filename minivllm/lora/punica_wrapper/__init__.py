@@ -1,9 +1,7 @@
 """vLLM's path of the arithmetic; the names are in lora/vllm, the work in lora/backend.py."""
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     from minivllm.lora.vllm import punica_selector
 
     return getattr(punica_selector, name)

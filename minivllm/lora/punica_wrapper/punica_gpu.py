@@ -1,9 +1,7 @@
 """Stands for vllm/lora/punica_wrapper/punica_gpu.py (v0.22.1); what does the work is in lora/gpu."""
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     from minivllm.lora.vllm import punica_gpu
 
     return getattr(punica_gpu, name)

@@ -1,5 +1,18 @@
-"""What vLLM has in vllm/lora/layers/ (v0.22.1) and the core has elsewhere, or not at all."""
+"""What vLLM has in vllm/lora/layers/ (v0.22.1), with its names for what a layer does."""
 
+import minivllm.lora.vllm.layer_names  # noqa: F401
+from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.linear import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from minivllm.lora.mapping import LoRAMapping, LoRAMappingType
 from minivllm.lora.options.embedding import VocabParallelEmbeddingWithLoRA
 from minivllm.lora.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.lora.options.logits import LogitsProcessorWithLoRA
@@ -13,14 +26,25 @@ from minivllm.lora.vllm.sharded import (
 )
 
 __all__ = [
+    "BaseLayerWithLoRA",
+    "BaseLinearLayerWithLoRA",
+    "ColumnParallelLinearWithLoRA",
     "ColumnParallelLinearWithShardedLoRA",
     "FusedMoE3DWithLoRA",
     "FusedMoEWithLoRA",
     "LinearScalingRotaryEmbeddingWithLoRA",
+    "LoRAMapping",
+    "LoRAMappingType",
     "LogitsProcessorWithLoRA",
+    "MergedColumnParallelLinearVariableSliceWithLoRA",
+    "MergedColumnParallelLinearWithLoRA",
     "MergedColumnParallelLinearWithShardedLoRA",
+    "MergedQKVParallelLinearWithLoRA",
     "MergedQKVParallelLinearWithShardedLoRA",
+    "QKVParallelLinearWithLoRA",
     "QKVParallelLinearWithShardedLoRA",
+    "ReplicatedLinearWithLoRA",
+    "RowParallelLinearWithLoRA",
     "RowParallelLinearWithShardedLoRA",
     "VocabParallelEmbeddingWithLoRA",
 ]

@@ -1,0 +1,88 @@
+"""What vLLM's tests call on a wrapped layer. Stands for half of vllm/lora/layers/base_linear.py (v0.22.1).
+
+Importing this puts the names on the core's classes.
+"""
+
+import torch
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.backend import Backend
+from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.layers.linear import MergedColumnParallelLinearVariableSliceWithLoRA
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+Sides = list[torch.Tensor | None]  # A or B of each slice, None where it has no adapter
+
+
+def can_replace_layer(
+    cls: type[BaseLayerWithLoRA],
+    source_layer: nn.Module,
+    lora_config: LoRAConfig,
+    packed_modules_list: list[str],
+    model_config: object | None = None,
+) -> bool:
+    return cls.takes(source_layer, len(packed_modules_list))
+
+
+def set_lora(self: BaseLayerWithLoRA, index: int, lora_a: object, lora_b: object) -> None:
+    """`write`, of A (r, K) and B (N_i, r), or lists of n, None where a slice has no adapter."""
+    sides = self.slice_lora_a(as_list(lora_a)), self.slice_lora_b(as_list(lora_b))
+    parts = [
+        None if a is None or b is None else LoRALayerWeights("", a.shape[-2], 1, a, b, 1)
+        for a, b in zip(*sides, strict=True)
+    ]
+    self.write(index, PackedLoRALayerWeights.from_parts("", 0, parts))
+
+
+def reset_lora(self: BaseLayerWithLoRA, index: int) -> None:
+    self.clear(index)
+
+
+def slice_lora_a(self: BaseLayerWithLoRA, lora_a: Sides) -> Sides:
+    """This tensor-parallel rank's part of each A: all of it, since there is one rank."""
+    return lora_a
+
+
+def slice_lora_b(self: BaseLayerWithLoRA, lora_b: Sides) -> Sides:
+    """This tensor-parallel rank's part of each B: all of it, since there is one rank."""
+    return lora_b
+
+
+def share_lora_a(self: MergedColumnParallelLinearVariableSliceWithLoRA, lora_a: Sides) -> Sides:
+    """An A for all of the layer once for each slice."""
+    return lora_a * self.n_slices if len(lora_a) == 1 else lora_a
+
+
+def split_lora_b(self: MergedColumnParallelLinearVariableSliceWithLoRA, lora_b: Sides) -> Sides:
+    """A B for all of the layer as one for each slice."""
+    if len(lora_b) > 1:
+        return lora_b
+    whole = lora_b[0]
+    return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices))
+
+
+def lora_a_stacked(self: BaseLayerWithLoRA) -> tuple[torch.Tensor, ...]:
+    return self.slots.a
+
+
+def lora_b_stacked(self: BaseLayerWithLoRA) -> tuple[torch.Tensor, ...]:
+    return self.slots.b
+
+
+def punica_wrapper(self: BaseLayerWithLoRA) -> Backend | None:
+    return self.backend
+
+
+def as_list(weights: object) -> Sides:
+    """One entry a slice."""
+    return weights if isinstance(weights, list) else [weights]
+
+
+for method in (set_lora, reset_lora, slice_lora_a, slice_lora_b):
+    setattr(BaseLayerWithLoRA, method.__name__, method)
+for reader in (lora_a_stacked, lora_b_stacked, punica_wrapper):
+    setattr(BaseLayerWithLoRA, reader.__name__, property(reader))
+BaseLayerWithLoRA.can_replace_layer = classmethod(can_replace_layer)
+MergedColumnParallelLinearVariableSliceWithLoRA.slice_lora_a = share_lora_a
+MergedColumnParallelLinearVariableSliceWithLoRA.slice_lora_b = split_lora_b
