@@ -147,7 +147,7 @@ def test_a_phases_notebook_is_served_and_its_cells_run_on_the_learners_code(serv
     assert [cell["source"] for cell in served["cells"]] == [cell.source for cell in committed.cells]
     assert first.outputs[-1].text.splitlines()[-1] in printed
     assert python == sys.executable
-    assert source == "labs/03_cpu_punica/torch_ops.py"
+    assert source == "labs/03_cpu_punica/by_token.py"
     assert "yours: 3.2; ours: all else" in server.said()
     assert f"127.0.0.1:{server.port}/lab/tree/{SERVED}" in server.said()
 
@@ -157,7 +157,7 @@ def test_the_engines_code_can_be_asked_for(serve):
 
     printed = server.run(WHOSE)
 
-    assert printed.split()[1] == "minivllm/lora/ops/torch_ops.py"
+    assert printed.split()[1] == "minivllm/lora/ops/by_token.py"
     assert "yours: nothing" in server.said()
 
 
