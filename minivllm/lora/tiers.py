@@ -121,8 +121,6 @@ class AdapterTiers:
 
     def has_room_for(self, adapter_id: int) -> bool:
         """Whether `_find_slot` would find one for it, or it has one."""
-        kept = self.in_use | self.pinned_adapters
-        in_slots = self._active_adapters
-        return (
-            adapter_id in in_slots or len(in_slots) < self.lora_slots or any(a not in kept for a in in_slots)
-        )
+        active = set(self.list_active_adapters())
+        may_go = active - self.in_use - self.pinned_adapters
+        return adapter_id in active or len(active) < self.lora_slots or bool(may_go)

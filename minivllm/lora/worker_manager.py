@@ -104,14 +104,6 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
 
     # endregion
 
-    def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
-        """Register an adapter of zeros under the request's id, without reading anything. False if it is known."""
-        if lora_request.lora_int_id in self.list_adapters():
-            return False
-        dummy = self.manager.create_dummy_lora(lora_request.lora_int_id, rank)
-        dummy.name = lora_request.lora_name
-        return self.manager.add_adapter(dummy)
-
     def remove_adapter(self, adapter_id: int) -> bool:
         return self.manager.remove_adapter(adapter_id)
 
