@@ -52,7 +52,10 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
 
     # region lab 5.7: load on demand, and spare what the step needs
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
-        """Bring a step's adapters into memory and slots. Told is a "hit" for each that had a slot, or a "miss"."""
+        """Bring a step's adapters into memory and slots.
+
+        Told is a "hit" for each that had a slot (`manager.use`), a "miss" for each that had none.
+        """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:

@@ -61,6 +61,13 @@ class AdapterTiers:
         """Adapters that keep their slot and their place in memory."""
         return self._active_adapters.pinned_items
 
+    def use(self, adapter_id: int) -> bool:
+        """Whether an adapter is in a slot; it is just used then."""
+        if adapter_id not in self._active_adapters:
+            return False
+        self.touch_adapter(adapter_id)
+        return True
+
     def touch_adapter(self, adapter_id: int) -> None:
         """Mark as just used, wherever it is."""
         for tier in (self._registered_adapters, self._active_adapters):

@@ -51,11 +51,16 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
 
     # region lab 5.7: load on demand, and spare what the step needs
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
-        """Bring a step's adapters into memory and slots. Told is a "hit" for each that had a slot, or a "miss"."""
+        """Bring a step's adapters into memory and slots.
+
+        Told is a "hit" for each that had a slot (`manager.use`), a "miss" for each that had none.
+        """
         for adapter_id, request in self._claim(requests).items():
-            self._load_if_missing(request)
-            activated = self.manager.activate_adapter(adapter_id)
-            self.manager.tell("miss" if activated else "hit", adapter_id)
+            had_a_slot = self.manager.use(adapter_id)
+            if not had_a_slot:
+                self._load_if_missing(request)
+                self.manager.activate_adapter(adapter_id)
+            self.manager.tell("hit" if had_a_slot else "miss", adapter_id)
 
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
         """The step's adapters by id, as `_distinct` has them, none of which may be evicted from here on (`spare`).
