@@ -80,7 +80,7 @@ class AdapterLoader:
         read = _read_folder if lora_request.lora_tensors is None else seams.request_readers["lora_tensors"]
         manager = self.manager
         lora = read(lora_request, folder, manager.lora_config, shapes_only=shapes_only, **what_fits(manager))
-        manager.check_adapter(lora)
+        manager.wrapped.accept(lora)
         lora.name = lora_request.lora_name
         return lora
 
