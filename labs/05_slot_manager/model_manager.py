@@ -64,7 +64,7 @@ class LRUCacheLoRAModelManager(AdapterSlots):
     @property
     def lora_dtype(self) -> torch.dtype:
         """Of the slots; adapters are converted to it when they are read."""
-        return next(iter(self.modules.values())).slots.a[0].dtype
+        return next(iter(self.wrapped.modules.values())).slots.a[0].dtype
 
     # region lab 5.3: a mapping counts only together with the slots it was made for
     @property

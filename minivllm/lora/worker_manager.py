@@ -35,9 +35,14 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         """Bring every requested adapter into a slot, *then* translate the batch's ids to slots.
 
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
-        loading pass through, put down to their adapter (`adapter_at_fault`).
+        loading pass through, put down to their adapter (`adapter_at_fault`). A step like the one before it finds all
+        as it left it, unless somebody writes slots beside steps.
         """
         requests = list(requests)
+        if self.manager.settled == (requests, mapping) and self.manager.slot_writer is None:
+            for adapter_id in self._distinct(requests):
+                self.manager.tell("hit", adapter_id)
+            return
         try:
             self._apply_adapters(requests)
         except BaseException as error:
@@ -48,19 +53,15 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
             raise
         if mapping is not None:
             self.manager.set_adapter_mapping(mapping)
+            self.manager.settled = (requests, mapping)
 
     # region lab 5.7: load on demand, and spare what the step needs
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
-        """Bring a step's adapters into memory and slots.
-
-        Told is a "hit" for each that had a slot (`manager.use`), a "miss" for each that had none.
-        """
+        """Bring a step's adapters into memory and slots. Told is a "hit" for each that had a slot, or a "miss"."""
         for adapter_id, request in self._claim(requests).items():
-            had_a_slot = self.manager.use(adapter_id)
-            if not had_a_slot:
-                self._load_if_missing(request)
-                self.manager.activate_adapter(adapter_id)
-            self.manager.tell("hit" if had_a_slot else "miss", adapter_id)
+            self._load_if_missing(request)
+            activated = self.manager.activate_adapter(adapter_id)
+            self.manager.tell("miss" if activated else "hit", adapter_id)
 
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
         """The step's adapters by id, as `_distinct` has them, none of which may be evicted from here on (`spare`).
