@@ -40,7 +40,7 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         """
         requests = list(requests)
         if self.manager.settled == (requests, mapping) and self.manager.slot_writer is None:
-            for adapter_id in self._distinct(requests):
+            for adapter_id in sorted({request.lora_int_id for request in requests if request}):
                 self.manager.tell("hit", adapter_id)
             return
         try:
