@@ -131,7 +131,7 @@ def test_biases_added_tokens_and_longer_contexts_are_told_too(folder):
 def test_a_kv_cache_is_smaller_by_what_slots_take(folder):
     allocated()
     free, total = torch.cuda.mem_get_info()
-    share = (total - free + 12 * 2**30) / total  # so few that requests are not what limits the cache
+    share = (total - free + 16 * 2**30) / total  # so few that requests are not what limits the cache
     kv_bytes, taken = [], []
     for slots in (1, 8):
         options = {"max_loras": slots, "max_lora_rank": 64, "max_num_seqs": 4096}
@@ -142,7 +142,7 @@ def test_a_kv_cache_is_smaller_by_what_slots_take(folder):
         info = engine.debug_info()
         kv_bytes.append(info["kv_bytes"])
         taken.append(info["memory"]["device_total"])
-        assert allocated().rounded - before.rounded < 12 * 2**30
+        assert allocated().rounded - before.rounded < 16 * 2**30
         del engine
 
     print(f"{folder.name}: slots take {taken}, keys and values {kv_bytes}")
