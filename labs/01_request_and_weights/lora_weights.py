@@ -2,13 +2,18 @@
 
 from minivllm.labs import Todo
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from minivllm.lora.module_weights import LoRALayerWeights
 
 __all__ = ["LoRALayerWeights", "PackedLoRALayerWeights"]
+
+
+def _by_part(name: str) -> property:
+    """One field of all parts."""
+    return property(lambda packed: [part and getattr(part, name) for part in packed.parts])
 
 
 class PackedLoRALayerWeights:
@@ -22,6 +27,7 @@ class PackedLoRALayerWeights:
     """
 
     is_packed: ClassVar[bool] = True
+    lora_alphas, lora_a, lora_b, scaling = map(_by_part, ("lora_alpha", "lora_a", "lora_b", "scaling"))
 
     def __init__(
         self,
@@ -65,42 +71,15 @@ class PackedLoRALayerWeights:
 
     def optimize(self) -> "PackedLoRALayerWeights":
         """Fold the scaling of each part into its B."""
-        for part in self._present:
+        for part in filter(None, self.parts):
             part.optimize()
         return self
 
     @property
-    def _present(self) -> list[LoRALayerWeights]:
-        return [part for part in self.parts if part is not None]
-
-    @property
     def tensors(self) -> list[torch.Tensor]:
-        return [tensor for part in self._present for tensor in part.tensors]
+        return [tensor for part in filter(None, self.parts) for tensor in part.tensors]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def replace_tensors(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """As for one module, part by part."""
-        for part in self._present:
-            part.replace_tensors(replace)
-
-    def _by_part(self, field: str) -> list[Any]:
-        return [None if part is None else getattr(part, field) for part in self.parts]
-
-    @property
-    def lora_alphas(self) -> list[float | None]:
-        return self._by_part("lora_alpha")
-
-    @property
-    def lora_a(self) -> list[torch.Tensor | None]:
-        return self._by_part("lora_a")
-
-    @property
-    def lora_b(self) -> list[torch.Tensor | None]:
-        return self._by_part("lora_b")
-
-    @property
-    def scaling(self) -> list[float | None]:
-        return self._by_part("scaling")
+        for part in filter(None, self.parts):
+            part.replace_tensors(replaced)

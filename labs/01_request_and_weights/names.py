@@ -36,14 +36,11 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
 # endregion
 
 
-def is_base_embedding_weights(name: str) -> bool:
-    """PEFT saves the whole base embedding beside an adapted one; those tensors are not the adapter's."""
-    return f".{name}".endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))
-
-
-def is_supported_lora_module(module_name: str, supported_lora_modules: list[str]) -> bool:
-    """Whether a module's name is, or ends in, one of the supported names. vLLM: the same name."""
-    return any(f".{module_name}".endswith(f".{end}") for end in supported_lora_modules)
+def is_left_out(name: str, skip_prefixes: list[str] | None = None) -> bool:
+    """Whether a tensor is not the adapter's: PEFT's copy of a base embedding, or of a module under a skipped prefix."""
+    if f".{name}".endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
+        return True
+    return any(f".{prefix}" in f".{name}" for prefix in skip_prefixes or ())
 
 
 def is_in_target_modules(

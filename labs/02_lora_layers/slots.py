@@ -1,6 +1,7 @@
 """The places for adapters in one wrapped layer. Stands for the buffers in vllm/lora/layers/base_linear.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -92,6 +93,20 @@ class Slots:
                     table[slot, :rows].copy_(tensor, non_blocking=True)
                 table[slot, rows:] = 0
 
+    def live(self, slot: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Columns of y, A (K, r) and B (r, N_i) of each slice that holds something, r being its live rank. E is 1.
+
+        A and B are views, kept until the slot changes.
+        """
+        if slot not in self._live:
+            ends = list(itertools.accumulate(b.shape[2] for b in self.b))
+            self._live[slot] = [
+                (slice(end - b.shape[2], end), a[slot, 0, :rank].t(), b[slot, 0, :, :rank].t())
+                for end, a, b, ranks in zip(ends, self.a, self.b, self.live_ranks)
+                if (rank := ranks[slot])
+            ]
+        return self._live[slot]
+
     def written(self, slot: int, ranks: Sequence[int]) -> None:
         """Somebody else has filled a slot, zeros past these ranks of the n slices."""
         for live, rank in zip(self.live_ranks, ranks, strict=True):
@@ -101,3 +116,4 @@ class Slots:
     def changed(self, slot: int) -> None:
         """A slot has been written or cleared. A subclass may want to know."""
         self.versions[slot] += 1
+        self._live.pop(slot, None)

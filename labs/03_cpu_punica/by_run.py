@@ -1,59 +1,35 @@
 """Shrink and expand, one product for each run of rows with the same adapter.
 
-Stands for vllm/lora/ops/torch_ops (v0.22.1). Shapes, dtypes and base rows are as in `by_token`; B runs.
+Stands for vllm/lora/ops/torch_ops (v0.22.1), whose signatures are in lora/vllm. Shapes, dtypes and base rows are as in
+`by_token`; `runs` are (slot, rows) of every run that has an adapter, as `compute_runs` gives them.
 """
 
 from minivllm.labs import Todo
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 
 from minivllm.lora.ops.by_token import matrices, widest_dtype
 
-
-def _runs(starts: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """(slot, rows) of every run that has an adapter."""
-    for start, length, slot in zip(starts.tolist(), lengths.tolist(), slots.tolist()):
-        if slot >= 0:
-            yield slot, slice(start, start + length)
+Runs = Iterable[tuple[int, slice]]
 
 
 # region lab 3.5: shrink and expand, a run at a time
-def sgmv_shrink(
-    inputs: torch.Tensor,
-    lora_a_weights: torch.Tensor,
-    output_tensor: torch.Tensor,
-    b_seq_start_loc: torch.Tensor,
-    seq_len_tensor: torch.Tensor,
-    lora_indices_tensor: torch.Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
-    scaling: float,
+def shrink_runs(
+    inputs: torch.Tensor, lora_a: torch.Tensor, output: torch.Tensor, runs: Runs, scaling: float = 1.0
 ) -> None:
-    """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot.
-
-    b_seq_start_loc: (B,) int first row of each run    seq_len_tensor: (B,) int its rows
-    lora_indices_tensor: (B,) int its slot, -1 = base rows
-    batches        runs that count, where the three are longer
-    max_seq_length, token_nums   longest run, rows in all: what a kernel's grid is made from, and not needed here
-    """
+    """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot."""
     raise Todo("lab 3.5: shrink and expand, a run at a time")
 
 
-def sgmv_expand_slice(
+def expand_runs(
     inputs: torch.Tensor,
-    lora_b_weights: torch.Tensor,
-    output_tensor: torch.Tensor,
-    b_seq_start_loc: torch.Tensor,
-    seq_len_tensor: torch.Tensor,
-    lora_indices_tensor: torch.Tensor,
-    batches: int,
-    max_seq_length: int,
-    token_nums: int,
+    lora_b: torch.Tensor,
+    output: torch.Tensor,
+    runs: Runs,
     slice_offset: int,
     slice_size: int,
-    add_inputs: bool = False,
+    add_inputs: bool = True,
 ) -> None:
     """What `bgmv_expand_slice` computes, one matrix product a run."""
     raise Todo("lab 3.5: shrink and expand, a run at a time")

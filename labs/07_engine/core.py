@@ -5,28 +5,37 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parts import EngineParts
-from minivllm.engine.recorder import log_step, record_step
 from minivllm.faults import told
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
 
 class EngineCore(EngineParts):
-    """Takes one step at a time. vLLM: `EngineCore`, which has no outputs."""
+    """Takes one step at a time. vLLM: `EngineCore`, which has no outputs.
+
+    It serves alone where nothing goes wrong. `GuardedCore` guards it against errors, other threads and Ctrl-C.
+    """
+
+    def step(self) -> list[RequestOutput]:
+        """One step; what is new of every request that got a token or ended."""
+        outputs: list[RequestOutput] = []
+        self._step(outputs)
+        self._settle_what_was_left()
+        return outputs
 
     # region lab 7.4: one step of the engine
     def _step(self, outputs: list[RequestOutput]) -> None:
         """One step; what is new of a request goes into `outputs` at once, and so is not lost if the rest fails.
 
         First reloads and unloads are settled (`_settle_adapters`), then the scheduler decides. The output
-        processor hears who was admitted (`mark_scheduled`), and the refused are finished (`_finish`). A step in
-        which nothing is scheduled ends here.
+        processor hears of each request that was admitted (`mark_scheduled`): `cached_tokens` has their ids. The
+        refused are finished (`_finish`). A step in which nothing is scheduled ends here.
 
         Then the adapters are read (`_prepare_adapters`). Requests whose adapter cannot be loaded end with
         finish_reason "error", and the step is dropped with them: the others go on with the next one.
 
-        Between the launch (`_launch`) and the sampling (`_sample`) of what was launched the step is recorded
-        (`_record`) and the adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
+        Between the launch (`_launch`) and the sampling (`_sample`) of what was launched the `listeners` hear of the
+        step and the adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
         `update_from_output` takes request id -> [token], and whoever it names gets an output with its logprobs.
         `metrics.observe_step` counts the step, the seconds from its beginning, and those from launch to tokens.
         """
@@ -46,7 +55,7 @@ class EngineCore(EngineParts):
 
     def _settle_adapters(self, outputs: list[RequestOutput]) -> None:
         """Do the reloads and unloads whose time has come; end the requests that waited for a reload that failed."""
-        if self.adapters is None:
+        if self.adapters is None or not self.adapters.noted:
             return
         self.adapters.settle()
         # Requests that end here may have stood in the way of the next reload, and that may fail as well.
@@ -57,8 +66,11 @@ class EngineCore(EngineParts):
             self._settle_what_was_left()
 
     def _prepare_adapters(self, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> bool:
-        """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any."""
-        if self.adapters is None:
+        """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any.
+
+        Who ran before has its adapter in memory, and no pin waits for a slot when there is none.
+        """
+        if self.adapters is None or not (scheduled.cached_tokens or self.adapters.pinned):
             return False
         wanted = {request.adapter_id: request.lora_request for request in scheduled.running}
         failures = self.adapters.prepare(wanted.values())
@@ -106,8 +118,3 @@ class EngineCore(EngineParts):
         for adapter_id in self._left_by:
             self.adapters.request_ended(adapter_id)
         self._left_by.clear()
-
-    def _record(self, scheduled: SchedulerOutput) -> None:
-        seconds = self.clock() - self._started
-        self.trace.append(record_step(self.metrics.steps, seconds, scheduled, self.scheduler, self.adapters))
-        log_step(scheduled, self.scheduler, self.adapters.name_of if self.adapters else str)

@@ -20,14 +20,11 @@ class BlockPool:
                 f"num_blocks must be at least 2, got {num_blocks}: block {NULL_BLOCK} is only padding"
             )
         self.num_blocks = num_blocks
+        self.num_usable_blocks = num_blocks - 1
         self.ref_cnt = [0] * num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))
         self.block_of: dict[bytes, int] = {}
         self.hash_of: dict[int, bytes] = {}
-
-    @property
-    def num_usable_blocks(self) -> int:
-        return self.num_blocks - 1
 
     def get_num_free_blocks(self) -> int:
         return len(self.free)

@@ -10,11 +10,6 @@ from minivllm.guards.refusals import lacks_blocks
 class KVCacheManager(PrefixCache):
     """Gives requests blocks for their tokens, and finds blocks computed before. vLLM: `KVCacheManager`."""
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
-        return 1 - self.block_pool.get_num_free_blocks() / self.block_pool.num_usable_blocks
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

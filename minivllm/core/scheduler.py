@@ -1,6 +1,6 @@
 """What the next step computes, and for whom. Stands for vllm/v1/core/sched/scheduler.py (v0.22.1)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.block_pool import BlockPool
@@ -28,7 +28,7 @@ class Scheduler(StepPolicy):
     in_flight   how many unfinished requests, waiting or running, each load of an adapter has
 
     adapter_identity    see `PrefixCache`
-    pinned_adapters     ids of the adapters whose slots are pinned at this moment
+    pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
     can_prefetch        whether an adapter could be copied into a slot while a step runs
     may_run             None, or why a waiting request may not join even if there is room
     max_model_len       longest prompt plus answer, in tokens
@@ -42,7 +42,7 @@ class Scheduler(StepPolicy):
         *,
         max_model_len: int | None = None,
         adapter_identity: Callable[[int], int | None] = lambda adapter_id: None,
-        pinned_adapters: Callable[[], Iterable[int]] = tuple,
+        pinned_adapters: Collection[int] = (),
         can_prefetch: Callable[[int], bool] = lambda adapter_id: False,
         may_run: Callable[[Request], str | None] = lambda request: None,
     ) -> None:
@@ -117,12 +117,13 @@ class Scheduler(StepPolicy):
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: those who run go on, then those who wait may join."""
         output = SchedulerOutput()
-        self._make_lora_room(output)
+        if self.waiting.requests or self.pinned_adapters:  # else nobody wants another one's slot
+            self._make_lora_room(output)
         self._schedule_running(output)
-        if output.halted_by is None:
+        if output.halted_by is None and self.waiting.requests:
             self._schedule_waiting(output)
-        if output.halted_by is None and self.waiting:
-            output.halted_by = self._full(output)
+            if output.halted_by is None and self.waiting:
+                output.halted_by = self._full(output)
         output.running = list(self.running)
         self._prefetched = output.prefetch
         return output
@@ -153,7 +154,7 @@ class Scheduler(StepPolicy):
 
     def _make_lora_room(self, output: SchedulerOutput) -> None:
         """Preempt whoever must give up a slot; refuse whoever can never have one."""
-        self.lora.begin_step((request.adapter_id for request in self.running), self.pinned_adapters())
+        self.lora.begin_step((request.adapter_id for request in self.running), self.pinned_adapters)
         passed_over = self.waiting.longest_wait_first()
         output.preempted_adapters = self.lora.make_room(
             adapter_id for adapter_id in passed_over if not self.may_run(self.waiting.oldest(adapter_id))

@@ -48,7 +48,6 @@ class Adapter:
     reloads      generation -> the order of the reload that begins it, while it is to come
     failures     generation -> what its reload raised, while requests of it do not know
     was_read     whether it has ever been in memory
-    pinned       whether it is to have a slot until it is unpinned
     leaving      whether it is being unloaded
     """
 
@@ -61,7 +60,6 @@ class Adapter:
     reloads: dict[int, LoRARequest] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
     was_read: bool = False
-    pinned: bool = False
     leaving: bool = False
 
     @property

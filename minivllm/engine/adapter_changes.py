@@ -21,7 +21,8 @@ class AdapterChanges:
     manager    the same adapters in memory and in slots
     adapters   id -> record
     by_name    each of its names -> id
-    noted      ids of the adapters that may have a reload, a failure, an unload or a pin: nobody has to walk through all
+    noted      ids of the adapters that may have a reload, a failure or an unload: nobody has to walk through all
+    pinned     ids of the adapters that are to keep a slot, whether they have one yet or not; the scheduler reads it
     """
 
     def __init__(self, scheduler: Scheduler, worker: LRUCacheWorkerLoRAManager) -> None:
@@ -31,13 +32,12 @@ class AdapterChanges:
         self.adapters: dict[int, Adapter] = {}
         self.by_name: dict[str, int] = {}
         self.noted: set[int] = set()
+        self.pinned: set[int] = set()
 
     def _noted(self) -> list[Adapter]:
-        """Adapters with a reload, a failure, an unload or a pin, by id; others are noted no longer."""
-        noted = [
-            self.adapters[adapter_id] for adapter_id in sorted(self.noted) if adapter_id in self.adapters
-        ]
-        noted = [a for a in noted if a.reloads or a.failures or a.leaving or a.pinned]
+        """Adapters with a reload, a failure or an unload, by id; others are noted no longer."""
+        noted = [self.adapters[adapter_id] for adapter_id in sorted(self.noted)]
+        noted = [a for a in noted if a.reloads or a.failures or a.leaving]
         self.noted = {adapter.id for adapter in noted}
         return noted
 
@@ -134,7 +134,7 @@ class AdapterChanges:
     def _spare_who_runs(self) -> None:
         """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
         running = {request.adapter_id for request in self.scheduler.running if request.adapter_id}
-        self.worker.spare(running | {adapter.id for adapter in self._noted() if adapter.pinned})
+        self.worker.spare(running | self.pinned)
 
     def _forget(self, adapter: Adapter) -> None:
         """Drop all that was noted of it: under the same id and names there may soon be another adapter."""
@@ -142,4 +142,5 @@ class AdapterChanges:
         for name in adapter.names:
             self.by_name.pop(name, None)
         self.noted.discard(adapter.id)
+        self.pinned.discard(adapter.id)
         del self.adapters[adapter.id]

@@ -28,7 +28,7 @@ class AdapterPins(AdapterChanges):
         """
         if adapter_id not in self.adapters:
             raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
-        pins = self.pinned_adapters() | {adapter_id}
+        pins = self.pinned | {adapter_id}
         if len(pins) > self.manager.lora_slots:
             raise RuntimeError(
                 f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
@@ -37,8 +37,7 @@ class AdapterPins(AdapterChanges):
         adapter = self.adapters[adapter_id]
         if self._has_memory_for(adapter):
             self._pin(adapter)
-        self.noted.add(adapter_id)
-        adapter.pinned = True
+        self.pinned.add(adapter_id)
         return True
 
     def _pin(self, adapter: Adapter) -> None:
@@ -52,29 +51,24 @@ class AdapterPins(AdapterChanges):
 
     def unpin_lora(self, adapter_id: int) -> bool:
         """Let the adapter be evicted again. False if it was not pinned."""
-        was_pinned = adapter_id in self.pinned_adapters()
-        if adapter_id in self.adapters:
-            self.adapters[adapter_id].pinned = False
+        was_pinned = adapter_id in self.pinned
         self.manager.unpin_adapter(adapter_id)
         if was_pinned:
+            self.pinned.remove(adapter_id)
             self.manager.tell("unpin", adapter_id)
         return was_pinned
 
-    def pinned_adapters(self) -> set[int]:
-        """Adapters whose slots the scheduler must not count on, whether they have one yet or not."""
-        return self.manager.pinned_adapters.union(adapter.id for adapter in self._noted() if adapter.pinned)
-
     def _pin_wanted(self) -> None:
         """Pin what waited for a slot. A pin whose adapter cannot be read any more is dropped, with a warning."""
-        wanted = [a for a in self._noted() if a.pinned and a.id not in self.manager.pinned_adapters]
+        wanted = self.pinned - self.manager.pinned_adapters
         if wanted:
             self._spare_who_runs()
-        for adapter in wanted:
+        for adapter in [self.adapters[adapter_id] for adapter_id in sorted(wanted)]:
             try:
                 self._pin(adapter)
             except BaseException as error:
                 as_fault(error)
-                adapter.pinned = False
+                self.pinned.remove(adapter.id)
                 logger.warning("adapter '%s' could not be pinned: %s", adapter.request.lora_name, error)
 
     def prepare(self, lora_requests: Iterable[LoRARequest | None]) -> dict[int, BaseException]:

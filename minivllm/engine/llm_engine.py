@@ -5,12 +5,12 @@ from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.adapter import BASE
-from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import Prompt
-from minivllm.engine.metrics import debug_info, scheduler_stats
+from minivllm.engine.metrics import EngineReports
+from minivllm.engine.recorder import Recorder
 from minivllm.engine_args import EngineArgs
-from minivllm.guards.guarded_core import GuardedCore
-from minivllm.guards.refusals import all_pinned, check_arguments, lora_is_off
+from minivllm.guards.adapter_calls import AdapterCalls
+from minivllm.guards.refusals import check_arguments, check_slots, lora_is_off
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
@@ -18,11 +18,19 @@ from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
 
 
-class LLMEngine(GuardedCore):
+class LLMEngine(AdapterCalls, EngineReports):
     """An engine that its caller steps, while requests and adapters come and go. vLLM: `LLMEngine`.
 
     One thread at a time may call it; another gets a RuntimeError.
+
+    trace   what every step did; without the `listeners` nothing is recorded
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        recorder = Recorder(self)
+        self.trace = recorder.trace
+        self.listeners.append(recorder)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
@@ -74,15 +82,14 @@ class LLMEngine(GuardedCore):
             self.parallel.claim(request_id, params.n, self._undelivered)
         self.scheduler.check_request(request)
         if lora_request is not None:
-            self._refuse_if_all_pinned(lora_request)
+            check_slots(lora_request, self.adapters.pinned, self.config.lora_config, self.adapters.name_of)
             request.lora_request, request.adapter_generation = self.adapters.register(
                 lora_request, f"request '{request_id}'", traits
             )
         if params.n > 1:
             self.parallel.add(request, text, traits.tokenizer)
         else:
-            self.scheduler.add_request(request)
-            self.output_processor.add_request(request, text, traits.tokenizer)
+            self.queue(request, text, traits.tokenizer)
         return request_id
 
     def knows(self, request_id: str) -> bool:
@@ -96,12 +103,6 @@ class LLMEngine(GuardedCore):
             return known
         [find] = name_finders
         return find(lora_request, self.config.model_config.model, self.adapters.by_name)
-
-    def _refuse_if_all_pinned(self, lora_request: LoRARequest) -> None:
-        pinned = self.adapters.pinned_adapters()
-        if len(pinned) >= self.config.lora_config.max_loras and lora_request.lora_int_id not in pinned:
-            names = ", ".join(f"'{self.adapters.name_of(adapter_id)}'" for adapter_id in sorted(pinned))
-            raise ValueError(all_pinned(lora_request.lora_name, len(pinned), names))
 
     @in_turn()
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -126,38 +127,6 @@ class LLMEngine(GuardedCore):
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor.states)
 
-    # ---- adapters -------------------------------------------------------------------------------------------
-
-    @in_one_sentence
-    @in_turn(on_threads=True)
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter ahead of its first request. vLLM: `add_lora`."""
-        return self._adapters().add_lora(lora_request)
-
-    @in_turn(on_threads=True)
-    def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
-        return self._adapters().remove_lora(lora_id)
-
-    @in_turn(on_threads=True)
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in its slot. vLLM: `pin_lora`."""
-        return self._adapters().pin_lora(lora_id)
-
-    @in_turn(on_threads=True)
-    def unpin_lora(self, lora_id: int) -> bool:
-        """Let a pinned adapter be evicted again."""
-        return self._adapters().unpin_lora(lora_id)
-
-    def list_loras(self) -> set[int]:
-        """Ids of the adapters in memory. vLLM: `list_loras`."""
-        return self.runner.list_loras()
-
-    def _adapters(self) -> AdapterRegistry:
-        if self.adapters is None:
-            raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
-        return self.adapters
-
     @in_one_sentence
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
         """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
@@ -165,14 +134,3 @@ class LLMEngine(GuardedCore):
             return self.tokenizer
         with self._turns.take():  # an adapter's own is read, and kept
             return self.input_processor.tokenizer_of(self.adapters.examine(self._identified(lora_request)))
-
-    # ---- looking inside -------------------------------------------------------------------------------------
-
-    def get_metrics(self) -> dict[str, object]:
-        """All counters as plain values."""
-        lora = self.adapters.manager.stats if self.adapters else None
-        return self.metrics.snapshot(scheduler_stats(self.scheduler), lora)
-
-    def debug_info(self) -> dict[str, object]:
-        """Everything worth knowing when something looks wrong: counters, slots, memory, adapters, queues."""
-        return {"metrics": self.get_metrics()} | debug_info(self.runner, self.scheduler, self.adapters)

@@ -68,7 +68,7 @@ def scheduler_stats(scheduler: Scheduler) -> SchedulerStats:
         num_waiting_reqs=len(scheduler.waiting),
         num_free_blocks=cache.block_pool.get_num_free_blocks(),
         num_cached_blocks=len(cache.block_pool.hash_of),
-        kv_cache_usage=cache.usage,
+        kv_cache_usage=1 - len(cache.block_pool.free) / cache.block_pool.num_usable_blocks,
         prefix_cache_queries=cache.prefix_cache_stats.queries,
         prefix_cache_hits=cache.prefix_cache_stats.hits,
         num_preemptions=scheduler.num_preemptions,
@@ -145,10 +145,28 @@ def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
     return next((state for state in reversed(told) if told[state]), AdapterState.KNOWN)
 
 
+class EngineReports:
+    """What an engine tells of itself. Its parts are those of `EngineParts`."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    adapters: AdapterRegistry | None
+    metrics: EngineMetrics
+
+    def get_metrics(self) -> dict[str, object]:
+        """All counters as plain values."""
+        lora = self.adapters.manager.stats if self.adapters else None
+        return self.metrics.snapshot(scheduler_stats(self.scheduler), lora)
+
+    def debug_info(self) -> dict[str, object]:
+        """Everything worth knowing when something looks wrong: counters, slots, memory, adapters, queues."""
+        return {"metrics": self.get_metrics()} | debug_info(self.runner, self.scheduler, self.adapters)
+
+
 def debug_info(
     runner: ModelRunner, scheduler: Scheduler, adapters: AdapterRegistry | None
 ) -> dict[str, object]:
-    """`LLMEngine.debug_info`, but for the counters."""
+    """`EngineReports.debug_info`, but for the counters."""
     info: dict[str, object] = {
         "running": [request.request_id for request in scheduler.running],
         "waiting": [request.request_id for request in scheduler.waiting],
@@ -162,7 +180,7 @@ def debug_info(
             "slots": list(manager.lora_index_to_id),
             "free_slots": manager.get_free_slots(),
             "active_adapters": dict(manager.list_active_adapters()),
-            "pinned": sorted(adapters.pinned_adapters()),
+            "pinned": sorted(adapters.pinned),
             "states": {adapters.name_of(i): state_of(adapters, i).value for i in adapters.adapters},
             "memory": manager.get_memory_stats(),
             "adapters": [manager.get_lora_info(adapter_id) for adapter_id in manager.list_adapters()],

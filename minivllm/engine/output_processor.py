@@ -1,7 +1,7 @@
 """From tokens to what a caller sees. Stands for vllm/v1/engine/output_processor.py (v0.22.1)."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,13 @@ from minivllm.text.detokenizer import fast_backend
 class RequestState:
     """What the engine keeps of a request beside the scheduler's part. vLLM: `RequestState`.
 
+    answer        its text; None without a tokenizer
     num_emitted   tokens in its last output that was `delivered`
     """
 
     request: Request
     prompt: str | None
-    answer: Answer
+    answer: Answer | None
     metrics: RequestMetrics
     num_emitted: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -45,14 +46,14 @@ class OutputProcessor:
 
     def add_request(self, request: Request, prompt: str | None, tokenizer: Any = None) -> None:
         """tokenizer: of the request's adapter, if that brings one; None = the model's"""
-        answer = Answer(request, self.tokenizer if tokenizer is None else tokenizer)
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        answer = None if tokenizer is None else Answer(request, tokenizer)
         metrics = RequestMetrics(request.arrival_time)
         self.states[request.request_id] = RequestState(request, prompt, answer, metrics)
 
-    def mark_scheduled(self, request_ids: Iterable[str]) -> None:
-        """These requests are admitted, for the first time or after a preemption."""
-        for request_id in request_ids:
-            self.states[request_id].metrics.observe_admission(self.clock())
+    def mark_scheduled(self, request_id: str) -> None:
+        """The request is admitted, for the first time or after a preemption."""
+        self.states[request_id].metrics.observe_admission(self.clock())
 
     def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
         """What is new of a request since the last output that was `delivered`; to be called once a step.
@@ -64,8 +65,10 @@ class OutputProcessor:
         if logprobs is not None:
             state.logprobs.append(logprobs)
             state.cumulative_logprob += logprobs[new_token_ids[-1]].logprob
-        asked = [logprobs, *(() if state.num_emitted else request.prompt_logprobs)]
-        delta_text = state.answer.update(new_token_ids, list(filter(None, asked)))
+        delta_text = ""
+        if state.answer is not None:
+            asked = [logprobs, *(() if state.num_emitted else request.prompt_logprobs)]
+            delta_text = state.answer.update(new_token_ids, list(filter(None, asked)))
         state.metrics.observe(request, self.clock())
         return self._output(state, delta_text, new_token_ids)
 
@@ -85,7 +88,7 @@ class OutputProcessor:
         wants_logprobs = request.sampling_params.logprobs is not None
         completion = CompletionOutput(
             index=0,
-            text=state.answer.detokenizer.text,
+            text="" if state.answer is None else state.answer.detokenizer.text,
             token_ids=list(request.output_token_ids),
             cumulative_logprob=state.cumulative_logprob if wants_logprobs else None,
             logprobs=list(state.logprobs) if wants_logprobs else None,

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.config import EngineConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
-from minivllm.engine.trace import Trace
 from minivllm.worker.model_runner import ModelRunner
 
 
@@ -23,7 +24,7 @@ class EngineParts:
     clock       seconds; everything that has a time has it from here
     adapters    None for an engine without LoRA
     parallel    the requests for more than one answer
-    trace       what every step did
+    listeners   hear of every step that was launched, before its tokens are there; no decision asks them
     """
 
     def __init__(
@@ -53,14 +54,18 @@ class EngineParts:
                 self.scheduler, self.runner.lora_manager, with_tokenizers=tokenizer is not None
             )
             self.scheduler.may_run = self.adapters.may_run
-            self.scheduler.pinned_adapters = self.adapters.pinned_adapters
+            self.scheduler.pinned_adapters = self.adapters.pinned
         self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, clock)
         self.parallel = ParallelSampling(self.scheduler, self.output_processor)
         self.metrics = EngineMetrics()
-        self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
-        self._started = clock()
+        self.listeners: list[Callable[[SchedulerOutput], None]] = []
         self._left_by: set[int] = set()  # adapters of requests that ended in this call
+
+    def queue(self, request: Request, prompt: str | None = None, tokenizer: Any = None) -> None:
+        """Add a request; arguments as in `OutputProcessor.add_request`. vLLM: `EngineCore.add_request`."""
+        self.scheduler.add_request(request)
+        self.output_processor.add_request(request, prompt, tokenizer)
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""

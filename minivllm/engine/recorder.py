@@ -1,4 +1,4 @@
-"""One step as a trace record, and whom it passed over."""
+"""One step as a trace record, and whom it passed over. It listens to an engine's steps; no decision asks it."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -11,12 +11,31 @@ from minivllm.core.output import MAX_LORAS, NO_BLOCKS, ScheduledRequest, Schedul
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.trace import SlotEvent, StepRecord, TraceRow, TraceSkip
+from minivllm.engine.parts import EngineParts
+from minivllm.engine.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
 
 logger = logging.getLogger(__name__)
 
 # Of a queue with thousands a record names the first, and as few of those that were passed over.
 MAX_NAMED = 32
+
+
+class Recorder:
+    """Keeps what every step of an engine did, and logs it; one of the engine's `listeners`.
+
+    trace   the records
+    """
+
+    def __init__(self, engine: EngineParts) -> None:
+        self.engine = engine
+        self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
+        self._started = engine.clock()
+
+    def __call__(self, output: SchedulerOutput) -> None:
+        scheduler, adapters = self.engine.scheduler, self.engine.adapters
+        seconds = self.engine.clock() - self._started
+        self.trace.append(record_step(self.engine.metrics.steps, seconds, output, scheduler, adapters))
+        log_step(output, scheduler, adapters.name_of if adapters else str)
 
 
 class Skip(NamedTuple):
@@ -79,7 +98,7 @@ def record_step(
     slots, pinned, events = [], [], []
     if adapters is not None:
         slots = adapters.manager.lora_index_to_id
-        pinned = sorted(adapters.pinned_adapters())
+        pinned = sorted(adapters.pinned)
         events = adapters.manager.stats.drain_events()
 
     def name(adapter_id: int | None) -> str | None:

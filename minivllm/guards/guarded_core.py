@@ -13,14 +13,13 @@ from minivllm.worker.row_sampler import PendingStep, Sampled
 
 
 class GuardedCore(EngineCore):
-    """One thread at a time may call it. A call that breaks off loses no request, no token and no output."""
+    """A core that one thread at a time may call. A call that breaks off loses no request, no token and no output."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._turns = Turns("engine", self._mend)
-        self._undelivered: list[
-            RequestOutput
-        ] = []  # made in a step that has not returned, or for other callers
+        # Made in a step that has not returned, or for other callers.
+        self._undelivered: list[RequestOutput] = []
         self._launched: SchedulerOutput | None = None  # the step that is being computed
         self._launched_at = 0.0
         self._failed_steps = 0  # in a row
@@ -45,7 +44,8 @@ class GuardedCore(EngineCore):
                     self._failed_steps = 0
                 except BaseException as error:
                     self._end_who_is_at_fault(as_fault(error))
-                self.parallel.begin_others(self._undelivered)
+                if self.parallel.parents:
+                    self.parallel.begin_others(self._undelivered)
                 self._settle_what_was_left()
                 # In one line each: a Ctrl-C may come between any two.
                 if of is None:

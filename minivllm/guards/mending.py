@@ -68,7 +68,10 @@ def mend_adapters(adapters: AdapterRegistry) -> None:
     """Make names and slots agree with the records, and go on with what was ordered."""
     adapters.by_name = {name: adapter.id for adapter in adapters.adapters.values() for name in adapter.names}
     adapters.noted = set(adapters.adapters)
+    adapters.pinned.intersection_update(adapters.adapters)  # the scheduler has the same set
     manager = adapters.manager
+    for adapter_id in manager.pinned_adapters - adapters.pinned:
+        manager.unpin_adapter(adapter_id)
     for adapter_id in manager.list_active_adapters().keys() - manager.list_adapters().keys():
         manager.deactivate_adapter(adapter_id)
     for adapter in list(adapters.adapters.values()):
@@ -100,4 +103,5 @@ def _rewind(state: RequestState) -> None:
     del state.logprobs[num_tokens:]
     tokens = zip(request.output_token_ids, state.logprobs)
     state.cumulative_logprob = sum(logprobs[token].logprob for token, logprobs in tokens)
-    state.answer.begin_again(num_tokens)
+    if state.answer is not None:
+        state.answer.begin_again(num_tokens)

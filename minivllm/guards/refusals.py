@@ -1,7 +1,9 @@
 """What no request may be. Stands for the validation in vllm/v1/engine/input_processor.py (v0.22.1)."""
 
+from collections.abc import Callable, Collection
 from typing import Any
 
+from minivllm.config import LoRAConfig
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.validation import is_finite, shown
@@ -76,6 +78,15 @@ def lora_is_off(request_id: str, lora_name: str) -> ValueError:
     return ValueError(
         f"request '{request_id}' names adapter '{lora_name}' but LoRA is off; start the engine with enable_lora=True"
     )
+
+
+def check_slots(
+    lora_request: LoRARequest, pinned: Collection[int], lora_config: LoRAConfig, name_of: Callable[[int], str]
+) -> None:
+    """ValueError if every slot is pinned for another adapter."""
+    if len(pinned) >= lora_config.max_loras and lora_request.lora_int_id not in pinned:
+        names = ", ".join(f"'{name_of(adapter_id)}'" for adapter_id in sorted(pinned))
+        raise ValueError(all_pinned(lora_request.lora_name, len(pinned), names))
 
 
 def all_pinned(lora_name: str, num_pinned: int, whose: str) -> str:

@@ -28,9 +28,8 @@ class Turns:
         self.what = what
         self.mend = mend
         self.torn = False
-        self._calls: dict[
-            str, tuple[int, FrameType]
-        ] = {}  # "now" -> the call under way: its thread and function
+        # "now" -> the call under way: its thread and function.
+        self._calls: dict[str, tuple[int, FrameType]] = {}
 
     @contextmanager
     def take(self, errors_leave_it_whole: bool = True) -> Iterator[None]:

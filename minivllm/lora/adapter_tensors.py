@@ -7,18 +7,11 @@ import torch
 import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_numbers, check_pair, check_tensor
 from minivllm.lora.module_weights import LoRALayerWeights
-from minivllm.lora.names import WeightsMapper, is_base_embedding_weights, parse_fine_tuned_lora_name
+from minivllm.lora.names import WeightsMapper, is_left_out, parse_fine_tuned_lora_name
 from minivllm.lora.peft_helper import PEFTHelper
 
 # Name in the model, name in training -> "lora_A", "lora_B" and what options read beside B, such as "bias".
 Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
-
-
-def is_left_out(name: str, skip_prefixes: list[str] | None) -> bool:
-    """Whether a tensor is none of the adapter's: PEFT's copy of an embedding, or of a module under a skipped prefix."""
-    if is_base_embedding_weights(name):
-        return True
-    return any(name.startswith(prefix) or f".{prefix}" in name for prefix in skip_prefixes or ())
 
 
 def read_tensor(
@@ -95,9 +88,8 @@ def to_weights(
         lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=pair["lora_A"].shape[-2])
         check_numbers(module, pair, lora.scaling, dtype)
         lora.module_name = module
-        lora.lora_a, lora.lora_b = pair["lora_A"], pair["lora_B"]  # (r, K), (N, r)
-        beside = pair.keys() - {"lora_A", "lora_B"}
-        lora.beside = {kind: pair[kind] * lora.scaling for kind in beside}  # (1, N)
+        lora.lora_a, lora.lora_b = pair.pop("lora_A"), pair.pop("lora_B")  # (r, K), (N, r)
+        lora.beside = {kind: tensor * lora.scaling for kind, tensor in pair.items()}  # (1, N)
         loras[module] = lora
     convert = partial(torch.Tensor.to, device=device, dtype=dtype)
     for lora in loras.values():

@@ -28,7 +28,7 @@ class Backend(ABC):
 
     *Rows* tell `add` and `expand` which adapter each row of y has. A layer gets them from `token_rows`, `sample_rows`
     or `pair_rows`, and hands them on unread. Here they are a tensor, (rows of y,) int64: s * E + e for expert e of
-    slot s, which is the slot where E is 1; -1 = base. A backend may give them another form.
+    slot s, which is the slot where E is 1; -1 = base. A backend may give them another form (`as_rows`).
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -65,14 +65,18 @@ class Backend(ABC):
 
     def token_rows(self, tokens: int) -> Any:
         """The rows of a tensor with one row a token."""
-        return self.token_lora_indices[:tokens]
+        return self.as_rows(self.token_lora_indices[:tokens])
 
     def sample_rows(self, samples: int) -> Any:
         """The rows of a tensor with one row for each sampled row."""
-        return self.sampler_indices[:samples]
+        return self.as_rows(self.sampler_indices[:samples])
 
     def pair_rows(self, adapters: torch.Tensor, slots: Slots) -> Any:
         """The rows of pairs of token and expert.   adapters: (pairs,) int64, s * E + e of each, -1 = base"""
+        return self.as_rows(adapters)
+
+    def as_rows(self, adapters: torch.Tensor) -> Any:
+        """A tensor of rows in this backend's form."""
         return adapters
 
     def token_slots(self, tokens: int) -> torch.Tensor:

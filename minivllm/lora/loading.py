@@ -61,17 +61,28 @@ class AdapterLoader:
 
         shapes_only   from the config and the header of the weights file alone: NaN and Inf are not seen
         """
-        name = one_sentence(lora_request.lora_name, LONGEST_NAME)
         try:
-            return _read(self.manager, lora_request, shapes_only)
+            folder = get_adapter_absolute_path(lora_request.lora_path)
+            if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
+                self._read(lora_request, folder, shapes_only=True)
+            return self._read(lora_request, folder, shapes_only)
         except BaseException as error:
-            refusal = _refusal(name, error)
+            refusal = _refusal(one_sentence(lora_request.lora_name, LONGEST_NAME), error)
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(refusal))
             raise refusal from error
 
     def check_adapter(self, lora_request: LoRARequest) -> LoRAModel:
         """The adapter without its numbers; raises what loading would raise, but for what only the numbers tell."""
         return self._load_adapter(lora_request, shapes_only=True)
+
+    def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
+        """As `_load_adapter`, but the errors are as the readers raise them, without the adapter's name."""
+        read = _read_folder if lora_request.lora_tensors is None else seams.request_readers["lora_tensors"]
+        manager = self.manager
+        lora = read(lora_request, folder, manager.lora_config, shapes_only=shapes_only, **what_fits(manager))
+        manager.check_adapter(lora)
+        lora.name = lora_request.lora_name
+        return lora
 
     def _timed_load(self, lora_request: LoRARequest) -> LoRAModel:
         """As `_load_adapter`; told is a "load" with its seconds."""
@@ -86,72 +97,47 @@ class AdapterLoader:
             self.manager.add_adapter(self._timed_load(request))
 
 
-def _refusal(name: str, error: BaseException) -> Exception:
-    """What people are told; what is no fault (`as_fault`) is raised again."""
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(one_sentence(f"adapter '{name}': {error}"))
-    if isinstance(error, OSError | ValueError):
-        return ValueError(one_sentence(f"adapter '{name}': {error}"))
-    # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
-    return ValueError(one_sentence(f"adapter '{name}' cannot be read: {reason(as_fault(error))}"))
+def what_fits(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
+    """What readers must know of a model: `max_position_embeddings`, and parameters of `from_local_checkpoint`.
 
-
-def _read(manager: LRUCacheLoRAModelManager, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
-    """As `_load_adapter`, but the errors are as the readers raise them, without the adapter's name."""
-    model = manager.model
-    if not shapes_only and weights_bytes(get_adapter_absolute_path(lora_request.lora_path)) > READ_AT_ONCE:
-        _read(manager, lora_request, shapes_only=True)
-    in_memory = lora_request.lora_tensors is not None
-    read = seams.request_readers["lora_tensors"] if in_memory else _read_folder
-    lora = read(
-        lora_request,
-        manager.lora_config,
-        getattr(getattr(model, "config", None), "max_position_embeddings", None),
-        _expected_modules(manager),
-        shapes_only,
-        _most_tensors(manager),
-        dtype=manager.lora_dtype,
-        model_vocab_size=manager.vocab_size,
-        weights_mapper=getattr(model, "hf_to_vllm_mapper", None),
-        skip_prefixes=getattr(model, "lora_skip_prefixes", None),
-    )
-    manager.check_adapter(lora)
-    lora.name = lora_request.lora_name
-    return lora
+    Expected are the ends of module names that adapters may use: those of modules, and of the parts of fused ones. More
+    tensors than an adapter of all modules has are too many: A, B and a bias for each, and copies of base embeddings.
+    """
+    model, packed = manager.model, {**seams.part_names, **manager.packed_modules_mapping}
+    skip_prefixes = getattr(model, "lora_skip_prefixes", None)
+    return {
+        "max_position_embeddings": getattr(getattr(model, "config", None), "max_position_embeddings", None),
+        "expected_lora_modules": sorted(
+            name for module in manager.supported_lora_modules for name in (*packed.get(module, []), module)
+        ),
+        "most_tensors": MOST_TENSORS
+        if skip_prefixes
+        else min(MOST_TENSORS, 4 * len(manager.wrapped.targets) + 16),
+        "dtype": manager.lora_dtype,
+        "model_vocab_size": manager.vocab_size,
+        "weights_mapper": getattr(model, "hf_to_vllm_mapper", None),
+        "skip_prefixes": skip_prefixes,
+    }
 
 
 def _read_folder(
     lora_request: LoRARequest,
+    folder: str,
     lora_config: LoRAConfig,
     max_position_embeddings: int | None,
-    expected_lora_modules: list[str],
-    shapes_only: bool,
-    most_tensors: int,
     **options: Any,
 ) -> LoRAModel:
     """The adapter in a request's folder.   options: see `LoRAModel.from_local_checkpoint`"""
-    folder = get_adapter_absolute_path(lora_request.lora_path)
-    peft_helper = PEFTHelper.from_local_dir(folder, max_position_embeddings)
-    peft_helper.validate_legal(lora_config)
-    return LoRAModel.from_local_checkpoint(
-        folder,
-        expected_lora_modules,
-        peft_helper,
-        lora_model_id=lora_request.lora_int_id,
-        shapes_only=shapes_only,
-        most_tensors=most_tensors,
-        **options,
-    )
+    helper = PEFTHelper.from_local_dir(folder, max_position_embeddings)
+    helper.validate_legal(lora_config)
+    adapter_id = lora_request.lora_int_id
+    return LoRAModel.from_local_checkpoint(folder, peft_helper=helper, lora_model_id=adapter_id, **options)
 
 
-def _most_tensors(manager: LRUCacheLoRAModelManager) -> int:
-    """More tensors than an adapter of all modules has: A, B and a bias for each, and copies of base embeddings."""
-    if getattr(manager.model, "lora_skip_prefixes", None):
-        return MOST_TENSORS
-    return min(MOST_TENSORS, 4 * len(manager.wrapped.targets) + 16)
-
-
-def _expected_modules(manager: LRUCacheLoRAModelManager) -> list[str]:
-    """The ends of module names an adapter may use: those of modules, and of the parts of fused ones."""
-    packed = {**seams.part_names, **manager.packed_modules_mapping}
-    return [name for module in manager.supported_lora_modules for name in (*packed.get(module, []), module)]
+def _refusal(name: str, error: BaseException) -> Exception:
+    """What people are told; what is no fault (`as_fault`) is raised again."""
+    # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
+    if not isinstance(error, OSError | ValueError):
+        return ValueError(one_sentence(f"adapter '{name}' cannot be read: {reason(as_fault(error))}"))
+    kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+    return kind(one_sentence(f"adapter '{name}': {error}"))

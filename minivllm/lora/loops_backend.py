@@ -10,43 +10,22 @@ from minivllm.lora.slots import Slots
 
 
 class LoopsBackend(Backend):
-    """One small product for every row: slow, and easy to believe.
-
-    Rows are what its two ops take between the output and the rest of their arguments.
-    """
+    """One small product for every row: slow, and easy to believe."""
 
     shrink_op: ClassVar = staticmethod(bgmv_shrink)
     expand_op: ClassVar = staticmethod(bgmv_expand_slice)
 
-    def _as_rows(self, adapters: torch.Tensor) -> tuple[Any, ...]:
-        return (adapters,)
-
-    def token_rows(self, tokens: int) -> tuple[Any, ...]:
-        return self._as_rows(self.token_lora_indices[:tokens])
-
-    def sample_rows(self, samples: int) -> tuple[Any, ...]:
-        return self._as_rows(self.sampler_indices[:samples])
-
-    def pair_rows(self, adapters: torch.Tensor, slots: Slots) -> tuple[Any, ...]:
-        return self._as_rows(adapters)
-
     def add(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        slots: Slots,
-        rows: tuple[Any, ...],
-        slices: slice = ALL_SLICES,
+        self, y: torch.Tensor, x: torch.Tensor, slots: Slots, rows: Any, slices: slice = ALL_SLICES
     ) -> None:
         offset = 0
         for a, b, ranks in zip(slots.a[slices], slots.b[slices], slots.live_ranks[slices]):
             if rank := max(ranks):
                 # At least in float32: what is lost between A and B is lost in every column.
                 h = x.new_zeros(len(x), rank, dtype=torch.promote_types(x.dtype, torch.float32))
-                self.shrink_op(x, a[:, :, :rank].flatten(0, 1), h, *rows, 1.0)
-                b = b[..., :rank].flatten(0, 1)  # (S * E, N_i, r)
-                self.expand_op(h, b, y, *rows, offset, b.shape[1], add_inputs=True)
-            offset += b.shape[-2]
+                self.shrink_op(x, a[:, :, :rank].flatten(0, 1), h, rows)
+                self.expand_op(h, b[..., :rank].flatten(0, 1), y, rows, offset, b.shape[2])
+            offset += b.shape[2]
 
-    def expand(self, y: torch.Tensor, h: torch.Tensor, slots: Slots, rows: tuple[Any, ...]) -> None:
-        self.expand_op(h, slots.b[0], y, *rows, 0, y.shape[1], add_inputs=True)
+    def expand(self, y: torch.Tensor, h: torch.Tensor, slots: Slots, rows: Any) -> None:
+        self.expand_op(h, slots.b[0], y, rows, 0, y.shape[1])

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 import minivllm.lora.seams as seams
-from minivllm.lora.adapter_tensors import is_left_out, pair_up, to_weights
+from minivllm.lora.adapter_tensors import pair_up, to_weights
 from minivllm.lora.checks import check_modules
 from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.module_weights import LoRALayerWeights
-from minivllm.lora.names import WeightsMapper
+from minivllm.lora.names import WeightsMapper, is_left_out
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.storage import storage_bytes
-from minivllm.lora.weights_files import files_of_options, find_weights_file, read_weights
+from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
 
 _load_ids = itertools.count(1)
 
@@ -114,7 +114,7 @@ class LoRAModel:
         Raises FileNotFoundError when there is no weights file, ValueError when it is damaged, names modules
         the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
         """
-        path, of_options = find_weights_file(lora_dir), files_of_options(lora_dir)
+        path, of_options = find_weights_file(lora_dir), files_in(lora_dir, seams.folder_files)
         left_out = partial(is_left_out, skip_prefixes=skip_prefixes)
         tensors = read_weights(path, shapes_only, left_out, most_tensors)
         device = "meta" if shapes_only else device
@@ -127,6 +127,6 @@ class LoRAModel:
             check_modules(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
-        for name, file in of_options.items():
-            seams.folder_files[name](file, lora, device, dtype)
+        for file in of_options:
+            seams.folder_files[file.name](file, lora, device, dtype)
         return lora

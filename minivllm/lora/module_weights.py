@@ -1,6 +1,7 @@
 """The A and B of one module. Stands for half of vllm/lora/lora_weights.py (v0.22.1)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from minivllm.lora.peft_helper import PEFTHelper
 
 
+@dataclass(eq=False)
 class LoRALayerWeights:
     """One module's adapter weights, by the name that the model has for it. vLLM: `LoRALayerWeights`.
 
@@ -17,27 +19,21 @@ class LoRALayerWeights:
     lora_b        (N, r) likewise
     scaling       factor on B·A that is not yet in B; 1 once `optimize` has folded it. None = lora_alpha / rank
     beside        what an option found beside A and B, by the option's name, ready for a slot: (rows, columns) each
-    parts         the weights of each slice of a module that is not fused: these
     """
+
+    module_name: str
+    rank: int
+    lora_alpha: float
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    scaling: float | None = None
+    beside: dict[str, torch.Tensor] = field(default_factory=dict)
 
     is_packed: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        module_name: str,
-        rank: int,
-        lora_alpha: float,
-        lora_a: torch.Tensor | None,
-        lora_b: torch.Tensor | None,
-        scaling: float | None = None,
-    ) -> None:
-        self.module_name = module_name
-        self.rank = rank
-        self.lora_alpha = lora_alpha
-        self.lora_a = lora_a
-        self.lora_b = lora_b
-        self.scaling = lora_alpha / rank if scaling is None else scaling
-        self.beside: dict[str, torch.Tensor] = {}
+    def __post_init__(self) -> None:
+        if self.scaling is None:
+            self.scaling = self.lora_alpha / self.rank
 
     # region lab 1.4: fold the scaling into B, once
     def optimize(self) -> "LoRALayerWeights":
@@ -54,6 +50,7 @@ class LoRALayerWeights:
 
     @property
     def parts(self) -> list["LoRALayerWeights"]:
+        """One entry a slice: a module that is not fused has one."""
         return [self]
 
     @property
@@ -68,14 +65,10 @@ class LoRALayerWeights:
     def tensors(self) -> list[torch.Tensor]:
         return [self.lora_a, self.lora_b, *self.beside.values()]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put `replace(tensor)` in the place of every tensor."""
-        self.lora_a, self.lora_b = replace(self.lora_a), replace(self.lora_b)
-        self.beside = {name: replace(tensor) for name, tensor in self.beside.items()}
+    def replace_tensors(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put `replaced(tensor)` in the place of every tensor."""
+        self.lora_a, self.lora_b = replaced(self.lora_a), replaced(self.lora_b)
+        self.beside = {name: replaced(tensor) for name, tensor in self.beside.items()}
 
     def split(self, names: Sequence[str], heights: Sequence[int]) -> list["LoRALayerWeights"]:
         """One for each of several layers with one input: A is shared, B (ΣN, r) is split at the heights N.
@@ -85,12 +78,9 @@ class LoRALayerWeights:
             raise ValueError(
                 f"{self.module_name} has lora_B {tuple(self.lora_b.shape)}, expected {(sum(heights), self.rank)}"
             )
-        parts = []
-        for i, (name, lora_b) in enumerate(zip(names, self.lora_b.split(heights))):
-            parts.append(
-                LoRALayerWeights(name, self.rank, self.lora_alpha, self.lora_a, lora_b, self.scaling)
-            )
-            parts[-1].beside = {kind: t.split(heights, dim=1)[i] for kind, t in self.beside.items()}  # (1, N)
+        parts = [replace(self, module_name=n, lora_b=b) for n, b in zip(names, self.lora_b.split(heights))]
+        for i, part in enumerate(parts):
+            part.beside = {kind: t.split(heights, dim=1)[i] for kind, t in self.beside.items()}  # (1, N)
         return parts
 
     @classmethod
@@ -101,20 +91,13 @@ class LoRALayerWeights:
 
         rank   of the module's tensors, None = the config's r
         """
-        rank = peft_helper.r if rank is None else rank
-        asked_by = peft_helper.asked_as(module_name) if peft_helper.asked_as else module_name
+        rank, asked_by = rank or peft_helper.r, peft_helper.asked_as(module_name)
         scaling = peft_helper.scaling(asked_by, rank)
         return cls(module_name, rank, peft_helper.alpha(asked_by), None, None, scaling)
 
     @classmethod
     def create_dummy_lora_weights(
-        cls,
-        module_name: str,
-        input_dim: int,
-        output_dim: int,
-        rank: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        cls, module_name: str, input_dim: int, output_dim: int, rank: int, dtype: torch.dtype, device: str
     ) -> "LoRALayerWeights":
         """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
         lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)

@@ -22,7 +22,7 @@ class PEFTHelper:
 
     others   fields that options check (`seams.config_checks`) and fields that are refused, where they are set
     beside   what options found in `others`, by the option's name; {} for a plain adapter
-    asked_as module name -> the name that patterns know, where an option says that they are not the same
+    asked_as   module name -> the name that patterns know; options may say that they are not the same
 
     Raises ValueError naming the field that is not what its type says. `validate_legal` refuses what is not served.
     """
@@ -51,7 +51,7 @@ class PEFTHelper:
         self.ranks = sorted({self.r, *self.rank_pattern.values()})
         self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
         self.beside: dict[str, Any] = {}
-        self.asked_as: Callable[[str], str] | None = None
+        self.asked_as: Callable[[str], str] = str
         for name in self.others.keys() & seams.config_readers.keys():
             seams.config_readers[name](self, self.others[name])
 

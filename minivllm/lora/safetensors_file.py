@@ -7,18 +7,13 @@ the header, which is a JSON object, and the tensors.
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from minivllm.lora.limits import (
-    HEADER_BYTES,
-    LONGEST_TENSOR_NAME,
-    MOST_DIMENSIONS,
-    MOST_TENSORS,
-    file_size,
-)
+from minivllm.lora.limits import HEADER_BYTES, LONGEST_TENSOR_NAME, MOST_DIMENSIONS, MOST_TENSORS
 
 # The format's types that are read. `lora_model` decides which of them adapters may have.
 DTYPES = {
@@ -65,29 +60,24 @@ def find_safetensors(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSOR
     ValueError names the file for what the format does not allow, such as tensors that overlap or leave the file. It
     does so for what is beyond our limits (`limits`), too.
     """
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     try:
-        return _find(file, most_tensors)
+        if size < 8 or length > size - 8:
+            raise ValueError(f"it has {size} bytes, too few for its header")
+        if length > HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes, at most {HEADER_BYTES} are read")
+        header = _parse(file.read(length), most_tensors)
+        header.pop("__metadata__", None)
+        found = {name: _place(name, entry, 8 + length) for name, entry in header.items()}
+        end = 8 + length
+        for start, nbytes, name in sorted((stored.start, stored.nbytes, n) for n, stored in found.items()):
+            if start != end:
+                raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
+            end += nbytes
+        if end != size:
+            raise ValueError(f"it has {size} bytes, its header tells of {end}")
     except ValueError as error:
         raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
-
-
-def _find(file: BinaryIO, most_tensors: int) -> dict[str, StoredTensor]:
-    size = file_size(file)
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > size - 8:
-        raise ValueError(f"it has {size} bytes, too few for its header")
-    if length > HEADER_BYTES:
-        raise ValueError(f"its header has {length} bytes, at most {HEADER_BYTES} are read")
-    header = _parse(file.read(length), most_tensors)
-    header.pop("__metadata__", None)
-    found = {name: _place(name, entry, 8 + length) for name, entry in header.items()}
-    end = 8 + length
-    for start, nbytes, name in sorted((stored.start, stored.nbytes, name) for name, stored in found.items()):
-        if start != end:
-            raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
-        end += nbytes
-    if end != size:
-        raise ValueError(f"it has {size} bytes, its header tells of {end}")
     return found
 
 

@@ -1,18 +1,45 @@
 """The files in an adapter's folder. Stands for the reading in vllm/lora/{peft_helper,lora_model}.py (v0.22.1)."""
 
+import json
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 import minivllm.lora.seams as seams
-from minivllm.lora.limits import MOST_TENSORS, open_file, read_config
+from minivllm.lora.checks import check_depth, without_duplicates
+from minivllm.lora.limits import CONFIG_BYTES, MOST_TENSORS
 from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
 
 # PEFT's file names, in the order we prefer them: safetensors cannot run code.
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """A file to read bytes from. OSError for anything else of that name: opening a pipe would wait for its writer."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"'{path}' is no plain file")
+    return file
+
+
+def read_config(path: str | Path) -> Any:
+    """What a small JSON file holds. ValueError names a file that cannot be parsed; OSError passes through."""
+    with open_file(path) as file:
+        data, nbytes = file.read(CONFIG_BYTES + 1), os.fstat(file.fileno()).st_size
+    if len(data) > CONFIG_BYTES:
+        raise ValueError(f"'{path}' has {nbytes} bytes, more than the {CONFIG_BYTES} that a config may have")
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=without_duplicates)
+        check_depth(value)
+    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not valid JSON: {error}") from error
+    return value
 
 
 def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
@@ -34,25 +61,21 @@ def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
     return path, config
 
 
+def files_in(lora_dir: str, names: Iterable[str]) -> list[Path]:
+    """Those of the names that a folder has as files."""
+    return [path for name in names if (path := Path(lora_dir, name)).is_file()]
+
+
 def find_weights_file(lora_dir: str) -> Path:
     """The adapter's weights in a folder, safetensors first. FileNotFoundError says what was looked for."""
-    for name in WEIGHT_FILES:
-        if os.path.isfile(path := os.path.join(lora_dir, name)):
-            return Path(path)
-    raise FileNotFoundError(f"'{lora_dir}' has no weights file ({', '.join(WEIGHT_FILES)})")
-
-
-def files_of_options(lora_dir: str) -> dict[str, Path]:
-    """Files that options read, by name (`seams.folder_files`); {} for a plain adapter."""
-    paths = {name: Path(lora_dir, name) for name in seams.folder_files}
-    return {name: path for name, path in paths.items() if os.path.isfile(path)}
+    if not (found := files_in(lora_dir, WEIGHT_FILES)):
+        raise FileNotFoundError(f"'{lora_dir}' has no weights file ({', '.join(WEIGHT_FILES)})")
+    return found[0]
 
 
 def weights_bytes(lora_dir: str) -> int:
     """Bytes of an adapter's weights and of what options read, as the files' sizes say; 0 without weights."""
-    names = (*WEIGHT_FILES, *seams.folder_files)
-    paths = (os.path.join(lora_dir, name) for name in names)
-    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+    return sum(path.stat().st_size for path in files_in(lora_dir, (*WEIGHT_FILES, *seams.folder_files)))
 
 
 def read_weights(
@@ -74,16 +97,14 @@ def read_weights(
     try:
         with open_file(path) as file:
             stored = find(path, file, most_tensors)
-            names = sorted(name for name in stored if not (is_left_out and is_left_out(name)))
+            wanted = {
+                name: stored[name] for name in sorted(stored) if not (is_left_out and is_left_out(name))
+            }
             if shapes_only:
-                return {name: _empty(stored[name]) for name in names}
-            return {name: _read_tensor(path, file, stored[name]) for name in names}
+                return {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in wanted.items()}
+            return {name: _read_tensor(path, file, place) for name, place in wanted.items()}
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error}") from error
-
-
-def _empty(stored: StoredTensor) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
 
 def _read_tensor(path: Path, file: BinaryIO, stored: StoredTensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens
 class Answer:
     """The text of one request's answer, and of the tokens whose logprobs were asked for.
 
-    tokenizer     the model's or its adapter's; None = there is no text
+    tokenizer     the model's or its adapter's
     detokenizer   its `text` may be shown so far
     """
 
@@ -35,7 +35,7 @@ class Answer:
         """
         request = self.request
         try:
-            for of_token in logprobs if self.tokenizer is not None else ():
+            for of_token in logprobs:
                 add_decoded_tokens(self.tokenizer, of_token)
             # The token that ends a request has no text of its own.
             ended_by_token = request.status is RequestStatus.FINISHED_STOPPED

@@ -49,7 +49,7 @@ def _check_slots(engine: LLMEngine) -> None:
     assert set(slots) <= memory.keys(), "in a slot but not in memory"
     assert len(memory) <= manager.capacity
     assert manager.pinned_adapters <= set(slots), "pinned but in no slot"
-    assert len(engine.adapters.pinned_adapters()) <= manager.lora_slots
+    assert len(engine.adapters.pinned) <= manager.lora_slots
 
 
 def _check_registry(engine: LLMEngine) -> None:
@@ -57,10 +57,10 @@ def _check_registry(engine: LLMEngine) -> None:
     in_flight = {request.adapter_id for request in engine.scheduler.requests.values()} - {0}
     assert in_flight <= adapters.adapters.keys(), "a request's adapter is unknown"
     assert adapters.manager.list_adapters().keys() <= adapters.adapters.keys(), "in memory but unknown"
-    assert adapters.pinned_adapters() <= adapters.adapters.keys(), "pinned but unknown"
+    assert adapters.pinned <= adapters.adapters.keys(), "pinned but unknown"
     leaving = {adapter.id for adapter in adapters.adapters.values() if adapter.leaving}
     assert leaving <= in_flight, "an unload was forgotten"
-    noted = {a.id for a in adapters.adapters.values() if a.reloads or a.failures or a.leaving or a.pinned}
+    noted = {a.id for a in adapters.adapters.values() if a.reloads or a.failures or a.leaving}
     assert noted <= adapters.noted, "what was noted of an adapter will not be looked at"
     named = {name: adapter.id for adapter in adapters.adapters.values() for name in adapter.names}
     assert adapters.by_name == named, "a name leads elsewhere"
@@ -80,9 +80,7 @@ def _check_registry(engine: LLMEngine) -> None:
 def check_running_fit_the_slots(engine: LLMEngine) -> None:
     """Holds while a step is computed: every running or pinned adapter has a slot."""
     manager = engine.adapters.manager
-    needed = {request.adapter_id for request in engine.scheduler.running} - {
-        0
-    } | engine.adapters.pinned_adapters()
+    needed = {request.adapter_id for request in engine.scheduler.running} - {0} | engine.adapters.pinned
     assert needed <= set(manager.lora_index_to_id), (needed, manager.lora_index_to_id)
 
 

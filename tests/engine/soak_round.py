@@ -146,7 +146,7 @@ class Round:
     # ---- what a step brings ---------------------------------------------------------------------------------
 
     def step(self) -> None:
-        pins = self.engine.adapters.pinned_adapters()
+        pins = set(self.engine.adapters.pinned)
         self.loads = {}
         outputs = self._call(self.engine.step)
         for output in outputs:
@@ -267,7 +267,7 @@ class Round:
             return None
         if adapter_id in self.leaving:
             return "it is being unloaded"
-        pins = adapters.pinned_adapters()
+        pins = set(adapters.pinned)
         if len(pins) >= adapters.manager.lora_slots and adapter_id not in pins:
             return "all slots are pinned"
         if self.disk.is_bad_at_first_sight(adapter_id) and (read_now or adapter_id not in adapters.adapters):
@@ -348,7 +348,7 @@ class Round:
     def pin(self) -> None:
         adapters = self.engine.adapters
         adapter_id = self.rng.randint(1, NUM_ADAPTERS)
-        pins, in_memory = adapters.pinned_adapters(), adapter_id in adapters.manager.list_adapters()
+        pins, in_memory = set(adapters.pinned), adapter_id in adapters.manager.list_adapters()
         try:
             self._call(self.engine.pin_lora, adapter_id)
         except RuntimeError as error:
@@ -357,14 +357,14 @@ class Round:
             unknown = adapter_id not in adapters.adapters
             assert unknown or (not in_memory and not self.disk.is_good(adapter_id)), error
         else:
-            assert adapter_id in adapters.pinned_adapters()
+            assert adapter_id in adapters.pinned
             self.report.counts["pins"] += 1
         self._look()
 
     def unpin(self) -> None:
-        for adapter_id in list(self.engine.adapters.pinned_adapters()):
+        for adapter_id in list(self.engine.adapters.pinned):
             assert self._call(self.engine.unpin_lora, adapter_id)
-            assert adapter_id not in self.engine.adapters.pinned_adapters()
+            assert adapter_id not in self.engine.adapters.pinned
         self._look()
 
     def spoil(self) -> None:

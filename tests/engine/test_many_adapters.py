@@ -64,7 +64,7 @@ def test_a_request_comes_is_served_and_goes_without_a_walk_through_the_adapters(
     engine.step()
 
     assert 2 not in registry.adapters
-    assert 3 in registry.pinned_adapters()
+    assert 3 in registry.pinned
 
 
 def kept_for_each(engine, small, adapter_ids):

@@ -44,7 +44,7 @@ def assert_nothing_is_left(engine):
     assert not engine.has_unfinished_requests()
     assert not engine.scheduler.requests and not engine.output_processor.states
     assert not engine.runner.row_sampler.draws
-    assert engine.scheduler.kv_cache.usage == 0
+    assert engine.get_metrics()["scheduler"]["kv_cache_usage"] == 0
 
 
 class TestAnswers:

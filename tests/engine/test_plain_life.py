@@ -45,7 +45,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path, Path]:
 def live(folders: tuple[Path, Path, Path], target_modules: list[str] | None) -> dict[str, Calls]:
     """A plain adapter's life in an engine with one slot and room for one adapter in memory; token ids in and out.
 
-    Nobody counts what happens to adapters but a list.
+    Nobody counts what happens to adapters but a list, and nobody records the steps.
     """
     heard: list[LoRAEvent] = []
     listeners = list(seams.listeners)
@@ -54,6 +54,7 @@ def live(folders: tuple[Path, Path, Path], target_modules: list[str] | None) -> 
         engine = make_engine(folders[0], target_modules)
     finally:
         seams.listeners[:] = listeners
+    engine.listeners.clear()
     stretches = live_in(engine, *folders[1:])
     assert [event.adapter_id for event in heard if event.kind == "load"] == [1, 2, 1]
     return stretches

@@ -10,7 +10,6 @@ from tiny_set import AdapterSet
 from tiny_tokens import COUNTS, TokenSet, V
 
 from minivllm import SamplingParams
-from minivllm.engine.core import EngineCore
 
 ADAPTERS = {
     "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -156,18 +155,17 @@ def test_have_their_tokens_as_text(llama):
     assert all(logprob.decoded_token is not None for logprob in of_b.values())
 
 
-def test_of_a_step_that_was_taken_again_are_all_there_once(llama, monkeypatch):
+def test_of_a_step_that_was_taken_again_are_all_there_once(llama):
     engine, prompt = llama.engine(max_num_batched_tokens=8), token_ids(20, 7)
     engine.add_request("a", prompt, greedy(3, prompt_logprobs=1), lora_request=llama.request("both"))
-    record, calls = EngineCore._record, []
+    calls = []
 
-    def interrupted(core, *args):
-        calls.append(args)
+    def interrupt(scheduled):
+        calls.append(scheduled)
         if len(calls) in (2, 4):
             raise KeyboardInterrupt
-        record(core, *args)
 
-    monkeypatch.setattr(EngineCore, "_record", interrupted)
+    engine.listeners.insert(0, interrupt)
     outputs = {}
     for _ in range(20):
         with suppress(KeyboardInterrupt):

@@ -10,11 +10,10 @@ import pytest
 from minivllm.lora.checks import nearest_names
 from minivllm.lora.names import (
     get_adapter_absolute_path,
-    is_base_embedding_weights,
     is_in_target_modules,
-    is_supported_lora_module,
     parse_fine_tuned_lora_name,
 )
+from minivllm.lora.utils import is_base_embedding_weights, is_supported_lora_module
 
 UP = "model.layers.0.mlp.up_proj"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

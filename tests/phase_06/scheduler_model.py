@@ -81,7 +81,6 @@ class World:
         self.max_loras = max_loras
         self.config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_lora_wait_steps)
         self.block_size = block_size
-        self.pinned = set()
         self.held = {}
         self.loads, self.generation, self.in_place = {}, Counter(), Counter()
         self.memory = {}
@@ -96,9 +95,17 @@ class World:
             LoRAConfig(max_loras=max_loras) if max_loras else None,
             max_model_len=max_model_len,
             adapter_identity=self.loads.get,
-            pinned_adapters=lambda: self.pinned,
+            pinned_adapters=set(),
             may_run=self.may_run,
         )
+
+    @property
+    def pinned(self):
+        return self.scheduler.pinned_adapters
+
+    @pinned.setter
+    def pinned(self, adapter_ids):
+        self.scheduler.pinned_adapters = adapter_ids
 
     def may_run(self, request):
         """As the engine answers: `held` says why, or an unfinished request belongs to an earlier load."""

@@ -88,7 +88,7 @@ def test_a_request_comes_and_goes_without_a_look_at_the_others(looked_at, num_ad
 
 def test_pins_under_a_long_queue_cost_a_look_at_those_who_are_refused_and_then_none(looked_at):
     scheduler = long_queue(NUM_ADAPTERS)
-    scheduler.pinned_adapters = lambda: [1, 2, 3, 4]
+    scheduler.pinned_adapters = [1, 2, 3, 4]
 
     refused = step(scheduler).refused
     seen = looked_at(step, scheduler)
@@ -123,8 +123,11 @@ def test_a_step_counts_all_it_passes_over_and_names_the_first():
 class WalkingScheduler(Scheduler):
     """Asks everybody who waits, one after the other, as the rule says it; `walked` names those it passed over."""
 
-    def _schedule_waiting(self, output):
+    def schedule(self):
         self.walked = []
+        return super().schedule()
+
+    def _schedule_waiting(self, output):
         waiting = list(self.waiting)
         oldest = {}
         for request in waiting:

@@ -160,12 +160,12 @@ class TestUnload:
 
     @lab
     def test_takes_back_what_was_noted_of_the_adapter(self, world):
-        world.registry.adapters[1].pinned = True
+        world.registry.pinned.add(1)
 
         world.registry.remove_lora(1)
         world.registry.add_lora(world.lora())
 
-        assert world.registry.pinned_adapters() == set(), "the next adapter with id 1 would be pinned"
+        assert world.registry.pinned == set(), "the next adapter with id 1 would be pinned"
 
 
 class TestReload:

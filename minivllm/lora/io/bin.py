@@ -6,6 +6,7 @@ out are names, dtypes, shapes and places of tensors, so that a reader knows thei
 """
 
 import io
+import os
 import pickle
 import struct
 import zipfile
@@ -15,12 +16,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 import torch
 
 import minivllm.lora.seams as seams
-from minivllm.lora.limits import (
-    LONGEST_TENSOR_NAME,
-    MOST_DIMENSIONS,
-    MOST_TENSORS,
-    file_size,
-)
+from minivllm.lora.limits import LONGEST_TENSOR_NAME, MOST_DIMENSIONS, MOST_TENSORS
 from minivllm.lora.safetensors_file import StoredTensor
 
 # A pickle is read operation by operation, with 55 reads for each tensor. An adapter of all linears of Llama 3.1 405B
@@ -102,9 +98,13 @@ def _find(file: BinaryIO) -> dict[str, StoredTensor | None] | None:
         raise ValueError(f"a tensor's name has more than {LONGEST_TENSOR_NAME} characters")
     places: dict[str, tuple[int, int]] = {}
     tensors = {name: _place(file, records, view, places) for name, view in found.items()}
-    if sum(stored.nbytes for stored in tensors.values() if stored) > file_size(file):
+    if sum(stored.nbytes for stored in tensors.values() if stored) > _size(file):
         raise ValueError("its tensors share more bytes than the file has")
     return tensors
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 def _records(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
@@ -175,7 +175,7 @@ def _place(
         places[storage.key] = start, start + record.file_size
     begin, end = places[storage.key]
     start, nbytes = begin + view.offset * storage.dtype.itemsize, span * storage.dtype.itemsize
-    if nbytes and start + nbytes > min(end, file_size(file)):
+    if nbytes and start + nbytes > min(end, _size(file)):
         raise ValueError("a tensor is larger than its record")
     return StoredTensor(storage.dtype, view.shape, start, nbytes, None if in_order else view.stride)
 

@@ -11,9 +11,9 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
 from minivllm.lora.io.hub import looks_like_hub_id
-from minivllm.lora.limits import read_config
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import one_sentence
+from minivllm.lora.weights_files import read_config
 
 logger = logging.getLogger(__name__)
 

@@ -55,6 +55,14 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         """How wide A, and how tall B, of an adapter for all slices together must be."""
         return self.part_sizes[0][0], sum(height for _, height in self.part_sizes)
 
+    @property
+    def lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
+        return self.slots.a
+
+    @property
+    def lora_b_stacked(self) -> tuple[torch.Tensor, ...]:
+        return self.slots.b
+
     # ---- an adapter's weights -------------------------------------------------------------------------------
 
     def also_called(self, name: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 import minivllm.lora.seams as seams
 from minivllm.config import DTYPES
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.weights_files import files_of_options, read_weights
+from minivllm.lora.weights_files import files_in, read_weights
 
 INPUT, OUTPUT = "input_embeddings", "output_embeddings"
 FILES = ("new_embeddings.safetensors", "new_embeddings.bin")
@@ -21,7 +21,7 @@ FILES = ("new_embeddings.safetensors", "new_embeddings.bin")
 
 def find_new_embeddings(lora_dir: str) -> Path | None:
     """The file in an adapter's folder, safetensors first; None where it adds no tokens."""
-    return next((path for name, path in files_of_options(lora_dir).items() if name in FILES), None)
+    return next(iter(files_in(lora_dir, FILES)), None)
 
 
 def read_new_embeddings(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:

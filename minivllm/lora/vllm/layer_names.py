@@ -62,14 +62,6 @@ def split_lora_b(self: MergedColumnParallelLinearVariableSliceWithLoRA, lora_b: 
     return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices))
 
 
-def lora_a_stacked(self: BaseLayerWithLoRA) -> tuple[torch.Tensor, ...]:
-    return self.slots.a
-
-
-def lora_b_stacked(self: BaseLayerWithLoRA) -> tuple[torch.Tensor, ...]:
-    return self.slots.b
-
-
 def punica_wrapper(self: BaseLayerWithLoRA) -> Backend | None:
     return self.backend
 
@@ -81,8 +73,7 @@ def as_list(weights: object) -> Sides:
 
 for method in (set_lora, reset_lora, slice_lora_a, slice_lora_b):
     setattr(BaseLayerWithLoRA, method.__name__, method)
-for reader in (lora_a_stacked, lora_b_stacked, punica_wrapper):
-    setattr(BaseLayerWithLoRA, reader.__name__, property(reader))
+BaseLayerWithLoRA.punica_wrapper = property(punica_wrapper)
 BaseLayerWithLoRA.can_replace_layer = classmethod(can_replace_layer)
 MergedColumnParallelLinearVariableSliceWithLoRA.slice_lora_a = share_lora_a
 MergedColumnParallelLinearVariableSliceWithLoRA.slice_lora_b = split_lora_b

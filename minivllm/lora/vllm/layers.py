@@ -1,6 +1,5 @@
 """What vLLM has in vllm/lora/layers/ (v0.22.1), with its names for what a layer does."""
 
-import minivllm.lora.vllm.layer_names  # noqa: F401
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from minivllm.lora.layers.linear import (

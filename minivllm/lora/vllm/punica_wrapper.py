@@ -175,13 +175,13 @@ class PunicaWrapperLoops(PunicaWrapperBase, LoopsBackend):
 
     def _shrink(self, y: Any, x: torch.Tensor, lora_a: Stacked, scale: float, rows: Any) -> None:
         for plane, a in zip(y, lora_a):
-            self.shrink_op(x, a, plane, *rows, scale)
+            self.shrink_op(x, a, plane, rows, scale)
 
     def _expand(
         self, y: torch.Tensor, x: Any, lora_b: Stacked, offset: int, add_inputs: bool, rows: Any
     ) -> None:
         for plane, b in zip(x, lora_b):
-            self.expand_op(plane, b, y, *rows, offset, b.shape[-2], add_inputs)
+            self.expand_op(plane, b, y, rows, offset, b.shape[-2], add_inputs)
             offset += b.shape[-2]
 
 

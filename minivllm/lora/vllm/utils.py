@@ -6,9 +6,8 @@ from minivllm.config import LoRAConfig
 from minivllm.lora.adaptable import get_supported_lora_modules, process_packed_modules_mapping
 from minivllm.lora.names import (
     get_adapter_absolute_path,
-    is_base_embedding_weights,
     is_in_target_modules,
-    is_supported_lora_module,
+    is_left_out,
     parse_fine_tuned_lora_name,
 )
 from minivllm.lora.options.logits import from_layer_logits_processor
@@ -28,6 +27,16 @@ __all__ = [
     "process_packed_modules_mapping",
     "replace_submodule",
 ]
+
+
+def is_base_embedding_weights(name: str) -> bool:
+    """Whether PEFT saved this tensor, of the base model, beside an adapted embedding. vLLM: the same name."""
+    return is_left_out(name)
+
+
+def is_supported_lora_module(module_name: str, supported_lora_modules: list[str]) -> bool:
+    """Whether a module's name is, or ends in, one of the supported names. vLLM: the same name."""
+    return any(f".{module_name}".endswith(f".{end}") for end in supported_lora_modules)
 
 
 def from_layer(

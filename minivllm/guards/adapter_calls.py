@@ -1,0 +1,41 @@
+"""Calls about adapters while an engine serves. Stands for a part of vllm/v1/engine/llm_engine.py (v0.22.1)."""
+
+from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.guards.guarded_core import GuardedCore
+from minivllm.guards.turns import in_turn
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.sentences import in_one_sentence
+
+
+class AdapterCalls(GuardedCore):
+    """What callers ask of the `AdapterRegistry`, each in its turn. RuntimeError for an engine without LoRA."""
+
+    @in_one_sentence
+    @in_turn(on_threads=True)
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter ahead of its first request. vLLM: `add_lora`."""
+        return self._adapters().add_lora(lora_request)
+
+    @in_turn(on_threads=True)
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
+        return self._adapters().remove_lora(lora_id)
+
+    @in_turn(on_threads=True)
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in its slot. vLLM: `pin_lora`."""
+        return self._adapters().pin_lora(lora_id)
+
+    @in_turn(on_threads=True)
+    def unpin_lora(self, lora_id: int) -> bool:
+        """Let a pinned adapter be evicted again."""
+        return self._adapters().unpin_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters in memory. vLLM: `list_loras`."""
+        return self.runner.list_loras()
+
+    def _adapters(self) -> AdapterRegistry:
+        if self.adapters is None:
+            raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
+        return self.adapters
