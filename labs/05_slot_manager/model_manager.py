@@ -64,7 +64,7 @@ class LRUCacheLoRAModelManager(AdapterSlots):
     @property
     def lora_dtype(self) -> torch.dtype:
         """Of the slots; adapters are converted to it when they are read."""
-        return next(iter(self.modules.values())).slots.a[0].dtype
+        return next(iter(self.wrapped.modules.values())).slots.a[0].dtype
 
     def create_dummy_lora(
         self, lora_id: int, rank: int, embedding_modules: dict[str, str] | None = None

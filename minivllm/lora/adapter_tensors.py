@@ -86,7 +86,8 @@ def to_weights(
             raise ValueError(f"{module} is there twice: {trained_as} is a second name for it")
         check_pair(module, pair, peft_helper.ranks)
         lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=pair["lora_A"].shape[-2])
-        check_numbers(module, pair, lora.scaling, dtype)
+        if not pair["lora_A"].is_meta:
+            check_numbers(module, pair, lora.scaling, dtype)
         lora.module_name = module
         lora.lora_a, lora.lora_b = pair.pop("lora_A"), pair.pop("lora_B")  # (r, K), (N, r)
         lora.beside = {kind: tensor * lora.scaling for kind, tensor in pair.items()}  # (1, N)

@@ -80,10 +80,14 @@ def check_fields(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{pattern} must map module names to numbers, got {config[pattern]!r}")
         if config[pattern]:
             _check_keys(pattern, list(config[pattern]))
-    for name, rank in _entries(config, "rank", "r", "rank_pattern"):
+    of_modules = config["rank_pattern"] or {}
+    ranks = {f"rank_pattern: LoRA rank {key}": rank for key, rank in of_modules.items()}
+    for name, rank in {"LoRA rank r": config["r"], **ranks}.items():
         if not is_integral(rank) or not 1 <= rank <= LARGEST_RANK:
             raise ValueError(f"{name} must be an int from 1 to {LARGEST_RANK}, got {shown(rank)}")
-    for name, alpha in _entries(config, "alpha", "lora_alpha", "alpha_pattern"):
+    of_modules = config["alpha_pattern"] or {}
+    alphas = {f"alpha_pattern: LoRA alpha {key}": alpha for key, alpha in of_modules.items()}
+    for name, alpha in {"LoRA alpha lora_alpha": config["lora_alpha"], **alphas}.items():
         if not is_real(alpha) or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
             raise ValueError(f"{name} must be a finite number, got {shown(alpha)}")
     if not isinstance(config["use_rslora"], bool | None):
@@ -111,13 +115,6 @@ def _check_keys(field: str, keys: list[str]) -> None:
         raise ValueError(
             f"{field} has {len(others)} keys that are no plain names, at most {MOST_OTHER_PATTERNS} are read"
         )
-
-
-def _entries(config: Mapping[str, Any], kind: str, name: str, pattern: str) -> Iterator[tuple[str, Any]]:
-    """(name for error messages, value) of a field and of each entry of its pattern."""
-    yield f"LoRA {kind} {name}", config[name]
-    for key, entry in (config[pattern] or {}).items():
-        yield f"{pattern}: LoRA {kind} {key}", entry
 
 
 def check_config(config: Mapping[str, Any], lora_config: LoRAConfig) -> None:
@@ -248,8 +245,6 @@ def check_numbers(
     found   as in `check_pair`; the scaling is for all but A
     """
     for name, tensor in found.items():
-        if tensor.is_meta:
-            continue
         factor = 1 if name == "lora_A" else scaling
         wanted = dtype or tensor.dtype
         # One pass; NaN comes through both ends, and is not <= anything. No number between is larger once rounded.

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import minivllm.lora.seams as seams
-from minivllm.config import LoRAConfig
 from minivllm.faults import as_fault, reason
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
@@ -77,10 +76,19 @@ class AdapterLoader:
 
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
         """As `_load_adapter`, but the errors are as the readers raise them, without the adapter's name."""
-        read = _read_folder if lora_request.lora_tensors is None else seams.request_readers["lora_tensors"]
-        manager = self.manager
-        lora = read(lora_request, folder, manager.lora_config, shapes_only=shapes_only, **what_fits(manager))
-        manager.check_adapter(lora)
+        lora_config, options = (
+            self.manager.lora_config,
+            what_fits(self.manager) | {"shapes_only": shapes_only},
+        )
+        longest = getattr(getattr(self.manager.model, "config", None), "max_position_embeddings", None)
+        if lora_request.lora_tensors is None:
+            helper = PEFTHelper.from_local_dir(folder, longest)
+            helper.validate_legal(lora_config)
+            options |= {"peft_helper": helper, "lora_model_id": lora_request.lora_int_id}
+            lora = LoRAModel.from_local_checkpoint(folder, **options)
+        else:
+            lora = seams.request_readers["lora_tensors"](lora_request, lora_config, longest, **options)
+        self.manager.wrapped.accept(lora)
         lora.name = lora_request.lora_name
         return lora
 
@@ -98,40 +106,24 @@ class AdapterLoader:
 
 
 def what_fits(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
-    """What readers must know of a model: `max_position_embeddings`, and parameters of `from_local_checkpoint`.
+    """The parameters of `LoRAModel.from_local_checkpoint` that the model decides.
 
     Expected are the ends of module names that adapters may use: those of modules, and of the parts of fused ones. More
     tensors than an adapter of all modules has are too many: A, B and a bias for each, and copies of base embeddings.
     """
     model, packed = manager.model, {**seams.part_names, **manager.packed_modules_mapping}
     skip_prefixes = getattr(model, "lora_skip_prefixes", None)
+    tensors = MOST_TENSORS if skip_prefixes else 4 * len(manager.wrapped.targets) + 16
     return {
-        "max_position_embeddings": getattr(getattr(model, "config", None), "max_position_embeddings", None),
-        "expected_lora_modules": sorted(
+        "expected_lora_modules": [
             name for module in manager.supported_lora_modules for name in (*packed.get(module, []), module)
-        ),
-        "most_tensors": MOST_TENSORS
-        if skip_prefixes
-        else min(MOST_TENSORS, 4 * len(manager.wrapped.targets) + 16),
+        ],
+        "most_tensors": min(MOST_TENSORS, tensors),
         "dtype": manager.lora_dtype,
         "model_vocab_size": manager.vocab_size,
         "weights_mapper": getattr(model, "hf_to_vllm_mapper", None),
         "skip_prefixes": skip_prefixes,
     }
-
-
-def _read_folder(
-    lora_request: LoRARequest,
-    folder: str,
-    lora_config: LoRAConfig,
-    max_position_embeddings: int | None,
-    **options: Any,
-) -> LoRAModel:
-    """The adapter in a request's folder.   options: see `LoRAModel.from_local_checkpoint`"""
-    helper = PEFTHelper.from_local_dir(folder, max_position_embeddings)
-    helper.validate_legal(lora_config)
-    adapter_id = lora_request.lora_int_id
-    return LoRAModel.from_local_checkpoint(folder, peft_helper=helper, lora_model_id=adapter_id, **options)
 
 
 def _refusal(name: str, error: BaseException) -> Exception:

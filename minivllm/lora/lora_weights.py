@@ -1,7 +1,7 @@
 """The A and B of one module, alone or packed. Stands for vllm/lora/lora_weights.py (v0.22.1)."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -46,9 +46,7 @@ class PackedLoRALayerWeights:
         ]
 
     @classmethod
-    def from_parts(
-        cls, module_name: str, rank: int, parts: Sequence[LoRALayerWeights | None]
-    ) -> "PackedLoRALayerWeights":
+    def from_parts(cls, module_name: str, rank: int, parts: Sequence[LoRALayerWeights | None]) -> Self:
         """These parts side by side, as they are."""
         packed = cls(module_name, rank, [], [], [])
         packed.parts = list(parts)
@@ -56,7 +54,7 @@ class PackedLoRALayerWeights:
 
     # region lab 1.5: pack the parts of a fused module
     @classmethod
-    def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> "PackedLoRALayerWeights":
+    def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> Self:
         """Put the parts of a fused module side by side, each with its own A, B, rank and alpha.
 
         loras   one entry a part, in the order of the fused module's slices; None for a part without an
@@ -70,7 +68,7 @@ class PackedLoRALayerWeights:
 
     # endregion
 
-    def optimize(self) -> "PackedLoRALayerWeights":
+    def optimize(self) -> Self:
         """Fold the scaling of each part into its B."""
         for part in filter(None, self.parts):
             part.optimize()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -36,7 +36,7 @@ class LoRALayerWeights:
             self.scaling = self.lora_alpha / self.rank
 
     # region lab 1.4: fold the scaling into B, once
-    def optimize(self) -> "LoRALayerWeights":
+    def optimize(self) -> Self:
         """Multiply B by the scaling, so that no forward pass has to, and return self.
 
         Doing it again changes nothing. B is replaced, not written to: whoever read it from a file may still hold it.
@@ -84,9 +84,7 @@ class LoRALayerWeights:
         return parts
 
     @classmethod
-    def from_config(
-        cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None
-    ) -> "LoRALayerWeights":
+    def from_config(cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None) -> Self:
         """Without tensors yet, with the config's alpha and scaling. The config knows Hugging Face's module names.
 
         rank   of the module's tensors, None = the config's r
@@ -98,7 +96,7 @@ class LoRALayerWeights:
     @classmethod
     def create_dummy_lora_weights(
         cls, module_name: str, input_dim: int, output_dim: int, rank: int, dtype: torch.dtype, device: str
-    ) -> "LoRALayerWeights":
+    ) -> Self:
         """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
         lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
         lora_b = torch.zeros(output_dim, rank, dtype=dtype, device=device)

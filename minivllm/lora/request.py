@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from minivllm.lora.sentences import in_one_sentence
@@ -62,14 +63,6 @@ class LoRARequest:
 
     # endregion
 
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id
-
-    @property
-    def path(self) -> str:
-        return self.lora_path
+    name = property(attrgetter("lora_name"))
+    adapter_id = property(attrgetter("lora_int_id"))
+    path = property(attrgetter("lora_path"))

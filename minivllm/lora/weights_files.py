@@ -27,25 +27,11 @@ def open_file(path: str | Path) -> BinaryIO:
     return file
 
 
-def read_config(path: str | Path) -> Any:
-    """What a small JSON file holds. ValueError names a file that cannot be parsed; OSError passes through."""
-    with open_file(path) as file:
-        data, nbytes = file.read(CONFIG_BYTES + 1), os.fstat(file.fileno()).st_size
-    if len(data) > CONFIG_BYTES:
-        raise ValueError(f"'{path}' has {nbytes} bytes, more than the {CONFIG_BYTES} that a config may have")
-    try:
-        value = json.loads(data.decode(), object_pairs_hook=without_duplicates)
-        check_depth(value)
-    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is not valid JSON: {error}") from error
-    return value
-
-
 def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
     """Path and fields of a folder's adapter_config.json.
 
-    FileNotFoundError: no such folder, or none in it. ValueError: it is no JSON object.
+    FileNotFoundError: no such folder, or no config in it. ValueError names a config that cannot be read or parsed, is
+    beyond our limits (`limits`), or is no JSON object.
     """
     if not os.path.isdir(lora_dir):
         raise FileNotFoundError(f"adapter folder '{lora_dir}' does not exist")
@@ -53,9 +39,18 @@ def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"'{lora_dir}' has no adapter_config.json, so it is not an adapter folder")
     try:
-        config = read_config(path)
+        with open_file(path) as file:
+            data, nbytes = file.read(CONFIG_BYTES + 1), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error.strerror or error}") from error
+    if len(data) > CONFIG_BYTES:
+        raise ValueError(f"'{path}' has {nbytes} bytes, more than the {CONFIG_BYTES} that a config may have")
+    try:
+        config = json.loads(data.decode(), object_pairs_hook=without_duplicates)
+        check_depth(config)
+    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"'{path}' is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"'{path}' holds a {type(config).__name__}, expected a JSON object")
     return path, config

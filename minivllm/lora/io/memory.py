@@ -14,7 +14,6 @@ from minivllm.lora.request import LoRARequest
 
 def read_tensors(
     lora_request: LoRARequest,
-    folder: str,
     lora_config: LoRAConfig,
     max_position_embeddings: int | None,
     expected_lora_modules: Iterable[str],

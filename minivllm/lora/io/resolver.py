@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from minivllm.lora.io.hub import looks_like_hub_id
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import one_sentence
-from minivllm.lora.weights_files import read_config
+from minivllm.lora.weights_files import read_adapter_config
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,8 @@ class FilesystemResolver(LoRAResolver):
         """Whether the config is a LoRA's, trained on this model. What cannot be read is refused by the loader,
         which says why."""
         try:
-            config = read_config(os.path.join(path, CONFIG))
-        except (OSError, ValueError):
-            return True
-        if not isinstance(config, dict):
+            _, config = read_adapter_config(path)
+        except (FileNotFoundError, ValueError):
             return True
         if (kind := config.get("peft_type")) != "LORA":
             logger.warning(
