@@ -1,156 +1,147 @@
 """The life of a request: `python docs/pictures/life_of_a_request.py` draws docs/_static/life-of-a-request.svg."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#9aa0a6", "#202124"
+BLUE, ORANGE, GREY, INK, MUTED = "#0072B2", "#B86E00", "#9aa0a6", "#202124", "#5f6368"
 OUT = Path(__file__).resolve().parents[1] / "_static" / "life-of-a-request.svg"
+WIDTH, HEIGHT, STEP = 4.9, 1.4, 1.9
+B, A = 0.0, 5.7  # where the books' columns begin
 
-# (left, bottom, width, colour, title, lines)
+
+class Box(NamedTuple):
+    """A stop on the way: its column and row, what is called, in which file, and what that does."""
+
+    left: float
+    row: int
+    colour: str
+    title: str
+    file: str
+    does: str
+
+
 BOXES = {
-    "add": (
-        0.0,
-        8.6,
-        4.4,
-        GREY,
-        "add_request",
-        ["prompt -> token ids", "adapter: known? fits?", "a bad one is refused here"],
+    "add": Box(B, 0, ORANGE, "1  add_request", "engine/llm_engine.py", "refuses what cannot be served"),
+    "check": Box(A, 0, BLUE, "check_adapter", "lora/loading.py", "a new one: config and shapes"),
+    "schedule": Box(B, 1, ORANGE, "2  schedule", "core/scheduler.py", "tokens, KV blocks, max_loras"),
+    "prepare": Box(
+        A, 1, BLUE, "3  prepare_adapters", "lora/worker_manager.py", "read; layers accept or refuse"
     ),
-    "schedule": (
-        0.0,
-        5.7,
-        4.4,
-        ORANGE,
-        "Scheduler.schedule",
-        ["running first, then waiting", "token budget, KV blocks", "max_loras: skip, never block"],
+    "launch": Box(B, 2, ORANGE, "4  launch_model", "worker/step_runner.py", "all tokens in one pass"),
+    "active": Box(
+        A, 2, BLUE, "set_active_adapters", "worker_manager.py, slots.py", "copies, then ids to slots"
     ),
-    "claim": (
-        5.6,
-        8.6,
-        5.2,
-        BLUE,
-        "set_active_adapters",
-        ["claim what the step needs", "(just read, if not in memory)", "evict, copy into slots"],
+    "sample": Box(B, 3, ORANGE, "5  sample_tokens", "worker/row_sampler.py", "a token for rows at their end"),
+    "linear": Box(
+        A, 3, BLUE, "every wrapped linear", "lora/layers/, backend.py", "y = x·Wᵀ + (x·Aᵀ)·Bᵀ, by row"
     ),
-    "mapping": (
-        5.6,
-        5.7,
-        5.2,
-        BLUE,
-        "set_adapter_mapping",
-        ["then: ids -> slots", "memo keyed on slots, too", "tile list of the step"],
-    ),
-    "linear": (
-        12.0,
-        8.6,
-        5.0,
-        GREEN,
-        "every wrapped linear",
-        ["y = x·Wᵀ", "h = x·Aᵀ  (shrink)", "y += h·Bᵀ  (expand)"],
-    ),
-    "sample": (
-        12.0,
-        5.7,
-        5.0,
-        GREEN,
-        "logits, sampler",
-        ["rows that end a prompt", "or an answer so far", "one token each"],
-    ),
-    "update": (
-        5.6,
-        2.8,
-        5.2,
-        ORANGE,
-        "update_from_output",
-        ["commit computed tokens", "who ended frees blocks", "and perhaps a slot"],
-    ),
-    "output": (
-        0.0,
-        2.8,
-        4.4,
-        GREY,
-        "RequestOutput",
-        ["text so far, or the end", "or: error, with a sentence"],
-    ),
+    "update": Box(B, 4, ORANGE, "6  update_from_output", "core/scheduler.py", "commits; the next step is 2"),
+    "output": Box(A, 4, GREY, "RequestOutput", "engine/outputs.py", "text so far, or the end"),
 }
-ARROWS = [
+ARROWS = (
+    ("add", "check"),
     ("add", "schedule"),
-    ("schedule", "claim"),
-    ("claim", "mapping"),
-    ("mapping", "linear"),
+    ("schedule", "prepare"),
+    ("prepare", "launch"),
+    ("launch", "active"),
+    ("active", "linear"),
     ("linear", "sample"),
     ("sample", "update"),
     ("update", "output"),
-    ("update", "schedule"),
-]
-HEIGHT = 2.1
+)
+# What is plugged in or stands around: folder or file, and what is in it.
+AROUND = (
+    ("lora/options/", "experts, ends, bias, ..."),
+    ("lora/io/", "hub, resolvers, .bin"),
+    ("lora/gpu/", "Triton, slot writer"),
+    ("lora/vllm/", "vLLM's further names"),
+    ("lora/reports.py", "counts, bytes, log"),
+    ("guards/, text/", "threads, Ctrl-C; words"),
+)
 
 
-def box(
-    axes: Axes, left: float, bottom: float, width: float, colour: str, title: str, lines: list[str]
+def bottom(row: float) -> float:
+    return -row * STEP - HEIGHT
+
+
+def frame(
+    axes: Axes, left: float, low: float, width: float, height: float, colour: str, **more: object
 ) -> None:
-    axes.add_patch(
-        FancyBboxPatch(
-            (left, bottom),
-            width,
-            HEIGHT,
-            boxstyle="round,pad=0,rounding_size=0.18",
-            facecolor=colour + "1f",
-            edgecolor=colour,
-            lw=1.4,
-        )
-    )
-    axes.text(left + 0.25, bottom + HEIGHT - 0.32, title, va="top", fontsize=10.5, weight="bold", color=INK)
+    style = "round,pad=0,rounding_size=0.16"
+    axes.add_patch(FancyBboxPatch((left, low), width, height, boxstyle=style, edgecolor=colour, **more))
+
+
+def draw_box(axes: Axes, box: Box) -> None:
+    low = bottom(box.row)
+    frame(axes, box.left, low, WIDTH, HEIGHT, box.colour, facecolor=box.colour + "1a", lw=1.4)
+    axes.text(box.left + 0.2, low + 1.05, box.title, va="center", fontsize=11, weight="bold", color=INK)
     axes.text(
-        left + 0.25,
-        bottom + HEIGHT - 0.86,
-        "\n".join(lines),
-        va="top",
-        fontsize=9,
-        color=INK,
-        linespacing=1.35,
+        box.left + 0.2,
+        low + 0.66,
+        box.file,
+        va="center",
+        fontsize=9.5,
+        color=MUTED if box.colour == GREY else box.colour,
     )
+    axes.text(box.left + 0.2, low + 0.28, box.does, va="center", fontsize=9.5, color=INK)
 
 
-def ends(start: str, end: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Where an arrow leaves one box and meets the other: sides that face each other."""
-    (x0, y0, w0, *_), (x1, y1, w1, *_) = BOXES[start], BOXES[end]
-    if x0 == x1:
-        return ((x0 + w0 / 2, y0), (x1 + w1 / 2, y1 + HEIGHT))
-    if x1 > x0:
-        return ((x0 + w0, y0 + HEIGHT / 2), (x1, y1 + HEIGHT / 2))
-    return ((x0, y0 + HEIGHT / 2), (x1 + w1, y1 + HEIGHT / 2))
+def draw_arrow(axes: Axes, start: str, end: str) -> None:
+    """Between the sides of two boxes that face each other."""
+    one, other = BOXES[start], BOXES[end]
+    middle = HEIGHT / 2
+    if one.left == other.left:
+        tail, head = (one.left + 0.9, bottom(one.row)), (one.left + 0.9, bottom(other.row) + HEIGHT)
+    elif one.left < other.left:
+        tail, head = (one.left + WIDTH, bottom(one.row) + middle), (other.left, bottom(other.row) + middle)
+    else:
+        tail, head = (one.left, bottom(one.row) + middle), (other.left + WIDTH, bottom(other.row) + middle)
+        if one.row != other.row:
+            tail, head = (one.left, bottom(one.row) + 0.3), (other.left + WIDTH, bottom(other.row) + 1.1)
+    style = {"arrowstyle": "-|>", "mutation_scale": 12, "color": INK, "lw": 1.2, "shrinkA": 1, "shrinkB": 1}
+    axes.add_patch(FancyArrowPatch(tail, head, **style))
+
+
+def draw_around(axes: Axes, top: float) -> float:
+    """What is around the core, in three columns; gives the lower edge."""
+    axes.text(B, top - 0.1, "around the core", fontsize=11, weight="bold", color=MUTED, va="center")
+    axes.text(
+        B + 3.0, top - 0.1, "what plugs in does so at lora/seams.py", fontsize=9.5, color=MUTED, va="center"
+    )
+    width, height = 3.4, 0.95
+    for i, (name, what) in enumerate(AROUND):
+        left, low = (i % 3) * (width + 0.2), top - 0.5 - height - (i // 3) * (height + 0.2)
+        frame(axes, left, low, width, height, GREY, facecolor="none", lw=1.1, ls=(0, (4, 2)))
+        axes.text(left + 0.15, low + 0.64, name, va="center", fontsize=9.5, color=INK, weight="bold")
+        axes.text(left + 0.15, low + 0.27, what, va="center", fontsize=9.5, color=INK)
+    return top - 0.5 - 2 * height - 0.2
 
 
 def main() -> None:
     plt.rcParams.update({"svg.hashsalt": "life-of-a-request", "font.family": "DejaVu Sans"})
-    figure, axes = plt.subplots(figsize=(10.4, 5.4))
-    for values in BOXES.values():
-        box(axes, *values)
-    for start, end in ARROWS:
-        tail, head = ends(start, end)
-        axes.annotate(
-            "",
-            head,
-            tail,
-            arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.2, "shrinkA": 2, "shrinkB": 2},
-        )
-    for x, name, colour in (
-        (0.0, "engine, scheduler", ORANGE),
-        (5.6, "adapters and slots", BLUE),
-        (12.0, "one forward pass", GREEN),
+    figure, axes = plt.subplots(figsize=(6.4, 7.6))
+    for left, name, where, colour in (
+        (B, "book B", "core/, worker/, engine/", ORANGE),
+        (A, "book A", "lora/", BLUE),
     ):
-        axes.text(x, 11.1, name, fontsize=10.5, color=colour, weight="bold")
-    axes.text(5.6, 2.2, "the next step begins at Scheduler.schedule", fontsize=9, color=INK, style="italic")
-    axes.set_xlim(-0.2, 17.2)
-    axes.set_ylim(1.9, 11.6)
+        axes.text(left, 0.4, name, fontsize=11, weight="bold", color=colour, va="center")
+        axes.text(left + 1.5, 0.4, where, fontsize=9.5, color=colour, va="center")
+    for box in BOXES.values():
+        draw_box(axes, box)
+    for start, end in ARROWS:
+        draw_arrow(axes, start, end)
+    low = draw_around(axes, bottom(4) - 0.55)
+    axes.set_xlim(-0.1, A + WIDTH + 0.1)
+    axes.set_ylim(low - 0.1, 0.75)
     axes.axis("off")
+    figure.subplots_adjust(0, 0, 1, 1)
     figure.savefig(OUT, bbox_inches="tight", metadata={"Date": None})
 
 
