@@ -37,6 +37,7 @@ class AdapterSlots(AdapterTiers):
         self._make_room_in_memory()
         self._take(adapter)
         self._registered_adapters.put(adapter.id, adapter)
+        self.settled = None
         return True
 
     def _take(self, adapter: LoRAModel) -> None:

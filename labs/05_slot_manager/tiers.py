@@ -14,12 +14,14 @@ class AdapterTiers:
 
     in_use      adapters of the running requests. Neither they nor pinned ones are evicted; RuntimeError when that
                 leaves none
+    settled     the last step's requests and mapping, while nobody has come, gone or been used since; else None
     listeners   hear of every event; nothing here depends on whether there are any
     """
 
     def __init__(self, lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
         self.in_use: frozenset[int] = frozenset()
+        self.settled: tuple | None = None
         self.listeners: list[Listener] = []
         self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
         self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
@@ -64,6 +66,7 @@ class AdapterTiers:
 
     def touch_adapter(self, adapter_id: int) -> None:
         """Mark as just used, wherever it is."""
+        self.settled = None
         for tier in (self._registered_adapters, self._active_adapters):
             if adapter_id in tier:
                 tier.touch(adapter_id)
@@ -73,6 +76,7 @@ class AdapterTiers:
 
         Its weights stay there until others overwrite them: no row is sent to a slot that the table calls free.
         """
+        self.settled = None
         return self._active_adapters.pop(adapter_id) is not None
 
     def remove_adapter(self, adapter_id: int) -> bool:
@@ -111,8 +115,6 @@ class AdapterTiers:
 
     def has_room_for(self, adapter_id: int) -> bool:
         """Whether `_find_slot` would find one for it, or it has one."""
-        kept = self.in_use | self.pinned_adapters
         in_slots = self._active_adapters
-        return (
-            adapter_id in in_slots or len(in_slots) < self.lora_slots or any(a not in kept for a in in_slots)
-        )
+        may_go = set(in_slots) - self.in_use - self.pinned_adapters
+        return adapter_id in in_slots or len(in_slots) < self.lora_slots or bool(may_go)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from minivllm.config import SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
-from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS, SchedulerOutput
+from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS, ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.waiting_queue import WaitingQueue
 
@@ -31,7 +31,7 @@ class StepPolicy:
     def _schedule_running(self, output: SchedulerOutput) -> None:
         """Give running requests their next tokens, in order, while the budget lasts (`_budget_left`).
 
-        Each gets all tokens it has that are not computed, or what the budget has left; `output.add` notes them.
+        Each gets all tokens it has that are not computed, or what the budget has left; `_give` notes them.
         If `kv_cache.allocate_slots` lacks blocks for them, the request admitted last is preempted, as often as
         it takes, and `halted_by` becomes NO_BLOCKS. If that was the request itself, nobody is left to serve.
         """
@@ -80,14 +80,16 @@ class StepPolicy:
 
         For one step only: whatever became of the copy, the next one does not wait for it.
         """
-        if adapter_id not in output.prefetch:
-            if not (adapter_id and output.scheduled) or adapter_id in self._prefetched:
-                return False
-            if not self.can_prefetch(adapter_id):
-                return False
+        is_news = adapter_id not in self._prefetched and adapter_id not in output.prefetch
+        if is_news and adapter_id and output.scheduled and self.can_prefetch(adapter_id):
             self.lora.take(adapter_id)
             output.prefetch.append(adapter_id)
-        return True
+        return adapter_id in output.prefetch
+
+    def _give(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
+        samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
+        output.scheduled.append(ScheduledRequest(request, num_new_tokens, samples))
+        output.total_num_scheduled_tokens += num_new_tokens
 
     def _budget_left(self, output: SchedulerOutput) -> int:
         return self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens
@@ -113,5 +115,5 @@ class StepPolicy:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_cached
         output.cached_tokens[request.request_id] = num_cached
-        output.add(request, num_new_tokens)
+        self._give(request, num_new_tokens, output)
         return True

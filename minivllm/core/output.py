@@ -57,8 +57,3 @@ class SchedulerOutput:
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
         return {s.request.request_id: s.num_new_tokens for s in self.scheduled}
-
-    def add(self, request: Request, num_new_tokens: int) -> None:
-        samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
-        self.scheduled.append(ScheduledRequest(request, num_new_tokens, samples))
-        self.total_num_scheduled_tokens += num_new_tokens

@@ -1,6 +1,7 @@
 """An engine's steps among threads, errors and Ctrl-C. Stands for nothing in vLLM (v0.22.1); its engine dies of them."""
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 from minivllm.core.output import SchedulerOutput
@@ -23,6 +24,8 @@ class GuardedCore(EngineCore):
         self._launched: SchedulerOutput | None = None  # the step that is being computed
         self._launched_at = 0.0
         self._failed_steps = 0  # in a row
+        threads = self.runner.cpu_threads
+        self._around_step = nullcontext if threads.is_pytorchs else threads.around_step
 
     def step(self, of: Collection[str] | None = None) -> list[RequestOutput]:
         """Schedule, run, sample; what is new of every request that got a token or ended. vLLM: the same name.
@@ -33,13 +36,11 @@ class GuardedCore(EngineCore):
         token is lost, and the next call takes the step again. If that fails, too, the requests of the step end with the
         error. Outputs of a call that raised come with the next one's.
         """
-        threads = self.runner.cpu_threads
         outputs: list[RequestOutput] = []
         try:
             with self._turns.take(errors_leave_it_whole=False):
-                threads.before_step()
                 try:
-                    with threads.in_use():
+                    with self._around_step():
                         self._step(self._undelivered)
                     self._failed_steps = 0
                 except BaseException as error:

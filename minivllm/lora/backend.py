@@ -116,7 +116,7 @@ class Backend(ABC):
         self.no_lora = not self.runs
 
     def sync_slots(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Called before every forward pass: the moment to take in which slots have changed."""
+        """Called before a forward pass when anything has changed: the moment to take in which slots have."""
 
     @property
     def tables(self) -> list[torch.Tensor]:

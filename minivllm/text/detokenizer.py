@@ -21,12 +21,12 @@ class IncrementalDetokenizer:
     A finished text is `tokenizer.decode(token_ids, skip_special_tokens)` up to the stop. The one exception:
     where bytes that are no UTF-8 make a byte-fallback tokenizer take back text, what was shown stays.
 
-    tokenizer: a transformers fast tokenizer; with `detokenize` off the text is empty
+    tokenizer: a transformers fast tokenizer; None, or `detokenize` off, gives empty text
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._params = params
-        self._tokenizer = fast_backend(tokenizer) if params.detokenize else None
+        self._tokenizer = fast_backend(tokenizer) if tokenizer is not None and params.detokenize else None
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop)
         self._undecoded: list[int] = []  # the last ids, whose bytes are no whole character yet

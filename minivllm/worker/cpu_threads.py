@@ -39,6 +39,7 @@ SLOW = 2.0
 # The pause until the next measurement: at first so many times what one takes, at most so many seconds.
 FIRST_PAUSE = 100
 LONGEST_PAUSE = 60.0
+ASKED_FOR = "asked for"
 
 Part = Callable[[], Any]
 
@@ -87,6 +88,18 @@ class CPUThreads:
     def __str__(self) -> str:
         of = f" of {self.candidates[-1]}" if self.is_open else ""
         return f"{self.number}{of} CPU thread{'s' * (max(self.candidates) > 1)} ({self.reason})"
+
+    @property
+    def is_pytorchs(self) -> bool:
+        """Whether it is the number that PyTorch has by itself, with no other to choose: steps need not set it."""
+        return not self.is_open and self.reason != ASKED_FOR and self.number == self.current()
+
+    @contextlib.contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Around a step: on the chosen number, which is measured again first where it is time for that."""
+        self.before_step()
+        with self.in_use():
+            yield
 
     @contextlib.contextmanager
     def in_use(self, number: int | None = None) -> Iterator[None]:
@@ -207,7 +220,7 @@ def cpu_threads(config: EngineConfig) -> CPUThreads:
     """
     now = torch.get_num_threads()
     if config.threads is not None:
-        return CPUThreads(config.threads, "asked for")
+        return CPUThreads(config.threads, ASKED_FOR)
     if torch.device(config.device).type == "cuda":
         return CPUThreads(now, "the GPU computes")
     if os.environ.get("OMP_NUM_THREADS"):

@@ -1,6 +1,6 @@
 """Requests and scheduler outputs made by hand, so that a step can be tested without a scheduler."""
 
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
@@ -25,6 +25,8 @@ def make_output(*scheduled, idle=()):
     """(request, tokens) pairs that get tokens, in this order; `idle` requests run too but get none."""
     output = SchedulerOutput()
     for request, num_tokens in scheduled:
-        output.add(request, num_tokens)
+        samples = request.num_computed_tokens + num_tokens == request.num_tokens
+        output.scheduled.append(ScheduledRequest(request, num_tokens, samples))
+        output.total_num_scheduled_tokens += num_tokens
     output.running = [*(request for request, _ in scheduled), *idle]
     return output
