@@ -14,8 +14,8 @@ from minivllm.guards.refusals import check_arguments, check_slots, lora_is_off
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
-from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
+from minivllm.sentences import in_one_sentence
 
 
 class LLMEngine(AdapterCalls, EngineReports):

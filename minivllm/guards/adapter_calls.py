@@ -4,7 +4,7 @@ from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import in_one_sentence
+from minivllm.sentences import in_one_sentence
 
 
 class AdapterCalls(GuardedCore):
