@@ -9,7 +9,7 @@ from minivllm.engine.metrics import EngineReports
 from minivllm.engine.recorder import Recorder
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.adapter_calls import AdapterCalls
-from minivllm.guards.refusals import check_arguments, check_slots, lora_is_off
+from minivllm.guards.refusals import check_arguments, check_slots
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.sentences import in_one_sentence
@@ -57,9 +57,7 @@ class LLMEngine(AdapterCalls, EngineReports):
         Raises ValueError (FileNotFoundError for an adapter that is not there, TypeError for an argument of another
         kind) for what can never be served; the engine is then as it was.
         """
-        check_arguments(request_id, params, arrival_time, lora_request, self.config.model_config.max_logprobs)
-        if lora_request is not None and self.adapters is None:
-            raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
+        check_arguments(request_id, params, arrival_time, lora_request, self.config)
         if isinstance(lora_request, str):
             lora_request = self._named(lora_request)
         traits = BASE if lora_request is None else self.adapters.examine(lora_request)
