@@ -18,9 +18,9 @@ Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
 def read_tensor(
     name: str, tensor: torch.Tensor, peft_helper: PEFTHelper
 ) -> tuple[str, str | None, torch.Tensor]:
-    """(name, None, tensor) of an A or B as it is; of others what options read in it (`seams.tensor_readers`).
+    """(name of an A or B, None, the tensor); or (name of a B, what stands beside it, such as "bias", the tensor).
 
-    That is an A or B likewise; or the name of a B, what the tensor is beside that, such as "bias", and the tensor.
+    Options (`seams.tensor_readers`) may give a tensor another name or shape. What they do not know stays as it is.
     """
     for mark, read in seams.tensor_readers.items():
         if mark in name:
@@ -40,12 +40,12 @@ def pair_up(
 
     tensors          PEFT name -> tensor; A (r, K), B (N, r), in any order. Those of `is_left_out` are left out
     vocab_size       the width that the A of an embedding must have, None = any
-    weights_mapper   gives the names that modules have in the model. The config's patterns know only the names without
+    weights_mapper   gives the model's names of modules. The config's patterns know the checkpoint's names
 
-    `read_tensor` gives the tensor to take; where that is the tensor itself `check_tensor` looks at it.
+    `read_tensor` says what each tensor is. Where it gives the same tensor back, `check_tensor` judges it.
 
-    Raises ValueError naming the tensor: a name that is not LoRA's, or one side of a module there twice (with PEFT's
-    prefix and without); and when there are no LoRA weights at all.
+    ValueError names a tensor whose name is not LoRA's, or one that is there twice (with PEFT's prefix and without). It
+    is raised, too, when there are no LoRA weights at all.
     """
     raise Todo("lab 1.6: from tensors to modules")
 
@@ -56,14 +56,14 @@ def to_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> dict[str, LoRALayerWeights]:
-    """Module -> its weights, of the tensors' own ranks, with the config's scaling; converted when all were judged.
+    """Module -> its weights. Ranks are the tensors' own, scalings the config's. All are judged before one is converted.
 
     dtype   None = leave
 
     The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled at once.
 
-    Raises ValueError naming a module that is there under two names which the mapper makes one. `check_pair`, and
-    `check_numbers` once the scaling is known, find the rest.
+    ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
+    numbers, with the scaling; it is not asked about shapes alone (meta).
     """
     raise Todo("lab 1.6: from tensors to modules")
 

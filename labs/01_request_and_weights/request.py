@@ -14,16 +14,16 @@ class LoRARequest:
     """Names one adapter: what it is called, its number, and where its folder is. vLLM: `LoRARequest`.
 
     lora_name       what people call it; not empty
-    lora_int_id     its number in this engine: an int (a bool is none) from 1, since 0 means "base" in a batch
-                    mapping, to 2**63 - 1, the largest that a mapping holds
+    lora_int_id     its number in this engine: an int, no bool, from 1 to 2**63 - 1, the largest that a batch mapping
+                    holds; 0 means "base" there
     lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
     load_inplace    read it again although the id is loaded, once, when this request arrives
     lora_tensors    PEFT's name -> tensor: the adapter itself, instead of a folder. `peft_config` has then what
                     adapter_config.json would say, and `lora_path` becomes a name for these very tensors
 
-    Two requests are equal, and hash alike, when name, id and path are: vLLM compares names alone, so that
-    there an adapter with the same name and other weights counts as the same. The same id and path under
-    another name is an alias: not equal, but one adapter, since everything below a request goes by the id.
+    Requests are equal, and hash alike, when name, id and path are equal. vLLM compares names alone: there, other
+    weights under the same name count as the same adapter. The same id and path under another name is an alias. It is
+    not equal, but one adapter: everything below a request goes by the id.
 
     Raises ValueError for an empty name or path, or an id out of range.
     """
@@ -41,7 +41,7 @@ class LoRARequest:
     def __post_init__(self) -> None:
         """Check name, id and path, in this order; a `pathlib.Path` becomes the string it stands for.
 
-        With tensors the path becomes `memory:` and their `id`, whatever it was.
+        A request with tensors gets the path `memory:` and their `id`.
 
         ValueError names the field and shows what it was given; for id and path it also names the adapter.
         """

@@ -7,7 +7,6 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
-from minivllm.lora.checks import nearest_names
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.names import is_in_target_modules
 from minivllm.lora.replace import from_layer
@@ -87,14 +86,3 @@ def wrapped_layer(
     if not isinstance(wrapped, BaseLayerWithLoRA):
         raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
     return wrapped
-
-
-def unmatched(unknown: list[str], targets: list[str], limit: list[str] | None) -> str:
-    """What is said of names that an adapter uses and no module has.   limit: the server's `target_modules`"""
-    shown = []
-    for name in unknown[:4]:
-        near = nearest_names(name, targets)
-        shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
-    more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
-    why = f"; the engine wraps only target_modules={limit}" if limit else ""
-    return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"

@@ -33,10 +33,10 @@ class AdapterSlots(AdapterTiers):
             self.touch_adapter(adapter.id)
             return False
         self.check_adapter(adapter)
+        self.settled = None
         self._make_room_in_memory()
         self._take(adapter)
         self._registered_adapters.put(adapter.id, adapter)
-        self.settled = None
         return True
 
     def _take(self, adapter: LoRAModel) -> None:
@@ -45,6 +45,7 @@ class AdapterSlots(AdapterTiers):
             self.slot_writer.take(adapter)
 
     def _write(self, adapter: LoRAModel, slot: int) -> None:
+        self.settled = None
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: copy first, then say so

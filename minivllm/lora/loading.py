@@ -55,8 +55,10 @@ class AdapterLoader:
     def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
         """Read an adapter folder and check all of it; nothing in the engine has changed when this raises.
 
-        Of weights above `READ_AT_ONCE` bytes the shapes are checked before the numbers are read. FileNotFoundError: no
-        folder, no config, no weights. ValueError: everything else. Both name the adapter, in one sentence.
+        Of weights above `READ_AT_ONCE` bytes the shapes are checked before the numbers are read.
+
+        FileNotFoundError: no folder, no config, no weights. ValueError: everything else. Both name the adapter, in one
+        sentence.
 
         shapes_only   from the config and the header of the weights file alone: NaN and Inf are not seen
         """
@@ -75,7 +77,7 @@ class AdapterLoader:
         return self._load_adapter(lora_request, shapes_only=True)
 
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
-        """As `_load_adapter`, but the errors are as the readers raise them, without the adapter's name."""
+        """As `_load_adapter`, but errors do not name the adapter yet."""
         lora_config, options = (
             self.manager.lora_config,
             what_fits(self.manager) | {"shapes_only": shapes_only},
@@ -108,8 +110,8 @@ class AdapterLoader:
 def what_fits(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
     """The parameters of `LoRAModel.from_local_checkpoint` that the model decides.
 
-    Expected are the ends of module names that adapters may use: those of modules, and of the parts of fused ones. More
-    tensors than an adapter of all modules has are too many: A, B and a bias for each, and copies of base embeddings.
+    expected_lora_modules   ends of the names that adapters may use: of modules, and of the parts of fused ones
+    most_tensors            what an adapter of all modules has: A, B and a bias of each, and copies of base embeddings
     """
     model, packed = manager.model, {**seams.part_names, **manager.packed_modules_mapping}
     skip_prefixes = getattr(model, "lora_skip_prefixes", None)
@@ -127,7 +129,7 @@ def what_fits(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
 
 
 def _refusal(name: str, error: BaseException) -> Exception:
-    """What people are told; what is no fault (`as_fault`) is raised again."""
+    """The error in one sentence that names the adapter; `as_fault` raises again what is no fault, such as Ctrl-C."""
     # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
     if not isinstance(error, OSError | ValueError):
         return ValueError(one_sentence(f"adapter '{name}' cannot be read: {reason(as_fault(error))}"))

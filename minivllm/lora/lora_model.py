@@ -81,8 +81,8 @@ class LoRAModel:
     ) -> "LoRAModel":
         """From tensors by PEFT's names. Ranks are the tensors' own, scaling is the config's, noted and not applied.
 
-        All is judged before anything is converted: a refusal costs no memory. ValueError as `pair_up` and
-        `to_weights` say, which have the parameters, too. vLLM: the same name.
+        All is judged before anything is converted: a refusal costs no memory. For parameters and errors see `pair_up`
+        and `to_weights`. vLLM: the same name.
         """
         pairs = pair_up(tensors, peft_helper, model_vocab_size, weights_mapper, skip_prefixes)
         loras = to_weights(pairs, peft_helper, device, dtype)
@@ -111,8 +111,8 @@ class LoRAModel:
         With `shapes_only` the weights are not read: enough to check an adapter, not to serve it. A file of more than
         `most_tensors` is refused before any of them is looked at.
 
-        Raises FileNotFoundError when there is no weights file, ValueError when it is damaged, names modules
-        the model does not have, or fails the checks of `from_lora_tensors`. vLLM: the same name.
+        FileNotFoundError: no weights file. ValueError names a file that is damaged, modules that the model does not
+        have, or what `from_lora_tensors` refuses. vLLM: the same name.
         """
         path, of_options = find_weights_file(lora_dir), files_in(lora_dir, seams.folder_files)
         left_out = partial(is_left_out, skip_prefixes=skip_prefixes)

@@ -65,12 +65,6 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         """Of the slots; adapters are converted to it when they are read."""
         return next(iter(self.wrapped.modules.values())).slots.a[0].dtype
 
-    def create_dummy_lora(
-        self, lora_id: int, rank: int, embedding_modules: dict[str, str] | None = None
-    ) -> Any:
-        """An adapter of zeros over everything that is wrapped, for warm-up. vLLM: the same name."""
-        return self.wrapped.dummy(lora_id, rank)
-
     # region lab 5.3: a mapping counts only together with the slots it was made for
     @property
     def lora_index_to_id(self) -> list[int | None]:

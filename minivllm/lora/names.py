@@ -23,11 +23,10 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
     `base_model.model.model.embed_tokens.lora_embedding_B` -> `("model.embed_tokens", False)`
 
     name             with PEFT's prefix or without it; only what leads the name is the prefix
-    weights_mapper   renames what is left without the prefix, where the model's names are not Hugging Face's; None
-                     from it means that this name stays
+    weights_mapper   renames what follows the prefix, where the model's names are not Hugging Face's; where it gives
+                     None the name stays
 
-    Raises ValueError, its text `unsupported(name)`, for a name that is neither A nor B of a module. vLLM: the
-    same name.
+    ValueError, its text `unsupported(name)`, for a name that is neither A nor B of a module. vLLM: the same name.
     """
     plain = name.removeprefix(PEFT_PREFIX)
     if weights_mapper:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from typing import NoReturn
 
 import regex
 
@@ -22,8 +23,8 @@ class TimedPatterns:
 
     fields   key -> field of the config that has it; `check_fields` has looked at them
 
-    `(.*)*x` may keep `re` busy for longer than anybody lives. Plain names go to `re`, everything else to the package
-    `regex`, whose matches end in time. ValueError names a key that is no regular expression.
+    `(.*)*x` may keep `re` busy for years. Plain names go to `re`, everything else to the package `regex`, whose matches
+    can be stopped. ValueError names a key that is no regular expression.
     """
 
     def __init__(self, fields: dict[str, str] | None = None) -> None:
@@ -56,9 +57,7 @@ class TimedPatterns:
         is_plain = isinstance(pattern, re.Pattern)
         self._cost += 1 if is_plain else COST_OF_OTHERS
         if self._cost > MOST_MATCHES:
-            raise ValueError(
-                f"{self._owner(expression)}, one of too many for the modules that the adapter has"
-            )
+            self._refuse(expression, "one of too many for the modules that the adapter has")
         if is_plain:
             return pattern.match(name) is not None
         started, found = time.thread_time(), None
@@ -68,9 +67,7 @@ class TimedPatterns:
             self._excess += LONGEST_EXCESS
         self._excess += max(0.0, time.thread_time() - started - USUAL_MATCH)
         if self._excess > LONGEST_EXCESS:
-            raise ValueError(
-                f"{self._owner(expression)}, which takes too long to match; name modules instead"
-            )
+            self._refuse(expression, "which takes too long to match; name modules instead")
         return found is not None
 
     def _compile(self, expression: str) -> re.Pattern | regex.Pattern:
@@ -80,9 +77,9 @@ class TimedPatterns:
         self._compiled[expression] = pattern
         return pattern
 
-    def _owner(self, expression: str) -> str:
+    def _refuse(self, expression: str, why: str) -> NoReturn:
         key = _key_in(expression)
-        return f"{self._fields.get(key, 'a pattern')} has key '{key}'"
+        raise ValueError(f"{self._fields.get(key, 'a pattern')} has key '{key}', {why}")
 
 
 def _key_in(expression: str) -> str:

@@ -16,15 +16,15 @@ from minivllm.lora.weights_files import read_adapter_config
 class PEFTHelper:
     """An adapter's `adapter_config.json`: the fields that change what is computed. vLLM: `PEFTHelper`.
 
-    Unlike vLLM 0.22.1, `rank_pattern` and `alpha_pattern` are honoured: scaling is a matter of the module, so it
-    is asked for by `scaling(module_name, rank)`, the one place that computes it. `vllm_lora_scaling_factor` is
-    the scaling of a module that no pattern names. Which modules an adapter has is told by its tensors.
+    Unlike vLLM 0.22.1, `rank_pattern` and `alpha_pattern` are honoured, so each module has a scaling of its own. The
+    one place that computes it is `scaling(module_name, rank)`. `vllm_lora_scaling_factor` is the scaling of a module
+    that no pattern names. The adapter's tensors tell which modules it has, not the config.
 
-    others   fields that options check (`seams.config_checks`) and fields that are refused, where they are set
-    beside   what options found in `others`, by the option's name; {} for a plain adapter
-    asked_as   module name -> the name that patterns know; options may say that they are not the same
+    others     fields that are set and that options check (`seams.config_checks`) or that are refused
+    beside     what options found in `others`, by the option's name; {} for a plain adapter
+    asked_as   module name -> the name that patterns know; an option may say that they differ
 
-    Raises ValueError naming the field that is not what its type says. `validate_legal` refuses what is not served.
+    ValueError names a field that is not what its type says. `validate_legal` refuses what is not served.
     """
 
     r: int

@@ -20,8 +20,8 @@ config_readers: dict[str, Callable[..., None]] = {}
 # The same fields -> what is wrong with one: (value, the config's fields, LoRAConfig) -> sentences.
 config_checks: dict[str, Callable[..., list[str]]] = {}
 
-# Part of a tensor's name that is not plain -> what reads such a tensor: (name, tensor, PEFTHelper) -> (name of an A or
-# B that stands for it, what it is to its module where it is neither, tensor).
+# Part of a tensor's name that is not plain -> what reads such a tensor. It is called with (name, tensor, PEFTHelper)
+# and gives what `adapter_tensors.read_tensor` says.
 tensor_readers: dict[str, Callable[..., tuple[str, str | None, Any]]] = {}
 
 # Name of a file in an adapter's folder -> what reads it into the adapter: (path, LoRAModel, device, dtype) -> None.
@@ -33,7 +33,8 @@ file_formats: dict[str, Callable[..., Any]] = {}
 # Last part of a module's name -> further names that trainers have for parts of it.
 part_names: dict[str, tuple[str, ...]] = {}
 
-# Field of a request that brings an adapter in the place of a folder -> what reads it, see `loading`.
+# Field of a request that brings an adapter in the place of a folder -> what reads it: (request, LoRAConfig, the
+# model's longest context, parameters of `LoRAModel.from_local_checkpoint`) -> LoRAModel.
 request_readers: dict[str, Callable[..., Any]] = {}
 
 # What makes a local folder of a path that is none, such as a hub id; the first answer counts.

@@ -82,11 +82,11 @@ def read_weights(
     """All tensors of a weights file, in the order of names.
 
     shapes_only   tensors on the "meta" device: of the file only names, dtypes and shapes are read
-    is_left_out   of which tensors not even the shape is wanted, by their names
+    is_left_out   says by a tensor's name that not even its shape is wanted
     most_tensors  a file of more is refused
 
-    ValueError names a file that cannot be read, is damaged or cut short, would need to run code, or is beyond our
-    limits (`limits`). The tensors are copies: what happens to the file afterwards does not change them.
+    ValueError names a file that cannot be read, is damaged or cut short, holds code, or is beyond our limits
+    (`limits`). The tensors are copies: later changes of the file do not reach them.
     """
     find = find_safetensors if path.suffix == ".safetensors" else seams.file_formats[path.suffix]
     try:

@@ -51,11 +51,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         return self.part_sizes[part]
 
     @property
-    def whole_shape(self) -> tuple[int, int]:
-        """How wide A, and how tall B, of an adapter for all slices together must be."""
-        return self.part_sizes[0][0], sum(height for _, height in self.part_sizes)
-
-    @property
     def lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
         return self.slots.a
 
@@ -72,11 +67,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     def write(self, slot: int, weights: LayerWeights) -> None:
         """Put what `accept` gave into a slot."""
         self.slots.write(slot, weights.parts)
-
-    def written(self, slot: int, weights: LayerWeights | None) -> None:
-        """Somebody else has put this into a slot, or nothing."""
-        parts = [None] * self.n_slices if weights is None else weights.parts
-        self.slots.written(slot, [0 if part is None else part.lora_a.shape[-2] for part in parts])
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
