@@ -74,7 +74,7 @@ LAYERS = (
     ("guards.refusals", "guards.turns"),
     ("core",),
     ("worker",),
-    ("engine", "guards", "text.answer"),
+    ("engine", "guards", "text.answer", "text.chats"),
     ("commands",),
     ("cli",),
 )
