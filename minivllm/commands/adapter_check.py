@@ -20,10 +20,10 @@ from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
 from minivllm.lora.options.new_embeddings import find_new_embeddings, put_beside, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import one_sentence
 from minivllm.lora.weights_files import find_weights_file, read_weights, weights_bytes
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
+from minivllm.sentences import one_sentence
 
 
 @dataclass

@@ -12,8 +12,8 @@ from minivllm.guards.adapter_calls import AdapterCalls
 from minivllm.guards.refusals import check_arguments, check_slots
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
+from minivllm.sentences import in_one_sentence
 from minivllm.text.prompts import load_tokenizer
 
 

@@ -7,7 +7,7 @@ from minivllm.guards.guarded_core import GuardedCore
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
-from minivllm.lora.sentences import in_one_sentence
+from minivllm.sentences import in_one_sentence
 
 
 class AdapterCalls(GuardedCore):

@@ -14,7 +14,7 @@ import torch
 
 import minivllm.lora.seams as seams
 from minivllm.config import DTYPES, LoRAConfig
-from minivllm.lora.patterns import PLAIN_KEY
+from minivllm.timed_patterns import PLAIN_KEY
 from minivllm.validation import is_integral, is_real, shown
 
 # ---- configs --------------------------------------------------------------------------------------------------
