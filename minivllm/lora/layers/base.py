@@ -22,7 +22,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     slots           its `Slots`, once `create_lora_weights` was called
     backend         what does the arithmetic, once `set_mapping` was called
     in_cuda_graphs  whether a step that runs the layer may be captured
-    tables          what the layer has allocated beside slots
     """
 
     in_cuda_graphs: ClassVar[bool] = True
@@ -41,10 +40,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         return self.base_layer.weight
-
-    @property
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        return ()
 
     def part_shape(self, part: int) -> tuple[int, int]:
         """How wide A, and how tall B, of a slice must be: K_i, N_i."""
