@@ -3,6 +3,8 @@
 Stands for get_supported_lora_modules in vllm/lora/utils.py and parts of vllm/lora/model_manager.py (v0.22.1).
 """
 
+from typing import Any
+
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -13,8 +15,10 @@ from minivllm.lora.replace import from_layer
 from minivllm.lora.seams import wrappers
 
 
-def plugged_wrapper(model: nn.Module, name: str, layer: nn.Module) -> type[BaseLayerWithLoRA] | None:
-    """The option's wrapper that takes a layer which is no linear."""
+def plugged_wrapper(model: nn.Module, name: str, layer: nn.Module) -> Any:
+    """The option's wrapper that takes a layer which is no plain linear."""
+    if is_plain(layer):
+        return None
     return next((w for w in wrappers if w.parts_in(model, name, layer) is not None), None)
 
 
@@ -41,9 +45,8 @@ def process_packed_modules_mapping(model: nn.Module) -> dict[str, list[str]]:
     """Ends of the names of fused modules -> those of their parts, in order. vLLM: the same name."""
     mapping = dict(getattr(model, "packed_modules_mapping", {}))
     for layer, (name, *_) in layers_to_wrap(model).items():
-        if not is_plain(layer) and (
-            parts := plugged_wrapper(model, name, layer).parts_in(model, name, layer)
-        ):
+        plugged = plugged_wrapper(model, name, layer)
+        if plugged and (parts := plugged.parts_in(model, name, layer)):
             mapping[name.rpartition(".")[2]] = parts
     return mapping
 
@@ -79,8 +82,7 @@ def wrapped_layer(
     model: nn.Module, name: str, layer: nn.Module, lora_config: LoRAConfig, parts: list[str]
 ) -> BaseLayerWithLoRA:
     """A model's layer wrapped, with empty slots. ValueError where no wrapper takes it."""
-    plugged = None if is_plain(layer) else plugged_wrapper(model, name, layer)
-    if plugged is not None:
+    if plugged := plugged_wrapper(model, name, layer):
         return plugged.around(model, name, layer, lora_config.max_loras, lora_config)
     wrapped = from_layer(layer, lora_config.max_loras, lora_config, parts)
     if not isinstance(wrapped, BaseLayerWithLoRA):

@@ -80,21 +80,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def parts_in(cls, model: nn.Module, name: str, layer: nn.Module) -> list[str] | None:
-        """Of options' wrappers: ends of what adapters call the parts of a model's layer, [] if only the layer has a
-        name; None where the layer is not this class's."""
-        raise NotImplementedError
-
-    @classmethod
-    def around(
-        cls, model: nn.Module, name: str, layer: nn.Module, max_loras: int, lora_config: LoRAConfig
-    ) -> "BaseLayerWithLoRA":
-        """Of options' wrappers: what stands in the place of the model's layer (`place_of`), with empty slots."""
-        wrapped = cls(layer)
-        wrapped.create_lora_weights(max_loras, lora_config)
-        return wrapped
-
-    @classmethod
     def place_of(cls, name: str) -> str:
         """Where in the model the wrapper of the layer `name` stands."""
         return name
