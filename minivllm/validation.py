@@ -74,3 +74,12 @@ def shown(value: Any, longest: int = 80) -> str:
     except Exception as error:  # an int of more digits than Python writes out, or somebody's own __repr__
         text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def for_each(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all prompts, or a list with one each."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one for all or one each")
+    return list(value)

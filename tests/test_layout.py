@@ -18,6 +18,8 @@ LAYERS = (
         "config",
         "engine_args",
         "faults",
+        "sentences",
+        "timed_patterns",
         "sampling_params",
         "validation",
         "models.config",
@@ -27,9 +29,7 @@ LAYERS = (
     ),
     (
         "lora.seams",
-        "lora.sentences",
         "lora.limits",
-        "lora.patterns",
         "lora.checks",
         "lora.request",
         "lora.names",
@@ -74,7 +74,7 @@ LAYERS = (
     ("guards.refusals", "guards.turns"),
     ("core",),
     ("worker",),
-    ("engine", "guards", "text.answer"),
+    ("engine", "guards", "text.answer", "text.chats"),
     ("commands",),
     ("cli",),
 )

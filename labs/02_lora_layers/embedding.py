@@ -6,13 +6,13 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import VocabParallelEmbedding
-from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.options.option_layer import OptionLayer
 from minivllm.lora.options.vocabulary import EMBEDDINGS, pad_to_slots
 from minivllm.lora.slots import Slots
 
 
-class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
+class VocabParallelEmbeddingWithLoRA(OptionLayer):
     """A base embedding with room for S adapters, and for the tokens that they add. vLLM: the same name.
 
     PEFT stores an embedding's A as (r, V). A token needs one column of it, so here A lies the other way round, a row

@@ -4,28 +4,8 @@ from minivllm.labs import Todo
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.layers.base import BaseLayerWithLoRA
-from minivllm.lora.layers.linear import (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
+from minivllm.lora.layers.linear import LINEAR_WRAPPERS
 from minivllm.lora.seams import wrappers
-
-# At most one of them takes a layer.
-LINEAR_WRAPPERS: tuple[type[BaseLayerWithLoRA], ...] = (
-    ColumnParallelLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
-    QKVParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-)
 
 
 # region lab 2.4: the right wrapper for a layer

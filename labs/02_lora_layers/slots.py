@@ -107,12 +107,6 @@ class Slots:
             ]
         return self._live[slot]
 
-    def written(self, slot: int, ranks: Sequence[int]) -> None:
-        """Somebody else has filled a slot, zeros past these ranks of the n slices."""
-        for live, rank in zip(self.live_ranks, ranks, strict=True):
-            live[slot] = rank
-        self.changed(slot)
-
     def changed(self, slot: int) -> None:
         """A slot has been written or cleared. A subclass may want to know."""
         self.versions[slot] += 1

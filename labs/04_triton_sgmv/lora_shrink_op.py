@@ -98,25 +98,3 @@ def shrink(
         num_stages=tuned.num_stages,
     )
     return h
-
-
-def lora_shrink(
-    inputs: torch.Tensor,
-    lora_a_weights: Sequence[torch.Tensor],
-    output: torch.Tensor,
-    rows: torch.Tensor,
-    tiles: torch.Tensor,
-    count: int,
-    block_rows: int,
-    scaling: float,
-) -> None:
-    """output[i] = scaling * inputs · A_iᵀ, complete sums. vLLM: `lora_shrink`.
-
-    inputs          (T, K)
-    lora_a_weights  n x (S, R, K) or (S, 1, R, K)
-    output          (n, T, R) float32, contiguous; base rows become zero
-    rows .. block_rows  what `LoRAKernelMeta.meta_args` gives
-    """
-    output.zero_()
-    weights = [a.flatten(0, -3) for a in lora_a_weights]  # n x (S, R, K)
-    shrink(inputs, weights, TileList(rows, tiles, count, block_rows), scaling=scaling, h=output[None])

@@ -21,10 +21,6 @@ class AdapterSlots(AdapterTiers):
         self.wrapped = wrapped
         self.slot_writer = slot_writer
 
-    def check_adapter(self, lora: LoRAModel) -> None:
-        """Give the adapter the form of this model's slots; ValueError unless its modules exist here and fit."""
-        self.wrapped.accept(lora)
-
     def add_adapter(self, adapter: LoRAModel) -> bool:
         """Register: give it the form of slots, keep it in memory. False, and just used, if the id is there already.
 
@@ -33,11 +29,11 @@ class AdapterSlots(AdapterTiers):
         if adapter.id in self._registered_adapters:
             self.touch_adapter(adapter.id)
             return False
-        self.check_adapter(adapter)
+        self.wrapped.accept(adapter)
+        self.settled = None
         self._make_room_in_memory()
         self._take(adapter)
         self._registered_adapters.put(adapter.id, adapter)
-        self.settled = None
         return True
 
     def _take(self, adapter: LoRAModel) -> None:
@@ -46,6 +42,7 @@ class AdapterSlots(AdapterTiers):
             self.slot_writer.take(adapter)
 
     def _write(self, adapter: LoRAModel, slot: int) -> None:
+        self.settled = None
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: copy first, then say so

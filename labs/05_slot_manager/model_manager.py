@@ -10,7 +10,6 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.lora.adaptable import get_supported_lora_modules
 from minivllm.lora.adapter_slots import AdapterSlots
-from minivllm.lora.backend import Backend
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.make_backend import make_backend
 from minivllm.lora.mapping import LoRAMapping
@@ -22,6 +21,9 @@ DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"
 
 class LRUCacheLoRAModelManager(AdapterSlots):
     """Wraps a model's layers, brings adapters into their slots, and tells the backend where each row's adapter is.
+
+    lora_dtype   of the slots; adapters are converted to it when they are read
+    punica_wrapper_mapping   vLLM has a backend for each tower of a multimodal model; here there is one
 
     vLLM: the same name. ValueError when the model does not support LoRA, has nothing to wrap, or not what
     `target_modules` names.
@@ -44,33 +46,17 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
         make_writer = slot_writers.get(torch.device(device).type)
         super().__init__(lora_config, wrapped, make_writer and make_writer(wrapped, device))
-        self.model = model
-        self.device = device
-        self.vocab_size = vocab_size
+        self.model, self.device, self.vocab_size = model, device, vocab_size
+        self.lora_dtype = next(iter(wrapped.modules.values())).slots.a[0].dtype
+        self.punica_wrapper_mapping = {DEFAULT_LANGUAGE_WRAPPER_KEY: self.punica_wrapper}
         self.packed_modules_mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._last_mapping: tuple[LoRAMapping, list[int | None]] | None = None
         self.listeners += [listen(self) for listen in listeners]
 
     @property
-    def punica_wrapper_mapping(self) -> dict[str, Backend]:
-        """vLLM has a backend for each tower of a multimodal model; here there is one."""
-        return {DEFAULT_LANGUAGE_WRAPPER_KEY: self.punica_wrapper}
-
-    @property
     def modules(self) -> dict[str, BaseLayerWithLoRA]:
         """Module name -> wrapped layer."""
         return self.wrapped.modules
-
-    @property
-    def lora_dtype(self) -> torch.dtype:
-        """Of the slots; adapters are converted to it when they are read."""
-        return next(iter(self.wrapped.modules.values())).slots.a[0].dtype
-
-    def create_dummy_lora(
-        self, lora_id: int, rank: int, embedding_modules: dict[str, str] | None = None
-    ) -> Any:
-        """An adapter of zeros over everything that is wrapped, for warm-up. vLLM: the same name."""
-        return self.wrapped.dummy(lora_id, rank)
 
     # region lab 5.3: a mapping counts only together with the slots it was made for
     @property

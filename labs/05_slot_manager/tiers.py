@@ -8,7 +8,7 @@ from minivllm.lora.lru_cache import LRUCache
 
 
 class AdapterTiers:
-    """Two tiers: at most `capacity` adapters are in CPU memory; at most `lora_slots` of these are also in a slot.
+    """Two tiers: at most `capacity` adapters are in CPU memory, at most `lora_slots` of these also in a slot.
 
     When a tier is full, what was used longest ago leaves it. This class keeps the tables and copies nothing.
 

@@ -41,8 +41,8 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         """
         requests = list(requests)
         if self.manager.settled == (requests, mapping) and self.manager.slot_writer is None:
-            for request in requests:
-                self.manager.tell("hit", request.lora_int_id)
+            for adapter_id in sorted({request.lora_int_id for request in requests if request}):
+                self.manager.tell("hit", adapter_id)
             return
         try:
             self._apply_adapters(requests)
@@ -89,14 +89,6 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         raise Todo("lab 5.8: load when somebody asks for it")
 
     # endregion
-
-    def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
-        """Register an adapter of zeros under the request's id, without reading anything. False if it is known."""
-        if lora_request.lora_int_id in self.list_adapters():
-            return False
-        dummy = self.manager.create_dummy_lora(lora_request.lora_int_id, rank)
-        dummy.name = lora_request.lora_name
-        return self.manager.add_adapter(dummy)
 
     def remove_adapter(self, adapter_id: int) -> bool:
         return self.manager.remove_adapter(adapter_id)

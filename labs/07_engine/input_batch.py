@@ -33,10 +33,6 @@ class InputBatch:
         self.num_sampled_tokens = num_sampled_tokens
 
     @property
-    def num_reqs(self) -> int:
-        return len(self.requests)
-
-    @property
     def req_ids(self) -> list[str]:
         return [request.request_id for request in self.requests]
 

@@ -6,19 +6,18 @@ import torch
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.faults import as_fault
 from minivllm.layers.attention import AttentionMetadata
-from minivllm.layers.sampler import Logprob
+from minivllm.layers.paged_attention import PagedAttentionMetadata
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from minivllm.worker.prompt_logprobs import score_prompts
-from minivllm.worker.row_sampler import PendingStep, takes_likeliest
+from minivllm.worker.row_sampler import PendingStep, Sampled
 
 
 class StepRunner(LoRAModelRunnerMixin):
     """The half of a `ModelRunner` that runs a step. The other half makes the model, its cache and its graphs."""
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+    def execute_model(self, output: SchedulerOutput) -> Sampled:
         """One forward pass for the whole batch, whatever adapters it mixes.
 
         Returns request id -> (token, its logprobs if asked for), for every row that samples.
@@ -54,40 +53,20 @@ class StepRunner(LoRAModelRunnerMixin):
     # endregion
 
     @torch.inference_mode()
-    def sample_tokens(self, step: PendingStep) -> dict[str, tuple[int, dict[int, Logprob] | None]]:
+    def sample_tokens(self, step: PendingStep) -> Sampled:
         """Pick the tokens of a step that was launched, and wait for them; returns as `execute_model`.
 
         Rows that cannot be sampled are left out; `step.errors` has them.
         """
-        if not step.requests:
-            return {}
-        if step.tokens is not None and all(map(takes_likeliest, step.requests)):
-            tokens = step.tokens[: len(step.requests)].tolist()
-            return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
-        logits = step.logits[: len(step.requests)]
-        try:
-            return self.row_sampler.sample(step.requests, logits)
-        except BaseException as error:
-            sampled, errors = self.row_sampler.sample_apart(step.requests, logits, as_fault(error))
-            step.errors.update(errors)
-            return sampled
-
-    def _batch_has_loras(self) -> bool:
-        return self.lora_manager is not None and not self.lora_manager.manager.punica_wrapper.no_lora
+        return self.row_sampler.sample_step(step) if step.requests else {}
 
     def _build_attention(
         self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]
     ) -> AttentionMetadata:
-        block_size = self.config.cache_config.block_size
+        rows = query_lens, seq_lens, block_tables, self.config.cache_config.block_size, self.device
         if self.use_paged_attention:
-            from minivllm.layers.paged_attention import PagedAttentionMetadata
-
-            longest = self.config.model_config.max_model_len
-            return PagedAttentionMetadata.build(
-                query_lens, seq_lens, block_tables, block_size, self.device, longest
-            )
-        dtype = self.config.model_config.dtype
-        return AttentionMetadata.build(query_lens, seq_lens, block_tables, block_size, self.device, dtype)
+            return PagedAttentionMetadata.build(*rows, self.config.model_config.max_model_len)
+        return AttentionMetadata.build(*rows, self.config.model_config.dtype)
 
     def forget_request(self, request_id: str) -> None:
         """Drop what is kept for a request; call it when the request has ended."""

@@ -20,10 +20,10 @@ from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
 from minivllm.lora.options.new_embeddings import find_new_embeddings, put_beside, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import one_sentence
 from minivllm.lora.weights_files import find_weights_file, read_weights, weights_bytes
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
+from minivllm.sentences import one_sentence
 
 
 @dataclass
@@ -185,7 +185,7 @@ def _misfits(
     if new_embeddings:
         lora.beside = {"added_tokens": adapter.added_tokens, "new_embeddings": new_embeddings}
     try:
-        manager.manager.check_adapter(lora)
+        manager.manager.wrapped.accept(lora)
     except ValueError as error:
         return [str(error)]
     return []

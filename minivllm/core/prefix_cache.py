@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from minivllm.config import CacheConfig
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.request import Request
 
@@ -45,17 +46,11 @@ class PrefixCache:
                         when it is not loaded: then nothing can be found yet
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        num_blocks: int,
-        enable_caching: bool,
-        adapter_identity: Callable[[int], int | None],
-    ) -> None:
-        self.block_size = block_size
-        self.enable_caching = enable_caching
+    def __init__(self, cache_config: CacheConfig, adapter_identity: Callable[[int], int | None]) -> None:
+        self.block_size = cache_config.block_size
+        self.enable_caching = cache_config.enable_prefix_caching
         self.adapter_identity = adapter_identity
-        self.block_pool = BlockPool(num_blocks)
+        self.block_pool = BlockPool(cache_config.num_blocks)
         self.prefix_cache_stats = PrefixCacheStats()
 
     # region lab 6.5: whose keys and values these are

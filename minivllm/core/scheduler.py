@@ -51,12 +51,7 @@ class Scheduler(StepPolicy):
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch
         self.may_run = may_run
-        self.kv_cache = KVCacheManager(
-            cache_config.block_size,
-            cache_config.num_blocks,
-            cache_config.enable_prefix_caching,
-            adapter_identity,
-        )
+        self.kv_cache = KVCacheManager(cache_config, adapter_identity)
         self.max_loras = lora_config.max_loras if lora_config else 0
         self._num_arrived = 0
         self.num_preemptions = 0

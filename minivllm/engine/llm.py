@@ -13,13 +13,11 @@ from minivllm.engine_args import EngineArgs
 from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.text.prompts import chat_prompts
-
-Params = SamplingParams | Sequence[SamplingParams] | None
-LoRAs = LoRARequest | str | Sequence[LoRARequest | str | None] | None
+from minivllm.text.chats import Chats, LoRAs, Params
+from minivllm.validation import for_each
 
 
-class LLM:
+class LLM(Chats):
     """An engine and a loop around it. vLLM: `LLM`.
 
     Options are those of `EngineArgs`: `LLM(model, enable_lora=True, max_loras=4, max_lora_rank=32)`.
@@ -53,8 +51,8 @@ class LLM:
         with self._turns.take():
             prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
             default = SamplingParams() if sampling_params is None else sampling_params
-            params = _for_each(default, len(prompts), "sampling_params")
-            loras = _reload_once(_for_each(lora_request, len(prompts), "lora_request"))
+            params = for_each(default, len(prompts), "sampling_params")
+            loras = _reload_once(for_each(lora_request, len(prompts), "lora_request"))
             ids = self._free_ids(len(prompts))
             try:
                 for request_id, prompt, param, lora in zip(ids, prompts, params, loras):
@@ -73,30 +71,6 @@ class LLM:
         """
         free = (i for i in map(str, self._request_numbers) if not self.llm_engine.knows(i))
         return list(itertools.islice(free, count))
-
-    def chat(
-        self,
-        messages: list[dict[str, str]] | Sequence[list[dict[str, str]]],
-        sampling_params: Params = None,
-        *,
-        use_tqdm: bool = True,
-        lora_request: LoRAs = None,
-    ) -> list[RequestOutput]:
-        """Answer conversations through the tokenizer's chat template; otherwise as `generate`.
-
-        The tokenizer is an adapter's own where it adds tokens and brings one; its template, too, if it has any.
-        ValueError for an engine without a tokenizer, and for what the template cannot take.
-        """
-        if self.llm_engine.tokenizer is None:
-            raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        loras = _for_each(lora_request, len(conversations), "lora_request")
-        prompts = chat_prompts(self.llm_engine, conversations, loras)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
-
-    def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
-        """The model's, or that of an adapter's requests."""
-        return self.llm_engine.get_tokenizer(lora_request)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
         wanted, finished = set(ids), {}
@@ -124,12 +98,3 @@ def _reload_once(loras: Iterable[LoRARequest | str | None]) -> Iterator[LoRARequ
         else:
             yield lora
             seen.add(lora)
-
-
-def _for_each(value: Any, count: int, name: str) -> list[Any]:
-    """One value for all prompts, or a list with one each."""
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one for all or one each")
-    return list(value)

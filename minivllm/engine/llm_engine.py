@@ -1,21 +1,20 @@
 """Requests in, tokens out, one step at a time. Stands for vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
-from collections.abc import Iterable
 from typing import Any
 
-from minivllm.core.request import Request, RequestStatus
+from minivllm.core.request import Request
 from minivllm.engine.adapter import BASE
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.metrics import EngineReports
 from minivllm.engine.recorder import Recorder
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.adapter_calls import AdapterCalls
-from minivllm.guards.refusals import check_arguments, check_slots, lora_is_off
+from minivllm.guards.refusals import check_arguments, check_slots
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.seams import name_finders
-from minivllm.lora.sentences import in_one_sentence
 from minivllm.sampling_params import SamplingParams
+from minivllm.sentences import in_one_sentence
+from minivllm.text.prompts import load_tokenizer
 
 
 class LLMEngine(AdapterCalls, EngineReports):
@@ -36,12 +35,7 @@ class LLMEngine(AdapterCalls, EngineReports):
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
         """Load model and tokenizer. FileNotFoundError and ValueError say what cannot be served."""
         config = args.create_engine_config()
-        tokenizer = None
-        if not config.model_config.skip_tokenizer_init:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(config.model_config.model)
-        return cls(config, tokenizer, args.warm_up)
+        return cls(config, load_tokenizer(config.model_config), args.warm_up)
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -63,10 +57,9 @@ class LLMEngine(AdapterCalls, EngineReports):
         Raises ValueError (FileNotFoundError for an adapter that is not there, TypeError for an argument of another
         kind) for what can never be served; the engine is then as it was.
         """
-        check_arguments(request_id, params, arrival_time, lora_request, self.config.model_config.max_logprobs)
-        if lora_request is not None and self.adapters is None:
-            raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
-        lora_request = self._identified(lora_request)
+        check_arguments(request_id, params, arrival_time, lora_request, self.config)
+        if isinstance(lora_request, str):
+            lora_request = self._named(lora_request)
         traits = BASE if lora_request is None else self.adapters.examine(lora_request)
         text, token_ids = self.input_processor.read_prompt(request_id, prompt, traits)
         params.verify_with_vocab(self.input_processor.vocab_size(traits))
@@ -91,46 +84,3 @@ class LLMEngine(AdapterCalls, EngineReports):
         else:
             self.queue(request, text, traits.tokenizer)
         return request_id
-
-    def knows(self, request_id: str) -> bool:
-        """Whether an id is in use: its request has not had its last output."""
-        return self.parallel.is_in_use(request_id, self._undelivered)
-
-    def _identified(self, lora_request: LoRARequest | str | None) -> LoRARequest | None:
-        if not isinstance(lora_request, str):
-            return lora_request
-        if known := self.adapters.named(lora_request):
-            return known
-        [find] = name_finders
-        return find(lora_request, self.config.model_config.model, self.adapters.by_name)
-
-    @in_turn()
-    def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests without an output; unknown and finished ids are passed over."""
-        parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        ids = self.parallel.ids_within(parents)
-        for request_id in ids:
-            # First: whom the output processor does not know is not brought back after a Ctrl-C.
-            self.output_processor.drop(request_id)
-        for request in self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED):
-            self._forget(request)
-        self._settle_what_was_left()
-        self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
-        self.parallel.forget(parents)
-        if not self.has_unfinished_requests():
-            self._failed_steps = 0  # whatever fails next is somebody else's
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do, or to tell."""
-        return bool(self.output_processor.states or self._undelivered)
-
-    def get_num_unfinished_requests(self) -> int:
-        return len(self.output_processor.states)
-
-    @in_one_sentence
-    def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
-        """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
-        if lora_request is None or self.adapters is None:
-            return self.tokenizer
-        with self._turns.take():  # an adapter's own is read, and kept
-            return self.input_processor.tokenizer_of(self.adapters.examine(self._identified(lora_request)))

@@ -9,7 +9,7 @@ from minivllm.core.request import Request
 from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.layers.sampler import Logprob
-from minivllm.lora.sentences import one_sentence
+from minivllm.sentences import one_sentence
 from minivllm.text.answer import Answer
 from minivllm.text.detokenizer import fast_backend
 

@@ -1,10 +1,13 @@
 """Calls about adapters while an engine serves. Stands for a part of vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
+from typing import Any
+
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import in_one_sentence
+from minivllm.lora.seams import name_finders
+from minivllm.sentences import in_one_sentence
 
 
 class AdapterCalls(GuardedCore):
@@ -39,3 +42,20 @@ class AdapterCalls(GuardedCore):
         if self.adapters is None:
             raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
         return self.adapters
+
+    @in_one_sentence
+    def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
+        """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
+        if lora_request is None or self.adapters is None:
+            return self.tokenizer
+        with self._turns.take():  # an adapter's own is read, and kept
+            if isinstance(lora_request, str):
+                lora_request = self._named(lora_request)
+            return self.input_processor.tokenizer_of(self.adapters.examine(lora_request))
+
+    def _named(self, name: str) -> LoRARequest:
+        """The adapter that has this name, or that a resolver finds under it."""
+        if known := self.adapters.named(name):
+            return known
+        [find] = name_finders
+        return find(name, self.config.model_config.model, self.adapters.by_name)

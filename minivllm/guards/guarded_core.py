@@ -1,15 +1,16 @@
 """An engine's steps among threads, errors and Ctrl-C. Stands for nothing in vLLM (v0.22.1); its engine dies of them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import RequestStatus
 from minivllm.engine.core import EngineCore
 from minivllm.engine.outputs import RequestOutput
 from minivllm.faults import adapter_at_fault, as_fault
 from minivllm.guards.mending import mend
-from minivllm.guards.turns import Turns
+from minivllm.guards.turns import Turns, in_turn
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
 
@@ -58,6 +59,33 @@ class GuardedCore(EngineCore):
             # A Ctrl-C on the way out: the caller has nothing of them.
             self._undelivered[:0] = outputs
             raise
+
+    @in_turn()
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests without an output; unknown and finished ids are passed over."""
+        parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ids = self.parallel.ids_within(parents)
+        for request_id in ids:
+            # Before all else: `mend` brings back every request that the output processor knows.
+            self.output_processor.drop(request_id)
+        for request in self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED):
+            self._forget(request)
+        self._settle_what_was_left()
+        self._undelivered = [o for o in self._undelivered if o.request_id not in ids]
+        self.parallel.forget(parents)
+        if not self.has_unfinished_requests():
+            self._failed_steps = 0  # whatever fails next is somebody else's
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do, or to tell."""
+        return bool(self.output_processor.states or self._undelivered)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.output_processor.states)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether an id is in use: its request has not had its last output."""
+        return self.parallel.is_in_use(request_id, self._undelivered)
 
     def _split(self, of: Collection[str]) -> tuple[list[RequestOutput], list[RequestOutput]]:
         """Outputs that no caller has yet: those of these requests, and those of others."""

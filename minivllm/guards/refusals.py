@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
-from minivllm.config import LoRAConfig
+from minivllm.config import EngineConfig, LoRAConfig
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.validation import is_finite, shown
@@ -16,7 +16,7 @@ def check_arguments(
     params: SamplingParams,
     arrival_time: float | None,
     lora_request: LoRARequest | str | None,
-    most_logprobs: int,
+    config: EngineConfig,
 ) -> None:
     """TypeError for an argument of another kind, ValueError for one that no request may have."""
     for name, value, kind in (
@@ -35,7 +35,9 @@ def check_arguments(
             f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, got "
             f"{shown(arrival_time)}"
         )
-    params.verify_logprobs(f"request '{request_id}'", most_logprobs)
+    params.verify_logprobs(f"request '{request_id}'", config.model_config.max_logprobs)
+    if lora_request is not None and config.lora_config is None:
+        raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
 
 
 def check_prompt(

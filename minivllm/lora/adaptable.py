@@ -3,19 +3,22 @@
 Stands for get_supported_lora_modules in vllm/lora/utils.py and parts of vllm/lora/model_manager.py (v0.22.1).
 """
 
+from typing import Any
+
 from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
-from minivllm.lora.checks import nearest_names
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.names import is_in_target_modules
 from minivllm.lora.replace import from_layer
 from minivllm.lora.seams import wrappers
 
 
-def plugged_wrapper(model: nn.Module, name: str, layer: nn.Module) -> type[BaseLayerWithLoRA] | None:
-    """The option's wrapper that takes a layer which is no linear."""
+def plugged_wrapper(model: nn.Module, name: str, layer: nn.Module) -> Any:
+    """The option's wrapper that takes a layer which is no plain linear."""
+    if is_plain(layer):
+        return None
     return next((w for w in wrappers if w.parts_in(model, name, layer) is not None), None)
 
 
@@ -42,9 +45,8 @@ def process_packed_modules_mapping(model: nn.Module) -> dict[str, list[str]]:
     """Ends of the names of fused modules -> those of their parts, in order. vLLM: the same name."""
     mapping = dict(getattr(model, "packed_modules_mapping", {}))
     for layer, (name, *_) in layers_to_wrap(model).items():
-        if not is_plain(layer) and (
-            parts := plugged_wrapper(model, name, layer).parts_in(model, name, layer)
-        ):
+        plugged = plugged_wrapper(model, name, layer)
+        if plugged and (parts := plugged.parts_in(model, name, layer)):
             mapping[name.rpartition(".")[2]] = parts
     return mapping
 
@@ -80,21 +82,9 @@ def wrapped_layer(
     model: nn.Module, name: str, layer: nn.Module, lora_config: LoRAConfig, parts: list[str]
 ) -> BaseLayerWithLoRA:
     """A model's layer wrapped, with empty slots. ValueError where no wrapper takes it."""
-    plugged = None if is_plain(layer) else plugged_wrapper(model, name, layer)
-    if plugged is not None:
+    if plugged := plugged_wrapper(model, name, layer):
         return plugged.around(model, name, layer, lora_config.max_loras, lora_config)
     wrapped = from_layer(layer, lora_config.max_loras, lora_config, parts)
     if not isinstance(wrapped, BaseLayerWithLoRA):
         raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
     return wrapped
-
-
-def unmatched(unknown: list[str], targets: list[str], limit: list[str] | None) -> str:
-    """What is said of names that an adapter uses and no module has.   limit: the server's `target_modules`"""
-    shown = []
-    for name in unknown[:4]:
-        near = nearest_names(name, targets)
-        shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
-    more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
-    why = f"; the engine wraps only target_modules={limit}" if limit else ""
-    return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"

@@ -20,10 +20,6 @@ class AdapterSlots(AdapterTiers):
         self.wrapped = wrapped
         self.slot_writer = slot_writer
 
-    def check_adapter(self, lora: LoRAModel) -> None:
-        """Give the adapter the form of this model's slots; ValueError unless its modules exist here and fit."""
-        self.wrapped.accept(lora)
-
     def add_adapter(self, adapter: LoRAModel) -> bool:
         """Register: give it the form of slots, keep it in memory. False, and just used, if the id is there already.
 
@@ -32,11 +28,11 @@ class AdapterSlots(AdapterTiers):
         if adapter.id in self._registered_adapters:
             self.touch_adapter(adapter.id)
             return False
-        self.check_adapter(adapter)
+        self.wrapped.accept(adapter)
+        self.settled = None
         self._make_room_in_memory()
         self._take(adapter)
         self._registered_adapters.put(adapter.id, adapter)
-        self.settled = None
         return True
 
     def _take(self, adapter: LoRAModel) -> None:
@@ -45,6 +41,7 @@ class AdapterSlots(AdapterTiers):
             self.slot_writer.take(adapter)
 
     def _write(self, adapter: LoRAModel, slot: int) -> None:
+        self.settled = None
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: copy first, then say so
@@ -102,7 +99,7 @@ class AdapterSlots(AdapterTiers):
         old = self.get_adapter(adapter.id)
         if old is None:
             raise ValueError(f"adapter {adapter.id} is not registered, so there is nothing to replace")
-        self.check_adapter(adapter)
+        self.wrapped.accept(adapter)
         self._take(adapter)
         was_pinned = adapter.id in self.pinned_adapters
         was_active = adapter.id in self._active_adapters

@@ -14,7 +14,7 @@ import torch
 
 import minivllm.lora.seams as seams
 from minivllm.config import DTYPES, LoRAConfig
-from minivllm.lora.patterns import PLAIN_KEY
+from minivllm.timed_patterns import PLAIN_KEY
 from minivllm.validation import is_integral, is_real, shown
 
 # ---- configs --------------------------------------------------------------------------------------------------
@@ -271,6 +271,17 @@ def dotted_ends(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.partition(".")[2]
+
+
+def unmatched(unknown: list[str], targets: list[str], limit: list[str] | None) -> str:
+    """What is said of names that an adapter uses and no module has.   limit: the server's `target_modules`"""
+    shown = []
+    for name in unknown[:4]:
+        near = nearest_names(name, targets)
+        shown.append(f"'{name}'" + (f" (nearest: {', '.join(near)})" if near else ""))
+    more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+    why = f"; the engine wraps only target_modules={limit}" if limit else ""
+    return f"adapter targets modules that the model does not offer: {', '.join(shown)}{more}{why}"
 
 
 def nearest_names(name: str, known: list[str], count: int = 2) -> list[str]:

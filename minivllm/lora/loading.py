@@ -15,8 +15,8 @@ from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import LONGEST_NAME, one_sentence
 from minivllm.lora.weights_files import weights_bytes
+from minivllm.sentences import LONGEST_NAME, one_sentence
 
 
 class AdapterLoader:

@@ -35,7 +35,7 @@ class ModuleWrapping:
     For options, empty without:
     givers       name in `LoRAModel.beside` -> what adds it to what was found for the layers
     before_step  called before every step with the adapter in each slot, None = free
-    others       what options have wrapped that has no slots
+    others       what options have wrapped that has no slots; its `tables` are what it has allocated
 
     Raises ValueError when the model has no linear, a layer that no wrapper takes, or not what `target_modules`
     names.

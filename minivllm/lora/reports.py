@@ -167,8 +167,7 @@ def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
     """
     adapters = self.list_adapters()
     writer = self.slot_writer
-    layers = (*self.wrapped.modules.values(), *self.wrapped.others)
-    of_layers = [table for layer in layers for table in layer.tables]
+    of_layers = [table for layer in self.wrapped.others for table in layer.tables]
     tables = [*of_layers, *self.punica_wrapper.tables, *([writer.places] if writer else [])]
     device = {
         "slot_buffers": slot_bytes(self.wrapped),

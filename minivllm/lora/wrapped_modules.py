@@ -1,8 +1,7 @@
 """Whole adapters into a model's wrapped layers. Stands for a part of vllm/lora/model_manager.py (v0.22.1)."""
 
-from minivllm.lora.adaptable import unmatched
+from minivllm.lora.checks import unmatched
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.module_wrapping import Found, ModuleWrapping
 
 __all__ = ["Found", "WrappedModules"]
@@ -54,15 +53,3 @@ class WrappedModules(ModuleWrapping):
             raise
 
     # endregion
-
-    def dummy(self, lora_id: int, rank: int) -> LoRAModel:
-        """An adapter of zeros over everything that is wrapped."""
-        loras = {}
-        for target, (name, part) in self.targets.items():
-            module = self.modules[name]
-            width, height = module.part_shape(part) if target in module.targets else module.whole_shape
-            dtype = module.slots.a[0].dtype
-            loras[target] = LoRALayerWeights.create_dummy_lora_weights(
-                target, width, height, rank, dtype, "cpu"
-            )
-        return LoRAModel(lora_id, rank, loras)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, ModelConfig
 from minivllm.faults import as_fault
 from minivllm.lora.request import LoRARequest
 from minivllm.validation import shown
@@ -36,6 +36,15 @@ def tokenize(what: str, text: str, tokenizer: Any, max_model_len: int, **options
     # A tokenizer may come with an adapter, and what it raises is a matter of this prompt alone.
     except BaseException as error:
         raise ValueError(f"{what} cannot be read by its tokenizer: {shown(as_fault(error))}") from error
+
+
+def load_tokenizer(model_config: ModelConfig) -> Any:
+    """The model's; None where prompts are to come as token ids."""
+    if model_config.skip_tokenizer_init:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_config.model)
 
 
 def _longest_token(tokenizer: Any) -> int:

@@ -39,6 +39,19 @@ class RowSampler:
         self.sampler = sampler
         self.draws: dict[str, RepeatableDraws] = {}
 
+    def sample_step(self, step: PendingStep) -> Sampled:
+        """As `sample`, of a step's rows. Those that cannot be sampled are left out; `step.errors` has them."""
+        if step.tokens is not None and all(map(takes_likeliest, step.requests)):
+            tokens = step.tokens[: len(step.requests)].tolist()
+            return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
+        logits = step.logits[: len(step.requests)]
+        try:
+            return self.sample(step.requests, logits)
+        except BaseException as error:
+            sampled, errors = self.sample_apart(step.requests, logits, as_fault(error))
+            step.errors.update(errors)
+            return sampled
+
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         """Request id -> (token, its logprobs if asked for).   logits: (P, V), a row each request"""
         for request in requests:

@@ -26,6 +26,10 @@ class WarmUp(DummyLoRAs):
         per_token = 2 * arch.num_hidden_layers * arch.num_key_value_heads * arch.head_dim
         return self.config.cache_config.block_size * per_token * self.config.model_config.dtype.itemsize
 
+    def _batch_has_loras(self) -> bool:
+        """Which of the captured steps of a size the batch needs."""
+        return self.lora_manager is not None and not self.lora_manager.manager.punica_wrapper.no_lora
+
     @property
     def max_blocks_per_request(self) -> int:
         return -(-self.config.model_config.max_model_len // self.config.cache_config.block_size)

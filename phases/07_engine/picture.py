@@ -115,7 +115,9 @@ def main() -> None:
     axes = figure.add_axes((0.015, 0.01, 0.975, 0.98))
     axes.set(xlim=(0, x_of(len(ids)) + 0.1), ylim=(-5.05, 1.2))
     axes.axis("off")
-    lane(axes, 0, "the batch", f"{batch.num_reqs} requests, {len(ids)} tokens,\nin the order of adapters")
+    lane(
+        axes, 0, "the batch", f"{len(batch.requests)} requests, {len(ids)} tokens,\nin the order of adapters"
+    )
     draw_rows(axes, 0, batch)
     lane(axes, -1, "ids", "token_lora_mapping: 0 is base")
     lane(axes, -2, "adapters into slots", "set_active_adapters, first half")

@@ -26,10 +26,10 @@ class OpByOp(PunicaWrapperCPU):
 
 
 class ScatteredRuns(PunicaWrapperCPU):
-    """The grouped backend, B of every slot in the worst place."""
+    """The grouped backend, A and B of every slot in the worst place."""
 
     def place(self, slots, base):
-        return super().place(ScatteredSlots(torch.float64).place(slots, base), base)
+        return ScatteredSlots(torch.float64).place(super().place(slots, base), base)
 
 
 class ScatteredLoops(PunicaWrapperLoops):

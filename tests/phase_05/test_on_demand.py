@@ -291,6 +291,24 @@ def test_a_copy_that_fails_in_a_step_is_made_up_for_in_the_next(folders, monkeyp
     assert_slot_holds(worker.manager, 0, folders.weights[3], "adapter 3")
 
 
+def test_a_step_like_the_last_one_brings_back_what_a_failed_copy_has_thrown_out(folders, monkeypatch):
+    worker = make_worker(slots=1, memory=2)
+    worker.add_adapter(folders.request(3))
+    requests, mapping = [*folders.requests(1, 1), None], LoRAMapping((1,), (1,))
+    for _ in range(2):
+        worker.set_active_adapters(requests, mapping)
+    worker.spare(())
+    with monkeypatch.context() as broken:
+        fail_copies(broken, worker.manager, next(iter(modules_of(folders.weights[3]))))
+        with pytest.raises(OSError, match="device lost"):
+            worker.pin_adapter(3)
+        assert_slots(worker.manager, [None], "1 made room for 3, whose copy failed")
+
+    worker.set_active_adapters(requests, mapping)
+
+    assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
+
+
 def modules_of(weights):
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 from scheduler_model import ShownRequest, World, lora
 
+from minivllm.config import CacheConfig
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.prefix_cache import hash_block_tokens
 from minivllm.engine.metrics import scheduler_stats
@@ -150,7 +151,7 @@ def test_numbers_of_several_digits_do_not_run_together():
 
 def test_blocks_behind_one_that_is_gone_are_not_found():
     """A prefix has no holes: what is found second would be read as what comes first."""
-    cache = KVCacheManager(4, 10, True, {}.get)
+    cache = KVCacheManager(CacheConfig(block_size=4, num_blocks=10), {}.get)
     request = computed(cache, PROMPT, lora(0))
     _, second, _ = request.block_ids
     cache.block_pool.touch([second])  # somebody goes on using it
@@ -165,7 +166,7 @@ def test_blocks_behind_one_that_is_gone_are_not_found():
 def test_a_request_that_comes_back_finds_nothing_of_a_load_that_is_gone():
     """Preempted, and meanwhile its adapter left memory and was read again: the files may have changed."""
     loads = {1: 7}
-    cache = KVCacheManager(4, 10, True, loads.get)
+    cache = KVCacheManager(CacheConfig(block_size=4, num_blocks=10), loads.get)
     request = computed(cache, PROMPT, lora(1))
     cache.free(request)
     found = len(cache.get_computed_blocks(request))

@@ -93,7 +93,7 @@ class SlotWriter:
             table, weights = self._split(arrived)
             write_slot(weights, table, self.places, slot, self.largest)
         for name, module in self.modules.items():
-            module.written(slot, lora.get_lora(name))
+            _written(module, slot, lora.get_lora(name))
 
     @contextmanager
     def behind_step(self) -> Iterator[None]:
@@ -128,6 +128,14 @@ class SlotWriter:
             yield
             self.written[slot] = torch.cuda.Event()
             self.written[slot].record()
+
+
+def _written(module: BaseLayerWithLoRA, slot: int, weights: LayerWeights | None) -> None:
+    """Note the live ranks of a slot that the kernel has filled."""
+    slots = module.slots
+    for live, part in zip(slots.live_ranks, [None] * module.n_slices if weights is None else weights.parts):
+        live[slot] = 0 if part is None else part.lora_a.shape[-2]
+    slots.changed(slot)
 
 
 def _buffers(module: BaseLayerWithLoRA) -> Iterator[torch.Tensor]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from minivllm.lora.io.hub import looks_like_hub_id
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import one_sentence
 from minivllm.lora.weights_files import read_adapter_config
+from minivllm.sentences import one_sentence
 
 logger = logging.getLogger(__name__)
 

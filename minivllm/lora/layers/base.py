@@ -22,7 +22,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     slots           its `Slots`, once `create_lora_weights` was called
     backend         what does the arithmetic, once `set_mapping` was called
     in_cuda_graphs  whether a step that runs the layer may be captured
-    tables          what the layer has allocated beside slots
     """
 
     in_cuda_graphs: ClassVar[bool] = True
@@ -42,18 +41,9 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     def weight(self) -> torch.Tensor:
         return self.base_layer.weight
 
-    @property
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        return ()
-
     def part_shape(self, part: int) -> tuple[int, int]:
         """How wide A, and how tall B, of a slice must be: K_i, N_i."""
         return self.part_sizes[part]
-
-    @property
-    def whole_shape(self) -> tuple[int, int]:
-        """How wide A, and how tall B, of an adapter for all slices together must be."""
-        return self.part_sizes[0][0], sum(height for _, height in self.part_sizes)
 
     @property
     def lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
@@ -73,11 +63,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         """Put what `accept` gave into a slot."""
         self.slots.write(slot, weights.parts)
 
-    def written(self, slot: int, weights: LayerWeights | None) -> None:
-        """Somebody else has put this into a slot, or nothing."""
-        parts = [None] * self.n_slices if weights is None else weights.parts
-        self.slots.written(slot, [0 if part is None else part.lora_a.shape[-2] for part in parts])
-
     def clear(self, slot: int) -> None:
         """Empty a slot."""
         self.slots.clear(slot)
@@ -88,21 +73,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     def takes(cls, layer: nn.Module, parts: int) -> bool:
         """Whether this class wraps that layer, of which a checkpoint names so many parts one by one."""
         raise NotImplementedError
-
-    @classmethod
-    def parts_in(cls, model: nn.Module, name: str, layer: nn.Module) -> list[str] | None:
-        """Of options' wrappers: ends of what adapters call the parts of a model's layer, [] if only the layer has a
-        name; None where the layer is not this class's."""
-        raise NotImplementedError
-
-    @classmethod
-    def around(
-        cls, model: nn.Module, name: str, layer: nn.Module, max_loras: int, lora_config: LoRAConfig
-    ) -> "BaseLayerWithLoRA":
-        """Of options' wrappers: what stands in the place of the model's layer (`place_of`), with empty slots."""
-        wrapped = cls(layer)
-        wrapped.create_lora_weights(max_loras, lora_config)
-        return wrapped
 
     @classmethod
     def place_of(cls, name: str) -> str:

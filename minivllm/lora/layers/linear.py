@@ -78,3 +78,15 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
         """A merged linear of three slices or more, a model's own kind too, unless its checkpoint names two parts."""
         is_wide = isinstance(layer, MergedColumnParallelLinear) and len(layer.output_sizes) >= 3
         return is_wide and parts in (0, 1, len(layer.output_sizes))
+
+
+# At most one of them takes a layer.
+LINEAR_WRAPPERS: tuple[type[BaseLinearLayerWithLoRA], ...] = (
+    ColumnParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    QKVParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+)

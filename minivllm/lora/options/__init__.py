@@ -4,6 +4,7 @@ from minivllm.lora.options import (
     bias,
     bias_tensors,
     context_length,
+    dummies,
     expert_weights,
     long_context,
     new_embeddings,
@@ -19,6 +20,7 @@ from minivllm.lora.seams import beside_checks, model_options, wrappers
 __all__ = [
     "bias_tensors",
     "context_length",
+    "dummies",
     "expert_weights",
     "new_embeddings",
     "target_parameters",

@@ -7,17 +7,17 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import ExpertPairs, FusedMoE
-from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.options.expert_parts import DOWN, GATE_UP, OTHER_SPELLING, by_part, parts_of_experts
 from minivllm.lora.options.expert_weights import pack_moe
+from minivllm.lora.options.option_layer import OptionLayer
 from minivllm.lora.slots import Slots
 
 # Which of the slices, w1, w2, w3 or w13, w2, are added to what w13 gives, and which to what w2 gives.
 W13, W2 = slice(0, None, 2), slice(1, 2)
 
 
-class FusedMoEWithLoRA(BaseLayerWithLoRA):
+class FusedMoEWithLoRA(OptionLayer):
     """The experts of a layer with room for S adapters of each of them. vLLM: the same name.
 
     n_slices        3: w1 (gate), w2 (down) and w3 (up), of all E experts

@@ -4,13 +4,13 @@ import torch
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor
-from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.options.option_layer import OptionLayer
 from minivllm.lora.options.vocabulary import EMBEDDINGS, IS_ADDED, pad_to_slots
 from minivllm.lora.slots import Slots
 
 
-class HeadSlots(BaseLayerWithLoRA):
+class HeadSlots(OptionLayer):
     """The slots of a model's head, which the logits processor beside it has.
 
     hidden_size         H

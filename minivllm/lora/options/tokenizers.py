@@ -10,7 +10,7 @@ from minivllm.lora.lru_cache import LRUCache
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.sentences import LONGEST_NAME, one_sentence
+from minivllm.sentences import LONGEST_NAME, one_sentence
 from minivllm.text.detokenizer import fast_backend
 from minivllm.validation import is_real
 

@@ -149,28 +149,3 @@ def expand(
         num_warps=tuned.num_warps,
         **({"launch_pdl": True} if overlap else {}),
     )
-
-
-def lora_expand(
-    inputs: torch.Tensor,
-    lora_b_weights: Sequence[torch.Tensor],
-    output: torch.Tensor,
-    rows: torch.Tensor,
-    tiles: torch.Tensor,
-    count: int,
-    block_rows: int,
-    offset_start: int = 0,
-    add_inputs: bool = False,
-) -> None:
-    """output[:, slice i] (+)= inputs[i] · B_iᵀ. vLLM: `lora_expand`.
-
-    inputs          (n, T, R)
-    lora_b_weights  n x (S, N_i, R) or (S, 1, N_i, R)
-    output          (T, >= offset_start + N)
-    rows .. block_rows  what `LoRAKernelMeta.meta_args` gives
-    offset_start    column of `output` where the first slice begins
-    add_inputs      add to what is there, else overwrite; base rows are left alone either way
-    """
-    weights = [b.flatten(0, -3) for b in lora_b_weights]  # n x (S, N_i, R)
-    output, tile_list = output[:, offset_start:], TileList(rows, tiles, count, block_rows)
-    expand(inputs[None], weights, output, tile_list, add_inputs=add_inputs)

@@ -1,0 +1,46 @@
+"""Conversations in the place of prompts. Stands for `chat` in vllm/entrypoints/llm.py (v0.22.1)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from minivllm.engine.outputs import RequestOutput
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+from minivllm.text.prompts import TokenizingEngine, chat_prompts
+from minivllm.validation import for_each
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+LoRAs = LoRARequest | str | Sequence[LoRARequest | str | None] | None
+
+
+class Chats:
+    """Chats for what generates.
+
+    llm_engine   the engine, whose tokenizers have the templates
+    """
+
+    llm_engine: TokenizingEngine
+
+    def chat(
+        self,
+        messages: list[dict[str, str]] | Sequence[list[dict[str, str]]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRAs = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations through the tokenizer's chat template; otherwise as `generate`.
+
+        The tokenizer is an adapter's own where it adds tokens and brings one; its template, too, if it has any.
+        ValueError for an engine without a tokenizer, and for what the template cannot take.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        loras = for_each(lora_request, len(conversations), "lora_request")
+        prompts = chat_prompts(self.llm_engine, conversations, loras)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
+        """The model's, or that of an adapter's requests."""
+        return self.llm_engine.get_tokenizer(lora_request)
