@@ -9,7 +9,8 @@ import ast
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from labs.kit.regions import Exercise, code_of, functions_in, read_engine, starter
@@ -17,6 +18,8 @@ from labs.kit.sync import sha256
 from minivllm.labs import ROOT, LabError, find_regions, splice, unsolved
 
 _MARKER = re.compile(r"^\s*# region lab (\d+\.\d+): ", re.MULTILINE)
+# What stands around exercises and had another name in the last release: answers use it.
+RENAMED = {"_matrices": "matrices", "_unsupported": "unsupported", "_widest_dtype": "widest_dtype"}
 _TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
 
 
@@ -186,14 +189,15 @@ def transplant(code: str, fresh: str, number: str) -> str:
     wanted = [function for region in regions for function in functions_in(tree, region)]
     if not wanted:
         raise LabError("it is part of a function; copy it by hand")
+    code = re.sub(r"\b\w+\b", lambda word: RENAMED.get(word[0], word[0]), code)
     try:
         mine = ast.parse(code)
     except SyntaxError as error:
         raise LabError(f"it does not parse, {error.msg}") from None
-    answers = {_signature(f): f for f in _defined(mine)}
+    answers = _by_signature(_defined(mine))
     names = {function.name for function in answers.values()}
-    for function in reversed(wanted):
-        answer = answers.get(_signature(function))
+    for key, function in reversed(_by_signature(wanted).items()):
+        answer = answers.get(key)
         if answer is None:
             known = "takes other arguments" if function.name in names else "is not in it"
             raise LabError(f"{function.name} {known} now")
@@ -204,6 +208,17 @@ def transplant(code: str, fresh: str, number: str) -> str:
         indented = textwrap.indent(extras, " " * wanted[0].col_offset)
         lines[regions[0].start : regions[0].start] = [*indented.split("\n"), ""]
     return "\n".join(lines)
+
+
+def _by_signature(functions: Iterable[ast.FunctionDef]) -> dict[tuple[str, int], ast.FunctionDef]:
+    """Functions by what makes them the same, and which it is of several such: two classes may have a method each."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for function in functions:
+        signature = _signature(function)
+        found[signature, seen[signature]] = function
+        seen[signature] += 1
+    return found
 
 
 def _signature(function: ast.FunctionDef) -> str:

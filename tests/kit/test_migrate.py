@@ -351,3 +351,46 @@ def test_every_command_says_that_exercises_have_moved(tmp_path):
     assert json.loads(after.stdout)["points"] == 1
     assert after.stderr == ""
     assert checkout.lab("migrate").stdout == "every exercise is where it belongs\n"
+
+
+def test_names_around_an_exercise_that_are_others_now_are_so_in_its_answer(lab, monkeypatch):
+    monkeypatch.setattr("labs.kit.migrate.RENAMED", {"_twice": "twice"})
+    lab.answer(STAYS, (SHRINK, "return _twice(x) + x._twice_as_wide"))
+    lab.update()
+
+    migrate(lab.root)
+
+    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, "return twice(x) + x._twice_as_wide")
+
+
+def test_of_two_methods_with_one_name_each_gets_its_own_body(lab):
+    second = "class Packed:\n    def shrink(x):\n        return [x]\n\n\n# endregion"
+    first, other = "return 2 * x", "return [2 * one for one in x]"
+    lab.write("minivllm/ops.py", OPS.replace("# endregion", second))
+    sync(lab.root)
+    record_release(lab.root)
+    lab.answer(
+        STAYS,
+        (f"    {SHRINK}\n\n\nclass", f"    {first}\n\n\nclass"),
+        (f"        {SHRINK}", f"        {other}"),
+    )
+    lab.update(ops=OPS_NOW.replace("# endregion", second))
+
+    migrate(lab.root)
+
+    fresh = starter(OPS_NOW.replace("# endregion", second), "ops")
+    answered = fresh.replace(SHRINK, first, 1).replace(SHRINK, other, 1)
+    assert lab.read(STAYS) == answered
+
+
+def test_of_two_methods_with_one_name_the_one_that_is_left_gets_the_firsts_body(lab):
+    second = "class Packed:\n    def shrink(x):\n        return [x]\n\n\n# endregion"
+    lab.write("minivllm/ops.py", OPS.replace("# endregion", second))
+    sync(lab.root)
+    record_release(lab.root)
+    lab.answer(STAYS, (f"    {SHRINK}\n\n\nclass", "    return 2 * x\n\n\nclass"))
+    lab.update()
+
+    migrate(lab.root)
+
+    assert "return 2 * x" in lab.read(STAYS)
