@@ -111,12 +111,13 @@ class AdapterRegistry(AdapterPins):
     def _changed(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
         """The record with a reload that is to come, and what the next requests find of it."""
         request, names = at_hand(order), adapter.names
+        at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
         if order.lora_name in names or not self._is_elsewhere(order, adapter):
             request = replace(request, lora_name=adapter.request.lora_name)
         else:
             names = ()
         return replace(
-            self._with_reload(adapter, order),
+            self._with_reload(adapter, at_once),
             request=request,
             folder=folder_of(order),
             traits=traits,

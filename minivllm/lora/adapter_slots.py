@@ -11,8 +11,8 @@ from minivllm.lora.wrapped_modules import WrappedModules
 class AdapterSlots(AdapterTiers):
     """Brings adapters into memory and into the slots of a model's layers, and keeps them there while they are pinned.
 
-    wrapped   the model's layers, which judge, pack and write weights
-    writer    what writes slots; on a CPU it is `wrapped`
+    wrapped       the model's layers, which judge, pack and write weights
+    slot_writer   what writes slots in their place, on a GPU; else None
     """
 
     def __init__(self, lora_config: LoRAConfig, wrapped: WrappedModules, slot_writer: object | None) -> None:

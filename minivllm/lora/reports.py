@@ -13,6 +13,9 @@ from minivllm.lora.seams import listeners
 from minivllm.lora.storage import storage_bytes
 from minivllm.lora.wrapped_modules import WrappedModules
 
+# Kept for `drain_events`, the last ones: an engine that nobody records never asks for them.
+MOST_EVENTS = 10_000
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +44,7 @@ class LoRAStats:
     cpu_evictions     adapters that lost their place in memory, and with it their slot
     loads, load_seconds            adapter folders read, and checked
     activations, activate_seconds  copies into slots
-    events            loads, activations, evictions and drops since the last `drain_events`
+    events            loads, activations, evictions and drops since the last `drain_events`, the last MOST_EVENTS
     """
 
     hits: int = 0
@@ -71,6 +74,7 @@ class LoRAStats:
             self.by_adapter.pop(event.adapter_id, None)
         if event.kind in ("load", "activate", "evict", "drop"):
             self.events.append(event)
+            del self.events[:-MOST_EVENTS]
         self.evictions += event.kind == "evict"
         self.cpu_evictions += event.kind == "drop"
         if event.kind == "load":

@@ -10,9 +10,7 @@ class AdapterTiers:
     """Two tiers: at most `capacity` adapters are in CPU memory, at most `lora_slots` of these also in a slot.
 
     When a tier is full, what was used longest ago leaves it. This class keeps the tables and copies nothing.
-
-    in_use      adapters of the running requests. Neither they nor pinned ones are evicted; RuntimeError when that
-                leaves none
+    in_use      adapters that must stay, as pinned ones must. RuntimeError where all must and somebody has to go
     settled     the last step's requests and mapping, while nobody has come, gone or been used since; else None
     listeners   hear of every event; nothing here depends on whether there are any
     """
@@ -38,7 +36,9 @@ class AdapterTiers:
         return len(self._registered_adapters)
 
     def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
-        """Tell whoever listens of an event, given by the fields of `LoRAEvent`."""
+        """Tell whoever listens of an event, given by the fields of `LoRAEvent`. Only a "hit" leaves all `settled`."""
+        if kind != "hit":
+            self.settled = None
         for listener in self.listeners:
             listener(LoRAEvent(kind, adapter_id, slot, **more))
 

@@ -26,12 +26,14 @@ class DummyLoRAs:
             return
         manager = self.lora_manager.manager
         listeners, manager.listeners = manager.listeners, []
-        for request in _dummy_requests(lora_config):
-            self.lora_manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
-        yield
-        if remove_lora:
-            manager.remove_all_adapters()
-        manager.listeners = listeners
+        try:
+            for request in _dummy_requests(lora_config):
+                self.lora_manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
+            yield
+            if remove_lora:
+                manager.remove_all_adapters()
+        finally:
+            manager.listeners = listeners
 
     def select_dummy_loras(
         self,

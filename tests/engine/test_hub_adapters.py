@@ -320,6 +320,24 @@ class TestDownload:
         assert (first, second, third, fourth) == (old, old, new, new)
         assert asked == []
 
+    def test_for_a_reload_that_waits_brings_the_commit_of_when_it_was_ordered(self, world, hub):
+        """No step waits for the hub, or gets what came there later."""
+        engine = world.engine(max_loras=2)
+        engine.add_request("old", PROMPT, greedy(6), lora_request=LoRARequest("mine", 7, ID))
+        engine.step()
+        hub.files |= adapter_files(world.path("all"))
+        engine.add_request(
+            "new", PROMPT, greedy(6), lora_request=LoRARequest("mine", 7, ID, load_inplace=True)
+        )
+        hub.files |= adapter_files(world.path("mlp"))
+        hub.asked.clear()
+
+        outputs = run(engine)
+
+        assert hub.asked == []
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 6)
+
     @pytest.mark.parametrize("name", ["adapter_config.json", WEIGHTS])
     def test_that_breaks_off_gives_the_id_back_with_the_reason(self, hub, caplog, name):
         hub.broken.add(name)

@@ -59,6 +59,20 @@ def test_a_folder_is_read_once_for_all_the_steps_that_use_it(folders, monkeypatc
     assert_reads(reads, [1], "four steps that need 1")
 
 
+def test_a_step_like_the_last_one_finds_who_was_thrown_out_of_memory_in_between(folders, monkeypatch):
+    reads = count_reads(monkeypatch)
+    worker = make_worker(slots=2)
+    step = folders.requests(1), LoRAMapping((1, 0), (1, 0))
+    worker.set_active_adapters(*step)
+    worker.spare(())
+    worker.manager.remove_oldest_adapter()
+
+    worker.set_active_adapters(*step)
+
+    assert_reads(reads, [1, 1], "a step that needs 1, before and after it was thrown out")
+    assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
+
+
 def test_requests_come_as_a_list_or_a_set_repeated_or_none(folders):
     for requests in (folders.requests(1, 2, 1), set(folders.requests(1, 2)), [*folders.requests(1, 2), None]):
         worker = make_worker(slots=2)

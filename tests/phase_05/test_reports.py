@@ -16,6 +16,7 @@ from small_model import (
 )
 from tiers_model import TwoTiers
 
+from minivllm.lora import reports
 from minivllm.lora.events import LoRAEvent
 
 
@@ -130,6 +131,17 @@ def test_events_tell_what_happened_in_order_and_once(folders):
         LoRAEvent("activate", 3, 0),
     ]
     assert worker.manager.stats.drain_events() == []
+
+
+def test_of_events_that_nobody_asks_for_the_last_are_kept(folders, monkeypatch):
+    monkeypatch.setattr(reports, "MOST_EVENTS", 2)
+    worker = make_worker(slots=1, memory=2)
+    for wanted in (1, 2):
+        worker.set_active_adapters(folders.requests(wanted), None)
+
+    events = worker.manager.stats.drain_events()
+
+    assert events == [LoRAEvent("evict", 1, 0), LoRAEvent("activate", 2, 0)]
 
 
 def test_an_adapter_that_leaves_memory_from_its_slot_is_evicted_and_dropped(folders):

@@ -56,6 +56,17 @@ def test_they_are_gone_afterwards_unless_they_are_to_stay(runner, remove_lora):
     assert len(runner.lora_manager.manager.get_free_slots()) == (slots if remove_lora else 0)
 
 
+def test_a_pass_that_fails_leaves_whoever_listens_listening(runner):
+    manager = runner.lora_manager.manager
+    listeners = list(manager.listeners)
+
+    with pytest.raises(RuntimeError, match="no such kernel"), dummy_run(runner, [1], [1]):
+        raise RuntimeError("no such kernel")
+
+    assert listeners
+    assert manager.listeners == listeners
+
+
 def test_without_lora_there_is_nothing_to_set_up():
     runner = LoRAModelRunnerMixin()
 
