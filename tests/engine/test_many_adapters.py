@@ -70,7 +70,8 @@ def test_a_request_comes_is_served_and_goes_without_a_walk_through_the_adapters(
 def kept_for_each(engine, small, adapter_ids):
     """Bytes that serving these adapters left behind, for each of them, and where most of it was allocated."""
     libraries = [
-        tracemalloc.Filter(False, f"*/{name}") for name in ("weights_files.py", "test_many_adapters.py")
+        tracemalloc.Filter(False, f"*/{name}")
+        for name in ("weights_files.py", "test_many_adapters.py", "tracemalloc.py")
     ]
     gc.collect()
     before = tracemalloc.take_snapshot().filter_traces(libraries)
