@@ -18,6 +18,7 @@ LAYERS = (
         "config",
         "engine_args",
         "faults",
+        "progress",
         "sentences",
         "timed_patterns",
         "sampling_params",

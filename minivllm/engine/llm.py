@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tqdm import tqdm
-
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
+from minivllm.progress import ProgressBar
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.chats import Chats, LoRAs, Params
 from minivllm.validation import for_each
@@ -76,7 +75,9 @@ class LLM(Chats):
         wanted, finished = set(ids), {}
         num_tokens = 0
         # miniters=0: a step that ends nobody moves the bar, too, for whoever waits for one long answer.
-        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2, miniters=0) as bar:
+        with ProgressBar(
+            total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2, miniters=0
+        ) as bar:
             while len(finished) < len(wanted):
                 outputs = self.llm_engine.step(of=wanted)
                 ended = {output.request_id: output for output in outputs if output.finished}

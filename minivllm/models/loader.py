@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm import tqdm
 
 from minivllm.layers.fused_moe import FusedMoE
+from minivllm.progress import ProgressBar
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -46,7 +46,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     places = parameter_places(model)
     waiting, unexpected = {part for place in places.values() for part in place.parts}, []
     tensors = iterate_tensors(Path(folder))
-    for name, tensor in tqdm(tensors, "Loading weights", len(waiting), delay=SHOW_PROGRESS_AFTER_SECONDS):
+    for name, tensor in ProgressBar(
+        tensors, "Loading weights", len(waiting), delay=SHOW_PROGRESS_AFTER_SECONDS
+    ):
         our_name = _our_name(model, name)
         if our_name is None:
             continue

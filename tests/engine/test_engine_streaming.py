@@ -2,6 +2,8 @@
 
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -260,3 +262,17 @@ class TestSeeds:
         for token, p in enumerate(probabilities.tolist()):
             deviation = math.sqrt(count * p * (1 - p))
             assert abs((tokens == token).sum() - count * p) <= 5 * deviation + 1
+
+
+def test_a_progress_bar_brings_no_thread():
+    """Beside a second thread, steps on a CPU are slower."""
+    code = """
+import threading
+from minivllm.progress import ProgressBar
+
+with ProgressBar(total=3, delay=0) as bar:
+    bar.update(2)
+assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+"""
+
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
