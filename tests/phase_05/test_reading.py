@@ -15,6 +15,7 @@ from small_model import (
     save_folder,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivllm.lora.request import LoRARequest
 
@@ -200,6 +201,32 @@ def test_a_check_keeps_and_counts_nothing(folders):
 
     assert worker.list_adapters() == set()
     assert worker.manager.stats.loads == 0
+
+
+class Products(TorchDispatchMode):
+    """Names of all multiplications that PyTorch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mul" in str(func):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_check_multiplies_nothing(folders):
+    """Shapes have no numbers to scale; the first product of tensors without any would cost a second."""
+    worker = make_worker(slots=1)
+
+    with Products() as checking:
+        worker.check_adapter(folders.request(1))
+    with Products() as loading:
+        worker.add_adapter(folders.request(1))
+
+    assert checking.found == []
+    assert loading.found != []
 
 
 def test_a_path_relative_to_the_working_directory_is_found(folders, monkeypatch):
