@@ -73,3 +73,12 @@ def pytest_terminal_summary(terminalreporter, config):
             "`make nightly` runs all of them, `-m nightly` those of the files named",
             yellow=True,
         )
+
+
+@pytest.fixture(autouse=True)
+def the_process_keeps_its_threads():
+    """Else what a later test measures depends on which tests ran before it."""
+    before = torch.get_num_threads()
+    yield
+    left, _ = torch.get_num_threads(), torch.set_num_threads(before)
+    assert left == before

@@ -70,8 +70,5 @@ class AcceptsWeights:
         return parts
 
     def pack(self, parts: list[LoRALayerWeights | None]) -> LayerWeights:
-        """All slices in one, with the scaling folded into B; of shapes alone there is nothing to fold."""
-        for part in parts:
-            if part is not None and part.lora_b.is_meta:
-                part.scaling = 1  # a product of meta tensors runs PyTorch's Python, the first takes a second
+        """All slices in one, with the scaling folded into B."""
         return PackedLoRALayerWeights.pack(parts) if len(parts) > 1 else parts[0].optimize()

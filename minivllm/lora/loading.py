@@ -78,10 +78,8 @@ class AdapterLoader:
 
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
         """As `_load_adapter`, but errors do not name the adapter yet."""
-        lora_config, options = (
-            self.manager.lora_config,
-            what_fits(self.manager) | {"shapes_only": shapes_only},
-        )
+        lora_config = self.manager.lora_config
+        options = what_fits(self.manager) | {"shapes_only": shapes_only}
         longest = getattr(getattr(self.manager.model, "config", None), "max_position_embeddings", None)
         if lora_request.lora_tensors is None:
             helper = PEFTHelper.from_local_dir(folder, longest)
@@ -90,6 +88,9 @@ class AdapterLoader:
             lora = LoRAModel.from_local_checkpoint(folder, **options)
         else:
             lora = seams.request_readers["lora_tensors"](lora_request, lora_config, longest, **options)
+        # There are no numbers to scale, and PyTorch's first product of such tensors takes a second.
+        for weights in lora.loras.values() if shapes_only else ():
+            weights.scaling = 1
         self.manager.wrapped.accept(lora)
         lora.name = lora_request.lora_name
         return lora

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from allocations import live_bytes
 from tiny_engine import OPTIONS, greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.worker import cpu_threads as module
 from minivllm.worker import model_runner
-from minivllm.worker.cpu_threads import PASSES, CPUThreads, cpu_quota, numbers_up_to
+from minivllm.worker.cpu_threads import PASSES, CPUThreads, cpu_quota, cpu_threads, numbers_up_to
 
 PARTS = 10
 
@@ -190,13 +191,13 @@ class TestWhoDecides:
     @pytest.fixture
     def four_threads(self, monkeypatch):
         """PyTorch has four threads, and the process as many cores, whatever there is here."""
-        before = torch.get_num_threads()
+        before, set_threads = torch.get_num_threads(), torch.set_num_threads
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr(module, "available_cores", lambda: 4)
         monkeypatch.setattr(module, "nobody_else_computes", lambda: False)
-        torch.set_num_threads(4)
+        set_threads(4)
         yield
-        torch.set_num_threads(before)
+        set_threads(before)  # not by its name: a test's double may still stand there
 
     def engine(self, world, **options):
         return LLMEngine.from_engine_args(EngineArgs(model=str(world.base), **OPTIONS, **options))
@@ -211,6 +212,15 @@ class TestWhoDecides:
 
     def test_it_is_measured_up_to_what_pytorch_has(self, world, four_threads):
         assert self.engine(world).runner.cpu_threads.candidates == [1, 2, 3, 4]
+
+    def test_what_is_measured_on_before_there_is_a_model_is_given_back(self, world, four_threads):
+        config = EngineArgs(model=str(world.base), **OPTIONS).create_engine_config()
+        before = live_bytes()
+
+        threads = cpu_threads(config)
+
+        assert threads.measurements == 1
+        assert live_bytes() - before < 2**20
 
     def test_cores_and_quota_are_the_most_it_takes(self, world, four_threads, monkeypatch):
         monkeypatch.setattr(module, "available_cores", lambda: 2)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from gpu import DEVICE
+from products import Products
 from safetensors.torch import load_file, save_file
 from tiny_adapters import load_oracle, save_adapter
 from tiny_engine import greedy, run, snapshot, tokens_of
@@ -387,3 +388,17 @@ class TestGateAndUpInOne:
     def test_has_no_room_for_gate_and_up_apart(self, world):
         with pytest.raises(ValueError, match=r"does not offer: 'model\.layers\.0\.mlp\.experts\.0\."):
             world.engine().add_lora(world.request("old/plain"))
+
+
+def test_a_check_of_any_adapter_multiplies_nothing(world):
+    """Experts' weights are scaled by layers of their own, and only where there are numbers."""
+    worker = world.engine().runner.lora_manager
+
+    with Products() as checking:
+        for name in world.names:
+            worker.check_adapter(world.request(name))
+    with Products() as loading:
+        worker.add_adapter(world.request("old/plain"))
+
+    assert checking.found == []
+    assert loading.found != []

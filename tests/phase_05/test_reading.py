@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from products import Products
 from small_model import (
     HIDDEN,
     SHAPES,
@@ -15,7 +16,6 @@ from small_model import (
     save_folder,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivllm.lora.request import LoRARequest
 
@@ -201,19 +201,6 @@ def test_a_check_keeps_and_counts_nothing(folders):
 
     assert worker.list_adapters() == set()
     assert worker.manager.stats.loads == 0
-
-
-class Products(TorchDispatchMode):
-    """Names of all multiplications that PyTorch is asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "mul" in str(func):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_check_multiplies_nothing(folders):
