@@ -392,7 +392,7 @@ def say_strength(chosen: list[Exercise], sample: bool) -> bool:
             console.print(f"  [red]{escape(sentence)}[/]")
     for phase, (killed, tried) in by_phase(strengths).items():
         console.print(f"{phase}: {killed} of {tried}, {killed / tried:.1%}" if tried else f"{phase}: none")
-    return is_strong(strengths)
+    return is_strong(strengths, sample)
 
 
 @app.command()
