@@ -13,7 +13,7 @@ from functools import cache
 from labs.kit.forks import Job, run
 from labs.kit.hints import hints_of
 from labs.kit.migrate import transplant
-from labs.kit.mutants import Verdict
+from labs.kit.mutants import Verdict, picked
 from labs.kit.regions import Exercise, code_of, read_engine, starter
 from minivllm.labs import ROOT, LabError, Source, engine_file, splice
 
@@ -65,6 +65,15 @@ def check_variants(exercises: Iterable[Exercise]) -> Iterator[Verdict]:
         )
         said = wrong or f"{len(outcome.of('passed'))} tests pass in {outcome.seconds:.1f} s"
         yield Verdict(job.exercise, None, outcome.passed, said)
+
+
+def one_a_phase(exercises: Iterable[Exercise]) -> list[Exercise]:
+    """The same in every run, chosen by nobody (`picked`)."""
+    by_number = {exercise.number: exercise for exercise in exercises}
+    phases: dict[str, list[str]] = {}
+    for exercise in by_number.values():
+        phases.setdefault(exercise.phase, []).append(exercise.number)
+    return [by_number[picked(numbers)] for numbers in phases.values()]
 
 
 def drift(exercise: Exercise) -> str | None:
