@@ -7,8 +7,7 @@ import pytest
 from soak_checks import check_engine
 from tiny_engine import greedy, tiny_world, tokens_of
 
-from minivllm import AsyncLLM, SamplingParams
-from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
+from minivllm import AsyncLLM
 
 PROMPT = [5, 6, 7, 8, 9]
 
