@@ -75,7 +75,7 @@ LAYERS = (
     ("guards.refusals", "guards.turns"),
     ("core",),
     ("worker",),
-    ("engine", "guards", "text.answer", "text.chats"),
+    ("engine", "guards", "serving", "text.answer", "text.chats"),
     ("commands",),
     ("cli",),
 )
