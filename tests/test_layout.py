@@ -76,6 +76,7 @@ LAYERS = (
     ("core",),
     ("worker",),
     ("engine", "guards", "serving", "text.answer", "text.chats"),
+    ("server",),
     ("commands",),
     ("cli",),
 )

@@ -24,7 +24,9 @@ KEY_VARIABLE = "MINIVLLM_API_KEY"
 def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
     """Serve until a signal says otherwise. given: the command's options; options: of the engine."""
     settings = settings_of(given)
-    socket = bind(given["host"], given["port"], settings.write_seconds)  # a port that is taken is said at once
+    socket = bind(
+        given["host"], given["port"], settings.write_seconds
+    )  # a port that is taken is said at once
     logging.getLogger("minivllm.access").setLevel(logging.INFO)
     console = Console(stderr=True)
     with console.status("loading the model"):
@@ -54,6 +56,8 @@ def settings_of(given: dict[str, Any]) -> ServerSettings:
         allowed_origins=tuple(given["allow_origin"] or []),
         **{name: given[name] for name in SETTINGS},
     )
+    if given["base_model_name"] is not None and settings.lora_root is None:
+        raise ValueError("--base-model-name is about the adapters below --lora-root; pass that too")
     register_folder(settings.lora_root, given["base_model_name"], given["model"])
     return settings
 
@@ -68,7 +72,7 @@ def model_name(model: str | None) -> str:
 
 
 def adapters_of(specs: list[str], model: str | None) -> list[LoRARequest]:
-    """`NAME=PATH` each. `demo` stands for the four that come with the repository, and were trained on the demo model."""
+    """`NAME=PATH` each. `demo` stands for the four of the demo model that come with the repository."""
     if specs == ["demo"]:
         if model is not None:
             raise ValueError("--lora-modules demo are adapters of the demo model; leave MODEL out")
