@@ -86,7 +86,7 @@ def demo(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     threads: Threads = None,
-    out: Annotated[Path, typer.Option(help="Folder for demo.json and slots.png.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for demo.json, slots.png and trace.html.")] = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
@@ -219,6 +219,17 @@ def inspect(
     from minivllm.commands.inspect import run_inspect
 
     raise typer.Exit(0 if run_inspect(adapter, model, engine_options(given), as_json) else 1)
+
+
+@app.command("trace-page")
+def trace_page(
+    trace: Annotated[Path, typer.Argument(help="The demo's demo.json, or what Trace.write_jsonl wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("trace.html"),
+) -> None:
+    """Write one HTML page that shows an engine's steps: slots, rows, queue, memory."""
+    from minivllm.commands.trace_page import run_trace_page
+
+    run_trace_page(trace, out)
 
 
 @bench_app.command("cpu")

@@ -18,6 +18,7 @@ LAYERS = (
         "config",
         "engine_args",
         "faults",
+        "palette",
         "progress",
         "sentences",
         "timed_patterns",
