@@ -7,6 +7,8 @@ from rows import assert_rows_equal
 from torch import nn
 from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, targets_of, wrap
 
+import minivllm.lora.replace as replace
+import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
@@ -43,6 +45,10 @@ class SpecialLinear(ColumnParallelLinear):
     """Some model's own linear, whose forward may do anything."""
 
 
+class SpecialMerged(MergedColumnParallelLinear):
+    """Likewise, of two parts."""
+
+
 # Base linear, what the checkpoint calls its parts -> the one wrapper that takes it.
 TAKEN_BY = [
     (ColumnParallelLinear(4, 6), [], ColumnParallelLinearWithLoRA),
@@ -56,6 +62,7 @@ TAKEN_BY = [
     (QKVParallelLinear(4, 2, 2, 1), ["q", "kv"], None),
     (QKVParallelLinear(4, 2, 2, 1), ["q", "k", "v"], MergedQKVParallelLinearWithLoRA),
     (SpecialLinear(4, 6), [], None),
+    (SpecialMerged(4, [3, 3]), ["gate", "up"], MergedColumnParallelLinearWithLoRA),
     (VocabParallelEmbedding(4, 6), [], VocabParallelEmbeddingWithLoRA),
     (ParallelLMHead(6, 4), [], None),
     (nn.Linear(4, 6), [], None),
@@ -85,6 +92,7 @@ def test_a_wrapper_takes_its_own_linear_with_its_number_of_parts(layer, parts, t
         (QKVParallelLinearWithLoRA, QKVParallelLinear(4, 3, 4, 2), (24,)),
         (ColumnParallelLinearWithLoRA, MergedColumnParallelLinear(4, [5, 2]), (7,)),
         (RowParallelLinearWithLoRA, RowParallelLinear(4, 6), (6,)),
+        (MergedColumnParallelLinearWithLoRA, SpecialMerged(4, [5, 2]), (5, 2)),
     ],
 )
 def test_a_linear_has_one_slice_for_each_adapter(wrapper, base, slices):
@@ -136,6 +144,30 @@ def test_the_number_of_slots_is_the_callers():
     wrapped = from_layer(RowParallelLinear(4, 6), 5, CONFIG, [])
 
     assert wrapped.lora_a_stacked[0].shape == (5, 1, CONFIG.max_lora_rank, 4)
+
+
+class Greedy(RowParallelLinearWithLoRA):
+    """A wrapper that an option plugs in, and that takes whatever is a linear."""
+
+    @classmethod
+    def takes(cls, layer, parts):
+        return isinstance(layer, nn.Module) and hasattr(layer, "output_size")
+
+
+class Greedier(Greedy):
+    """Another one, plugged in after it."""
+
+
+@pytest.mark.lab("2.4")
+def test_options_are_asked_in_their_order_for_what_no_plain_wrapper_takes(monkeypatch):
+    monkeypatch.setattr(seams, "wrappers", [Greedy, Greedier])
+    monkeypatch.setattr(replace, "wrappers", [Greedy, Greedier])
+
+    kinds = [
+        type(from_layer(layer, 2, CONFIG, [])) for layer in (RowParallelLinear(4, 6), SpecialLinear(4, 6))
+    ]
+
+    assert kinds == [RowParallelLinearWithLoRA, Greedy]
 
 
 @pytest.mark.parametrize("name", ["layers.1.attn.o_proj", "layers.0", "lm_head"])
@@ -263,6 +295,36 @@ def test_a_shared_fused_module_is_known_by_its_first_name():
         "layers.0.mlp.gate_proj",
         "layers.0.mlp.up_proj",
     ]
+
+
+@pytest.mark.lab("2.5")
+def test_every_name_that_adapters_may_use_is_claimed_for_its_module():
+    """That of a fused module among them: an adapter may have weights for all of it."""
+    wrapped = wrap(SharingModel(), NaivePunica())
+
+    gate_up = {f"layers.{i}.mlp.{name}_proj" for i in (0, 1) for name in ("gate", "up", "gate_up")}
+    claimed = {name for name, module in wrapped.claims.items() if module == "layers.0.mlp.gate_up_proj"}
+    assert_names(claimed, gate_up, "claimed for the shared gate_up_proj")
+    router = {name for name, module in wrapped.claims.items() if module == "layers.1.router"}
+    assert_names(router, ["layers.1.router", "layers.1.runner.gate"], "claimed for the shared router")
+    assert wrapped.modules["layers.0.mlp.gate_up_proj"].targets == {
+        f"layers.{i}.mlp.{name}_proj": part for i in (0, 1) for part, name in enumerate(("gate", "up"))
+    }
+
+
+@pytest.mark.lab("2.5")
+def test_a_wrapper_stands_where_it_says(monkeypatch):
+    """The output layer's stands for the module that computes logits, not for the weight."""
+    monkeypatch.setattr(
+        RowParallelLinearWithLoRA, "place_of", classmethod(lambda cls, name: f"{name}_and_more")
+    )
+    model = ToyModel(num_layers=1)
+    base = model.layers[0].attn.o_proj
+
+    wrapped = wrap(model, NaivePunica(), target_modules=["o_proj"])
+
+    assert model.layers[0].attn.o_proj is base, "the layer itself was replaced"
+    assert model.layers[0].attn.o_proj_and_more is wrapped.modules["layers.0.attn.o_proj"]
 
 
 @pytest.mark.lab("2.5")

@@ -112,6 +112,42 @@ def test_parts_that_an_adapter_leaves_out_stay_empty(wrapped, modules):
 
 
 @pytest.mark.lab("2.7")
+def test_what_an_option_found_of_the_whole_adapter_goes_to_the_layers(wrapped):
+    """Once: what was given is no longer beside the adapter, and what nobody takes stays there."""
+    lora, given = toy_adapter(seed=1, modules=["attn.o_proj"]), []
+    lora.beside = {"tokens": "some tokens", "others": "for somebody else"}
+    router = toy_adapter(seed=2, modules=["router"]).loras["layers.0.router"]
+
+    def give(adapter, found):
+        given.append((adapter.beside["tokens"], sorted(found)))
+        found["layers.0.router"] = {"layers.0.router": router}
+
+    wrapped.givers["tokens"] = give
+    wrapped.accept(lora)
+    wrapped.accept(lora)
+
+    assert given == [("some tokens", ["layers.0.attn.o_proj"])]
+    assert lora.loras.keys() == {"layers.0.attn.o_proj", "layers.0.router"}, "what was given has no layer"
+    assert lora.beside == {"others": "for somebody else"}
+
+
+@pytest.mark.lab("2.7")
+def test_an_adapter_that_is_refused_keeps_what_options_found(wrapped):
+    lora = toy_adapter(seed=1, modules=["attn.o_proj"])
+    weights = lora.loras["layers.0.attn.o_proj"]
+    weights.lora_b = weights.lora_b.t()
+    lora.beside = {"tokens": "some tokens"}
+    wrapped.givers["tokens"] = lambda adapter, found: None
+
+    for _ in range(2):  # it is no better when it is tried again
+        with pytest.raises(ValueError, match=r"layers\.0\.attn\.o_proj"):
+            wrapped.accept(lora)
+
+    assert lora.beside == {"tokens": "some tokens"}
+    assert not lora.is_accepted
+
+
+@pytest.mark.lab("2.7")
 @pytest.mark.parametrize("slot", range(3))
 def test_an_adapter_is_written_to_its_slot_of_every_layer_and_no_other(wrapped, slot):
     lora = toy_adapter(seed=3)
