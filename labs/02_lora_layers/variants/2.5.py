@@ -1,4 +1,4 @@
-def _wrap_all(self, model: nn.Module, layers: dict[nn.Module, list[str]]) -> None:
+def _wrap_all(self, model: nn.Module, layers: Layers) -> None:
     for layer in layers:
         names = layers[layer]
         if not [name for name in names if self._is_wanted(name)]:
@@ -8,11 +8,8 @@ def _wrap_all(self, model: nn.Module, layers: dict[nn.Module, list[str]]) -> Non
         self.modules[first] = wrapped
         for name in names:
             replace_submodule(model, wrapped.place_of(name), wrapped)
-            parts = self._names_of_parts(name)
-            if not parts:
-                parts = [name]
-            for i, target in enumerate(parts):
-                self.targets[target] = (first, i)
-        if self._names_of_parts(first):
-            self.packed_modules[first] = self._names_of_parts(first)
-        self._claim(wrapped, names)
+            targets = self._names_of_slices(name, wrapped)
+            for i, target in enumerate(targets):
+                wrapped.targets[target] = i
+            for target in [*targets, *wrapped.also_called(name)]:
+                self.claims[target] = first

@@ -11,7 +11,7 @@ def accept(self, lora: LoRAModel) -> None:
         else:
             unknown.append(name)
     if unknown:
-        raise ValueError(unmatched(unknown, list(self.targets), self.lora_config.target_modules))
+        raise ValueError(unmatched(unknown, list(self.claims), self.lora_config.target_modules))
     given = [name for name in lora.beside if name in self.givers]
     for name in given:
         self.givers[name](lora, found)

@@ -6,10 +6,10 @@ def _make_room_in_memory(self) -> None:
 def remove_oldest_adapter(self) -> bool:
     if len(self) == 0:
         return False
-    spare = set(self.in_use)
-    spare.update(self.pinned_adapters)
-    victim = self._registered_adapters.remove_oldest(spare=spare)[0]
-    slot = self._active_adapters.pop(victim)
+    victim = self._registered_adapters.remove_oldest(spare=self.kept)[0]
+    slot = None
+    if victim in self._active_adapters:
+        slot = self._active_adapters.pop(victim)
     if slot is not None:
         self.tell("evict", victim, slot)
     self.tell("drop", victim)
@@ -19,6 +19,6 @@ def _find_slot(self) -> int:
     free = self.get_free_slots()
     if free:
         return free[0]
-    victim, slot = self._active_adapters.remove_oldest(spare=self.in_use)
+    victim, slot = self._active_adapters.remove_oldest(spare=self.kept)
     self.tell("evict", victim, slot)
     return slot

@@ -9,7 +9,7 @@ def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
 
 def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
     wanted = self._distinct(requests)
-    self.spare(wanted)
+    self.manager.in_use = frozenset(wanted)
     return wanted
 
 def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
