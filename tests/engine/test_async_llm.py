@@ -57,7 +57,7 @@ def deltas(outputs, index=0):
 async def nothing_left(llm):
     """What was posted before this has been done."""
     states = await llm.call(lambda engine: dict(engine.output_processor.states))
-    assert not states and not llm._thread._sinks and not llm._open
+    assert not states and not llm._thread.sinks and not llm._open
 
 
 class TestAnswers:
@@ -141,7 +141,7 @@ async def slowly(llm, request_id, length, **options):
     """Outputs of a request whose consumer takes the first, and looks again when all are there."""
     async for output in llm.generate(PROMPT, greedy(length), request_id, **options):
         yield output
-        while request_id in llm._thread._sinks:
+        while request_id in llm._thread.sinks:
             await asyncio.sleep(0.001)
 
 
@@ -153,7 +153,7 @@ class TestASlowConsumer:
             slow = llm.generate(PROMPT, greedy(60), "slow", world.request("qv"))
             first = await anext(slow)
             others = [await collect(llm, f"r{i}", greedy(30)) for i in range(2)]
-            while "slow" in llm._thread._sinks:
+            while "slow" in llm._thread.sinks:
                 await asyncio.sleep(0.001)
             return others, [first] + [output async for output in slow]
 
@@ -174,7 +174,7 @@ class TestASlowConsumer:
             loop.call_soon_threadsafe = lambda function, *args: (
                 calls.append(function) or post(function, *args)
             )
-            while "slow" in llm._thread._sinks:
+            while "slow" in llm._thread.sinks:
                 pass
             await slow.aclose()
 
@@ -232,7 +232,7 @@ class TestWhoStopsListening:
 
         async def main():
             first = asyncio.create_task(collect(llm, "same", greedy(40)))
-            while "same" not in llm._thread._sinks:
+            while "same" not in llm._thread.sinks:
                 await asyncio.sleep(0.001)
             with pytest.raises(ValueError, match="in use"):
                 await collect(llm, "same", greedy(5))
@@ -264,7 +264,7 @@ class TestAnAbort:
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
             drawn = SamplingParams(n=2, max_tokens=3000, ignore_eos=True)
             waiting = asyncio.create_task(collect(llm, "b", drawn))
-            while len(llm._thread._sinks) < 2:
+            while len(llm._thread.sinks) < 2:
                 await asyncio.sleep(0.001)
             await llm.abort(["a", "nobody", "b"])
             await nothing_left_but_open(llm)
@@ -280,7 +280,7 @@ class TestAnAbort:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
-            while "a" not in llm._thread._sinks:
+            while "a" not in llm._thread.sinks:
                 await asyncio.sleep(0.001)
             await llm.call(lambda engine: engine.abort_request("a"))
             return await running
@@ -348,7 +348,7 @@ class TestTheEnd:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(50)))
-            while "a" not in llm._thread._sinks:
+            while "a" not in llm._thread.sinks:
                 await asyncio.sleep(0.001)
             draining = asyncio.create_task(llm.drain(60))
             await asyncio.sleep(0)
@@ -365,7 +365,7 @@ class TestTheEnd:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
-            while "a" not in llm._thread._sinks:
+            while "a" not in llm._thread.sinks:
                 await asyncio.sleep(0.001)
             await llm.drain(0.05)
             assert not running.done()
@@ -421,6 +421,7 @@ class TestTheEnd:
 
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.call(interrupted))
+        threads_end(threading.active_count() - 1)
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.check_health())
 
