@@ -18,6 +18,7 @@ LAYERS = (
         "config",
         "engine_args",
         "faults",
+        "palette",
         "progress",
         "sentences",
         "timed_patterns",
@@ -76,6 +77,7 @@ LAYERS = (
     ("core",),
     ("worker",),
     ("engine", "guards", "serving", "text.answer", "text.chats"),
+    ("server",),
     ("commands",),
     ("cli",),
 )
