@@ -110,7 +110,7 @@ def test_every_variant_passes_its_exercises_tests(shared):
 
 @pytest.mark.nightly
 def test_all_variants_together_are_an_engine(tmp_path):
-    checkout = Checkout(tmp_path)
+    checkout = Checkout(tmp_path, "adapters", "benchmarks")
     checkout.take_variants()
 
     result = checkout.pytest("-n", "2", *SUITE, labs="all")

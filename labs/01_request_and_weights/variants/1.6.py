@@ -21,10 +21,10 @@ def pair_up(
         if key not in pairs:
             pairs[key] = {}
         if kind in pairs[key]:
-            raise ValueError(f"there is another tensor for the place of {name}: it is there twice")
+            raise ValueError(f"{name} is there twice, one of them without the prefix")
         pairs[key][kind] = read
     if len(pairs) == 0:
-        raise ValueError("there are no LoRA weights in the adapter")
+        raise ValueError("the adapter holds no LoRA weights")
     return pairs
 
 
@@ -37,7 +37,7 @@ def to_weights(
     loras = {}
     for (module, trained_as), pair in pairs.items():
         if module in loras:
-            raise ValueError(f"{module} has a second name, {trained_as}: it is there twice")
+            raise ValueError(f"{module} is there twice: {trained_as} is a second name for it")
         check_pair(module, pair, peft_helper.ranks)
         a, b = pair["lora_A"], pair["lora_B"]
         lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=a.shape[-2])

@@ -16,8 +16,8 @@ def refuse_misfit(self, weights: LoRALayerWeights, width: int, height: int) -> N
     rank = weights.lora_a.shape[0]
     if rank > self.max_rank:
         raise ValueError(
-            f"{name}: rank {rank} is more than max_lora_rank {self.max_rank}, --max-lora-rank {rank} would do"
+            f"{name} has rank {rank}, which is greater than max_lora_rank {self.max_rank}; pass --max-lora-rank {rank}"
         )
     a, b = tuple(weights.lora_a.shape), tuple(weights.lora_b.shape)
     if a != (rank, width) or b != (height, rank):
-        raise ValueError(f"{name}: lora_A is {a}, not {(rank, width)}, or lora_B is {b}, not {(height, rank)}")
+        raise ValueError(f"{name} has lora_A {a} and lora_B {b}, expected {(rank, width)} and {(height, rank)}")

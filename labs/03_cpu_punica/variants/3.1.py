@@ -6,5 +6,5 @@ def slots_of(ids: tuple[int, ...], lora_index_to_id: list[int | None]) -> list[i
     slot_of_id[0] = -1
     missing = sorted({adapter for adapter in ids if adapter not in slot_of_id})
     if missing:
-        raise ValueError(f"no slot holds {missing}; they hold {lora_index_to_id}")
+        raise ValueError(f"adapters {missing} are in the batch but in no slot; slots hold {lora_index_to_id}")
     return list(map(slot_of_id.__getitem__, ids))
