@@ -39,7 +39,6 @@ LAYERS = (
         "lora.weights_files",
         "lora.peft_helper",
         "lora.lru_cache",
-        "lora.storage",
         "lora.events",
     ),
     (
