@@ -39,7 +39,6 @@ LAYERS = (
         "lora.peft_helper",
         "lora.resolver",
         "lora.lru_cache",
-        "lora.storage",
         "lora.events",
         "lora.stats",
     ),
