@@ -18,6 +18,7 @@ LAYERS = (
         "config",
         "engine_args",
         "faults",
+        "palette",
         "progress",
         "sentences",
         "timed_patterns",
@@ -74,7 +75,8 @@ LAYERS = (
     ("guards.refusals", "guards.turns"),
     ("core",),
     ("worker",),
-    ("engine", "guards", "text.answer", "text.chats"),
+    ("engine", "guards", "serving", "text.answer", "text.chats"),
+    ("server",),
     ("commands",),
     ("cli",),
 )

@@ -355,9 +355,15 @@ def mutants(
     sample: Annotated[
         bool, typer.Option("--sample", help="Of each exercise one mistake, by a hash.")
     ] = False,
+    generic: Annotated[
+        bool, typer.Option("--generic", help="Not classic mistakes: every small change of the code.")
+    ] = False,
 ) -> None:
     """For maintainers: put in every classic mistake and see the exercise's tests catch it."""
     from labs.kit.mutants import check_mutants
+
+    if generic:
+        raise typer.Exit(0 if say_strength(choose(which), sample) else 1)
 
     bad = total = 0
     for verdict in check_mutants(choose(which), sample=sample):
@@ -368,6 +374,25 @@ def mutants(
         console.print(f"{sign} {verdict.exercise} {name}: {escape(verdict.text)}")
     console.print(f"{total} mutants, {bad} to look at")
     raise typer.Exit(1 if bad else 0)
+
+
+def say_strength(chosen: list[Exercise], sample: bool) -> bool:
+    """Measure, say what no test sees and each phase's score; whether that is enough."""
+    from labs.kit.strength import by_phase, is_strong, measure
+
+    strengths = []
+    for strength in measure(chosen, at_most=1 if sample else None):
+        strengths.append(strength)
+        console.print(f"{strength.exercise.number}: {strength.killed} of {strength.tried} changes are seen")
+        for mutation in strength.survived:
+            console.print(
+                f"  {mutation.function}\n    - {escape(mutation.old)}\n    + {escape(mutation.new)}"
+            )
+        for sentence in strength.wrong:
+            console.print(f"  [red]{escape(sentence)}[/]")
+    for phase, (killed, tried) in by_phase(strengths).items():
+        console.print(f"{phase}: {killed} of {tried}, {killed / tried:.1%}" if tried else f"{phase}: none")
+    return is_strong(strengths, sample)
 
 
 @app.command()

@@ -20,7 +20,7 @@ class WrappedModules(ModuleWrapping):
         takes: the adapter would lose those weights in silence. Layers raise their own.
         """
         if unknown := [name for name in lora.loras if name not in self.claims]:
-            raise ValueError(unmatched(unknown, list(self.targets), self.lora_config.target_modules))
+            raise ValueError(unmatched(unknown, list(self.claims), self.lora_config.target_modules))
         found: Found = {}
         for name, weights in lora.loras.items():
             found.setdefault(self.claims[name], {})[name] = weights
