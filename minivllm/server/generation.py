@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Literal, TypeVar
 
@@ -23,6 +23,7 @@ class Generation:
 
     request_id   the first prompt's is `request_id-0` to the engine
     record       is told of all tokens
+    is_taken     is called once the engine has taken a prompt and given an output
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class Generation:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         adapter: LoRARequest | None,
+        is_taken: Callable[[], None] = lambda: None,
     ) -> None:
+        self.is_taken = is_taken
         self.llm, self.metrics, self.record = llm, metrics, record
         self.request_id, self.prompts, self.params, self.adapter = request_id, prompts, params, adapter
         self.adapter_name = BASE if adapter is None else adapter.lora_name
@@ -68,6 +71,7 @@ class Progress:
 
     def __init__(self, generation: Generation) -> None:
         self.metrics, self.record = generation.metrics, generation.record
+        self.is_taken = generation.is_taken
         self.adapter_name = generation.adapter_name
         self.last_at: float | None = None
         self.num_tokens = 0
@@ -78,6 +82,7 @@ class Progress:
         now = time.monotonic()
         if not self.begun:
             self.begun = True
+            self.is_taken()
             self.record.prompt_tokens += len(output.prompt_token_ids)
             self.metrics.begun(self.adapter_name)
         total = sum(len(answer.token_ids) for answer in output.outputs)

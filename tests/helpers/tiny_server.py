@@ -14,7 +14,7 @@ from minivllm.server.run import ServerThread
 from minivllm.server.settings import ServerSettings
 
 BASE_NAME = "tiny"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}~{% endfor %}assistant:"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}assistant:"
 
 
 def tokenizer_with_template() -> object:
@@ -30,7 +30,11 @@ def served(folders: AdapterFolders, *names: str) -> tuple[LoRARequest, ...]:
 
 @contextmanager
 def serving(
-    world: TinyWorld, *names: str, max_queued: int | None = None, engine: dict | None = None, **settings: object
+    world: TinyWorld,
+    *names: str,
+    max_queued: int | None = None,
+    engine: dict | None = None,
+    **settings: object,
 ) -> Iterator[ServerThread]:
     """A server of these adapters; `engine` are the engine's options."""
     made = ServerSettings(BASE_NAME, adapters=served(world, *names), **settings)

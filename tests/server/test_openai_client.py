@@ -174,7 +174,10 @@ def test_logprobs_of_a_chat_stream_as_they_come_whole(client):
     streamed = [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content]
     assert streamed == whole
     assert [len(each.top_logprobs) for each in whole] == [2] * 8
-    assert all(each.top_logprobs[0].token == each.token and bytes(each.bytes).decode() == each.token for each in whole)
+    assert all(
+        each.top_logprobs[0].token == each.token and bytes(each.bytes).decode() == each.token
+        for each in whole
+    )
 
 
 def test_a_bias_and_penalties_reach_the_sampler(client, answers):
