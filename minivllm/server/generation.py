@@ -11,7 +11,7 @@ from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.metrics import BASE, ServerMetrics
+from minivllm.server.metrics import ServerMetrics
 from minivllm.server.record import Record
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Generation:
         self.is_taken = is_taken
         self.llm, self.metrics, self.record = llm, metrics, record
         self.request_id, self.prompts, self.params, self.adapter = request_id, prompts, params, adapter
-        self.adapter_name = BASE if adapter is None else adapter.lora_name
+        self.model = metrics.model_name if adapter is None else adapter.lora_name
 
     async def outputs(self, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt's number, its output) as they come: every output, or the last one of each prompt.
@@ -72,7 +72,7 @@ class Progress:
     def __init__(self, generation: Generation) -> None:
         self.metrics, self.record = generation.metrics, generation.record
         self.is_taken = generation.is_taken
-        self.adapter_name = generation.adapter_name
+        self.model = generation.model
         self.last_at: float | None = None
         self.num_tokens = 0
         self.begun = self.finished = False
@@ -84,7 +84,7 @@ class Progress:
             self.begun = True
             self.is_taken()
             self.record.prompt_tokens += len(output.prompt_token_ids)
-            self.metrics.begun(self.adapter_name)
+            self.metrics.begun(self.model)
         total = sum(len(answer.token_ids) for answer in output.outputs)
         if new := total - self.num_tokens:
             gap = None
@@ -94,10 +94,10 @@ class Progress:
             self.num_tokens, self.last_at = total, now
         if output.finished:
             self.finished = True
-            self.metrics.finished(self.adapter_name, output)
+            self.metrics.finished(self.model, output)
 
     def _observe_tokens(self, new: int, gap: float | None, now: float, output: RequestOutput) -> None:
-        self.metrics.tokens(self.adapter_name, new, gap)
+        self.metrics.tokens(self.model, new, gap)
         self.record.completion_tokens += new
         if self.record.first_token_at is None:
             times = output.metrics
