@@ -408,6 +408,22 @@ def mutants(
     raise typer.Exit(1 if bad else 0)
 
 
+@app.command()
+def variants(
+    which: Which = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Of each phase one, by a hash.")] = False,
+) -> None:
+    """For maintainers: another right answer to every exercise, written from its last hint, must pass."""
+    from labs.kit.variants import check_variants, one_a_phase
+
+    bad = 0
+    for verdict in check_variants(one_a_phase(choose(which)) if sample else choose(which)):
+        bad += not verdict.is_good
+        sign = SIGNS["passed" if verdict.is_good else "failed"]
+        console.print(f"{sign} {verdict.exercise}: {escape(verdict.text)}")
+    raise typer.Exit(1 if bad else 0)
+
+
 def say_strength(chosen: list[Exercise], sample: bool) -> bool:
     """Measure, say what no test sees and each phase's score; whether that is enough."""
     from labs.kit.strength import by_phase, is_strong, measure

@@ -116,7 +116,7 @@ def what_fits(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
     """
     model, packed = manager.model, {**seams.part_names, **manager.packed_modules_mapping}
     skip_prefixes = getattr(model, "lora_skip_prefixes", None)
-    tensors = MOST_TENSORS if skip_prefixes else 4 * len(manager.wrapped.targets) + 16
+    tensors = MOST_TENSORS if skip_prefixes else 4 * len(manager.wrapped.claims) + 16
     return {
         "expected_lora_modules": [
             name for module in manager.supported_lora_modules for name in (*packed.get(module, []), module)

@@ -22,7 +22,7 @@ class WrappedModules(ModuleWrapping):
         if lora.is_accepted:
             return
         if unknown := [name for name in lora.loras if name not in self.claims]:
-            raise ValueError(unmatched(unknown, list(self.targets), self.lora_config.target_modules))
+            raise ValueError(unmatched(unknown, list(self.claims), self.lora_config.target_modules))
         found: Found = {}
         for name, weights in lora.loras.items():
             found.setdefault(self.claims[name], {})[name] = weights

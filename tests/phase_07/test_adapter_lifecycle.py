@@ -16,6 +16,12 @@ from minivllm.sampling_params import SamplingParams
 lab = pytest.mark.lab("7.5")
 
 
+class StandInTiers(SimpleNamespace):
+    @property
+    def kept(self):
+        return self.in_use | self.pinned_adapters
+
+
 class StandInWorker:
     """A worker manager whose adapters are words: `disk` has path -> weights, `memory` id -> the weights that were read.
 
@@ -25,7 +31,7 @@ class StandInWorker:
     def __init__(self):
         self.disk, self.memory, self.in_use = {}, {}, []
         self.calls = []
-        self.manager = SimpleNamespace(
+        self.manager = StandInTiers(
             list_adapters=lambda: self.memory,
             get_adapter=lambda adapter_id: None,
             capacity=4,
@@ -37,9 +43,6 @@ class StandInWorker:
 
     def check_adapter(self, request):
         return LoRAModel(request.lora_int_id, 1, {})
-
-    def spare(self, adapter_ids):
-        self.manager.in_use = frozenset(adapter_ids)
 
     def add_adapter(self, request):
         self.calls.append(f"read {request.lora_path}")
