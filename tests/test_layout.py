@@ -40,7 +40,6 @@ LAYERS = (
         "lora.peft_helper",
         "lora.resolver",
         "lora.lru_cache",
-        "lora.storage",
         "lora.events",
         "lora.stats",
     ),

@@ -1,15 +1,14 @@
 """A model's adapters: its wrapped layers, their slots, and the rows of a step. Stands for vllm/lora/model_manager.py
 (v0.22.1)."""
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.adaptable import get_supported_lora_modules
 from minivllm.lora.adapter_slots import AdapterSlots
-from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.make_backend import make_backend
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.seams import listeners, slot_writers
@@ -40,7 +39,6 @@ class LRUCacheLoRAModelManager(AdapterSlots):
     ) -> None:
         if not getattr(model, "supports_lora", False):
             raise ValueError(f"Model {type(model).__name__} is not supported for LoRA; it needs SupportsLoRA")
-        self.supported_lora_modules = get_supported_lora_modules(model)  # once wrapped, they have other names
         self.punica_wrapper = make_backend(max_num_batched_tokens, max_num_seqs, device, lora_config)
         wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
         make_writer = slot_writers.get(torch.device(device).type)
@@ -52,10 +50,8 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         self._last_mapping: tuple[LoRAMapping, list[int | None]] | None = None
         self.listeners += [listen(self) for listen in listeners]
 
-    @property
-    def modules(self) -> dict[str, BaseLayerWithLoRA]:
-        """Module name -> wrapped layer."""
-        return self.wrapped.modules
+    modules = property(attrgetter("wrapped.modules"))
+    supported_lora_modules = property(attrgetter("wrapped.supported_lora_modules"))
 
     # region lab 5.3: a mapping counts only together with the slots it was made for
     @property

@@ -5,7 +5,7 @@ import torch
 from naive_punica import NaivePunica
 from rows import assert_rows_equal
 from torch import nn
-from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, wrap
+from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, targets_of, wrap
 
 import minivllm.lora.replace as replace
 import minivllm.lora.seams as seams
@@ -197,6 +197,12 @@ def wrappers(model):
     return {name: module for name, module in named if isinstance(module, BaseLayerWithLoRA)}
 
 
+def packed_modules(wrapped):
+    """Fused module name -> what adapters call its slices, in order, by the first name of the module."""
+    fused = {name: module for name, module in wrapped.modules.items() if module.n_slices > 1}
+    return {name: list(module.targets)[: module.n_slices] for name, module in fused.items()}
+
+
 def assert_names(found, expected, what):
     lacking, more = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     assert not lacking and not more, f"{what}: lacking {lacking}, there and not expected {more}"
@@ -218,7 +224,7 @@ def test_every_linear_of_a_model_is_wrapped_but_the_head():
 def test_adapters_may_name_the_parts_of_fused_linears_and_the_others():
     wrapped = wrap(ToyModel(num_layers=1), NaivePunica())
 
-    assert wrapped.targets == {
+    assert targets_of(wrapped) == {
         "layers.0.attn.q_proj": ("layers.0.attn.qkv_proj", 0),
         "layers.0.attn.k_proj": ("layers.0.attn.qkv_proj", 1),
         "layers.0.attn.v_proj": ("layers.0.attn.qkv_proj", 2),
@@ -229,7 +235,7 @@ def test_adapters_may_name_the_parts_of_fused_linears_and_the_others():
         "layers.0.router": ("layers.0.router", 0),
         "layers.0.adaptor": ("layers.0.adaptor", 0),
     }
-    assert wrapped.packed_modules == {
+    assert packed_modules(wrapped) == {
         "layers.0.attn.qkv_proj": [f"layers.0.attn.{part}_proj" for part in "qkv"],
         "layers.0.mlp.gate_up_proj": ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"],
     }
@@ -243,8 +249,8 @@ def test_a_linear_at_the_top_of_a_model_is_wrapped():
     wrapped = wrap(model, NaivePunica())
 
     assert model.qkv_proj is wrapped.modules["qkv_proj"]
-    assert wrapped.targets["k_proj"] == ("qkv_proj", 1)
-    assert wrapped.packed_modules["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+    assert targets_of(wrapped)["k_proj"] == ("qkv_proj", 1)
+    assert packed_modules(wrapped)["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
 
 
 @pytest.mark.lab("2.5")
@@ -281,11 +287,11 @@ def test_a_shared_fused_module_is_known_by_its_first_name():
     wrapped = wrap(SharingModel(), NaivePunica())
 
     assert_names(
-        wrapped.packed_modules,
+        packed_modules(wrapped),
         ["layers.0.attn.qkv_proj", "layers.0.mlp.gate_up_proj", "layers.1.attn.qkv_proj"],
         "packed_modules",
     )
-    assert wrapped.packed_modules["layers.0.mlp.gate_up_proj"] == [
+    assert packed_modules(wrapped)["layers.0.mlp.gate_up_proj"] == [
         "layers.0.mlp.gate_proj",
         "layers.0.mlp.up_proj",
     ]
@@ -335,7 +341,7 @@ def test_a_wrapper_stands_where_it_says(monkeypatch):
 def test_adapters_may_use_either_name_of_a_shared_module(name, module, slice_):
     wrapped = wrap(SharingModel(), NaivePunica())
 
-    assert wrapped.targets.get(name) == (module, slice_)
+    assert targets_of(wrapped).get(name) == (module, slice_)
 
 
 @pytest.mark.lab("2.5")
@@ -379,7 +385,7 @@ def test_a_shared_module_is_wrapped_in_all_places_if_one_of_its_names_is_wanted(
     wrapped = wrap(model, NaivePunica(), target_modules=["gate"])
 
     names = ["layers.1.router", "layers.1.runner.gate"]
-    assert_names(wrapped.targets, names, "targets")
+    assert_names(targets_of(wrapped), names, "targets")
     assert_names(wrappers(model), names, "places with a wrapper")
 
 
@@ -419,7 +425,7 @@ def test_a_target_that_is_no_linear_of_ours_is_refused_by_name():
         wrap(model, NaivePunica(), target_modules=["o_proj"])
 
     assert type(model.layers[0].attn.o_proj) is RowParallelLinear, "nothing was wrapped"
-    assert "side.o_proj" not in wrap(model, NaivePunica()).targets
+    assert "side.o_proj" not in targets_of(wrap(model, NaivePunica()))
 
 
 def test_a_linear_that_no_wrapper_takes_is_fine_where_it_is_not_wanted():

@@ -4,7 +4,16 @@ import pytest
 import torch
 from naive_punica import NaivePunica
 from rows import assert_rows_equal
-from toy_model import CHECKPOINT_SHAPES, FUSED, SharingModel, ToyModel, random_pair, toy_adapter, wrap
+from toy_model import (
+    CHECKPOINT_SHAPES,
+    FUSED,
+    SharingModel,
+    ToyModel,
+    random_pair,
+    targets_of,
+    toy_adapter,
+    wrap,
+)
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -25,7 +34,7 @@ def packed(wrapped, lora):
 def products(wrapped, slot):
     """What every slice of every layer has in a slot: name a checkpoint gives it -> B · A."""
     found = {}
-    for target, (name, i) in wrapped.targets.items():
+    for target, (name, i) in targets_of(wrapped).items():
         module = wrapped.modules[name]
         found[target] = module.lora_b_stacked[i][slot, 0] @ module.lora_a_stacked[i][slot, 0]
     return found
@@ -34,7 +43,7 @@ def products(wrapped, slot):
 def expected_products(wrapped, lora, scaling):
     """The same from the definition, before packing; zeros where the adapter has nothing."""
     expected = {}
-    for target, (name, i) in wrapped.targets.items():
+    for target, (name, i) in targets_of(wrapped).items():
         module = wrapped.modules[name]
         expected[target] = torch.zeros(module.output_slices[i], module.input_size, dtype=torch.float64)
         if (weights := lora.get_lora(target)) is not None:
@@ -251,7 +260,7 @@ def test_a_dummy_adapter_targets_everything_and_changes_nothing(wrapped):
     dummy = dummy_adapter(wrapped, 5, rank=4)
 
     assert (dummy.id, dummy.rank) == (5, 4)
-    assert dummy.loras.keys() == wrapped.targets.keys()
+    assert dummy.loras.keys() == targets_of(wrapped).keys()
     wrapped.accept(dummy)
     wrapped.write(packed(wrapped, dummy), 0)
     assert not any(product.any() for product in products(wrapped, 0).values())
