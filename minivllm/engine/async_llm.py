@@ -96,12 +96,12 @@ class AsyncLLM:
             self._open.discard(stream)
             if not finished:
                 # Nobody waits for it: this task may have been cancelled.
-                self._thread.call(lambda engine: self._thread.abort(request_id, stream))
+                self._thread.call(lambda engine: self._thread.abort([request_id], stream))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: whoever listens gets a last output with finish_reason "abort". vLLM: `abort`."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        await self.call(lambda engine: [self._thread.abort(each) for each in ids])
+        await self.call(lambda engine: self._thread.abort(ids))
 
     def _check_room(self) -> None:
         if self._thread.error is not None:

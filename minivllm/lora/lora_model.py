@@ -56,11 +56,6 @@ class LoRAModel:
         twin.name, twin.beside, twin.is_accepted = self.name, self.beside.copy(), self.is_accepted
         return twin
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """A, B and what comes beside them, of all modules."""
-        return [tensor for lora in self.loras.values() for tensor in lora.tensors]
-
     @classmethod
     def from_lora_tensors(
         cls,

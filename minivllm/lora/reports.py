@@ -157,9 +157,14 @@ def _given_out(nbytes: int, is_pinned: bool) -> int:
     return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
 
-def adapter_bytes(self: LoRAModel) -> int:
-    """Bytes of memory that the tensors keep; an A that parts of a fused module share counts once."""
-    return storage_bytes(self.tensors)
+def tensors_of(lora: LoRAModel) -> list[torch.Tensor]:
+    """A, B and what comes beside them, of all modules of an adapter."""
+    return [tensor for weights in lora.loras.values() for tensor in weights.tensors]
+
+
+def adapter_bytes(lora: LoRAModel) -> int:
+    """Bytes of memory that an adapter's tensors keep; an A that parts of a fused module share counts once."""
+    return storage_bytes(tensors_of(lora))
 
 
 def slot_bytes(wrapped: WrappedModules) -> int:
@@ -200,11 +205,11 @@ def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
         **device,
         "device_total": sum(device.values()),
         "slot_bytes_by_adapter": {
-            active: sum(tensor.nbytes for tensor in adapters[active].tensors)
+            active: sum(tensor.nbytes for tensor in tensors_of(adapters[active]))
             for active in self.list_active_adapters()
         },
-        "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in lora.tensors),
-        "cpu_bytes_by_adapter": {adapter_id: lora.nbytes for adapter_id, lora in adapters.items()},
+        "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in tensors_of(lora)),
+        "cpu_bytes_by_adapter": {adapter_id: adapter_bytes(lora) for adapter_id, lora in adapters.items()},
     }
 
 
@@ -219,7 +224,7 @@ def get_lora_info(self: LRUCacheLoRAModelManager, adapter_id: int) -> dict[str, 
         "id": adapter_id,
         "name": lora.name,
         "rank": lora.rank,
-        "bytes": lora.nbytes,
+        "bytes": adapter_bytes(lora),
         "slot": self.list_active_adapters().get(adapter_id),
         "pinned": adapter_id in self.pinned_adapters,
         **asdict(stats_of(self).by_adapter.get(adapter_id, AdapterStats())),
@@ -228,7 +233,7 @@ def get_lora_info(self: LRUCacheLoRAModelManager, adapter_id: int) -> dict[str, 
 
 # From the first event on.
 listeners += [lambda manager: LoRAStats(), EventLog]
-LoRAModel.nbytes = property(adapter_bytes)
 LRUCacheLoRAModelManager.stats = property(stats_of)
 LRUCacheLoRAModelManager.get_memory_stats = get_memory_stats
 LRUCacheLoRAModelManager.get_lora_info = get_lora_info
+LoRAModel.nbytes = property(adapter_bytes)

@@ -24,6 +24,11 @@ class HandOver(Generic[E]):
         self.error: Exception | None = None
         self._calls: queue.SimpleQueue[tuple[Callable[[E], Any], Future]] = queue.SimpleQueue()
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are calls that nobody has run."""
+        return not self._calls.empty()
+
     def call(self, function: Callable[[E], T]) -> "Future[T]":
         """Have the engine's thread run `function(engine)`. Any thread may call, and none is held up.
 

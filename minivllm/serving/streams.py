@@ -40,7 +40,10 @@ class Stream(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T | Exception) -> bool:
-        """In the engine's thread. True: the consumer has to be woken (`wake`). An error is raised by `take`."""
+        """In the engine's thread. True: the consumer has to be woken (`wake`), or is gone with its loop.
+
+        An error is raised by `take`.
+        """
         with self._lock:
             if isinstance(item, Exception):
                 self._error = item
@@ -49,7 +52,7 @@ class Stream(Generic[T]):
                 self.last = item
             was_woken = self._is_woken
             self._is_woken = was_woken or isinstance(item, Exception) or self._is_due(item)
-            return self._is_woken and not was_woken
+            return (self._is_woken and not was_woken) or self.loop.is_closed()
 
     async def take(self) -> T:
         """In the event loop: all that has come since the last time, as one item; waits for it."""

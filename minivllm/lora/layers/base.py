@@ -52,7 +52,7 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         return [] if name in self.targets else [name]
 
     def write(self, slot: int, weights: LayerWeights) -> None:
-        """Put what `accept` gave into a slot."""
+        """Put what `pack` gave into a slot."""
         self.slots.write(slot, weights.parts)
 
     def clear(self, slot: int) -> None:
