@@ -1,10 +1,10 @@
 """What the next step computes, and for whom. Stands for vllm/v1/core/sched/scheduler.py (v0.22.1)."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.block_pool import BlockPool
-from minivllm.core.in_flight import InFlight
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import SchedulerOutput
@@ -25,7 +25,7 @@ class Scheduler(StepPolicy):
 
     waiting     by arrival; a preempted request goes back to its place
     running     by admission, so that prompts in the making come after all who already answer
-    in_flight   how many unfinished requests, waiting or running, each load of an adapter has
+    in_flight   adapter id, 0 for base -> generation -> how many unfinished requests, waiting or running, are of it
 
     adapter_identity    see `PrefixCache`
     pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
@@ -68,7 +68,7 @@ class Scheduler(StepPolicy):
             request.arrival_order = self._num_arrived
             self._num_arrived += 1
         self.requests[request.request_id] = request
-        self.in_flight.add(request)
+        self.in_flight.setdefault(request.adapter_id, Counter())[request.adapter_generation] += 1
         self.waiting.add(request)
 
     def check_request(self, request: Request) -> None:
@@ -102,7 +102,7 @@ class Scheduler(StepPolicy):
         self.waiting = WaitingQueue()
         self.lora = LoRAAdmission(self.max_loras, self.scheduler_config.max_lora_wait_steps, self.waiting)
         self.requests: dict[str, Request] = {}
-        self.in_flight = InFlight()
+        self.in_flight: dict[int, Counter[int]] = {}
         self.running: list[Request] = []
         self._prefetched: list[int] = []  # by the step before
 
@@ -194,7 +194,9 @@ class Scheduler(StepPolicy):
         else:
             self.running.remove(request)
         del self.requests[request.request_id]
-        self.in_flight.remove(request)
+        self.in_flight[request.adapter_id] -= Counter([request.adapter_generation])  # which drops zeros
+        if not self.in_flight[request.adapter_id]:
+            del self.in_flight[request.adapter_id]
         self.kv_cache.free(request)
         request.status = status
         request.error = error

@@ -32,7 +32,11 @@ class InputProcessor:
         `max_tokens` is lowered to what the context has room for; None is all of that. ValueError for what cannot be
         served.
         """
-        text, token_ids = self._read(request_id, prompt, traits)
+        if not isinstance(prompt, dict):
+            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is None and isinstance(text, str):
+            token_ids = self._tokenize(request_id, text, traits)
         model = self.model_config.architecture
         vocab_size = model.vocab_size + traits.added_tokens
         # Positions past the adapter's mean nothing to it.
@@ -45,19 +49,11 @@ class InputProcessor:
             params = replace(params, max_tokens=room)
         return text, list(token_ids), params
 
-    def _read(self, request_id: str, prompt: Prompt, traits: AdapterTraits) -> tuple[str | None, Any]:
-        """Text and token ids of a prompt, which nobody has looked at yet."""
-        text, token_ids = None, prompt
-        if isinstance(prompt, dict):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, token_ids = prompt, None
-        if token_ids is None and isinstance(text, str):
-            if self.tokenizer is None:
-                raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
-            what = f"the prompt of request '{request_id}'"
-            token_ids = tokenize(what, text, self.tokenizer_of(traits), self.model_config.max_model_len)
-        return text, token_ids
+    def _tokenize(self, request_id: str, text: str, traits: AdapterTraits) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"request '{request_id}' is text, but there is no tokenizer; give token ids")
+        what = f"the prompt of request '{request_id}'"
+        return tokenize(what, text, self.tokenizer_of(traits), self.model_config.max_model_len)
 
     def tokenizer_of(self, traits: AdapterTraits) -> Any:
         """The adapter's own where it has one, else the model's; None where prompts come as token ids."""
