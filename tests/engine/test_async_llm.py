@@ -421,7 +421,7 @@ class TestTheEnd:
 
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.call(interrupted))
-        threads_end(threading.active_count() - 1)
+        llm._thread._thread.join(timeout=10)
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.check_health())
 
