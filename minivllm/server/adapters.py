@@ -43,8 +43,9 @@ async def adapters(call: TheCall) -> dict[str, Any]:
     """Where each adapter is, in whose slot, and when it was last used."""
     known = await call.server.llm.call(describe)
     found = []
-    for name in call.server.names.visible(call.holder)[1:]:
-        served = call.server.names.served[name]
+    for name, served in sorted(call.server.names.served.items()):
+        if not call.holder.may_use(name):
+            continue
         nothing = {"state": "known", "slot": None, "pinned": False, "bytes": None, "last_used": None}
         found.append({"name": name, "path": served.lora_path, **nothing, **known.get(served.lora_int_id, {})})
     return {"object": "list", "data": found}

@@ -51,16 +51,21 @@ class Server:
 
 @dataclass
 class Call:
-    """One HTTP request and whoever sent it."""
+    """One HTTP request and whoever sent it.
+
+    is_new   its adapter was found by a resolver, and the engine has not taken a request of it
+    """
 
     request: Request
     server: Server
     holder: Holder
     record: Record
+    is_new: bool = False
 
     async def adapter(self, model: str) -> LoRARequest | None:
         """Of the model that the request names; errors as in `ModelNames.find`."""
         self.record.model = model
+        self.is_new = not self.server.names.is_served(model)
         return await self.server.names.find(model, self.holder)
 
     def generation(
@@ -68,7 +73,13 @@ class Call:
     ) -> Generation:
         """The engine's part of the request."""
         server = self.server
-        return Generation(server.llm, server.metrics, self.record, request_id, prompts, params, adapter)
+
+        def keep() -> None:
+            if self.is_new:
+                server.names.keep(adapter)
+                server.metrics.serve(adapter.lora_name)
+
+        return Generation(server.llm, server.metrics, self.record, request_id, prompts, params, adapter, keep)
 
 
 def _server(request: Request) -> Server:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Literal, TypeVar
 
@@ -11,7 +11,7 @@ from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.metrics import BASE, ServerMetrics
+from minivllm.server.metrics import ServerMetrics
 from minivllm.server.record import Record
 
 T = TypeVar("T")
@@ -23,6 +23,7 @@ class Generation:
 
     request_id   the first prompt's is `request_id-0` to the engine
     record       is told of all tokens
+    is_taken     is called once the engine has taken a prompt and given an output
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Generation:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         adapter: LoRARequest | None,
+        is_taken: Callable[[], None] = lambda: None,
     ) -> None:
+        self.is_taken = is_taken
         self.llm, self.metrics, self.record = llm, metrics, record
         self.request_id, self.prompts, self.params, self.adapter = request_id, prompts, params, adapter
-        self.adapter_name = BASE if adapter is None else adapter.lora_name
+        self.model = metrics.model_name if adapter is None else adapter.lora_name
 
     async def outputs(self, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt's number, its output) as they come: every output, or the last one of each prompt.
@@ -68,7 +71,8 @@ class Progress:
 
     def __init__(self, generation: Generation) -> None:
         self.metrics, self.record = generation.metrics, generation.record
-        self.adapter_name = generation.adapter_name
+        self.is_taken = generation.is_taken
+        self.model = generation.model
         self.last_at: float | None = None
         self.num_tokens = 0
         self.begun = self.finished = False
@@ -78,8 +82,9 @@ class Progress:
         now = time.monotonic()
         if not self.begun:
             self.begun = True
+            self.is_taken()
             self.record.prompt_tokens += len(output.prompt_token_ids)
-            self.metrics.begun(self.adapter_name)
+            self.metrics.begun(self.model)
         total = sum(len(answer.token_ids) for answer in output.outputs)
         if new := total - self.num_tokens:
             gap = None
@@ -89,10 +94,10 @@ class Progress:
             self.num_tokens, self.last_at = total, now
         if output.finished:
             self.finished = True
-            self.metrics.finished(self.adapter_name, output)
+            self.metrics.finished(self.model, output)
 
     def _observe_tokens(self, new: int, gap: float | None, now: float, output: RequestOutput) -> None:
-        self.metrics.tokens(self.adapter_name, new, gap)
+        self.metrics.tokens(self.model, new, gap)
         self.record.completion_tokens += new
         if self.record.first_token_at is None:
             times = output.metrics

@@ -9,7 +9,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.server.engine_metrics import AdapterEvents, EngineCollector, EngineView
 
-BASE, OTHER = "base", "other"
+OTHER = "other"
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -25,7 +25,8 @@ class ServerMetrics:
 
     most_labels   adapters with a label of their own, the first that are seen; all others share `other`
 
-    An adapter has its counters, at 0, from when its name is served: one that nobody asks for is not forgotten.
+    The base model counts as one of them, under its name. An adapter has its counters, at 0, from when its name is
+    served: one that nobody asks for is not forgotten.
     """
 
     def __init__(self, model_name: str, adapters: Iterable[str] = (), most_labels: int = 200) -> None:
@@ -36,7 +37,7 @@ class ServerMetrics:
         self._labels: set[str] = set()
         self._make_counters()
         self._make_histograms()
-        for name in (BASE, *adapters):
+        for name in (model_name, *adapters):
             self.serve(name)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

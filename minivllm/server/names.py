@@ -57,10 +57,9 @@ class ModelNames:
             raise self._unknown(name, holder) from None
         return replace(found, lora_path=await self._allowed_path(found.lora_path))
 
-    def keep(self, adapter: LoRARequest | None) -> None:
-        """The engine has taken a request of it: its name is found without a resolver from now on."""
-        if adapter is not None:
-            self.served.setdefault(adapter.lora_name, adapter)
+    def keep(self, adapter: LoRARequest) -> None:
+        """The engine serves what a resolver found: its name is known from now on."""
+        self.served.setdefault(adapter.lora_name, adapter)
 
     async def load(self, order: LoadAdapterRequest) -> None:
         """Serve an adapter under a name once the engine has read it. vLLM: `load_lora_adapter`.
@@ -93,6 +92,9 @@ class ModelNames:
             adapter = self.known(name)
             await self.llm.remove_lora(adapter.lora_int_id)
             self.served.pop(name, None)
+
+    def is_served(self, name: str) -> bool:
+        return name == self.settings.model_name or name in self.served
 
     def known(self, name: str) -> LoRARequest:
         """Of an adapter that is served. ApiError 404 for another name."""

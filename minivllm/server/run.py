@@ -18,7 +18,8 @@ SECONDS_TO_FLUSH = 5
 class DrainingServer(uvicorn.Server):
     """A server that ends in peace: on SIGTERM or Ctrl-C it takes no new requests, and those that run may finish.
 
-    While it does, new requests are answered 503, and so is /health. A second signal ends it at once.
+    While it does, new requests are answered 503, and so is /health. Then the engine is shut down: a request that is
+    left gets an error. A second signal ends the server at once.
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, **options: object) -> None:
@@ -61,6 +62,7 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self) -> None:
         try:
             await self.state.llm.drain(self.settings.drain_seconds)
+            await asyncio.to_thread(self.state.llm.shutdown)
         finally:
             self.should_exit = True
 

@@ -2,6 +2,8 @@
 
 const SHOWN = [["all steps", Infinity], ["400 steps", 400], ["100 steps", 100], ["30 steps", 30]];
 
+const MOST_REASONS = 4; // that are shown before they are asked for
+
 class Page {
   constructor(data) {
     this.data = data;
@@ -78,12 +80,15 @@ class Page {
 
   verdict() {
     const { difference, verdict } = this.data;
+    const items = (reasons) => el("ul", {}, reasons.map((reason) => el("li", {}, reason)));
+    const reasons = difference?.reasons || [], further = reasons.slice(MOST_REASONS);
     const jump = el("button", { className: "plain", type: "button", onclick: () => this.go(difference?.column) }, "Show that step");
     return el(
       "div",
       { className: `card verdict${difference ? " differs" : ""}`, id: "verdict" },
       el("h2", {}, verdict),
-      difference && el("ul", {}, difference.reasons.map((reason) => el("li", {}, reason))),
+      reasons.length > 0 && items(reasons.slice(0, MOST_REASONS)),
+      further.length > 0 && el("details", {}, el("summary", {}, `and ${further.length} more`), items(further)),
       difference && jump,
     );
   }
