@@ -280,6 +280,38 @@ def environment(yours: str) -> dict[str, str]:
     return {**os.environ, "MINIVLLM_LABS": yours, "PATH": path}
 
 
+@app.command("compare", context_settings={"ignore_unknown_options": True})
+def compare_command(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="A Python program; none: `-- minivllm demo`.")
+    ] = None,
+    labs: Annotated[str | None, typer.Option(help="What is yours, as for `lab run`.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where compare.html and both records go.")] = Path(
+        "out/compare"
+    ),
+) -> None:
+    """Run a program on your engine and on ours: the first step that differs, and why. Exit status 1 if one does."""
+    from labs.kit.compare import compare_program
+
+    command = command or ["minivllm", "demo"]
+    yours = labs or begun()
+    if not yours:
+        raise LabError("nothing is yours yet; begin an exercise, or name some with --labs")
+    console.print(f"yours: {yours}")
+    with console.status("") as status:
+        found = compare_program(command, environment(yours), environment(""), folder, status.update)
+    for run in (found.ours, found.yours):
+        console.print(f"{run.name}: {len(run.steps)} steps, {run.seconds:.1f} s with its start")
+    colour = "green" if found.column is None else "yellow"
+    console.print(f"[{colour}]{escape(found.verdict)}[/]")
+    for reason in found.reasons:
+        console.print(f"  {escape(reason)}")
+    page = folder / "compare.html"
+    page.write_text(found.page(" ".join(command)), encoding="utf-8")
+    console.print(f"[dim]both, step by step: {escape(str(page))}[/]")
+    raise typer.Exit(0 if found.column is None else 1)
+
+
 @app.command()
 def notebook(
     phase: Annotated[str | None, typer.Argument(help="A phase, such as 3. None: where you are.")] = None,

@@ -88,10 +88,10 @@ class AdapterLoader:
             lora = LoRAModel.from_local_checkpoint(folder, **options)
         else:
             lora = seams.request_readers["lora_tensors"](lora_request, lora_config, longest, **options)
-        # There are no numbers to scale, and PyTorch's first product of such tensors takes a second.
-        for weights in lora.loras.values() if shapes_only else ():
-            weights.scaling = 1
-        self.manager.wrapped.accept(lora)
+        if shapes_only:
+            self.manager.wrapped.judge(lora)
+        else:
+            self.manager.wrapped.accept(lora)
         lora.name = lora_request.lora_name
         return lora
 

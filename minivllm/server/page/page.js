@@ -2,6 +2,8 @@
 
 const SHOWN = [["all steps", Infinity], ["400 steps", 400], ["100 steps", 100], ["30 steps", 30]];
 
+const MOST_REASONS = 4; // that are shown before they are asked for
+
 class Page {
   constructor(data) {
     this.data = data;
@@ -78,12 +80,15 @@ class Page {
 
   verdict() {
     const { difference, verdict } = this.data;
+    const items = (reasons) => el("ul", {}, reasons.map((reason) => el("li", {}, reason)));
+    const reasons = difference?.reasons || [], further = reasons.slice(MOST_REASONS);
     const jump = el("button", { className: "plain", type: "button", onclick: () => this.go(difference?.column) }, "Show that step");
     return el(
       "div",
       { className: `card verdict${difference ? " differs" : ""}`, id: "verdict" },
       el("h2", {}, verdict),
-      difference && el("ul", {}, difference.reasons.map((reason) => el("li", {}, reason))),
+      reasons.length > 0 && items(reasons.slice(0, MOST_REASONS)),
+      further.length > 0 && el("details", {}, el("summary", {}, `and ${further.length} more`), items(further)),
       difference && jump,
     );
   }
@@ -235,7 +240,7 @@ class Page {
       el(
         "tr",
         { className: known.has(rowKey(row, step)) ? "" : "odd" },
-        el("td", {}, row.request),
+        el("td", { title: row.request }, short(row.request)),
         el("td", {}, dot(this.trace.colour(row.adapter)), " ", nameOf(row.adapter)),
         el("td", {}, whatOf(row)),
         withTokens && el("td", {}, (step.tokens[row.request] ?? "").toString()),
@@ -277,7 +282,7 @@ function eventsOf(step) {
     ...step.loads.map((name) => [of(name), " was read from disk"]),
     ...step.evictions.map((event) => [of(event.adapter), ` was evicted from slot ${event.slot}`]),
     ...step.activations.map((event) => [of(event.adapter), ` came into slot ${event.slot}`]),
-    ...step.preempted.map((request) => [`${request} was preempted: it waits again`]),
+    ...step.preempted.map((request) => [`${short(request)} was preempted: it waits again`]),
   ];
 }
 
@@ -292,7 +297,7 @@ function queueLines(step) {
   const skipped = new Map(step.skipped.map((skip) => [skip.request, skip]));
   const named = step.waiting.map((request) => {
     const skip = skipped.get(request);
-    return skip ? [`${request} `, { adapter: skip.adapter }, ` ${reasonOf(skip.reason)}`] : [`${request}: its turn has not come`];
+    return skip ? [`${short(request)} `, { adapter: skip.adapter }, ` ${reasonOf(skip.reason)}`] : [`${short(request)}: its turn has not come`];
   });
   return step.more_waiting ? [...named, [`and ${step.more_waiting} more`]] : named;
 }
