@@ -91,8 +91,9 @@ class AdapterSlots(AdapterTiers):
     def replace_adapter(self, adapter: LoRAModel) -> None:
         """Put other weights under a registered id, in memory and, if it has a slot, there; a pin holds on.
 
-        ValueError that names an unknown id or what does not fit, and nothing has changed. If copying fails the
-        old weights are served on: they are back in memory and, if pinned, in a slot.
+        ValueError that names an unknown id or what does not fit, and nothing has changed. What fits is taken (`_take`)
+        first, as by `add_adapter`. If copying fails the old weights are served on: they are back in memory and, if
+        pinned, in a slot.
         """
         old = self.get_adapter(adapter.id)
         if old is None:

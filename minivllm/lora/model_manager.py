@@ -14,14 +14,11 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.seams import listeners, slot_writers
 from minivllm.lora.wrapped_modules import WrappedModules
 
-DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"
-
 
 class LRUCacheLoRAModelManager(AdapterSlots):
     """Wraps a model's layers, brings adapters into their slots, and tells the backend where each row's adapter is.
 
     lora_dtype   of the slots; adapters are converted to it when they are read
-    punica_wrapper_mapping   vLLM has a backend for each tower of a multimodal model; here there is one
 
     vLLM: the same name. ValueError when the model does not support LoRA, has nothing to wrap, or not what
     `target_modules` names.
@@ -45,7 +42,6 @@ class LRUCacheLoRAModelManager(AdapterSlots):
         super().__init__(lora_config, wrapped, make_writer and make_writer(wrapped, device))
         self.model, self.device, self.vocab_size = model, device, vocab_size
         self.lora_dtype = next(iter(wrapped.modules.values())).slots.a[0].dtype
-        self.punica_wrapper_mapping = {DEFAULT_LANGUAGE_WRAPPER_KEY: self.punica_wrapper}
         self.packed_modules_mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._last_mapping: tuple[LoRAMapping, list[int | None]] | None = None
         self.listeners += [listen(self) for listen in listeners]

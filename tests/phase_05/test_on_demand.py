@@ -206,7 +206,15 @@ def test_preparing_tells_who_failed_and_loads_the_others(folders):
     assert_slots(worker.manager, [None] * 4, "preparing brings adapters into memory, not into slots")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large"), KeyError("weight")], ids=repr)
+class PanicException(BaseException):
+    """What a panic in a Rust library is, by its name."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OverflowError("too large"), KeyError("weight"), PanicException("out of range")],
+    ids=repr,
+)
 def test_preparing_keeps_whatever_one_adapter_raises_to_that_adapter(folders, monkeypatch, error):
     worker = make_worker(slots=4, memory=4)
     fail_load(monkeypatch, worker, 2, error)
