@@ -1,7 +1,7 @@
 """Other right answers. Each is written from the last hint alone, and holds that hint to the code it is about.
 
 `labs/NN_name/variants/N.M.toml` has as `code` the functions of an exercise, with signatures and bodies, as a learner
-might write them. A variant passes the exercise's tests, and all of them together are an engine that passes its whole suite.
+might write them. A variant passes the exercise's tests, and all together are an engine that passes its whole suite.
 """
 
 import ast
