@@ -150,12 +150,9 @@ def test_slices_do_not_share_their_live_ranks():
 
 
 @pytest.mark.lab("2.1")
-def test_new_slots_have_never_changed_and_nothing_beside_them():
+def test_new_slots_have_nothing_beside_them():
     first, second = (wrapped("qkv", slots=4).slots for _ in range(2))
 
-    first.versions[2] += 1
-
-    assert second.versions == [0, 0, 0, 0], f"versions, slot by slot: {second.versions}"
     assert first.beside == second.beside == {}
     assert first.beside is not second.beside, "one dict beside the slots of two layers"
 
