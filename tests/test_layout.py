@@ -55,13 +55,11 @@ LAYERS = (
         "lora.backend",
         "lora.loops_backend",
         "lora.runs_backend",
-        "lora.make_backend",
     ),
     ("lora.layers",),
     (
         "lora.replace",
         "lora.adaptable",
-        "lora.module_wrapping",
         "lora.wrapped_modules",
         "lora.tiers",
         "lora.adapter_slots",

@@ -172,12 +172,11 @@ def test_logprobs_of_a_chat_stream_as_they_come_whole(client):
     chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
 
     streamed = [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content]
-    assert streamed == whole
-    assert [len(each.top_logprobs) for each in whole] == [2] * 8
-    assert all(
-        each.top_logprobs[0].token == each.token and bytes(each.bytes).decode() == each.token
-        for each in whole
-    )
+    assert [each.token for each in streamed] == [each.token for each in whole]
+    assert [each.logprob for each in streamed] == pytest.approx([each.logprob for each in whole])
+    for each in whole:
+        assert len(each.top_logprobs) == 2
+        assert each.top_logprobs[0].token == each.token == bytes(each.bytes).decode()
 
 
 def test_a_bias_and_penalties_reach_the_sampler(client, answers):
@@ -193,6 +192,17 @@ def test_a_bias_and_penalties_reach_the_sampler(client, answers):
     assert answers.tokenizer.decode([banned]) not in biased.choices[0].logprobs.tokens
     assert len(set(penalized.choices[0].text)) > len(set(repeated))
     assert math.isfinite(biased.choices[0].logprobs.token_logprobs[0])
+
+
+def test_token_ids_come_along_where_they_are_asked_for(client, answers):
+    asked = {**GREEDY, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    ids = answers.tokens("qv", "tokens")
+
+    whole = client.completions.create(model="qv", prompt="tokens", **asked)
+    stream = client.completions.create(model="qv", prompt="tokens", stream=True, **asked)
+
+    assert whole.choices[0].token_ids == ids
+    assert [token for chunk in stream for token in chunk.choices[0].token_ids] == ids
 
 
 def test_models_are_the_base_and_each_adapter_with_its_root(client, world):
