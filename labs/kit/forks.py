@@ -23,6 +23,7 @@ from minivllm.labs import ROOT, Overlay, Source
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 LIMIT = 60.0  # seconds that an exercise's tests may compute
+PATIENCE = 10.0  # how many times as long they may take in all
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 WANTED_BY_SOME = ("transformers", "peft")
 
@@ -48,6 +49,8 @@ class Job:
 
     key     what the caller knows the job by
     trace   messages are whole tracebacks
+    files   files of tests, in the place of those that have the exercise's mark
+    names   of the test functions in these files that count, or `FILE.py::*`; none: all
     """
 
     key: Any
@@ -55,6 +58,15 @@ class Job:
     sources: dict[str, Source]
     stop_at_first: bool = False
     trace: bool = False
+    files: tuple[Path, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def wants(self, item: pytest.Item) -> bool:
+        """Whether a test is one of the job's."""
+        if not self.files:
+            return self.exercise in exercises_of(item)
+        known = {getattr(item, "originalname", item.name), f"{item.path.name}::*"}
+        return not self.names or not known.isdisjoint(self.names)
 
 
 @dataclass
@@ -82,11 +94,17 @@ def test_files(exercise: str) -> list[Path]:
 
 
 def run(
-    jobs: Iterable[Job], on_test: Callable[[Job, Result], None] | None = None, limit: float = LIMIT
+    jobs: Iterable[Job],
+    on_test: Callable[[Job, Result], None] | None = None,
+    limit: float = LIMIT,
+    patience: float = PATIENCE,
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Every job in a fork of its own, as many at a time as there are cores; yielded as they end."""
+    """Every job in a fork of its own, as many at a time as there are cores; yielded as they end.
+
+    limit      seconds that a job's tests may compute    patience   how many times as long they may wait
+    """
     _import(WANTED_BY_ALL)
-    waiting = [(job, test_files(job.exercise)) for job in jobs]
+    waiting = [(job, list(job.files) or test_files(job.exercise)) for job in jobs]
     running: dict[Connection, _Child] = {}
     used = 0
     try:
@@ -96,7 +114,7 @@ def run(
                 used += any(re.search("peft|tiny_", path.read_text(encoding="utf-8")) for path in files)
                 if used > 2:  # from here on it pays to import them once, in this process
                     _import(WANTED_BY_SOME)
-                child = _Child(job, files, limit)
+                child = _Child(job, files, limit, patience)
                 running[child.receiver] = child
             for receiver in wait(running):
                 child = running[receiver]
@@ -126,14 +144,16 @@ def _import(names: tuple[str, ...]) -> None:
 class _Child:
     """A fork that runs one job's tests and sends the result of each."""
 
-    def __init__(self, job: Job, files: list[Path], limit: float) -> None:
+    def __init__(self, job: Job, files: list[Path], limit: float, patience: float) -> None:
         context = multiprocessing.get_context("fork")
         self.job = job
         self.limit = limit
         self.outcome = Outcome()
         self.started = time.monotonic()
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run_tests, args=(job, files, limit, sender), daemon=True)
+        self.process = context.Process(
+            target=_run_tests, args=(job, files, (limit, patience), sender), daemon=True
+        )
         self.process.start()
         sender.close()  # so that the pipe ends where the child does
 
@@ -156,10 +176,11 @@ class _Child:
             self.outcome.trouble = f"no end after {self.limit:.0f} s"
 
 
-def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) -> None:
+def _run_tests(job: Job, files: list[Path], limits: tuple[float, float], sender: Connection) -> None:
     """What a child does. Signals end it, whoever else has gone: of its own seconds, or of anybody's if it waits."""
+    limit, patience = limits
     signal.setitimer(signal.ITIMER_PROF, limit)
-    signal.setitimer(signal.ITIMER_REAL, 10 * limit)
+    signal.setitimer(signal.ITIMER_REAL, patience * limit)
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
@@ -169,27 +190,35 @@ def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) ->
     Overlay(job.sources).install()
     steady_hypothesis()
     # Of marks only the exercise's count here, not those that the settings leave out.
-    options = ["-m", "", "-p", "no:cacheprovider", *["-x"] * job.stop_at_first, *["--tb=long"] * job.trace]
-    plugins = [_Recorder(job.exercise, job.trace, sender)]
+    options = [
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "labs.kit.plugin",
+        *["-x"] * job.stop_at_first,
+        *["--tb=long"] * job.trace,
+    ]
+    plugins = [_Recorder(job, sender)]
     sender.send(int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5)
 
 
 class _Recorder:
-    """A pytest plugin: of all tests only the exercise's, and the result of each through the pipe."""
+    """A pytest plugin: of all tests only the job's, and the result of each through the pipe."""
 
-    def __init__(self, exercise: str, trace: bool, sender: Connection) -> None:
-        self.exercise = exercise
-        self.trace = trace
+    def __init__(self, job: Job, sender: Connection) -> None:
+        self.job = job
         self.sender = sender
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self.exercise in exercises_of(item)]
+        items[:] = [item for item in items if self.job.wants(item)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             outcome = "todo" if getattr(report, "todo", None) else report.outcome
-            message = report.longreprtext if self.trace else getattr(report, "message", "")
+            message = report.longreprtext if self.job.trace else getattr(report, "message", "")
             place, asked = getattr(report, "place", None), getattr(report, "asked", "")
             self.sender.send(Result(report.nodeid, outcome, message, place, asked))
 
