@@ -25,7 +25,7 @@ What there is to use stands in tests/helpers/hunting.py.
 
 from minivllm.labs import Todo
 
-pytest_plugins = "hunting"  # brings `world`: a tiny model, its adapters, engines
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
 
 
 def test_hunt_{id:02}(world):

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from resource_limits import TimeLimit
 from safetensors.torch import load_file, save_file
@@ -32,6 +31,10 @@ from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.punica_wrapper import get_punica_wrapper
 from minivllm.lora.replace import from_layer
 
+torch.set_num_threads(
+    1
+)  # several engines are tried beside each other, and tiny models gain nothing from more
+
 __all__ = [
     "MODULES",
     "PROMPT",
@@ -44,7 +47,6 @@ __all__ = [
     "make_scheduler",
     "run",
     "tokens_of",
-    "world",
 ]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two full blocks and a token
 LAYER = "model.layers.{}."
@@ -268,8 +270,3 @@ def make_request(
     """For `Scheduler.add_request`; base is adapter 0."""
     lora = LoRARequest(f"adapter{adapter_id}", adapter_id, f"/adapters/{adapter_id}") if adapter_id else None
     return Request(request_id, prompt, greedy(max_tokens), lora)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> HuntWorld:
-    return HuntWorld(tmp_path)

@@ -2,7 +2,7 @@
 
 from hunting import tokens_of
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_base_answers_as_base_whoever_is_beside_it(world):

@@ -1,6 +1,6 @@
 """Hunt 8.2. One batch twice, with the slots dealt anew between."""
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_a_batch_that_comes_again_is_translated_with_the_slots_of_today(world):

@@ -2,7 +2,7 @@
 
 from hunting import tokens_of
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_a_pinned_slot_is_nobody_elses(world):

@@ -2,7 +2,7 @@
 
 from hunting import tokens_of
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_a_step_copies_only_what_was_in_no_slot(world):

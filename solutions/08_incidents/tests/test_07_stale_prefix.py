@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_other_weights_compute_their_own_keys_and_values(world):

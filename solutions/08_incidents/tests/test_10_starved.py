@@ -2,7 +2,7 @@
 
 from hunting import greedy
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_a_third_adapter_is_served_while_two_keep_coming(world):

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_an_adapter_that_cannot_be_read_costs_nobody_a_place(world):

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_a_reload_is_one_read(world):

@@ -2,7 +2,7 @@
 
 from hunting import PROMPT, greedy
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_base_joins_beside_as_many_adapters_as_slots(world):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 class Payload:

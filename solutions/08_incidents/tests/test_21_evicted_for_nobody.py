@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_an_unknown_id_costs_nobody_a_slot(world):

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 @pytest.mark.parametrize("targets", [["o_proj"], ["q_proj", "v_proj"]])

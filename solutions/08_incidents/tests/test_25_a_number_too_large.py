@@ -4,7 +4,7 @@ from hunting import PROMPT, greedy, run, tokens_of
 
 from minivllm import SamplingParams
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_one_requests_number_is_nobody_elses_trouble(world):

@@ -2,7 +2,7 @@
 
 from hunting import TimeLimit
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_a_pattern_that_never_ends_is_given_up(world):

@@ -2,7 +2,7 @@
 
 from hunting import PROMPT, greedy, in_a_thread, run, tokens_of
 
-pytest_plugins = "hunting"
+pytest_plugins = "hunt_world"
 
 
 def test_a_second_thread_takes_nothing_from_the_first(world, monkeypatch):
