@@ -5,13 +5,11 @@ pytest_plugins = "hunt_world"
 
 def test_a_batch_that_comes_again_is_translated_with_the_slots_of_today(world):
     engine = world.engine(max_loras=2, enable_prefix_caching=False)
-    one, two = world.adapter(1), world.adapter(2)
+    one, two, three = (world.adapter(i) for i in (1, 2, 3))
     for lora in (one, two):
         engine.add_lora(lora)
     world.ask(engine, one, prompt=[5], max_tokens=1)
-    for adapter_id in (1, 2):
-        engine.remove_lora(adapter_id)
-    for lora in (two, one):
+    for lora in (three, two):  # 3 takes the slot of 2, and 2 that of 1
         engine.add_lora(lora)
 
     tokens = world.ask(engine, one, prompt=[5], max_tokens=1)
