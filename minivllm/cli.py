@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from minivllm.commands.options import PEERS, parse_peers, with_options_of
+from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
 from minivllm.labs import Todo, describe
 from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
@@ -86,7 +86,7 @@ def demo(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     threads: Threads = None,
-    out: Annotated[Path, typer.Option(help="Folder for demo.json and slots.png.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for demo.json, slots.png and trace.html.")] = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
@@ -149,6 +149,61 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A model folder; the demo model if not given.")] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH of an adapter; may be repeated. `demo`: the demo model's four."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Asked of every request; or set MINIVLLM_API_KEY.")
+    ] = None,
+    adapter_key: Annotated[
+        list[str] | None, typer.Option(help="NAME=KEY that opens one adapter alone; may be repeated.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What requests call the base model.")] = None,
+    lora_root: Annotated[
+        str | None, typer.Option(help="A folder of adapter folders: a model `x` is found in FOLDER/x.")
+    ] = None,
+    allow_runtime_lora: Annotated[
+        bool, typer.Option("--allow-runtime-lora", help="Let requests load, unload and pin adapters.")
+    ] = False,
+    base_model_name: BaseModelName = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page's origin that may send requests (CORS).")
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="For running requests after a SIGTERM.")] = 30.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 4 * 2**20,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="HTTP requests at a time.")] = 512,
+    max_queued: Annotated[
+        int | None, typer.Option(min=0, help="Requests that wait for a place in the batch; 429 beyond.")
+    ] = 1024,
+    max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
+    max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
+    bias_enabled: Bias = False,
+    lora_extra_vocab_size: ExtraVocab = 0,
+    long_lora_scaling_factors: LongFactors = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    threads: Threads = None,
+    load_format: LoadFormat = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
+    punica: Punica = "auto",
+) -> None:
+    """Serve one model and its adapters, each a model of its own, in OpenAI's form."""
+    given = dict(locals())  # every option by its name
+    check_server_is_installed()
+    from minivllm.commands.common import engine_options
+    from minivllm.commands.serve import run_serve
+
+    run_serve(given, engine_options(given))
+
+
+@app.command()
 def inspect(
     adapter: Annotated[str, typer.Argument(help="An adapter folder or Hugging Face id.")],
     model: Model = None,
@@ -164,6 +219,17 @@ def inspect(
     from minivllm.commands.inspect import run_inspect
 
     raise typer.Exit(0 if run_inspect(adapter, model, engine_options(given), as_json) else 1)
+
+
+@app.command("trace-page")
+def trace_page(
+    trace: Annotated[Path, typer.Argument(help="The demo's demo.json, or what Trace.write_jsonl wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("trace.html"),
+) -> None:
+    """Write one HTML page that shows an engine's steps: slots, rows, queue, memory."""
+    from minivllm.commands.trace_page import run_trace_page
+
+    run_trace_page(trace, out)
 
 
 @bench_app.command("cpu")

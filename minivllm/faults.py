@@ -4,7 +4,8 @@ vLLM 0.22.1 has no such rule: what a step raises ends its `EngineCore`.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from minivllm.labs import LabError, Todo
 
@@ -54,9 +55,14 @@ def told(error: BaseException, request_ids: Sequence[str]) -> str:
     return reason(error)
 
 
-def put_down_to(error: BaseException, adapter_id: int) -> None:
-    """Note in the error that this adapter raised it; 0 is none. `adapter_at_fault` reads the note."""
-    error.adapter_id = adapter_id
+@contextmanager
+def put_down_to(adapter_id: int) -> Iterator[None]:
+    """Note in whatever is raised inside that this adapter raised it. `adapter_at_fault` reads the note."""
+    try:
+        yield
+    except BaseException as error:
+        error.adapter_id = adapter_id
+        raise
 
 
 def adapter_at_fault(error: BaseException) -> int:

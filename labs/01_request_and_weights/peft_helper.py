@@ -3,12 +3,12 @@
 from minivllm.labs import Todo
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
-from minivllm.lora.checks import REFUSED_FIELDS, check_config, check_fields
+from minivllm.lora.checks import check_config, check_fields
 from minivllm.lora.weights_files import read_adapter_config
 from minivllm.timed_patterns import TimedPatterns
 
@@ -21,8 +21,8 @@ class PEFTHelper:
     one place that computes it is `scaling(module_name, rank)`. `vllm_lora_scaling_factor` is the scaling of a module
     that no pattern names. The adapter's tensors tell which modules it has, not the config.
 
-    others     fields that are set and that options check (`seams.config_checks`) or that are refused
-    beside     what options found in `others`, by the option's name; {} for a plain adapter
+    config     all that the file says: `validate_legal` and options (`seams.config_readers`) read more of it
+    beside     what options found in it, by the option's name; {} for a plain adapter
     asked_as   module name -> the name that patterns know; an option may say that they differ
 
     ValueError names a field that is not what its type says. `validate_legal` refuses what is not served.
@@ -31,17 +31,11 @@ class PEFTHelper:
     r: int
     lora_alpha: float
     target_modules: list[str] | str | None
-    bias: str = "none"
-    modules_to_save: list[str] | None = None
     use_rslora: bool = False
-    use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
-    peft_type: str = "LORA"
-    init_lora_weights: bool | str | None = True
-    vllm_lora_scaling_factor: float = 1.0
     vllm_max_position_embeddings: int | None = None
-    others: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(vars(self))
@@ -50,21 +44,19 @@ class PEFTHelper:
         fields_of_keys |= dict.fromkeys(self.rank_pattern, "rank_pattern")
         self._patterns = TimedPatterns(fields_of_keys) if fields_of_keys else None
         self.ranks = sorted({self.r, *self.rank_pattern.values()})
-        self.vllm_lora_scaling_factor = self._scale(self.lora_alpha, self.r)
         self.beside: dict[str, Any] = {}
         self.asked_as: Callable[[str], str] = str
-        for name in self.others.keys() & seams.config_readers.keys():
-            seams.config_readers[name](self, self.others[name])
+        for name, read in seams.config_readers.items():
+            if (value := self.config.get(name)) not in (None, False):
+                read(self, value)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> "PEFTHelper":
         """From the parsed JSON; fields that no LoRA server needs are passed over. ValueError: a field missing."""
-        known = {f.name: f for f in fields(cls) if f.name != "others"}
-        if missing := {name for name, f in known.items() if f.default is MISSING} - config_dict.keys():
+        if missing := {"r", "lora_alpha", "target_modules"} - config_dict.keys():
             raise ValueError(f"Missing required configuration fields: {', '.join(sorted(missing))}")
-        asked = (*seams.config_checks, *REFUSED_FIELDS)
-        others = {name: value for name in asked if (value := config_dict.get(name)) not in (None, False)}
-        return cls(**{name: config_dict[name] for name in known.keys() & config_dict.keys()}, others=others)
+        known = config_dict.keys() & {f.name for f in fields(cls)} - {"config"}
+        return cls(**{name: config_dict[name] for name in known}, config=config_dict)
 
     @classmethod
     def from_local_dir(cls, lora_path: str, max_position_embeddings: int | None = None) -> "PEFTHelper":
@@ -108,11 +100,10 @@ class PEFTHelper:
 
     # endregion
 
-    def rank(self, name: str) -> int:
-        """The rank that the config gives a module or parameter: the first in `rank_pattern` that matches, else r."""
-        matching = (rank for key, rank in self.rank_pattern.items() if self._matches(key, name))
-        return next(matching, self.r)
+    @property
+    def vllm_lora_scaling_factor(self) -> float:
+        return self._scale(self.lora_alpha, self.r)
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
         """ValueError that lists everything in this adapter that the engine will not serve. vLLM: the same name."""
-        check_config(vars(self), lora_config)
+        check_config(self, lora_config)

@@ -2,16 +2,17 @@
 
 from minivllm.labs import Todo
 from collections.abc import Sequence
-from copy import copy
+from itertools import cycle
 
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.seams import beside_checks
 
 LayerWeights = LoRALayerWeights | PackedLoRALayerWeights
+Parts = list[LoRALayerWeights | None]  # of a layer, one entry a slice
 
 
 class AcceptsWeights:
-    """The half of a wrapped layer that says which weights fit it.
+    """The half of a wrapped layer that says which weights fit it (`judge`), and packs them.
 
     part_sizes  K_i and N_i of each slice, of which there are n
     targets     what adapters may call a slice -> its number; other names stand for the whole of a fused layer
@@ -27,13 +28,12 @@ class AcceptsWeights:
         return len(self.part_sizes)
 
     # region lab 2.6: refuse an adapter that does not fit
-    def accept(self, found: dict[str, LoRALayerWeights]) -> LayerWeights:
-        """What an adapter has for this layer, in the form in which slots take it; `found` stays as it is.
+    def judge(self, found: dict[str, LoRALayerWeights]) -> Parts:
+        """What an adapter has for each slice (`by_slice`), None where there is nothing; `found` stays as it is.
 
         found   name of a slice (`targets`) or of the whole of a fused layer -> weights, perhaps shapes only (meta)
 
-        `by_slice` gives one entry a slice, None where there is nothing. Each is judged (`refuse_misfit`) before
-        `pack` puts copies of all together: it changes them.
+        ValueError as in `refuse_misfit`, which looks at each, given K and N of its slice.
         """
         raise Todo("lab 2.6: refuse an adapter that does not fit")
 
@@ -41,17 +41,14 @@ class AcceptsWeights:
         """ValueError, naming the module, unless the rank is `max_rank` at most, A is (r, width) and B (height, r).
 
         For a rank the message has `max_lora_rank` and the option `--max-lora-rank r` that would admit it; for A and
-        B the shapes that they have and should have, as tuples. What is beside A and B `_refuse_beside` judges.
+        B the shapes that they have and should have, as tuples. What is beside A and B its option judges first
+        (`beside_checks`).
         """
         raise Todo("lab 2.6: refuse an adapter that does not fit")
 
     # endregion
 
-    def _refuse_beside(self, weights: LoRALayerWeights) -> None:
-        for name in weights.beside:
-            beside_checks[name](self, weights)
-
-    def by_slice(self, found: dict[str, LoRALayerWeights]) -> list[LoRALayerWeights | None]:
+    def by_slice(self, found: dict[str, LoRALayerWeights]) -> Parts:
         """One entry a slice: an adapter for all of a fused layer has one A, and gives each slice a piece of its B.
 
         ValueError where the adapter has both, or its B is not as tall as the layer.
@@ -64,11 +61,11 @@ class AcceptsWeights:
                 )
             heights = [height for _, height in self.part_sizes]
             return found[whole].split(list(self.targets)[: self.n_slices] or [whole] * self.n_slices, heights)
-        parts: list[LoRALayerWeights | None] = [None] * self.n_slices
+        parts: Parts = [None] * len(self.part_sizes)
         for name, weights in found.items():
             parts[self.targets[name]] = weights
         return parts
 
-    def pack(self, parts: list[LoRALayerWeights | None]) -> LayerWeights:
-        """All slices in one, with the scaling folded into B."""
+    def pack(self, parts: Parts) -> LayerWeights:
+        """What `judge` gave in the form in which slots take it: all slices in one, the scaling folded into B."""
         return PackedLoRALayerWeights.pack(parts) if len(parts) > 1 else parts[0].optimize()

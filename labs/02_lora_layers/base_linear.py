@@ -1,6 +1,7 @@
 """A linear with room for adapters, whatever its kind. Stands for vllm/lora/layers/base_linear.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -26,9 +27,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
         super().__init__(base_layer, [(base_layer.input_size, width) for width in self.output_slices])
 
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.base_layer.bias
+    bias = property(attrgetter("base_layer.bias"))
 
     def set_mapping(self, punica_wrapper: Backend) -> None:
         self.backend = punica_wrapper

@@ -16,14 +16,13 @@ class Slots:
     b           n buffers (S, E, N_i, R), likewise in columns 0..r-1
     beside      what options keep in a slot beside A and B: name -> n tables (S, rows, columns). {} for most layers
     live_ranks  [slice][slot] rank in use, 0 where the slot holds nothing for this slice
-    versions    [slot] how often it has changed: whoever keeps what he worked out from a slot compares
 
     A backend may take a subclass with buffers elsewhere (`Backend.place`): they need not be contiguous, nor separate.
     """
 
     # region lab 2.1: room for S adapters
     def __init__(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
-        """Take n buffers each, all zeros; nothing is live, nothing beside them, and nothing has changed yet."""
+        """Take n buffers each, all zeros; nothing is live, and nothing beside them."""
         raise Todo("lab 2.1: room for S adapters")
 
     @classmethod
@@ -49,7 +48,7 @@ class Slots:
         """Hold what other slots of the same sizes hold, and return self."""
         for mine, its in zip((*self.a, *self.b), (*other.a, *other.b), strict=True):
             mine.copy_(its)
-        self.beside, self.live_ranks, self.versions = other.beside, other.live_ranks, other.versions
+        self.beside, self.live_ranks = other.beside, other.live_ranks
         return self
 
     @property
@@ -108,6 +107,5 @@ class Slots:
         return self._live[slot]
 
     def changed(self, slot: int) -> None:
-        """A slot has been written or cleared. A subclass may want to know."""
-        self.versions[slot] += 1
+        """A slot has been written or cleared: what was worked out from it is forgotten. A subclass may want to know."""
         self._live.pop(slot, None)

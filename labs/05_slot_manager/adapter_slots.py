@@ -30,7 +30,6 @@ class AdapterSlots(AdapterTiers):
             self.touch_adapter(adapter.id)
             return False
         self.wrapped.accept(adapter)
-        self.settled = None
         self._make_room_in_memory()
         self._take(adapter)
         self._registered_adapters.put(adapter.id, adapter)
@@ -42,7 +41,6 @@ class AdapterSlots(AdapterTiers):
             self.slot_writer.take(adapter)
 
     def _write(self, adapter: LoRAModel, slot: int) -> None:
-        self.settled = None
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: copy first, then say so
@@ -62,7 +60,7 @@ class AdapterSlots(AdapterTiers):
         """Keep a registered adapter in a slot, and so in memory, until it is unpinned or removed.
 
         ValueError that names an unknown id, RuntimeError when no slot can be had. Nothing is pinned then: the slot,
-        which may fail, comes first, and the pin is noted in one place for both tiers, `_active_adapters`.
+        which may fail, comes first. The pin is noted in one place for both tiers, `pinned_adapters`.
         """
         raise Todo("lab 5.5: a pin holds a slot")
 
@@ -76,8 +74,9 @@ class AdapterSlots(AdapterTiers):
     def replace_adapter(self, adapter: LoRAModel) -> None:
         """Put other weights under a registered id, in memory and, if it has a slot, there; a pin holds on.
 
-        ValueError that names an unknown id or what does not fit, and nothing has changed. If copying fails the
-        old weights are served on: they are back in memory and, if pinned, in a slot.
+        ValueError that names an unknown id or what does not fit, and nothing has changed. What fits is taken (`_take`)
+        first, as by `add_adapter`. If copying fails the old weights are served on: they are back in memory and, if
+        pinned, in a slot.
         """
         raise Todo("lab 5.6: other weights under the same id")
 

@@ -2,28 +2,24 @@
 (v0.22.1)."""
 
 from minivllm.labs import Todo
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.adaptable import get_supported_lora_modules
 from minivllm.lora.adapter_slots import AdapterSlots
-from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.make_backend import make_backend
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.seams import listeners, slot_writers
 from minivllm.lora.wrapped_modules import WrappedModules
-
-DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"
 
 
 class LRUCacheLoRAModelManager(AdapterSlots):
     """Wraps a model's layers, brings adapters into their slots, and tells the backend where each row's adapter is.
 
     lora_dtype   of the slots; adapters are converted to it when they are read
-    punica_wrapper_mapping   vLLM has a backend for each tower of a multimodal model; here there is one
 
     vLLM: the same name. ValueError when the model does not support LoRA, has nothing to wrap, or not what
     `target_modules` names.
@@ -41,22 +37,18 @@ class LRUCacheLoRAModelManager(AdapterSlots):
     ) -> None:
         if not getattr(model, "supports_lora", False):
             raise ValueError(f"Model {type(model).__name__} is not supported for LoRA; it needs SupportsLoRA")
-        self.supported_lora_modules = get_supported_lora_modules(model)  # once wrapped, they have other names
         self.punica_wrapper = make_backend(max_num_batched_tokens, max_num_seqs, device, lora_config)
         wrapped = WrappedModules(model, lora_config, self.punica_wrapper)
         make_writer = slot_writers.get(torch.device(device).type)
         super().__init__(lora_config, wrapped, make_writer and make_writer(wrapped, device))
         self.model, self.device, self.vocab_size = model, device, vocab_size
         self.lora_dtype = next(iter(wrapped.modules.values())).slots.a[0].dtype
-        self.punica_wrapper_mapping = {DEFAULT_LANGUAGE_WRAPPER_KEY: self.punica_wrapper}
         self.packed_modules_mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._last_mapping: tuple[LoRAMapping, list[int | None]] | None = None
         self.listeners += [listen(self) for listen in listeners]
 
-    @property
-    def modules(self) -> dict[str, BaseLayerWithLoRA]:
-        """Module name -> wrapped layer."""
-        return self.wrapped.modules
+    modules = property(attrgetter("wrapped.modules"))
+    supported_lora_modules = property(attrgetter("wrapped.supported_lora_modules"))
 
     # region lab 5.3: a mapping counts only together with the slots it was made for
     @property

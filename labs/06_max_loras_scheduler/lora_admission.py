@@ -52,7 +52,7 @@ class LoRAAdmission:
         raise Todo("lab 6.1: whose adapters hold a slot")
 
     def take(self, adapter_id: int) -> None:
-        """A request of an adapter that fits, or of base, has joined, or is about to."""
+        """A request of an adapter that fits, or of base, has joined, or is about to. It is `taken`; base never is."""
         raise Todo("lab 6.1: whose adapters hold a slot")
 
     def never_fits(self, adapter_id: int) -> bool:

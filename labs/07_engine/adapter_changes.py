@@ -80,8 +80,8 @@ class AdapterChanges:
         What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
 
         After any error (`as_fault`) the worker still has the old weights. The error is kept in `failures` for the
-        requests of this generation; the adapter's own is a later one from then on, so that whoever comes next does
-        not share their fate.
+        requests of this generation. From then on the adapter's own is at least the one after it, so that whoever
+        comes next does not share their fate.
         """
         raise Todo("lab 7.5: changes that wait for requests in flight")
 
@@ -108,7 +108,7 @@ class AdapterChanges:
     def _spare_who_runs(self) -> None:
         """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
         running = {request.adapter_id for request in self.scheduler.running if request.adapter_id}
-        self.worker.spare(running | self.pinned)
+        self.manager.in_use = frozenset(running | self.pinned)
 
     def _forget(self, adapter: Adapter) -> None:
         """Drop all that was noted of it: under the same id and names there may soon be another adapter."""

@@ -14,7 +14,10 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from labs.kit import hunt_command
 from labs.kit.hints import hints_of
+from labs.kit.hunt import PHASE as HUNTS
+from labs.kit.hunt import Hunt, choose_hunts, is_hunt
 from labs.kit.migrate import strays
 from labs.kit.progress import Progress, digest, is_untouched, learners_code, place, reset, shown
 from labs.kit.regions import PHASES, Exercise, read_engine
@@ -72,10 +75,11 @@ def overview(context: typer.Context) -> None:
     console.print(
         f"{passed} of {len(exercises)} exercises solved. ✓ solved  ~ started or changed since  · TODO\n"
     )
-    for phase in PHASES:
+    for phase in dict.fromkeys(exercise.phase for exercise in exercises):
         console.print(f"[bold]{phase}[/]")
         for exercise in (e for e in exercises if e.phase == phase):
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {escape(exercise.title)}")
+    hunt_command.list_hunts()
     console.print()
     say_next(next((e for e in exercises if states[e.number] != "passed"), None))
 
@@ -100,6 +104,8 @@ def say_next(exercise: Exercise | None) -> None:
 @app.command()
 def check(which: Which = None, trace: Trace = False) -> None:
     """Run the tests of exercises on your code. Exit status 1 unless all pass."""
+    if is_hunt(which):
+        raise typer.Exit(0 if hunt_command.check_hunts(choose_hunts(which)) else 1)
     chosen = choose(which)
     numbers = chosen[0].number if len(chosen) == 1 else f"{chosen[0].number} to {chosen[-1].number}"
     console.print(f"Checking {numbers}: your code in labs/, ours for everything else")
@@ -192,6 +198,9 @@ def saved_at(chosen: list[Exercise]) -> list[int]:
 @app.command()
 def hint(number: Number) -> None:
     """The next of three hints: a nudge, the approach, pseudocode."""
+    if is_hunt(number):
+        hunt_command.hint(only_hunt(number))
+        return
     exercise, progress = choose_one(number), Progress()
     hints = hints_of(exercise)
     if not hints:
@@ -203,11 +212,41 @@ def hint(number: Number) -> None:
     console.print(hints.hints[given - 1].strip("\n"), markup=False)
 
 
+def only_hunt(number: str) -> Hunt:
+    """LabError for the number of their phase."""
+    [first, *others] = choose_hunts(number)
+    if others:
+        raise LabError(f"{number} is a phase; name one hunt, such as {first.number}")
+    return first
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def hunt(
+    number: Annotated[str | None, typer.Argument(help="A hunt, such as 7; none: all of them.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Run it on the broken engine, such as `-- pytest FILE`.")
+    ] = None,
+    grade_it: Annotated[bool, typer.Option("--check", help="Grade your test, and then your fix.")] = False,
+    spoil: Annotated[bool, typer.Option("--spoil", help="Show what was broken.")] = False,
+) -> None:
+    """An incident of a real server: its symptom, and an engine with that fault in it."""
+    if number is None:
+        return hunt_command.list_hunts()
+    hunt = only_hunt(f"8.{number.removeprefix('8.')}")
+    if command:
+        raise typer.Exit(hunt_command.run_broken(hunt, command))
+    if grade_it:
+        raise typer.Exit(0 if hunt_command.check_hunts([hunt]) else 1)
+    return (hunt_command.spoil if spoil else hunt_command.tell)(hunt)
+
+
 @app.command()
 def diff(
     number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
 ) -> None:
     """Your code beside ours."""
+    if is_hunt(number):
+        raise LabError(f"`lab hunt {only_hunt(number).id} --spoil` shows what was broken")
     exercise = choose_one(number)
     if not spoil and Progress().state(exercise) != "passed":
         raise LabError(
@@ -232,6 +271,13 @@ def reset_command(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Put the stub back. What was there is kept under .lab/backup."""
+    if is_hunt(number):
+        hunts = choose_hunts(number)
+        if not yes and not typer.confirm(f"Put back {'all hunts' if number == '8' else f'hunt {number}'}?"):
+            raise typer.Exit(1)
+        for path in hunt_command.reset(hunts):
+            console.print(f"kept: {shown(path)}")
+        return
     chosen = choose(number)
     is_phase = "." not in number
     what = f"all of labs/{chosen[0].phase}" if is_phase else f"lab {number} in {shown(chosen[0].starter)}"
@@ -280,6 +326,38 @@ def environment(yours: str) -> dict[str, str]:
     return {**os.environ, "MINIVLLM_LABS": yours, "PATH": path}
 
 
+@app.command("compare", context_settings={"ignore_unknown_options": True})
+def compare_command(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="A Python program; none: `-- minivllm demo`.")
+    ] = None,
+    labs: Annotated[str | None, typer.Option(help="What is yours, as for `lab run`.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where compare.html and both records go.")] = Path(
+        "out/compare"
+    ),
+) -> None:
+    """Run a program on your engine and on ours: the first step that differs, and why. Exit status 1 if one does."""
+    from labs.kit.compare import compare_program
+
+    command = command or ["minivllm", "demo"]
+    yours = labs or begun()
+    if not yours:
+        raise LabError("nothing is yours yet; begin an exercise, or name some with --labs")
+    console.print(f"yours: {yours}")
+    with console.status("") as status:
+        found = compare_program(command, environment(yours), environment(""), folder, status.update)
+    for run in (found.ours, found.yours):
+        console.print(f"{run.name}: {len(run.steps)} steps, {run.seconds:.1f} s with its start")
+    colour = "green" if found.column is None else "yellow"
+    console.print(f"[{colour}]{escape(found.verdict)}[/]")
+    for reason in found.reasons:
+        console.print(f"  {escape(reason)}")
+    page = folder / "compare.html"
+    page.write_text(found.page(" ".join(command)), encoding="utf-8")
+    console.print(f"[dim]both, step by step: {escape(str(page))}[/]")
+    raise typer.Exit(0 if found.column is None else 1)
+
+
 @app.command()
 def notebook(
     phase: Annotated[str | None, typer.Argument(help="A phase, such as 3. None: where you are.")] = None,
@@ -310,6 +388,8 @@ def notebook(
 
 def phase_of(which: str | None) -> str:
     """The phase of an exercise or a number; of the next exercise to solve, if none is given."""
+    if is_hunt(which):
+        return HUNTS
     progress, chosen = Progress(), choose(which)
     left = [exercise for exercise in chosen if progress.state(exercise) != "passed"]
     return (left or chosen[-1:])[0].phase
@@ -337,7 +417,7 @@ def grade_command(
     """For instructors: points for every exercise."""
     from labs.kit.grade import grade, report, write_junit
 
-    points = report(list(grade(choose(which))))
+    points = hunt_command.report(which) if is_hunt(which) else report(list(grade(choose(which))))
     if junit:
         write_junit(points, junit)
     if as_json:
@@ -355,9 +435,15 @@ def mutants(
     sample: Annotated[
         bool, typer.Option("--sample", help="Of each exercise one mistake, by a hash.")
     ] = False,
+    generic: Annotated[
+        bool, typer.Option("--generic", help="Not classic mistakes: every small change of the code.")
+    ] = False,
 ) -> None:
     """For maintainers: put in every classic mistake and see the exercise's tests catch it."""
     from labs.kit.mutants import check_mutants
+
+    if generic:
+        raise typer.Exit(0 if say_strength(choose(which), sample) else 1)
 
     bad = total = 0
     for verdict in check_mutants(choose(which), sample=sample):
@@ -368,6 +454,41 @@ def mutants(
         console.print(f"{sign} {verdict.exercise} {name}: {escape(verdict.text)}")
     console.print(f"{total} mutants, {bad} to look at")
     raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def variants(
+    which: Which = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Of each phase one, by a hash.")] = False,
+) -> None:
+    """For maintainers: another right answer to every exercise, written from its last hint, must pass."""
+    from labs.kit.variants import check_variants, one_a_phase
+
+    bad = 0
+    for verdict in check_variants(one_a_phase(choose(which)) if sample else choose(which)):
+        bad += not verdict.is_good
+        sign = SIGNS["passed" if verdict.is_good else "failed"]
+        console.print(f"{sign} {verdict.exercise}: {escape(verdict.text)}")
+    raise typer.Exit(1 if bad else 0)
+
+
+def say_strength(chosen: list[Exercise], sample: bool) -> bool:
+    """Measure, say what no test sees and each phase's score; whether that is enough."""
+    from labs.kit.strength import by_phase, is_strong, measure
+
+    strengths = []
+    for strength in measure(chosen, at_most=1 if sample else None):
+        strengths.append(strength)
+        console.print(f"{strength.exercise.number}: {strength.killed} of {strength.tried} changes are seen")
+        for mutation in strength.survived:
+            console.print(
+                f"  {mutation.function}\n    - {escape(mutation.old)}\n    + {escape(mutation.new)}"
+            )
+        for sentence in strength.wrong:
+            console.print(f"  [red]{escape(sentence)}[/]")
+    for phase, (killed, tried) in by_phase(strengths).items():
+        console.print(f"{phase}: {killed} of {tried}, {killed / tried:.1%}" if tried else f"{phase}: none")
+    return is_strong(strengths, sample)
 
 
 @app.command()

@@ -97,19 +97,22 @@ def run(
     jobs: Iterable[Job],
     on_test: Callable[[Job, Result], None] | None = None,
     limit: float = LIMIT,
+    at_a_time: int | None = None,
     patience: float = PATIENCE,
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Every job in a fork of its own, as many at a time as there are cores; yielded as they end.
+    """Every job in a fork of its own; yielded as they end.
 
-    limit      seconds that a job's tests may compute    patience   how many times as long they may wait
+    limit       seconds that a job's tests may compute    patience   how many times as long they may take in all
+    at_a_time   None = as many as there are cores
     """
+    at_a_time = at_a_time or os.cpu_count() or 1
     _import(WANTED_BY_ALL)
     waiting = [(job, list(job.files) or test_files(job.exercise)) for job in jobs]
     running: dict[Connection, _Child] = {}
     used = 0
     try:
         while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
+            while waiting and len(running) < at_a_time:
                 job, files = waiting.pop(0)
                 used += any(re.search("peft|tiny_", path.read_text(encoding="utf-8")) for path in files)
                 if used > 2:  # from here on it pays to import them once, in this process

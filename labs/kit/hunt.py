@@ -2,16 +2,19 @@
 
 import ast
 import codecs
+import hashlib
+import json
 import re
 import tomllib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labs.kit.progress import Progress, shown
-from labs.kit.sync import sha256
 from minivllm.labs import ROOT, LabError, Source, engine_file
+
+if TYPE_CHECKING:
+    from labs.kit.progress import Progress
 
 PHASE = "08_incidents"
 _TEST = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)")  # as docs/incidents.md cites one
@@ -174,14 +177,15 @@ class Hunt:
             return self.test_file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise LabError(
-                f"{shown(self.test_file)} is missing; `lab reset {self.number}` writes it"
+                f"{self.test_file.relative_to(self.root)} is missing; `lab reset {self.number}` writes it"
             ) from None
 
     def digest(self) -> str:
         """Of all that the learner has written for it."""
-        return sha256("\0".join([self.test_text(), *(source.text for source in self.fixes().values())]))
+        texts = [self.test_text(), *(source.text for source in self.fixes().values())]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
-    def state(self, progress: Progress) -> str:
+    def state(self, progress: "Progress") -> str:
         """todo, while the starter stands untouched; passed, if these very files did; else started."""
         if not self.test_file.is_file() or self.test_text() == self.starter:
             return "todo"

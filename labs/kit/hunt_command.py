@@ -42,7 +42,9 @@ def tell(hunt: Hunt) -> None:
     console.print(f"     lab hunt {hunt.id} -- pytest {shown(hunt.test_file)}   runs it on the broken engine")
     console.print(f"     pytest {shown(hunt.test_file)}   runs it on the sound one")
     files = [shown(hunt.fix_file(module)) for module in hunt.broken() if hunt.fix_file(module).exists()]
-    then = "2. Mend the broken code" + (f": {', '.join(files)}" if files else ", which you get with the first step")
+    then = "2. Mend the broken code" + (
+        f": {', '.join(files)}" if files else ", which you get with the first step"
+    )
     console.print(then)
     console.print(f"lab hunt {hunt.id} --check grades both, lab hint {hunt.number} helps.")
 
@@ -76,7 +78,9 @@ def check_hunts(hunts: list[Hunt]) -> bool:
     progress, passed = Progress(), 0
     for hunt in hunts:
         grade = grade_hunt(hunt)
-        console.print(f"{SIGNS[grade.state]} {hunt.number} {escape(hunt.title)}  [dim]{grade.seconds:.1f} s[/]")
+        console.print(
+            f"{SIGNS[grade.state]} {hunt.number} {escape(hunt.title)}  [dim]{grade.seconds:.1f} s[/]"
+        )
         for problem in grade.problems:
             console.print("\n".join(f"    {line}" for line in problem.splitlines()), markup=False)
         for line in next_step(grade):

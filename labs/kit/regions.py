@@ -17,7 +17,6 @@ PHASES = (
     "05_slot_manager",
     "06_max_loras_scheduler",
     "07_engine",
-    "08_incidents",
 )
 
 

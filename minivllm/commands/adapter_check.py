@@ -185,7 +185,7 @@ def _misfits(
     if new_embeddings:
         lora.beside = {"added_tokens": adapter.added_tokens, "new_embeddings": new_embeddings}
     try:
-        manager.manager.wrapped.accept(lora)
+        manager.manager.wrapped.judge(lora)
     except ValueError as error:
         return [str(error)]
     return []

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
+from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.resolver import FilesystemResolver, LoRAResolverRegistry
 
 console = Console()
 

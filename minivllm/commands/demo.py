@@ -16,11 +16,13 @@ from minivllm.commands.common import checkout_folder, console, print_json
 from minivllm.commands.serve_progress import ServeProgress, say_how_long
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.recorder import room
 from minivllm.engine.trace_plot import draw_trace
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import MODEL_NAME, demo_model_path
 from minivllm.sampling_params import SamplingParams
+from minivllm.server.page import build_page, run_of
 
 ADAPTERS = ("json", "sql", "bullets", "dates")
 BASE_PROMPTS = (
@@ -45,7 +47,7 @@ class DemoRequest:
 def run_demo(
     max_loras: int, max_tokens: int, per_adapter: int, options: dict[str, Any], out: Path, as_json: bool
 ) -> None:
-    """Serve everything, print every prompt with both answers, and write demo.json and slots.png.
+    """Serve everything, print every prompt with both answers, and write demo.json, slots.png and trace.html.
 
     options: further `EngineArgs`
     """
@@ -76,6 +78,7 @@ def run_demo(
         report = make_report(engine, requests, outputs, seconds)
         write_json(report, out / "demo.json")
         draw_trace(engine.trace, out / "slots.png")
+        write_page(report, out / "trace.html")
     if as_json:
         print_json(report)
     else:
@@ -156,6 +159,7 @@ def make_report(
         "max_loras": engine.config.lora_config.max_loras,
         "trace": trace,
         "metrics": metrics,
+        "room": room(engine),
         "steps": [asdict(record) for record in engine.trace.records],
     }
 
@@ -164,6 +168,11 @@ def write_json(report: dict[str, Any], path: Path) -> None:
     import json
 
     path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def write_page(report: dict[str, Any], path: Path) -> None:
+    run = run_of("demo", report["steps"], report["room"])
+    path.write_text(build_page("minivllm demo, step by step", [run]), encoding="utf-8")
 
 
 def show(report: dict[str, Any], out: Path) -> None:
@@ -188,6 +197,6 @@ def show(report: dict[str, Any], out: Path) -> None:
     console.print(
         f"[bold]{report['tokens']} tokens[/] in {report['seconds']:.1f} s: "
         f"{report['tokens_per_second']:.0f} tokens/s on {report['threads']}. "
-        f"See {escape(str(out / 'demo.json'))} and {escape(str(out / 'slots.png'))}.",
+        f"See demo.json, slots.png and trace.html in {escape(str(out))}.",
         highlight=False,
     )

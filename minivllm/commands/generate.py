@@ -12,8 +12,8 @@ from rich.markup import escape
 from minivllm.commands.common import console, parse_adapters, print_json, register_folder, resolve_model
 from minivllm.engine.llm import LLM
 from minivllm.engine.outputs import RequestOutput
+from minivllm.lora.io.resolver import FilesystemResolver
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.resolver import FilesystemResolver
 from minivllm.sampling_params import SamplingParams
 
 SAMPLING = (

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 PEERS = ("transformers", "peft")
+SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
@@ -31,6 +32,12 @@ def parse_peers(option: str, text: str) -> list[str]:
             what = f"{name} is not installed; run `pip install {name}`, or leave it out"
             raise typer.BadParameter(what, param_hint=option)
     return names
+
+
+def check_server_is_installed() -> None:
+    """ValueError that says how to get what only the server needs."""
+    if missing := [name for name in SERVER_NEEDS if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"serving needs {', '.join(missing)}; run `pip install 'minivllm[serve]'`")
 
 
 def with_options_of(root: Any, arguments: Sequence[str], text: str) -> str:

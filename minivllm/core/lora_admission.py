@@ -53,7 +53,7 @@ class LoRAAdmission:
         return adapter_id == 0 or adapter_id in self.taken or len(self.taken) < self.max_loras
 
     def take(self, adapter_id: int) -> None:
-        """A request of an adapter that fits, or of base, has joined, or is about to."""
+        """A request of an adapter that fits, or of base, has joined, or is about to. It is `taken`; base never is."""
         if adapter_id:
             self.taken.add(adapter_id)
 

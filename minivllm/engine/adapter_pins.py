@@ -18,8 +18,7 @@ class AdapterPins(AdapterChanges):
         """Whether it is in memory, or could be with nothing evicted that is pinned or in use."""
         self._spare_who_runs()
         held = self.manager.list_adapters().keys()
-        kept = self.manager.in_use | self.manager.pinned_adapters
-        return adapter.id in held or len(held) < self.manager.capacity or not held <= kept
+        return adapter.id in held or len(held) < self.manager.capacity or not held <= self.manager.kept
 
     def pin_lora(self, adapter_id: int) -> bool:
         """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.

@@ -1,6 +1,5 @@
 """Many prompts at once, from Python. Stands for vllm/entrypoints/llm.py (v0.22.1)."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine_args import EngineArgs
-from minivllm.guards.turns import Turns, no_interrupts
 from minivllm.lora.request import LoRARequest
 from minivllm.progress import ProgressBar
 from minivllm.sampling_params import SamplingParams
+from minivllm.serving.shared_engine import Caller, SharedEngine
 from minivllm.text.chats import Chats, LoRAs, Params
 from minivllm.validation import for_each
 
@@ -20,13 +19,12 @@ class LLM(Chats):
     """An engine and a loop around it. vLLM: `LLM`.
 
     Options are those of `EngineArgs`: `LLM(model, enable_lora=True, max_loras=4, max_lora_rank=32)`.
-    One thread at a time may call it; another gets a RuntimeError.
+    Any number of threads may call it: their requests run in one batch.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **options))
-        self._request_numbers = itertools.count()
-        self._turns = Turns("LLM")
+        self._shared = SharedEngine(self.llm_engine)
 
     def generate(
         self,
@@ -47,39 +45,24 @@ class LLM(Chats):
         ValueError if any prompt cannot be served; then none is. A request that fails later has
         finish_reason "error" and says why in `.error`. Nothing is left behind by an error or Ctrl-C.
         """
-        with self._turns.take():
-            prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-            default = SamplingParams() if sampling_params is None else sampling_params
-            params = for_each(default, len(prompts), "sampling_params")
-            loras = _reload_once(for_each(lora_request, len(prompts), "lora_request"))
-            ids = self._free_ids(len(prompts))
-            try:
-                for request_id, prompt, param, lora in zip(ids, prompts, params, loras):
-                    self.llm_engine.add_request(request_id, prompt, param, lora_request=lora)
-                finished = self._run(ids, use_tqdm)
-            except BaseException:
-                with no_interrupts():
-                    self.llm_engine.abort_request(ids)
-                raise
-            return [finished[request_id] for request_id in ids]
+        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = for_each(default, len(prompts), "sampling_params")
+        loras = _reload_once(for_each(lora_request, len(prompts), "lora_request"))
+        with self._shared.caller() as caller:
+            caller.begin(list(zip(prompts, params, loras)))
+            finished = self._run(caller, use_tqdm)
+        return [finished[request_id] for request_id in caller.ids]
 
-    def _free_ids(self, count: int) -> list[str]:
-        """Ids that nobody has, since an error ends all requests under them.
-
-        They are known before any request is in the engine: an interrupt may come between any two lines.
-        """
-        free = (i for i in map(str, self._request_numbers) if not self.llm_engine.knows(i))
-        return list(itertools.islice(free, count))
-
-    def _run(self, ids: Sequence[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        wanted, finished = set(ids), {}
-        num_tokens = 0
+    def _run(self, caller: Caller, use_tqdm: bool) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        total, num_tokens = len(caller.ids), 0
         # miniters=0: a step that ends nobody moves the bar, too, for whoever waits for one long answer.
         with ProgressBar(
-            total=len(ids), desc="Processed prompts", disable=not use_tqdm, delay=2, miniters=0
+            total=total, desc="Processed prompts", disable=not use_tqdm, delay=2, miniters=0
         ) as bar:
-            while len(finished) < len(wanted):
-                outputs = self.llm_engine.step(of=wanted)
+            while len(finished) < total:
+                outputs = caller.take()
                 ended = {output.request_id: output for output in outputs if output.finished}
                 finished |= ended
                 num_tokens += sum(

@@ -38,6 +38,23 @@ class Recorder:
         log_step(output, scheduler, adapters.name_of if adapters else str)
 
 
+def room(engine: EngineParts) -> dict[str, int]:
+    """What the numbers of a record are out of.
+
+    adapters         that memory may hold
+    slot_bytes       of all slots
+    kv_blocks, kv_block_bytes   of the KV cache
+    """
+    found = {
+        "kv_blocks": engine.scheduler.kv_cache.block_pool.num_usable_blocks,
+        "kv_block_bytes": engine.runner.kv_block_bytes,
+    }
+    if engine.adapters is not None:
+        manager = engine.adapters.manager
+        found |= {"adapters": manager.capacity, "slot_bytes": manager.get_memory_stats()["slot_buffers"]}
+    return found
+
+
 class Skip(NamedTuple):
     """A waiting request that a step passed over, and why: a reason of `SchedulerOutput.passed_over`."""
 
@@ -96,6 +113,7 @@ def record_step(
 ) -> StepRecord:
     """What the step did; call it after the forward pass and before the scheduler takes in its tokens."""
     slots, pinned, events = [], [], []
+    pool = scheduler.kv_cache.block_pool
     if adapters is not None:
         slots = adapters.manager.lora_index_to_id
         pinned = sorted(adapters.pinned)
@@ -132,6 +150,9 @@ def record_step(
         running=len(output.running),
         more_skipped=num_skipped - len(skipped),
         more_waiting=len(scheduler.waiting) - len(waiting),
+        drops=[name(e.adapter_id) for e in events if e.kind == "drop"],
+        in_memory=len(adapters.manager) if adapters is not None else 0,
+        kv_blocks=pool.num_usable_blocks - len(pool.free),
     )
 
 

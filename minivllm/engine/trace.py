@@ -60,10 +60,13 @@ class StepRecord:
     pinned: adapters that may not be evicted
     loads: adapters read from disk for this step
     activations, evictions: adapters copied into a slot, or out of one to make room
+    drops: adapters that left memory for others
     skipped: requests passed over, the first of them; more_skipped: how many more there were
     preempted: requests that lost their KV blocks and wait again
     waiting: requests in the queue after scheduling, the first of them; more_waiting: how many more there were
     running: how many have a place in the batch
+    in_memory: how many adapters are in memory, those in slots included
+    kv_blocks: how many blocks of the KV cache requests hold
     """
 
     step: int
@@ -80,6 +83,9 @@ class StepRecord:
     running: int = 0
     more_skipped: int = 0
     more_waiting: int = 0
+    drops: list[str] = field(default_factory=list)
+    in_memory: int = 0
+    kv_blocks: int = 0
 
     @property
     def num_skipped(self) -> int:
@@ -200,7 +206,15 @@ class Trace:
 
 def _parts(record: StepRecord) -> list[object]:
     events = [*record.activations, *record.evictions]
-    return [*record.rows, *record.skipped, *record.waiting, *record.preempted, *record.loads, *events]
+    return [
+        *record.rows,
+        *record.skipped,
+        *record.waiting,
+        *record.preempted,
+        *record.loads,
+        *record.drops,
+        *events,
+    ]
 
 
 def _part_bytes(part: object) -> int:

@@ -12,25 +12,14 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.engine.trace import Trace
+from minivllm.palette import BASE_COLOUR, adapter_colours
 
-# Okabe and Ito's colours, told apart by colour-blind readers too, then darker ones for a crowd of adapters.
-ADAPTER_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"]
-ADAPTER_COLOURS += ["#332288", "#117733", "#882255", "#999933", "#661100"]
-BASE_COLOUR = "#8C8C8C"
 WAITING_COLOUR = "#D9D9D9"
 SKIPPED_COLOUR = "#5A5A5A"
 RUNNING_COLOUR = "#0072B2"
 INK = "#222222"
 PALE = 0.35
 MAX_NAMED_REQUESTS = 40
-
-
-def adapter_colours(adapters: list[str]) -> dict[str | None, str]:
-    """A colour for each adapter, the same in every picture of the same adapters, and one for base (None)."""
-    colours: dict[str | None, str] = {None: BASE_COLOUR}
-    for i, adapter in enumerate(sorted(adapters)):
-        colours[adapter] = ADAPTER_COLOURS[i % len(ADAPTER_COLOURS)]
-    return colours
 
 
 def draw_trace(trace: Trace, path: str | Path, title: str = "One engine, many adapters") -> None:

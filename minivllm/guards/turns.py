@@ -14,6 +14,11 @@ from typing import Any
 
 from minivllm.faults import is_refusal
 
+IN_THE_MIDDLE = (
+    "this {} was called in the middle of another call, by a signal handler, say; "
+    "have the handler set a flag, and call it when the other call has returned"
+)
+
 
 class Turns:
     """Calls of one object by one thread at a time, each of which begins with a whole state.
@@ -65,12 +70,9 @@ class Turns:
         if is_another_thread:
             return (
                 f"another thread is in a call of this {self.what}, which serves one thread at a time; "
-                "call it from one thread, and hand that thread the others' requests through a queue.Queue"
+                "call an LLM or an AsyncLLM from several, or hand one thread the others' requests through a queue.Queue"
             )
-        return (
-            f"this {self.what} was called in the middle of another call, by a signal handler, say; "
-            "have the handler set a flag, and call it when the other call has returned"
-        )
+        return IN_THE_MIDDLE.format(self.what)
 
 
 def in_turn(on_threads: bool = False) -> Callable[[Callable], Callable]:

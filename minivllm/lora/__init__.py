@@ -3,3 +3,6 @@
 from minivllm.lora import gpu, io, options, reports
 
 __all__ = ["gpu", "io", "options", "reports"]
+
+# Modules that vLLM has and the core has not, such as `minivllm.lora.utils`.
+__path__.append(f"{__path__[0]}/vllm/paths")

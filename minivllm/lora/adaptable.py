@@ -7,12 +7,32 @@ from typing import Any
 
 from torch import nn
 
-from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
-from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.names import is_in_target_modules
-from minivllm.lora.replace import from_layer
 from minivllm.lora.seams import wrappers
+
+Layers = dict[nn.Module, list[str]]  # layer -> all names it can be reached by
+
+
+def adaptable(model: nn.Module) -> tuple[Layers, dict[str, list[str]]]:
+    """Every layer that may be adapted, and ends of the names of fused ones -> those of their parts, in order.
+
+    Adaptable are linears inside the model, and what options find.
+    """
+    layers: Layers = {}
+    packed = dict(getattr(model, "packed_modules_mapping", {}))
+    for name, layer in model.named_modules(remove_duplicate=False):
+        plugged = plugged_wrapper(model, name, layer)
+        if plugged or is_plain(layer):
+            layers.setdefault(layer, []).append(name)
+        if plugged and (parts := plugged.parts_in(model, name, layer)):
+            packed[end_of(name)] = parts
+    return layers, packed
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether it is a linear inside the model."""
+    return isinstance(layer, LinearBase) and not layer.is_head
 
 
 def plugged_wrapper(model: nn.Module, name: str, layer: nn.Module) -> Any:
@@ -22,40 +42,18 @@ def plugged_wrapper(model: nn.Module, name: str, layer: nn.Module) -> Any:
     return next((w for w in wrappers if w.parts_in(model, name, layer) is not None), None)
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether it is a linear inside the model."""
-    return isinstance(layer, LinearBase) and not layer.is_head
+def end_of(name: str) -> str:
+    """The last part of a module's name."""
+    return name.rpartition(".")[2]
 
 
-def layers_to_wrap(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Every layer that may be adapted -> all names it can be reached by: linears, and what options find."""
-    names_of: dict[nn.Module, list[str]] = {}
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if is_plain(layer) or plugged_wrapper(model, name, layer) is not None:
-            names_of.setdefault(layer, []).append(name)
-    return names_of
-
-
-def get_supported_lora_modules(model: nn.Module) -> list[str]:
-    """Ends of the names of every layer that adapters may target. vLLM: the same name."""
-    return sorted({name.rpartition(".")[2] for names in layers_to_wrap(model).values() for name in names})
-
-
-def process_packed_modules_mapping(model: nn.Module) -> dict[str, list[str]]:
-    """Ends of the names of fused modules -> those of their parts, in order. vLLM: the same name."""
-    mapping = dict(getattr(model, "packed_modules_mapping", {}))
-    for layer, (name, *_) in layers_to_wrap(model).items():
-        plugged = plugged_wrapper(model, name, layer)
-        if plugged and (parts := plugged.parts_in(model, name, layer)):
-            mapping[name.rpartition(".")[2]] = parts
-    return mapping
+def ends_of(layers: Layers) -> list[str]:
+    """Ends of the names of all layers, sorted."""
+    return sorted({end_of(name) for names in layers.values() for name in names})
 
 
 def refuse_targets(
-    model: nn.Module,
-    layers: dict[nn.Module, list[str]],
-    target_modules: list[str] | None,
-    packed_mapping: dict[str, list[str]],
+    model: nn.Module, layers: Layers, target_modules: list[str] | None, packed: dict[str, list[str]]
 ) -> None:
     """ValueError unless everything that `target_modules` names is there and may be adapted.
 
@@ -64,27 +62,13 @@ def refuse_targets(
     """
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")
-    names = {name for of_layer in layers.values() for name in of_layer}
+    names, ends = {name for of_layer in layers.values() for name in of_layer}, ends_of(layers)
     for target in target_modules or []:
-        if not any(is_in_target_modules(name, [target], packed_mapping) for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names})
-            raise ValueError(f"target_modules names '{target}', but the model has only {', '.join(known)}")
-    ends = {name.rpartition(".")[2] for name in names}
+        if not any(is_in_target_modules(name, [target], packed) for name in names):
+            raise ValueError(f"target_modules names '{target}', but the model has only {', '.join(ends)}")
     for name, module in model.named_modules() if target_modules is not None else ():
-        is_unknown = name not in names and name.rpartition(".")[2] in ends
-        if is_unknown and is_in_target_modules(name, target_modules, packed_mapping):
+        is_unknown = name not in names and end_of(name) in ends
+        if is_unknown and is_in_target_modules(name, target_modules, packed):
             raise ValueError(
                 f"{name} ({type(module).__name__}) cannot be wrapped for LoRA, but target_modules names it"
             )
-
-
-def wrapped_layer(
-    model: nn.Module, name: str, layer: nn.Module, lora_config: LoRAConfig, parts: list[str]
-) -> BaseLayerWithLoRA:
-    """A model's layer wrapped, with empty slots. ValueError where no wrapper takes it."""
-    if plugged := plugged_wrapper(model, name, layer):
-        return plugged.around(model, name, layer, lora_config.max_loras, lora_config)
-    wrapped = from_layer(layer, lora_config.max_loras, lora_config, parts)
-    if not isinstance(wrapped, BaseLayerWithLoRA):
-        raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
-    return wrapped

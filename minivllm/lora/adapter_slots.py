@@ -29,7 +29,6 @@ class AdapterSlots(AdapterTiers):
             self.touch_adapter(adapter.id)
             return False
         self.wrapped.accept(adapter)
-        self.settled = None
         self._make_room_in_memory()
         self._take(adapter)
         self._registered_adapters.put(adapter.id, adapter)
@@ -41,7 +40,6 @@ class AdapterSlots(AdapterTiers):
             self.slot_writer.take(adapter)
 
     def _write(self, adapter: LoRAModel, slot: int) -> None:
-        self.settled = None
         (self.slot_writer or self.wrapped).write(adapter, slot)
 
     # region lab 5.2: copy first, then say so
@@ -73,18 +71,18 @@ class AdapterSlots(AdapterTiers):
         """Keep a registered adapter in a slot, and so in memory, until it is unpinned or removed.
 
         ValueError that names an unknown id, RuntimeError when no slot can be had. Nothing is pinned then: the slot,
-        which may fail, comes first, and the pin is noted in one place for both tiers, `_active_adapters`.
+        which may fail, comes first. The pin is noted in one place for both tiers, `pinned_adapters`.
         """
         if lora_id not in self._registered_adapters:
             raise ValueError(f"Pinning failed. LoRA {lora_id} is not registered.")
         self.activate_adapter(lora_id)
-        self._active_adapters.pin(lora_id)
+        self.pinned_adapters.add(lora_id)
         return True
 
     def unpin_adapter(self, lora_id: int) -> bool:
         """Let an adapter be evicted again. False if it was not pinned."""
         was_pinned = lora_id in self.pinned_adapters
-        self._active_adapters.unpin(lora_id)
+        self.pinned_adapters.discard(lora_id)
         return was_pinned
 
     # endregion
@@ -93,8 +91,9 @@ class AdapterSlots(AdapterTiers):
     def replace_adapter(self, adapter: LoRAModel) -> None:
         """Put other weights under a registered id, in memory and, if it has a slot, there; a pin holds on.
 
-        ValueError that names an unknown id or what does not fit, and nothing has changed. If copying fails the
-        old weights are served on: they are back in memory and, if pinned, in a slot.
+        ValueError that names an unknown id or what does not fit, and nothing has changed. What fits is taken (`_take`)
+        first, as by `add_adapter`. If copying fails the old weights are served on: they are back in memory and, if
+        pinned, in a slot.
         """
         old = self.get_adapter(adapter.id)
         if old is None:

@@ -6,7 +6,7 @@ in their own files.
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -117,57 +117,47 @@ def _check_keys(field: str, keys: list[str]) -> None:
         )
 
 
-def check_config(config: Mapping[str, Any], lora_config: LoRAConfig) -> None:
-    """ValueError that lists everything in an adapter's config that the engine will not serve.
-
-    config   the fields of a `PEFTHelper`: those that were checked before
-    """
-    problems = [text for refused, text in _refusals(config) if refused]
-    for name, value in config["others"].items():
-        if name in seams.config_checks:
-            problems += seams.config_checks[name](value, config, lora_config)
+def check_config(peft_helper: Any, lora_config: LoRAConfig) -> None:
+    """ValueError that lists everything in an adapter's config (`PEFTHelper`) that the engine will not serve."""
+    config, problems = peft_helper.config, []
+    if (peft_type := config.get("peft_type", "LORA")) != "LORA":
+        problems.append(f"peft_type {peft_type!r} is not supported, only LORA.")
+    if saved := config.get("modules_to_save"):
+        problems.append(f"The engine only supports modules_to_save being None, got {saved!r}.")
+    if config.get("use_dora"):
+        problems.append("The engine does not yet support DoRA; train without use_dora.")
+    if (bias := config.get("bias", "none")) != "none":
+        problems.append(
+            f"Adapter bias cannot be used without bias_enabled, nor with it here: bias {bias!r} changes the "
+            "base model that all adapters share; train with bias='none'."
+        )
+    init = config.get("init_lora_weights")
+    lowered = init.lower() if isinstance(init, str) else init
+    if isinstance(init, str) and lowered.startswith(BASE_CHANGING_INITIALISATIONS):
+        problems.append(
+            f"init_lora_weights {init!r} changes the base model that all adapters share; "
+            "train with another initialisation, or convert the adapter with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+    elif not isinstance(init, bool | str | None) or lowered not in INITIALISATIONS:
+        problems.append(
+            f"init_lora_weights {init!r} is not known to leave the base model as it is, which "
+            "all adapters share; train with true, false, gaussian, eva, orthogonal or mica."
+        )
+    for name in (*seams.config_checks, *REFUSED_FIELDS):
+        if (value := config.get(name)) in (None, False):
+            continue
+        if check := seams.config_checks.get(name):
+            problems += check(value, peft_helper, lora_config)
         elif value or name == "alora_invocation_tokens":
             problems.append(REFUSED_FIELDS[name].format(shown(value)))
-    largest = config["ranks"][-1]
-    if largest > lora_config.max_lora_rank:
+    if (largest := peft_helper.ranks[-1]) > lora_config.max_lora_rank:
         problems.append(
             f"LoRA rank {largest} is greater than max_lora_rank {lora_config.max_lora_rank}; "
             f"pass --max-lora-rank {largest}."
         )
     if problems:
         raise ValueError(" ".join(problems))
-
-
-def _refusals(config: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    """(whether it applies, what we say) for what PEFT writes into every config and this engine cannot serve."""
-    init, peft_type, bias = config["init_lora_weights"], config["peft_type"], config["bias"]
-    changes_base = isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITIALISATIONS)
-    lowered = init.lower() if isinstance(init, str) else init
-    is_known = isinstance(init, bool | str | None) and lowered in INITIALISATIONS
-    return [
-        (peft_type != "LORA", f"peft_type {peft_type!r} is not supported, only LORA."),
-        (
-            config["modules_to_save"],
-            f"The engine only supports modules_to_save being None, got {config['modules_to_save']!r}.",
-        ),
-        (config["use_dora"], "The engine does not yet support DoRA; train without use_dora."),
-        (
-            bias != "none",
-            f"Adapter bias cannot be used without bias_enabled, nor with it here: bias {bias!r} changes the "
-            "base model that all adapters share; train with bias='none'.",
-        ),
-        (
-            changes_base,
-            f"init_lora_weights {init!r} changes the base model that all adapters share; "
-            "train with another initialisation, or convert the adapter with PEFT's "
-            "save_pretrained(path_initial_model_for_weight_conversion=...).",
-        ),
-        (
-            not changes_base and not is_known,
-            f"init_lora_weights {init!r} is not known to leave the base model as it is, which "
-            "all adapters share; train with true, false, gaussian, eva, orthogonal or mica.",
-        ),
-    ]
 
 
 # ---- weights --------------------------------------------------------------------------------------------------
@@ -256,21 +246,16 @@ def check_numbers(
 
 def check_modules(modules: Iterable[str], expected: list[str]) -> None:
     """ValueError lists modules that are, and end in, no expected name: another model's adapter must not load."""
-    ends = frozenset(expected)
-    unexpected = sorted(name for name in modules if ends.isdisjoint(dotted_ends(name)))
+    ends, depths = frozenset(expected), {end.count(".") + 1 for end in expected}
+    unexpected = sorted(
+        name for name in modules if not any(".".join(name.split(".")[-n:]) in ends for n in depths)
+    )
     if unexpected:
         more = f" and {len(unexpected) - 8} more" if len(unexpected) > 8 else ""
         raise ValueError(
             f"expected target modules in {expected} but received {', '.join(unexpected[:8])}{more}. "
             "Please verify that the loaded LoRA module is correct"
         )
-
-
-def dotted_ends(name: str) -> Iterator[str]:
-    """The name, and what is left behind each of its dots: `a.b.c`, `b.c`, `c`."""
-    while name:
-        yield name
-        name = name.partition(".")[2]
 
 
 def unmatched(unknown: list[str], targets: list[str], limit: list[str] | None) -> str:

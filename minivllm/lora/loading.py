@@ -88,10 +88,10 @@ class AdapterLoader:
             lora = LoRAModel.from_local_checkpoint(folder, **options)
         else:
             lora = seams.request_readers["lora_tensors"](lora_request, lora_config, longest, **options)
-        # There are no numbers to scale, and PyTorch's first product of such tensors takes a second.
-        for weights in lora.loras.values() if shapes_only else ():
-            weights.scaling = 1
-        self.manager.wrapped.accept(lora)
+        if shapes_only:
+            self.manager.wrapped.judge(lora)
+        else:
+            self.manager.wrapped.accept(lora)
         lora.name = lora_request.lora_name
         return lora
 
@@ -116,7 +116,7 @@ def what_fits(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
     """
     model, packed = manager.model, {**seams.part_names, **manager.packed_modules_mapping}
     skip_prefixes = getattr(model, "lora_skip_prefixes", None)
-    tensors = MOST_TENSORS if skip_prefixes else 4 * len(manager.wrapped.targets) + 16
+    tensors = MOST_TENSORS if skip_prefixes else 4 * len(manager.wrapped.claims) + 16
     return {
         "expected_lora_modules": [
             name for module in manager.supported_lora_modules for name in (*packed.get(module, []), module)

@@ -14,7 +14,6 @@ from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.module_weights import LoRALayerWeights
 from minivllm.lora.names import WeightsMapper, is_left_out
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.storage import storage_bytes
 from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
 
 _load_ids = itertools.count(1)
@@ -56,16 +55,6 @@ class LoRAModel:
         twin = type(self)(lora_model_id, self.rank, self.loras.copy())
         twin.name, twin.beside, twin.is_accepted = self.name, self.beside.copy(), self.is_accepted
         return twin
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """A, B and what comes beside them, of all modules."""
-        return [tensor for lora in self.loras.values() for tensor in lora.tensors]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the tensors keep; an A that parts of a fused module share counts once."""
-        return storage_bytes(self.tensors)
 
     @classmethod
     def from_lora_tensors(

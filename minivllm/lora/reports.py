@@ -1,16 +1,18 @@
 """What can be asked of adapters: counters, bytes, histories, a log. Nothing in vllm/lora/ (v0.22.1) has them."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from time import time
 
+import torch
 from torch import nn
 
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.events import LoRAEvent
+from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.seams import listeners
-from minivllm.lora.storage import storage_bytes
 from minivllm.lora.wrapped_modules import WrappedModules
 
 # Kept for `drain_events`, the last ones: an engine that nobody records never asks for them.
@@ -144,6 +146,27 @@ def stats_of(self: LRUCacheLoRAModelManager) -> LoRAStats:
     return next((heard for heard in self.listeners if isinstance(heard, LoRAStats)), LoRAStats())
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors keep allocated: each piece of memory once, all of it, however many views of it there are."""
+    views = {tensor.untyped_storage(): tensor for tensor in tensors}
+    return sum(_given_out(storage.nbytes(), view.is_pinned()) for storage, view in views.items())
+
+
+def _given_out(nbytes: int, is_pinned: bool) -> int:
+    # PyTorch gives page-locked memory out in powers of two.
+    return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
+
+
+def tensors_of(lora: LoRAModel) -> list[torch.Tensor]:
+    """A, B and what comes beside them, of all modules of an adapter."""
+    return [tensor for weights in lora.loras.values() for tensor in weights.tensors]
+
+
+def adapter_bytes(lora: LoRAModel) -> int:
+    """Bytes of memory that an adapter's tensors keep; an A that parts of a fused module share counts once."""
+    return storage_bytes(tensors_of(lora))
+
+
 def slot_bytes(wrapped: WrappedModules) -> int:
     """Bytes of all slots. Base weights that a backend keeps in one piece with them do not count."""
     slots = [tensor for layer in wrapped.modules.values() for tensor in layer.slots.memory]
@@ -182,11 +205,11 @@ def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
         **device,
         "device_total": sum(device.values()),
         "slot_bytes_by_adapter": {
-            active: sum(tensor.nbytes for tensor in adapters[active].tensors)
+            active: sum(tensor.nbytes for tensor in tensors_of(adapters[active]))
             for active in self.list_active_adapters()
         },
-        "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in lora.tensors),
-        "cpu_bytes_by_adapter": {adapter_id: lora.nbytes for adapter_id, lora in adapters.items()},
+        "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in tensors_of(lora)),
+        "cpu_bytes_by_adapter": {adapter_id: adapter_bytes(lora) for adapter_id, lora in adapters.items()},
     }
 
 
@@ -201,7 +224,7 @@ def get_lora_info(self: LRUCacheLoRAModelManager, adapter_id: int) -> dict[str, 
         "id": adapter_id,
         "name": lora.name,
         "rank": lora.rank,
-        "bytes": lora.nbytes,
+        "bytes": adapter_bytes(lora),
         "slot": self.list_active_adapters().get(adapter_id),
         "pinned": adapter_id in self.pinned_adapters,
         **asdict(stats_of(self).by_adapter.get(adapter_id, AdapterStats())),
@@ -213,3 +236,4 @@ listeners += [lambda manager: LoRAStats(), EventLog]
 LRUCacheLoRAModelManager.stats = property(stats_of)
 LRUCacheLoRAModelManager.get_memory_stats = get_memory_stats
 LRUCacheLoRAModelManager.get_lora_info = get_lora_info
+LoRAModel.nbytes = property(adapter_bytes)

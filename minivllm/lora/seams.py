@@ -17,7 +17,7 @@ model_options: list[Callable[..., None]] = []
 # Field of an adapter's config beyond those of A and B -> what reads it: (PEFTHelper, value) -> None.
 config_readers: dict[str, Callable[..., None]] = {}
 
-# The same fields -> what is wrong with one: (value, the config's fields, LoRAConfig) -> sentences.
+# The same fields -> what is wrong with one: (value, PEFTHelper, LoRAConfig) -> sentences.
 config_checks: dict[str, Callable[..., list[str]]] = {}
 
 # Part of a tensor's name that is not plain -> what reads such a tensor. It is called with (name, tensor, PEFTHelper)

@@ -1,5 +1,7 @@
 """Who is in memory and who is in a slot. Stands for the caches of vllm/lora/model_manager.py (v0.22.1)."""
 
+from operator import attrgetter
+
 from minivllm.config import LoRAConfig
 from minivllm.lora.events import Listener, LoRAEvent
 from minivllm.lora.lora_model import LoRAModel
@@ -9,63 +11,61 @@ from minivllm.lora.lru_cache import LRUCache
 class AdapterTiers:
     """Two tiers: at most `capacity` adapters are in CPU memory, at most `lora_slots` of these also in a slot.
 
-    When a tier is full, what was used longest ago leaves it. This class keeps the tables and copies nothing.
-    in_use      adapters that must stay, as pinned ones must. RuntimeError where all must and somebody has to go
-    settled     the last step's requests and mapping, while nobody has come, gone or been used since; else None
-    listeners   hear of every event; nothing here depends on whether there are any
+    When a tier is full, what was used longest ago leaves it. RuntimeError where all must stay. Nothing is copied here.
+
+    pinned_adapters   adapters that keep their slot, and so their place in memory
+    in_use            adapters that a step needs, which stay as well
+    listeners         hear of every event; nothing here depends on whether there are any
     """
 
     def __init__(self, lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
-        self.in_use: frozenset[int] = frozenset()
-        self.settled: tuple | None = None
-        self.listeners: list[Listener] = []
         self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
         self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
+        self.pinned_adapters: set[int] = set()
+        self.in_use: frozenset[int] = frozenset()
+        self.listeners: list[Listener] = []
 
-    @property
-    def capacity(self) -> int:
-        """Adapters that memory may hold."""
-        return self.lora_config.max_cpu_loras
-
-    @property
-    def lora_slots(self) -> int:
-        return self.lora_config.max_loras
+    capacity = property(attrgetter("lora_config.max_cpu_loras"))
+    lora_slots = property(attrgetter("lora_config.max_loras"))
 
     def __len__(self) -> int:
         return len(self._registered_adapters)
 
     def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
-        """Tell whoever listens of an event, given by the fields of `LoRAEvent`. Only a "hit" leaves all `settled`."""
-        if kind != "hit":
-            self.settled = None
+        """Tell whoever listens of an event, given by the fields of `LoRAEvent`."""
         for listener in self.listeners:
             listener(LoRAEvent(kind, adapter_id, slot, **more))
 
     def list_adapters(self) -> dict[int, LoRAModel]:
-        """Adapter id -> weights of all in memory, the least recently used first."""
-        return self._registered_adapters.cache
+        """Adapter id -> weights of all in memory, the least recently used first. A copy."""
+        return dict(self._registered_adapters)
 
     def get_adapter(self, adapter_id: int) -> LoRAModel | None:
         """The weights if they are in memory. Looking does not count as use."""
-        return self._registered_adapters.peek(adapter_id)
+        return self._registered_adapters.get(adapter_id)
 
     def list_active_adapters(self) -> dict[int, int]:
-        """Adapter id -> slot, the least recently used first."""
-        return self._active_adapters.cache
+        """Adapter id -> slot, the least recently used first. A copy."""
+        return dict(self._active_adapters)
 
     def get_free_slots(self) -> list[int]:
         """Slots that hold nothing."""
-        return sorted(set(range(self.lora_slots)).difference(self.list_active_adapters().values()))
+        return sorted(set(range(self.lora_slots)).difference(self._active_adapters.values()))
 
     @property
-    def pinned_adapters(self) -> set[int]:
-        """Adapters that keep their slot and their place in memory."""
-        return self._active_adapters.pinned_items
+    def kept(self) -> frozenset[int]:
+        """Adapters that nobody may evict or drop."""
+        return self.in_use | self.pinned_adapters
+
+    @property
+    def residents(self) -> tuple[list[tuple[int, int]], ...]:
+        """(id, load_id) of all in memory and (id, slot) of all in slots, in the order of use, and who is in use."""
+        loads = [(adapter_id, lora.load_id) for adapter_id, lora in self._registered_adapters.items()]
+        return loads, list(self._active_adapters.items()), sorted(self.in_use)
 
     def touch_adapter(self, adapter_id: int) -> None:
         """Mark as just used, wherever it is."""
-        self.settled = None
         for tier in (self._registered_adapters, self._active_adapters):
             if adapter_id in tier:
                 tier.touch(adapter_id)
@@ -75,13 +75,13 @@ class AdapterTiers:
 
         Its weights stay there until others overwrite them: no row is sent to a slot that the table calls free.
         """
-        self.settled = None
-        return self._active_adapters.pop(adapter_id) is not None
+        self.pinned_adapters.discard(adapter_id)
+        return self._active_adapters.pop(adapter_id, None) is not None
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget the adapter, pinned or not, in both tiers. False for an unknown id."""
         self.deactivate_adapter(adapter_id)
-        was_there = self._registered_adapters.pop(adapter_id) is not None
+        was_there = self._registered_adapters.pop(adapter_id, None) is not None
         if was_there:
             self.tell("remove", adapter_id)
         return was_there
@@ -97,15 +97,15 @@ class AdapterTiers:
             self.remove_oldest_adapter()
 
     def remove_oldest_adapter(self) -> bool:
-        """Drop the least recently used adapter from memory. False when memory is empty.
+        """Drop the least recently used adapter that is not `kept` from memory. False when memory is empty.
 
         It leaves its slot, too: an id that is not in memory may come back with other weights. Told are a "drop" and,
         if it had a slot, an "evict" from there.
         """
         if not len(self):
             return False
-        victim, _ = self._registered_adapters.remove_oldest(spare=self.in_use | self.pinned_adapters)
-        slot = self._active_adapters.pop(victim)
+        victim, _ = self._registered_adapters.remove_oldest(spare=self.kept)
+        slot = self._active_adapters.pop(victim, None)
         if slot is not None:
             self.tell("evict", victim, slot)
         self.tell("drop", victim)
@@ -114,10 +114,10 @@ class AdapterTiers:
     def _find_slot(self) -> int:
         """The first free slot; if there is none, that of the active adapter used longest ago, which stays in memory.
 
-        Told is an "evict" from that slot.
+        One that is `kept` is passed over. Told is an "evict" from that slot.
         """
         if not self.get_free_slots():
-            victim, slot = self._active_adapters.remove_oldest(spare=self.in_use)
+            victim, slot = self._active_adapters.remove_oldest(spare=self.kept)
             self.tell("evict", victim, slot)
         return self.get_free_slots()[0]
 
@@ -125,6 +125,5 @@ class AdapterTiers:
 
     def has_room_for(self, adapter_id: int) -> bool:
         """Whether `_find_slot` would find one for it, or it has one."""
-        in_slots = self._active_adapters
-        may_go = set(in_slots) - self.in_use - self.pinned_adapters
-        return adapter_id in in_slots or len(in_slots) < self.lora_slots or bool(may_go)
+        in_slots = self._active_adapters.keys()
+        return adapter_id in in_slots or len(in_slots) < self.lora_slots or not in_slots <= self.kept

@@ -1,6 +1,7 @@
 """Whole adapters into a model's wrapped layers. Stands for a part of vllm/lora/model_manager.py (v0.22.1)."""
 
 from minivllm.lora.checks import unmatched
+from minivllm.lora.layers.accepting import Parts
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.module_wrapping import Found, ModuleWrapping
 
@@ -8,29 +9,35 @@ __all__ = ["Found", "WrappedModules"]
 
 
 class WrappedModules(ModuleWrapping):
-    """The wrapped layers of a model; routes an adapter's weights to them, and writes them all or none."""
+    """The wrapped layers of a model; routes an adapter's weights to them; judges, takes and writes all or none."""
 
     # region lab 2.7: a whole adapter, or nothing
-    def accept(self, lora: LoRAModel) -> None:
-        """Give an adapter's weights the form in which slots take them, by module name; once.
+    def judge(self, lora: LoRAModel) -> dict[str, Parts]:
+        """Module name -> what its layer finds in the adapter (its `judge`); the adapter stays as it is.
 
-        `claims` say which module takes what, and its layer gives them the form (`accept`). What an option found of
-        the whole adapter (`beside`) goes to the layers first, through `givers`. ValueError, worded by `unmatched`
-        for all of them together, for names that no module takes: the adapter would lose those weights in silence. It
-        is raised, as layers' own is, before the adapter has changed.
+        `claims` say which module takes what. What an option found of the whole adapter (`beside`) goes to the layers
+        first, through `givers`. ValueError, worded by `unmatched` for all of them together, for names that no module
+        takes: the adapter would lose those weights in silence. Layers raise their own.
         """
-        if lora.is_accepted:
-            return
         if unknown := [name for name in lora.loras if name not in self.claims]:
-            raise ValueError(unmatched(unknown, list(self.targets), self.lora_config.target_modules))
+            raise ValueError(unmatched(unknown, list(self.claims), self.lora_config.target_modules))
         found: Found = {}
         for name, weights in lora.loras.items():
             found.setdefault(self.claims[name], {})[name] = weights
-        given = lora.beside.keys() & self.givers.keys()
-        for name in given:
+        for name in lora.beside.keys() & self.givers.keys():
             self.givers[name](lora, found)
-        lora.loras = {name: self.modules[name].accept(weights) for name, weights in found.items()}
-        for name in given:
+        return {name: self.modules[name].judge(weights) for name, weights in found.items()}
+
+    def accept(self, lora: LoRAModel) -> None:
+        """Give an adapter's weights the form in which slots take them (`pack`), by module name; once.
+
+        ValueError as in `judge`, before the adapter has changed. What `givers` gave to layers leaves `beside`.
+        """
+        if lora.is_accepted:
+            return
+        judged = self.judge(lora)
+        lora.loras = {name: self.modules[name].pack(parts) for name, parts in judged.items()}
+        for name in lora.beside.keys() & self.givers.keys():
             del lora.beside[name]
         lora.is_accepted = True
 

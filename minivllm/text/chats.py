@@ -6,6 +6,7 @@ from typing import Any
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.serving.shared_engine import SharedEngine
 from minivllm.text.prompts import TokenizingEngine, chat_prompts
 from minivllm.validation import for_each
 
@@ -17,9 +18,11 @@ class Chats:
     """Chats for what generates.
 
     llm_engine   the engine, whose tokenizers have the templates
+    _shared      the same, for calls of several threads
     """
 
     llm_engine: TokenizingEngine
+    _shared: SharedEngine
 
     def chat(
         self,
@@ -38,9 +41,9 @@ class Chats:
             raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         loras = for_each(lora_request, len(conversations), "lora_request")
-        prompts = chat_prompts(self.llm_engine, conversations, loras)
+        prompts = self._shared.call(lambda engine: chat_prompts(engine, conversations, loras))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
         """The model's, or that of an adapter's requests."""
-        return self.llm_engine.get_tokenizer(lora_request)
+        return self._shared.call(lambda engine: engine.get_tokenizer(lora_request))

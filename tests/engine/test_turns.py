@@ -136,35 +136,6 @@ def _ended_frame():
     return sys._getframe()
 
 
-def test_fifteen_callers_of_one_llm_get_their_own_answer_or_an_error(world):
-    llm = world.llm(max_num_seqs=8)
-    expected = {name: world.oracle().greedy(name, PROMPT, 12) for name in [None, *world.names]}
-    start, answers = threading.Barrier(15), {}
-
-    def call(number):
-        name = [None, *world.names][number % 5]
-        start.wait()
-        try:
-            [output] = llm.generate(
-                {"prompt_token_ids": PROMPT}, greedy(12), use_tqdm=False, lora_request=world.request(name)
-            )
-            answers[number] = tokens_of(output) == expected[name]
-        except RuntimeError as error:
-            answers[number] = error
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(15)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-
-    right = [number for number, answer in answers.items() if answer is True]
-    refused = [answer for answer in answers.values() if isinstance(answer, RuntimeError)]
-    assert right and len(right) + len(refused) == 15, answers
-    assert all("serves one thread at a time" in str(error) for error in refused)
-    assert not llm.llm_engine.has_unfinished_requests()
-
-
 def test_what_comes_of_somebody_elses_request_while_generate_runs_is_kept_for_its_caller(world):
     llm = world.llm()
     llm.llm_engine.add_request("theirs", PROMPT, greedy(4), lora_request=world.request("qv"))

@@ -21,12 +21,13 @@ Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> 
 
 # Around book A, all that is not named here is in it.
 BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", "reports.py")
-# Around book B: GPUs, memory, warm-up, threads, what draws tokens, several answers to a prompt; reports of steps.
+# Around book B: GPUs, memory, warm-up, threads, what draws tokens, several answers to a prompt; reports of steps; what
+# calls an engine from event loops, which no step enters.
 BESIDE_WORKER = (
     *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
     *("dummy_loras", "prefetch", "warm_up"),
 )
-BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling")
+BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling", "async_llm")
 
 # What the core never imports.
 OUTSIDE = tuple(f"minivllm.lora.{name}" for name in ("options", "io", "gpu", "vllm", "reports"))

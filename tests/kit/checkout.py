@@ -12,6 +12,7 @@ from pathlib import Path
 
 from labs.kit.regions import Exercise, edit, read_engine
 from labs.kit.sync import sync
+from labs.kit.variants import with_variant
 from minivllm.labs import ROOT, splice
 
 # Processes that start with torch in them: most of what `lab` and pytest take is its import.
@@ -95,6 +96,12 @@ class Checkout:
         """Put our code with a mistake in the place of an exercise's stub."""
         exercises = read_engine()
         self._put(number, edit(exercises[number], edits), exercises)
+
+    def take_variants(self) -> None:
+        """Put every exercise's variant in the place of its stub."""
+        exercises = read_engine()
+        for number, exercise in exercises.items():
+            self._put(number, with_variant(exercise), exercises)
 
     def _put(self, number: str, text: str, exercises: dict[str, Exercise]) -> None:
         path = self.file(number)

@@ -38,7 +38,7 @@ def test_wrong():
 
 @pytest.mark.lab("5.1")
 def test_right():
-    assert LRUCache(1).peek(3) is None
+    assert LRUCache(1).get(3) is None
 """
 
 

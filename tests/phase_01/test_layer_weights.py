@@ -69,6 +69,16 @@ class TestOptimize:
         assert_rows_equal(shared.lora_a, before[0], what="A of the other holder")
         assert_rows_equal(shared.lora_b, before[1], what="B of the other holder")
 
+    def test_leaves_what_is_beside_b_alone(self):
+        """It was scaled when it was read."""
+        weights, bias = random_weights(scaling=2.5), torch.linspace(-1, 1, 5)[None]
+        weights.beside = {"bias": bias.clone()}
+
+        weights.optimize()
+
+        assert weights.beside.keys() == {"bias"}, f"beside B is {weights.beside}, and was a bias"
+        assert_rows_equal(weights.beside["bias"], bias, what="bias")
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     def test_keeps_the_dtype(self, dtype):
         assert random_weights(dtype=dtype).optimize().lora_b.dtype == dtype
@@ -112,6 +122,8 @@ class TestPack:
         for part, b, a, whole in zip(parts, packed.lora_b, packed.lora_a, expected):
             assert_rows_equal(b @ a, whole, tolerance=1e-12, what=f"B @ A of {part.module_name}")
         assert packed.rank == 5, "the rank of a packed module is the largest of its parts'"
+        ranks = [part.rank for part in packed.parts]
+        assert ranks == [2, 5, 3], f"ranks of the parts: {ranks}, expected each one's own, 2, 5 and 3"
         assert packed.lora_alphas == [101, 102, 103]
         assert packed.module_name == "q_proj"
         assert packed.is_packed
@@ -153,6 +165,19 @@ class TestPack:
         packed = PackedLoRALayerWeights.pack([part, None])
 
         assert_rows_equal(packed.lora_b[0], once, what="B")
+
+    def test_keeps_what_a_part_has_beside_b(self):
+        parts = [random_weights(scaling=3, seed=seed) for seed in (1, 2)]
+        biases = [torch.linspace(-1, seed, 5)[None] for seed in (1, 2)]
+        for part, bias in zip(parts, biases):
+            part.beside = {"bias": bias.clone()}
+
+        packed = PackedLoRALayerWeights.pack([parts[0], None, parts[1]])
+
+        found = [part and part.beside.get("bias") for part in packed.parts]
+        assert [bias is None for bias in found] == [False, True, False], f"biases of the parts: {found}"
+        for i, bias in zip((0, 2), biases):
+            assert_rows_equal(found[i], bias, what=f"bias of part {i}")
 
     def test_leaves_the_tensors_of_the_parts_to_whoever_shares_them(self):
         part = random_weights(scaling=3)

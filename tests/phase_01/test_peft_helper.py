@@ -69,6 +69,35 @@ class TestScaling:
         assert (first.scaling(Q1, 1), first.scaling(Q0, 1)) == (10, 20)
         assert (last.scaling(Q1, 1), last.scaling(Q0, 1)) == (20, 20)
 
+    @pytest.mark.parametrize("key", ["Q_PROJ", "Self_Attn.q_proj", "LAYERS.*"])
+    def test_tells_upper_from_lower_case(self, key):
+        patterned = helper(lora_alpha=8, alpha_pattern={key: 20})
+
+        assert patterned.scaling(Q0, 4) == 2, f"'{key}' is no end of {Q0}"
+
+    @pytest.mark.parametrize("alpha", [0, 0.0, -3, 2.5])
+    @pytest.mark.parametrize("use_rslora", [False, True])
+    def test_takes_any_alpha_that_a_pattern_gives(self, alpha, use_rslora):
+        """An alpha of 0 turns a module off."""
+        patterned = helper(lora_alpha=8, alpha_pattern={"q_proj": alpha}, use_rslora=use_rslora)
+
+        scalings = patterned.scaling(Q0, 4), patterned.scaling(DOWN, 4)
+
+        assert scalings == ((alpha / 2, 4) if use_rslora else (alpha / 4, 2))
+
+    def test_has_only_limited_time_for_a_key(self):
+        """Some expressions keep `re` busy for years; those whom `_patterns` stops are refused."""
+
+        class Slow:
+            def match(self, expression, name):
+                raise ValueError(f"{expression} takes too long")
+
+        patterned = helper(alpha_pattern={"q_proj": 20})
+        patterned._patterns = Slow()
+
+        with pytest.raises(ValueError, match=r"q_proj.* takes too long"):
+            patterned.scaling(Q0, 4)
+
     def test_without_a_pattern_is_the_factor_under_vllms_name(self):
         assert helper(r=4, lora_alpha=10).vllm_lora_scaling_factor == 2.5
         assert helper(r=4, lora_alpha=10, use_rslora=True).vllm_lora_scaling_factor == 5

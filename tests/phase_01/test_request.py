@@ -70,6 +70,29 @@ def test_a_pathlib_path_becomes_the_string_it_stands_for():
     assert path == "/adapters/sql"
 
 
+@pytest.mark.parametrize("path", ["", "/adapters/sql"])
+def test_the_path_of_a_request_with_tensors_stands_for_the_tensors(path):
+    """Two requests with the same tensors are for one adapter, whatever path stands beside them."""
+    tensors, others = {"a": object()}, {"a": object()}
+
+    first, again, other = (LoRARequest("sql", 1, path, lora_tensors=t) for t in (tensors, tensors, others))
+
+    assert first.lora_path == f"memory:{id(tensors)}"
+    assert first == again and first != other
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lora_name": "", "lora_int_id": 0, "lora_path": ""}, "lora_name"),
+        ({"lora_int_id": 0, "lora_path": ""}, "lora_int_id"),
+        ({"lora_int_id": 0, "lora_path": None}, "lora_int_id"),
+    ],
+)
+def test_of_several_that_are_wrong_the_first_is_named(changes, named):
+    assert_says(refusal(**changes), named)
+
+
 def test_requests_for_one_adapter_are_one_key():
     """How it was asked for does not count: neither the flag of a reload, the base model's name, nor the path's type."""
     plain = LoRARequest("sql", 1, "/adapters/sql")

@@ -40,6 +40,7 @@ def assert_refused(wrapped, lora, *said):
         raise AssertionError(f"it was taken for fitting, with A and B of {shapes}; expected a ValueError")
     after = {name: (weights, weights.scaling) for name, weights in lora.loras.items()}
     assert after == before, "the adapter has changed"
+    assert not lora.is_accepted, "it was refused, and says that it was accepted"
     assert all(not any(slots) for module in wrapped.modules.values() for slots in module.slots.live_ranks)
 
 
@@ -167,6 +168,11 @@ def test_an_adapter_for_a_whole_fused_module_becomes_one_for_each_part(wrapped):
         ("router", (3, 12), (3, 2), ((3, 12), (3, 3))),
         ("router", (3, 1), (3, 3), ((3, 12), (3, 3))),
         ("router", (3, 12), (1, 3), ((3, 12), (3, 3))),
+        # On its side, with as many numbers.
+        ("attn.o_proj", (3, 16), (3, 12), ((3, 16), (12, 3))),
+        ("attn.k_proj", (2, 12), (2, 8), ((2, 12), (8, 2))),
+        # A's rank and B's differ.
+        ("attn.o_proj", (3, 16), (12, 4), ((3, 16), (12, 3))),
     ],
 )
 def test_shapes_that_do_not_fit_are_named_with_the_right_ones(wrapped, module, shape_a, shape_b, expected):
@@ -175,6 +181,33 @@ def test_shapes_that_do_not_fit_are_named_with_the_right_ones(wrapped, module, s
     lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), name: (shape_a, shape_b)})
 
     assert_refused(wrapped, lora, name, shape_a, shape_b, *expected)
+
+
+@pytest.mark.lab("2.6")
+@pytest.mark.parametrize("height", [8, 16])
+def test_shapes_alone_are_judged_too(wrapped, height):
+    """On the device "meta", as when a request is checked before its adapter is read."""
+    name = "layers.0.attn.k_proj"
+    lora = adapter_of({name: ((2, 12), (height, 2))})
+    lora.loras[name].replace_tensors(lambda tensor: tensor.to("meta"))
+
+    if height == 8:
+        wrapped.accept(lora)
+    else:
+        assert_refused(wrapped, lora, name, (16, 2), (8, 2))
+
+
+@pytest.mark.lab("2.6")
+@pytest.mark.parametrize("module", ["attn.o_proj", "attn.v_proj"])
+def test_what_a_layer_has_no_room_for_beside_a_and_b_is_refused(wrapped, module):
+    """A bias would be lost in silence: this engine was started without --enable-lora-bias."""
+    name = f"layers.1.{module}"
+    lora = toy_adapter(seed=1, modules=[module])
+    lora.loras = {name: lora.loras.pop(f"layers.0.{module}")}
+    lora.loras[name].module_name = name
+    lora.loras[name].beside = {"bias": torch.ones(1, len(lora.loras[name].lora_b))}
+
+    assert_refused(wrapped, lora, name, "bias")
 
 
 @pytest.mark.lab("2.7")

@@ -110,7 +110,7 @@ def wrapped_llama(folders, backend):
     base, adapters = folders
     model = get_model(base, torch.float64)
     wrapped = WrappedModules(model, LoRAConfig(max_lora_rank=12, max_loras=4), backend)
-    endings = [name.rpartition(".")[2] for name in wrapped.targets]
+    endings = [name.rpartition(".")[2] for name in wrapped.claims]
     for name, slot in SLOT_OF.items():
         if adapters[name] is not None:
             folder = str(adapters[name])

@@ -496,3 +496,20 @@ class TestAsVllmCalls:
         punica_wrapper.update_metadata(mapping, id_to_index, max_loras, vocab_size)
         result = lora_logits_processor._get_logits(hidden_states, linear, embedding_bias=None)
         assert torch.equal(result, logits_processor._get_logits(hidden_states, linear, None))
+
+
+@pytest.mark.lab("2.8")
+def test_embeddings_have_the_models_dtype_whatever_the_slots():
+    config = LoRAConfig(RANK, 2, lora_extra_vocab_size=EXTRA, lora_dtype="bfloat16")
+    base = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
+    base.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=torch.float32)
+    layer = VocabParallelEmbeddingWithLoRA(base)
+    layer.create_lora_weights(2, config)
+    layer.set_mapping(NaivePunica([1, -1, 1]))
+    layer.embeddings_tensors[1, 2] = new = randn(HIDDEN, seed=2, dtype=torch.bfloat16)
+
+    y = layer(torch.tensor([4, 7, VOCAB + 2]))
+
+    assert y.dtype == torch.float32
+    expected = torch.stack([base.weight[4], base.weight[7], new.float()])
+    assert_rows_equal(y, expected, labels=["a token", "a base token", "an added token"], what="embeddings")

@@ -5,8 +5,10 @@ import torch
 from naive_punica import NaivePunica
 from rows import assert_rows_equal
 from torch import nn
-from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, wrap
+from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, targets_of, wrap
 
+import minivllm.lora.replace as replace
+import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
@@ -43,6 +45,10 @@ class SpecialLinear(ColumnParallelLinear):
     """Some model's own linear, whose forward may do anything."""
 
 
+class SpecialMerged(MergedColumnParallelLinear):
+    """Likewise, of two parts."""
+
+
 # Base linear, what the checkpoint calls its parts -> the one wrapper that takes it.
 TAKEN_BY = [
     (ColumnParallelLinear(4, 6), [], ColumnParallelLinearWithLoRA),
@@ -56,6 +62,7 @@ TAKEN_BY = [
     (QKVParallelLinear(4, 2, 2, 1), ["q", "kv"], None),
     (QKVParallelLinear(4, 2, 2, 1), ["q", "k", "v"], MergedQKVParallelLinearWithLoRA),
     (SpecialLinear(4, 6), [], None),
+    (SpecialMerged(4, [3, 3]), ["gate", "up"], MergedColumnParallelLinearWithLoRA),
     (VocabParallelEmbedding(4, 6), [], VocabParallelEmbeddingWithLoRA),
     (ParallelLMHead(6, 4), [], None),
     (nn.Linear(4, 6), [], None),
@@ -85,6 +92,7 @@ def test_a_wrapper_takes_its_own_linear_with_its_number_of_parts(layer, parts, t
         (QKVParallelLinearWithLoRA, QKVParallelLinear(4, 3, 4, 2), (24,)),
         (ColumnParallelLinearWithLoRA, MergedColumnParallelLinear(4, [5, 2]), (7,)),
         (RowParallelLinearWithLoRA, RowParallelLinear(4, 6), (6,)),
+        (MergedColumnParallelLinearWithLoRA, SpecialMerged(4, [5, 2]), (5, 2)),
     ],
 )
 def test_a_linear_has_one_slice_for_each_adapter(wrapper, base, slices):
@@ -138,6 +146,30 @@ def test_the_number_of_slots_is_the_callers():
     assert wrapped.lora_a_stacked[0].shape == (5, 1, CONFIG.max_lora_rank, 4)
 
 
+class Greedy(RowParallelLinearWithLoRA):
+    """A wrapper that an option plugs in, and that takes whatever is a linear."""
+
+    @classmethod
+    def takes(cls, layer, parts):
+        return isinstance(layer, nn.Module) and hasattr(layer, "output_size")
+
+
+class Greedier(Greedy):
+    """Another one, plugged in after it."""
+
+
+@pytest.mark.lab("2.4")
+def test_options_are_asked_in_their_order_for_what_no_plain_wrapper_takes(monkeypatch):
+    monkeypatch.setattr(seams, "wrappers", [Greedy, Greedier])
+    monkeypatch.setattr(replace, "wrappers", [Greedy, Greedier])
+
+    kinds = [
+        type(from_layer(layer, 2, CONFIG, [])) for layer in (RowParallelLinear(4, 6), SpecialLinear(4, 6))
+    ]
+
+    assert kinds == [RowParallelLinearWithLoRA, Greedy]
+
+
 @pytest.mark.parametrize("name", ["layers.1.attn.o_proj", "layers.0", "lm_head"])
 def test_a_submodule_is_replaced_where_it_is(name):
     model, new = ToyModel(), nn.Identity()
@@ -165,6 +197,12 @@ def wrappers(model):
     return {name: module for name, module in named if isinstance(module, BaseLayerWithLoRA)}
 
 
+def packed_modules(wrapped):
+    """Fused module name -> what adapters call its slices, in order, by the first name of the module."""
+    fused = {name: module for name, module in wrapped.modules.items() if module.n_slices > 1}
+    return {name: list(module.targets)[: module.n_slices] for name, module in fused.items()}
+
+
 def assert_names(found, expected, what):
     lacking, more = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     assert not lacking and not more, f"{what}: lacking {lacking}, there and not expected {more}"
@@ -186,7 +224,7 @@ def test_every_linear_of_a_model_is_wrapped_but_the_head():
 def test_adapters_may_name_the_parts_of_fused_linears_and_the_others():
     wrapped = wrap(ToyModel(num_layers=1), NaivePunica())
 
-    assert wrapped.targets == {
+    assert targets_of(wrapped) == {
         "layers.0.attn.q_proj": ("layers.0.attn.qkv_proj", 0),
         "layers.0.attn.k_proj": ("layers.0.attn.qkv_proj", 1),
         "layers.0.attn.v_proj": ("layers.0.attn.qkv_proj", 2),
@@ -197,7 +235,7 @@ def test_adapters_may_name_the_parts_of_fused_linears_and_the_others():
         "layers.0.router": ("layers.0.router", 0),
         "layers.0.adaptor": ("layers.0.adaptor", 0),
     }
-    assert wrapped.packed_modules == {
+    assert packed_modules(wrapped) == {
         "layers.0.attn.qkv_proj": [f"layers.0.attn.{part}_proj" for part in "qkv"],
         "layers.0.mlp.gate_up_proj": ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"],
     }
@@ -211,8 +249,8 @@ def test_a_linear_at_the_top_of_a_model_is_wrapped():
     wrapped = wrap(model, NaivePunica())
 
     assert model.qkv_proj is wrapped.modules["qkv_proj"]
-    assert wrapped.targets["k_proj"] == ("qkv_proj", 1)
-    assert wrapped.packed_modules["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+    assert targets_of(wrapped)["k_proj"] == ("qkv_proj", 1)
+    assert packed_modules(wrapped)["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
 
 
 @pytest.mark.lab("2.5")
@@ -249,14 +287,44 @@ def test_a_shared_fused_module_is_known_by_its_first_name():
     wrapped = wrap(SharingModel(), NaivePunica())
 
     assert_names(
-        wrapped.packed_modules,
+        packed_modules(wrapped),
         ["layers.0.attn.qkv_proj", "layers.0.mlp.gate_up_proj", "layers.1.attn.qkv_proj"],
         "packed_modules",
     )
-    assert wrapped.packed_modules["layers.0.mlp.gate_up_proj"] == [
+    assert packed_modules(wrapped)["layers.0.mlp.gate_up_proj"] == [
         "layers.0.mlp.gate_proj",
         "layers.0.mlp.up_proj",
     ]
+
+
+@pytest.mark.lab("2.5")
+def test_every_name_that_adapters_may_use_is_claimed_for_its_module():
+    """That of a fused module among them: an adapter may have weights for all of it."""
+    wrapped = wrap(SharingModel(), NaivePunica())
+
+    gate_up = {f"layers.{i}.mlp.{name}_proj" for i in (0, 1) for name in ("gate", "up", "gate_up")}
+    claimed = {name for name, module in wrapped.claims.items() if module == "layers.0.mlp.gate_up_proj"}
+    assert_names(claimed, gate_up, "claimed for the shared gate_up_proj")
+    router = {name for name, module in wrapped.claims.items() if module == "layers.1.router"}
+    assert_names(router, ["layers.1.router", "layers.1.runner.gate"], "claimed for the shared router")
+    assert wrapped.modules["layers.0.mlp.gate_up_proj"].targets == {
+        f"layers.{i}.mlp.{name}_proj": part for i in (0, 1) for part, name in enumerate(("gate", "up"))
+    }
+
+
+@pytest.mark.lab("2.5")
+def test_a_wrapper_stands_where_it_says(monkeypatch):
+    """The output layer's stands for the module that computes logits, not for the weight."""
+    monkeypatch.setattr(
+        RowParallelLinearWithLoRA, "place_of", classmethod(lambda cls, name: f"{name}_and_more")
+    )
+    model = ToyModel(num_layers=1)
+    base = model.layers[0].attn.o_proj
+
+    wrapped = wrap(model, NaivePunica(), target_modules=["o_proj"])
+
+    assert model.layers[0].attn.o_proj is base, "the layer itself was replaced"
+    assert model.layers[0].attn.o_proj_and_more is wrapped.modules["layers.0.attn.o_proj"]
 
 
 @pytest.mark.lab("2.5")
@@ -273,7 +341,7 @@ def test_a_shared_fused_module_is_known_by_its_first_name():
 def test_adapters_may_use_either_name_of_a_shared_module(name, module, slice_):
     wrapped = wrap(SharingModel(), NaivePunica())
 
-    assert wrapped.targets.get(name) == (module, slice_)
+    assert targets_of(wrapped).get(name) == (module, slice_)
 
 
 @pytest.mark.lab("2.5")
@@ -317,7 +385,7 @@ def test_a_shared_module_is_wrapped_in_all_places_if_one_of_its_names_is_wanted(
     wrapped = wrap(model, NaivePunica(), target_modules=["gate"])
 
     names = ["layers.1.router", "layers.1.runner.gate"]
-    assert_names(wrapped.targets, names, "targets")
+    assert_names(targets_of(wrapped), names, "targets")
     assert_names(wrappers(model), names, "places with a wrapper")
 
 
@@ -357,7 +425,7 @@ def test_a_target_that_is_no_linear_of_ours_is_refused_by_name():
         wrap(model, NaivePunica(), target_modules=["o_proj"])
 
     assert type(model.layers[0].attn.o_proj) is RowParallelLinear, "nothing was wrapped"
-    assert "side.o_proj" not in wrap(model, NaivePunica()).targets
+    assert "side.o_proj" not in targets_of(wrap(model, NaivePunica()))
 
 
 def test_a_linear_that_no_wrapper_takes_is_fine_where_it_is_not_wanted():

@@ -8,7 +8,9 @@ from toy_model import DTYPE, HIDDEN, ToyModel, random_pair, wrap
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.replace import from_layer
+from minivllm.lora.slots import Slots
 
 SLOTS, RANK = 3, 6
 WIDTH = 10
@@ -148,6 +150,23 @@ def test_slices_do_not_share_their_live_ranks():
 
 
 @pytest.mark.lab("2.1")
+def test_new_slots_have_nothing_beside_them():
+    first, second = (wrapped("qkv", slots=4).slots for _ in range(2))
+
+    assert first.beside == second.beside == {}
+    assert first.beside is not second.beside, "one dict beside the slots of two layers"
+
+
+@pytest.mark.lab("2.1")
+def test_every_expert_has_a_matrix_in_a_slot():
+    slots = Slots.empty(SLOTS, RANK, [(10, 7), (7, 5)], torch.float32, "cpu", experts=4)
+
+    shapes = [tuple(buffer.shape) for buffer in (*slots.a, *slots.b)]
+    assert shapes == [(SLOTS, 4, RANK, 10), (SLOTS, 4, RANK, 7), (SLOTS, 4, 7, RANK), (SLOTS, 4, 5, RANK)]
+    assert slots.live_ranks == [[0] * SLOTS, [0] * SLOTS]
+
+
+@pytest.mark.lab("2.1")
 def test_slices_do_not_share_a_buffer():
     layer = wrapped("qkv")
 
@@ -242,6 +261,68 @@ def test_who_asks_is_told_that_a_slot_has_changed_once_it_has(write):
     assert told == [(1, rank)], (
         f"told was (slot, live rank by then): {told}, expected once, slot 1, rank {rank}"
     )
+
+
+def biased(slots, height=7):
+    """Slots of one slice with a table beside A and B, as an option has for biases."""
+    slots.beside["bias"] = (torch.zeros(SLOTS, 1, height),)
+    return slots
+
+
+def biased_part(rank, seed, bias=None):
+    lora_a, lora_b = random_pair(WIDTH, rank, 7, seed, torch.float32)
+    beside = {} if bias is None else {"bias": bias}
+    return LoRALayerWeights("row", rank, 1, lora_a, lora_b, scaling=1, beside=beside)
+
+
+@pytest.mark.lab("2.2")
+@pytest.mark.parametrize("leave", ["another with none", "nothing", "a clear"])
+def test_what_an_adapter_has_beside_a_and_b_comes_and_goes_with_it(leave):
+    """Else the last adapter's bias is added to the next one's rows."""
+    slots, bias = biased(wrapped("row").slots), torch.linspace(-1, 1, 7)[None]
+    neighbours = bias * 3
+
+    slots.write(0, [biased_part(2, 1, neighbours)])
+    slots.write(1, [biased_part(4, 2, bias)])
+
+    table = slots.beside["bias"][0]
+    assert_rows_equal(table[:, 0], torch.cat([neighbours, bias, torch.zeros(1, 7)]), what="biases by slot")
+    if leave == "a clear":
+        slots.clear(1)
+    else:
+        slots.write(1, [biased_part(6, 3) if leave == "another with none" else None])
+    left = torch.cat([neighbours, torch.zeros(2, 7)])
+    assert_rows_equal(table[:, 0], left, what=f"biases by slot, after slot 1 took {leave}")
+
+
+@pytest.mark.lab("2.2")
+def test_who_asks_is_told_of_a_change_when_all_of_it_is_there():
+    slots, bias, told = biased(wrapped("row").slots), torch.linspace(-1, 1, 7)[None], []
+    slots.changed = lambda slot: told.append(slots.beside["bias"][0][slot].clone())
+
+    slots.write(1, [biased_part(4, 2, bias)])
+    slots.clear(1)
+
+    assert len(told) == 2, f"a write and a clear are two changes, not {len(told)}"
+    assert_rows_equal(torch.cat(told), torch.cat([bias, 0 * bias]), what="the bias when the change was told")
+
+
+@pytest.mark.lab("2.2")
+def test_every_expert_of_a_part_is_written_and_cleared():
+    slots = Slots.empty(SLOTS, RANK, [(WIDTH, 7)], torch.float32, "cpu", experts=3)
+    pairs = [random_pair(WIDTH, 4, 7, seed, torch.float32) for seed in range(3)]
+    lora_a, lora_b = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
+    longer = lora_a.new_ones(3, RANK, WIDTH), lora_b.new_ones(3, 7, RANK)
+    slots.write(1, [LoRALayerWeights("experts", RANK, 1, *longer, scaling=1)])
+
+    slots.write(1, [LoRALayerWeights("experts", 4, 1, lora_a, lora_b, scaling=1)])
+
+    assert slots.live_ranks == [[0, 4, 0]]
+    assert_rows_equal(slots.a[0][1, :, :4], lora_a, what="A of the experts")
+    assert_rows_equal(slots.b[0][1, ..., :4], lora_b, what="B of the experts")
+    assert not slots.a[0][1, :, 4:].any() and not slots.b[0][1, ..., 4:].any(), "zeros past the rank of 4"
+    slots.clear(1)
+    assert not slots.a[0].any() and not slots.b[0].any(), "slot 1 was cleared, and holds something"
 
 
 @pytest.mark.lab("2.2")

@@ -4,7 +4,16 @@ import pytest
 import torch
 from naive_punica import NaivePunica
 from rows import assert_rows_equal
-from toy_model import CHECKPOINT_SHAPES, FUSED, SharingModel, ToyModel, random_pair, toy_adapter, wrap
+from toy_model import (
+    CHECKPOINT_SHAPES,
+    FUSED,
+    SharingModel,
+    ToyModel,
+    random_pair,
+    targets_of,
+    toy_adapter,
+    wrap,
+)
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -25,7 +34,7 @@ def packed(wrapped, lora):
 def products(wrapped, slot):
     """What every slice of every layer has in a slot: name a checkpoint gives it -> B · A."""
     found = {}
-    for target, (name, i) in wrapped.targets.items():
+    for target, (name, i) in targets_of(wrapped).items():
         module = wrapped.modules[name]
         found[target] = module.lora_b_stacked[i][slot, 0] @ module.lora_a_stacked[i][slot, 0]
     return found
@@ -34,7 +43,7 @@ def products(wrapped, slot):
 def expected_products(wrapped, lora, scaling):
     """The same from the definition, before packing; zeros where the adapter has nothing."""
     expected = {}
-    for target, (name, i) in wrapped.targets.items():
+    for target, (name, i) in targets_of(wrapped).items():
         module = wrapped.modules[name]
         expected[target] = torch.zeros(module.output_slices[i], module.input_size, dtype=torch.float64)
         if (weights := lora.get_lora(target)) is not None:
@@ -100,6 +109,42 @@ def test_parts_that_an_adapter_leaves_out_stay_empty(wrapped, modules):
     wrapped.write(packed(wrapped, lora), 2)
 
     assert_same_products(products(wrapped, 2), expected)
+
+
+@pytest.mark.lab("2.7")
+def test_what_an_option_found_of_the_whole_adapter_goes_to_the_layers(wrapped):
+    """Once: what was given is no longer beside the adapter, and what nobody takes stays there."""
+    lora, given = toy_adapter(seed=1, modules=["attn.o_proj"]), []
+    lora.beside = {"tokens": "some tokens", "others": "for somebody else"}
+    router = toy_adapter(seed=2, modules=["router"]).loras["layers.0.router"]
+
+    def give(adapter, found):
+        given.append((adapter.beside["tokens"], sorted(found)))
+        found["layers.0.router"] = {"layers.0.router": router}
+
+    wrapped.givers["tokens"] = give
+    wrapped.accept(lora)
+    wrapped.accept(lora)
+
+    assert given == [("some tokens", ["layers.0.attn.o_proj"])]
+    assert lora.loras.keys() == {"layers.0.attn.o_proj", "layers.0.router"}, "what was given has no layer"
+    assert lora.beside == {"others": "for somebody else"}
+
+
+@pytest.mark.lab("2.7")
+def test_an_adapter_that_is_refused_keeps_what_options_found(wrapped):
+    lora = toy_adapter(seed=1, modules=["attn.o_proj"])
+    weights = lora.loras["layers.0.attn.o_proj"]
+    weights.lora_b = weights.lora_b.t()
+    lora.beside = {"tokens": "some tokens"}
+    wrapped.givers["tokens"] = lambda adapter, found: None
+
+    for _ in range(2):  # it is no better when it is tried again
+        with pytest.raises(ValueError, match=r"layers\.0\.attn\.o_proj"):
+            wrapped.accept(lora)
+
+    assert lora.beside == {"tokens": "some tokens"}
+    assert not lora.is_accepted
 
 
 @pytest.mark.lab("2.7")
@@ -215,7 +260,7 @@ def test_a_dummy_adapter_targets_everything_and_changes_nothing(wrapped):
     dummy = dummy_adapter(wrapped, 5, rank=4)
 
     assert (dummy.id, dummy.rank) == (5, 4)
-    assert dummy.loras.keys() == wrapped.targets.keys()
+    assert dummy.loras.keys() == targets_of(wrapped).keys()
     wrapped.accept(dummy)
     wrapped.write(packed(wrapped, dummy), 0)
     assert not any(product.any() for product in products(wrapped, 0).values())

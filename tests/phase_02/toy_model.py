@@ -80,6 +80,12 @@ def wrap(model, punica, **lora_config):
     return WrappedModules(model, LoRAConfig(**config), punica)
 
 
+def targets_of(wrapped):
+    """Every name that adapters may use for a slice -> (module name, slice)."""
+    layers = wrapped.modules.values()
+    return {target: (wrapped.claims[target], i) for layer in layers for target, i in layer.targets.items()}
+
+
 def random_pair(width, rank, output, seed, dtype=DTYPE):
     """A (r, K) and B (N, r), no two elements alike."""
     generator = torch.Generator().manual_seed(seed)

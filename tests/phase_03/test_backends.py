@@ -271,6 +271,20 @@ def test_a_batch_without_adapters_pays_for_the_base_layer_only(backend):
     assert reads_of(mixed, x).operations == base.operations
 
 
+@pytest.mark.lab("3.6")
+def test_an_adapter_of_many_neighbouring_rows_is_read_once():
+    mixed = small_layer(make_backend("grouped"))
+    x = mixed.inputs(30)
+
+    mixed.step([11] * 30)
+    of_many = reads_of(mixed, x).elements
+    mixed.step([11])
+    of_one = reads_of(mixed, x[:1]).elements
+
+    assert of_many == of_one > 0, f"numbers of A and B read for 30 rows: {of_many}, for one: {of_one}"
+
+
+@pytest.mark.lab("3.6")
 @pytest.mark.parametrize("ranks", [[4, 4, 4], [4, 1, 0]])
 def test_a_short_adapter_does_not_pay_for_the_longest_rank(ranks):
     """Grouped: rank 4 in a slot for 64 reads at most what rank 4 needs."""

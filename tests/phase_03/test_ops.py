@@ -17,7 +17,9 @@ from per_token import (
 )
 from rows import assert_rows_equal
 from slot_labels import labels_of
+from torch.overrides import TorchFunctionMode
 
+from minivllm.lora.ops.by_run import expand_runs, shrink_runs
 from minivllm.lora.ops.torch_ops import (
     bgmv_expand,
     bgmv_expand_slice,
@@ -206,6 +208,54 @@ def test_an_expand_rounds_once_when_it_writes(op, meta):
     op(x, b, y, *meta(token_slots, generator), 0, 60, True)
 
     assert_rows_equal(y, exact.bfloat16(), labels=labels_of(token_slots), what="sums rounded to bfloat16")
+
+
+PRODUCTS = {
+    "mm",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "addmm",
+    "addmm_",
+    "addmv",
+    "mv",
+    "bmm",
+    "baddbmm",
+    "einsum",
+}
+PRODUCTS |= {"linear", "tensordot", "inner", "dot"}
+
+
+class Work(TorchFunctionMode):
+    """Counts matrix products, and remembers the most numbers that one operation has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.most = 0, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.products += func.__name__ in PRODUCTS
+        if isinstance(made, torch.Tensor):
+            self.most = max(self.most, made.numel())
+        return made
+
+
+@pytest.mark.lab("3.5")
+@pytest.mark.parametrize("op", [shrink_runs, expand_runs])
+def test_a_run_of_any_length_is_one_product(op):
+    """A matrix for every row would be read, and copied, as often as there are rows."""
+    generator = torch.Generator().manual_seed(6)
+    x, weights = random_tensor(generator, 40, 16), random_tensor(generator, 5, 16, 16)
+    runs = [(3, slice(0, 30)), (0, slice(31, 33)), (3, slice(34, 40))]
+
+    with Work() as work:
+        op(x, weights, torch.zeros(40, 16), runs, *([0, 16] if op is expand_runs else []))
+
+    assert work.products <= len(runs), f"{work.products} products for {len(runs)} runs"
+    assert work.most <= weights.numel(), (
+        f"an operation made {work.most} numbers, of 40 rows and 5 slots of 256"
+    )
 
 
 @pytest.mark.lab("3.5")

@@ -62,6 +62,21 @@ def test_an_adapter_in_no_slot_is_refused_by_name(ids, missing):
 
 
 @pytest.mark.lab("3.1")
+@pytest.mark.parametrize(
+    "others", [(1, 2**32 + 1), (2**53, 2**53 + 1), (2**62, 2**62 + 2**32), (7, 2**63 - 1)]
+)
+def test_ids_may_be_as_large_as_a_request_may_have_them(others):
+    """Two of them are one in 32 bits, or as float64."""
+    first, second = others
+
+    found = slots_of((second, 0, first, second), [None, first, second])
+
+    assert list(found) == [2, -1, 1, 2], f"slots of the rows of {second}, base, {first}, {second}: {found}"
+    with pytest.raises(ValueError, match=str(second)):
+        slots_of((second,), [first, None])
+
+
+@pytest.mark.lab("3.1")
 @pytest.mark.parametrize("slot", range(3))
 def test_a_free_slot_is_not_the_base(slot):
     table = [5, 6, 7]

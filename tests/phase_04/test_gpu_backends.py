@@ -286,8 +286,33 @@ def test_a_step_says_which_slots_it_has_and_whether_any():
     assert punica.token_lora_indices.tolist() == [-1, 2, 0, 0]
     assert punica.sampler_indices.tolist() == [2, -1]
     assert not punica.no_lora
-    linear.step(torch.tensor([-1, -1]))
+    linear.step(torch.tensor([-1, -1, -1]))
     assert punica.no_lora
+    assert punica.token_lora_indices.tolist() == punica.sampler_indices.tolist() == [-1, -1, -1]
+
+
+@pytest.mark.lab("4.4")
+@pytest.mark.parametrize(
+    ("token_slots", "prompt_slots"),
+    [
+        ([0], [0]),
+        ([0, -1, -1], [0, -1]),
+        ([2, 2, 2], []),
+        ([2, 2, -1], [-1]),
+        ([-1, 0, 0, 2], [2]),
+        ([0, 0, 2, 2, -1], [2, 0, -1]),
+    ],
+    ids=["the first slot alone", "and base", "a chunk alone", "base samples", "one samples", "two requests"],
+)
+def test_tokens_have_their_adapters_whoever_samples(token_slots, prompt_slots):
+    """A linear runs on tokens; the sampled rows are for the logits, and a chunk of a prompt has none."""
+    linear, token_slots = Linear("triton", "gate_up"), torch.tensor(token_slots)
+    linear.step(torch.where(token_slots == 2, 0, 2))  # what this leaves behind must not be used again
+
+    linear.step(token_slots, torch.tensor(prompt_slots, dtype=torch.long))
+
+    assert not linear.punica.no_lora, f"tokens with the slots {token_slots.tolist()} have adapters"
+    linear.assert_answers(random(len(token_slots), WIDTH, seed=9), token_slots)
 
 
 @pytest.mark.lab("4.4")

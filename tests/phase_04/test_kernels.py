@@ -83,8 +83,9 @@ class Batch:
         self.h = random(n, self.tokens, self.rank, seed=seed + 30)
         self.y = random(self.tokens, sum(self.widths), dtype=dtype, seed=seed + 40)
         self.tiles = tile_list(self.token_slots, self.slots)
-        self.live_a = [guarded(live_part(a, r, 0)) for a, r in zip(self.a, self.ranks)]
-        self.live_b = [guarded(live_part(b, r, 1)) for b, r in zip(self.b, self.ranks)]
+        # Rows of A and B may be further apart than they are long, as in a table of all layers.
+        self.live_a = [guarded(live_part(a, r, 0), row_gap=5) for a, r in zip(self.a, self.ranks)]
+        self.live_b = [guarded(live_part(b, r, 1), row_gap=3) for b, r in zip(self.b, self.ranks)]
         self.is_adapter = self.token_slots >= 0
 
     def live_h(self, h):
@@ -245,6 +246,32 @@ def test_rows_in_another_order_give_the_same_bits(dtype):
     # numpy, which does the interpreter's products, sums in an order that depends on a row's place
     tolerance = 0 if DEVICE == "cuda" else TOLERANCE[dtype]
     assert_rows_close(shuffled, in_order[order], batch.token_slots[order], tolerance, "y, rows shuffled")
+
+
+@pytest.mark.lab("4.2")
+@pytest.mark.lab("4.3")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="the interpreter tells what a product was asked for; a GPU shows it"
+)
+def test_products_are_not_rounded_to_tf32(monkeypatch):
+    from triton.runtime import interpreter
+
+    asked, builder = [], interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def noted(self, a, b, d, input_precision, *others):
+        asked.append(input_precision.name)
+        return create_dot(self, a, b, d, input_precision, *others)
+
+    monkeypatch.setattr(builder, "create_dot", noted)
+    batch = Batch((5, 2, 8, 16, [20, 9]), torch.float32)
+    ranks = on_device(batch.ranks)
+
+    h = shrink(guarded(batch.x), batch.live_a, batch.tiles, ranks)
+    of_shrink = set(asked)
+    expand(h, batch.live_b, guarded(batch.y), batch.tiles, ranks)
+
+    assert of_shrink == set(asked) == {"IEEE"}, 'tl.dot needs input_precision="ieee"'
 
 
 def test_a_batch_of_base_rows_changes_nothing():

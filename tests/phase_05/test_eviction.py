@@ -26,6 +26,16 @@ def manager_with(*adapter_ids, slots, memory, active=(), pinned=()):
     return manager
 
 
+def test_a_copy_of_the_tables_is_nobody_elses():
+    manager = manager_with(1, slots=1, memory=1, active=(1,))
+
+    manager.list_adapters().clear()
+    manager.list_active_adapters().clear()
+
+    assert_memory(manager, [1], "1 is in memory, whatever is done to a list of who is there")
+    assert_slots(manager, [1], "1 is in a slot, whatever is done to a list of who is there")
+
+
 def test_the_slot_of_the_adapter_used_longest_ago_is_given_away():
     manager = manager_with(1, 2, 3, slots=2, memory=3, active=(1, 2))
     manager.activate_adapter(1)

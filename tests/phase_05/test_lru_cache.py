@@ -10,12 +10,10 @@ from minivllm.lora.lru_cache import LRUCache
 pytestmark = pytest.mark.lab("5.1")
 
 
-def cache_with(*keys, capacity, pinned=()):
+def cache_with(*keys, capacity):
     cache = LRUCache(capacity)
     for key in keys:
         cache.put(key, f"value {key}")
-    for key in pinned:
-        cache.pin(key)
     return cache
 
 
@@ -46,33 +44,25 @@ def test_replacing_needs_no_room_and_counts_as_use():
     cache.put(2, "other")
 
     assert_order(cache, [1, 3, 2], "put 1, 2, 3 with room for three, then put 2 again")
-    assert cache.peek(2) == "other"
-
-
-def test_replacing_keeps_a_pin():
-    cache = cache_with(1, 2, capacity=2, pinned=[1])
-
-    cache.put(1, "other")
-
-    assert cache.pinned_items == {1}, f"1 was pinned when it was put again; pinned now: {cache.pinned_items}"
+    assert cache[2] == "other"
 
 
 def test_who_must_stay_is_passed_over_for_the_next_oldest():
-    cache = cache_with(1, 2, 3, 4, capacity=4, pinned=[1])
+    cache = cache_with(1, 2, 3, 4, capacity=4)
 
-    found = cache.remove_oldest(spare=[2])
+    found = cache.remove_oldest(spare=[1, 2])
 
-    assert found == (3, "value 3"), f"1 is pinned and 2 spared, so 3 is the oldest that may go, not {found}"
+    assert found == (3, "value 3"), f"1 and 2 are spared, so 3 is the oldest that may go, not {found}"
     assert_order(cache, [1, 2, 4], "3 is forgotten, nobody else")
 
 
 def test_a_put_without_room_changes_nothing():
-    cache = cache_with(1, 2, capacity=2, pinned=[1])
+    cache = cache_with(1, 2, capacity=2)
 
-    with refusal(RuntimeError, "1 is pinned and 2 spared, so there is no room for 3"):
-        cache.put(3, "value 3", spare=[2])
+    with refusal(RuntimeError, "1 and 2 are spared, so there is no room for 3"):
+        cache.put(3, "value 3", spare=[1, 2])
 
-    assert_order(cache, [1, 2], "1 is pinned, 2 spared: 3 cannot be put, and nothing changes")
+    assert_order(cache, [1, 2], "1 and 2 are spared: 3 cannot be put, and nothing changes")
 
 
 def test_touching_what_is_not_there_is_an_error():
@@ -87,37 +77,28 @@ def test_touching_what_is_not_there_is_an_error():
 def test_looking_is_not_using():
     cache = cache_with(1, 2, capacity=2)
 
-    assert cache.peek(1) == "value 1"
-    assert cache.peek(3) is None
+    assert cache.get(1) == "value 1"
+    assert cache.get(3) is None
 
-    assert_order(cache, [1, 2], "peek leaves the order as it was")
-
-
-def test_a_copy_of_the_cache_is_nobody_elses():
-    cache = cache_with(1, capacity=2, pinned=[1])
-
-    cache.cache.clear()
-    cache.pinned_items.clear()
-
-    assert cache.cache == {1: "value 1"}
-    assert cache.pinned_items == {1}
+    assert_order(cache, [1, 2], "looking leaves the order as it was")
 
 
 class ListCache:
-    """(key, value, pinned) in the order of use, the oldest first."""
+    """(key, value) in the order of use, the oldest first."""
 
     def __init__(self, capacity):
         self.capacity = capacity
         self.rows = []
 
     def __str__(self):
-        return ", ".join(f"{row[0]} (pinned)" if row[2] else str(row[0]) for row in self.rows) or "nothing"
+        return ", ".join(str(row[0]) for row in self.rows) or "nothing"
 
     def row(self, key):
         return next((row for row in self.rows if row[0] == key), None)
 
     def get(self, key):
-        return None if self.row(key) is None else self.touch(key)
+        row = self.row(key)
+        return row and row[1]
 
     def touch(self, key):
         row = self.row(key)
@@ -131,29 +112,20 @@ class ListCache:
         if row is None and len(self.rows) == self.capacity:
             self.remove_oldest(spare)
         self.rows = [other for other in self.rows if other is not row]
-        self.rows.append([key, value, bool(row and row[2])])
+        self.rows.append([key, value])
 
     def remove_oldest(self, spare):
         for row in self.rows:
-            if not row[2] and row[0] not in spare:
+            if row[0] not in spare:
                 self.rows.remove(row)
                 return row[0], row[1]
         raise RuntimeError
 
-    def pin(self, key):
-        if self.row(key) is None:
-            raise ValueError
-        self.row(key)[2] = True
-
-    def unpin(self, key):
-        if self.row(key) is not None:
-            self.row(key)[2] = False
-
-    def pop(self, key):
+    def pop(self, key, default):
         row = self.row(key)
         if row is not None:
             self.rows.remove(row)
-        return row and row[1]
+        return row[1] if row else default
 
 
 def outcome(operation, *args):
@@ -166,9 +138,9 @@ def outcome(operation, *args):
 def random_operation(rng, step):
     key = rng.randrange(7)
     spare = rng.sample(range(7), rng.choice([0, 0, 1, 4]))
-    name = rng.choice(["get", "touch", "put", "put", "put", "remove_oldest", "pin", "unpin", "pop"])
-    args = {"put": (key, f"value of step {step}", spare), "remove_oldest": (spare,)}.get(name, (key,))
-    return name, args
+    name = rng.choice(["get", "touch", "put", "put", "put", "remove_oldest", "pop"])
+    args = {"put": (key, f"value of step {step}", spare), "remove_oldest": (spare,), "pop": (key, None)}
+    return name, args.get(name, (key,))
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 4])
@@ -185,10 +157,8 @@ def test_any_history_leaves_what_a_list_in_the_order_of_use_leaves(capacity):
             if name == "touch":  # what the model's touch returns is for its own use
                 ours, theirs = isinstance(ours, type) and ours, isinstance(theirs, type) and theirs
             assert ours == theirs, f"{told}: expected {theirs}, got {ours}"
-            found, expected = list(cache.cache.items()), [(row[0], row[1]) for row in model.rows]
+            found, expected = list(cache.items()), [(row[0], row[1]) for row in model.rows]
             assert found == expected, f"{told}:\n  expected {expected}\n  found    {found}"
-            pins = {row[0] for row in model.rows if row[2]}
-            assert cache.pinned_items == pins, f"{told}: pinned should be {pins}, is {cache.pinned_items}"
             assert list(cache) == [row[0] for row in model.rows], told
             assert len(cache) == len(model.rows), told
             assert [key in cache for key in range(7)] == [model.row(k) is not None for k in range(7)], told

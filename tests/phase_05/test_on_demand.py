@@ -64,7 +64,7 @@ def test_a_step_like_the_last_one_finds_who_was_thrown_out_of_memory_in_between(
     worker = make_worker(slots=2)
     step = folders.requests(1), LoRAMapping((1, 0), (1, 0))
     worker.set_active_adapters(*step)
-    worker.spare(())
+    worker.manager.in_use = frozenset()
     worker.manager.remove_oldest_adapter()
 
     worker.set_active_adapters(*step)
@@ -206,7 +206,15 @@ def test_preparing_tells_who_failed_and_loads_the_others(folders):
     assert_slots(worker.manager, [None] * 4, "preparing brings adapters into memory, not into slots")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large"), KeyError("weight")], ids=repr)
+class PanicException(BaseException):
+    """What a panic in a Rust library is, by its name."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OverflowError("too large"), KeyError("weight"), PanicException("out of range")],
+    ids=repr,
+)
 def test_preparing_keeps_whatever_one_adapter_raises_to_that_adapter(folders, monkeypatch, error):
     worker = make_worker(slots=4, memory=4)
     fail_load(monkeypatch, worker, 2, error)
@@ -311,7 +319,7 @@ def test_a_step_like_the_last_one_brings_back_what_a_failed_copy_has_thrown_out(
     requests, mapping = [*folders.requests(1, 1), None], LoRAMapping((1,), (1,))
     for _ in range(2):
         worker.set_active_adapters(requests, mapping)
-    worker.spare(())
+    worker.manager.in_use = frozenset()
     with monkeypatch.context() as broken:
         fail_copies(broken, worker.manager, next(iter(modules_of(folders.weights[3]))))
         with pytest.raises(OSError, match="device lost"):

@@ -109,15 +109,16 @@ def test_weights_that_do_not_fit_leave_the_old_ones_serving():
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_copy_that_fails_leaves_the_old_weights_to_be_served(monkeypatch, pinned):
+@pytest.mark.parametrize("error", [OSError("device lost"), KeyboardInterrupt("device lost")], ids=repr)
+def test_a_copy_that_fails_leaves_the_old_weights_to_be_served(monkeypatch, pinned, error):
     manager = manager_with_old(slots=1)
     manager.activate_adapter(1)
     if pinned:
         manager.pin_adapter(1)
     old = manager.get_adapter(1)
-    fail_first_copy(monkeypatch, manager)
+    fail_first_copy(monkeypatch, manager, error)
 
-    with pytest.raises(OSError, match="device lost"):
+    with pytest.raises(type(error), match="device lost"):
         manager.replace_adapter(adapter_of(1, NEW))
 
     assert manager.get_adapter(1) is old, "the copy failed: the old weights should be in memory again"
@@ -169,14 +170,34 @@ def test_an_unknown_id_has_nothing_to_replace():
     assert_memory(manager, [], "3 is not registered, so there is nothing to replace")
 
 
-def fail_first_copy(monkeypatch, manager):
+def test_new_weights_are_taken_to_where_a_gpu_copies_from():
+    """As those of an adapter that is added are; before anything else changes."""
+
+    class Writer:
+        taken = ()
+
+        def take(self, adapter):
+            self.taken = (*self.taken, (adapter, manager.get_adapter(1)))
+
+        def write(self, adapter, slot):
+            manager.wrapped.write(adapter, slot)
+
+    manager, new = manager_with_old(), adapter_of(1, NEW)
+    old, manager.slot_writer = manager.get_adapter(1), Writer()
+
+    manager.replace_adapter(new)
+
+    assert manager.slot_writer.taken == ((new, old),), "_take(adapter) once, while the old one is in memory"
+
+
+def fail_first_copy(monkeypatch, manager, error):
     layer = manager.modules["mlp.gate_up_proj"]
     write, calls = layer.write, []
 
     def fail_once(*args):
         calls.append(args)
         if len(calls) == 1:
-            raise OSError("device lost")
+            raise error
         write(*args)
 
     monkeypatch.setattr(layer, "write", fail_once)

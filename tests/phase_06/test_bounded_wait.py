@@ -101,6 +101,12 @@ class TestMakeRoom:
         )
         assert admission.taken == {2}
 
+    def test_two_pins_take_two_slots_at_once(self):
+        admission, made_way = self.make_room(max_loras=2, running=[1, 2], pinned=[3, 4], held={1: 5})
+
+        assert made_way == [1, 2], "3 and 4 are pinned, so neither 1 nor 2 has a slot any more"
+        assert admission.taken == {3, 4}
+
     def test_a_pin_where_there_is_room_costs_nobody_a_slot(self):
         _, made_way = self.make_room(max_loras=2, running=[1], pinned=[2], held={1: 9})
 

@@ -102,6 +102,32 @@ def test_counting_sees_every_running_adapter_and_every_pin():
     admission.begin_step(running=[0, 5, 0, 2, 5], pinned=[7, 2])
 
     assert admission.taken == {2, 5, 7}
+    assert admission.pinned == {2, 7}
+    assert dict(admission.num_running) == {5: 2, 2: 1}, "requests of each adapter that run, base left out"
+
+
+def test_who_joins_has_a_slot_from_then_on():
+    admission = LoRAAdmission(max_loras=2, max_wait_steps=8)
+    admission.begin_step(running=[5], pinned=[])
+
+    admission.take(0)
+    admission.take(7)
+
+    assert admission.taken == {5, 7}, "7 has joined; base takes no slot"
+    assert dict(admission.num_running) == {5: 1}, (
+        "7 is about to run: that is counted when the next step begins"
+    )
+    assert (admission.pinned, admission.fits(8), admission.fits(0)) == (set(), False, True)
+
+
+def test_the_pins_of_a_step_do_not_change_with_those_who_pin():
+    admission, pinned = LoRAAdmission(max_loras=2, max_wait_steps=8), {7}
+    admission.begin_step(running=[5], pinned=pinned)
+
+    pinned.add(8)
+    admission.take(5)
+
+    assert (admission.pinned, pinned) == ({7}, {7, 8})
 
 
 def test_the_count_starts_afresh_at_every_step():

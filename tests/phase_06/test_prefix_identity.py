@@ -70,6 +70,7 @@ def test_a_reloaded_adapter_finds_nothing_of_its_former_load():
 def test_an_adapter_that_is_not_loaded_finds_nothing_before_its_load_is_known():
     world = World(block_size=4)
     hit(world, 1)
+    hit(world, 0)  # neither its own of the last load, nor base's
     world.loads.clear()
 
     assert hit(world, 1) == 0
@@ -169,6 +170,7 @@ def test_a_request_that_comes_back_finds_nothing_of_a_load_that_is_gone():
     cache = KVCacheManager(CacheConfig(block_size=4, num_blocks=10), loads.get)
     request = computed(cache, PROMPT, lora(1))
     cache.free(request)
+    request.num_preemptions += 1
     found = len(cache.get_computed_blocks(request))
 
     loads[1] = 8

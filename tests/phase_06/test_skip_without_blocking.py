@@ -29,6 +29,7 @@ def test_a_skip_names_the_request_its_adapter_and_the_reason():
     output = world.step()
 
     assert output.skipped == [Skip("r1", 2, MAX_LORAS), Skip("r2", 3, MAX_LORAS)]
+    assert output.passed_over == {2: MAX_LORAS, 3: MAX_LORAS}, "adapter -> why its requests wait"
 
 
 def test_a_skipped_request_keeps_its_place_in_the_queue():

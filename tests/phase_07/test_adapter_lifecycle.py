@@ -16,16 +16,23 @@ from minivllm.sampling_params import SamplingParams
 lab = pytest.mark.lab("7.5")
 
 
+class StandInTiers(SimpleNamespace):
+    @property
+    def kept(self):
+        return self.in_use | self.pinned_adapters
+
+
 class StandInWorker:
     """A worker manager whose adapters are words: `disk` has path -> weights, `memory` id -> the weights that were read.
 
-    An error on the disk is raised when it is read; `in_use` is what the manager was told of at each reading.
+    An error on the disk is raised when it is read; `read` are the requests that it was read for, `in_use` is what the
+    manager was told of at each reading.
     """
 
     def __init__(self):
         self.disk, self.memory, self.in_use = {}, {}, []
-        self.calls = []
-        self.manager = SimpleNamespace(
+        self.calls, self.read = [], []
+        self.manager = StandInTiers(
             list_adapters=lambda: self.memory,
             get_adapter=lambda adapter_id: None,
             capacity=4,
@@ -38,11 +45,9 @@ class StandInWorker:
     def check_adapter(self, request):
         return LoRAModel(request.lora_int_id, 1, {})
 
-    def spare(self, adapter_ids):
-        self.manager.in_use = frozenset(adapter_ids)
-
     def add_adapter(self, request):
         self.calls.append(f"read {request.lora_path}")
+        self.read.append(request)
         self.in_use.append(self.manager.in_use)
         weights = self.disk[request.lora_path]
         if isinstance(weights, BaseException):
@@ -66,6 +71,7 @@ class World:
         self.worker.disk = {"/one": "old", "/two": "two"}
         self.registry.add_lora(self.lora(1))
         self.worker.calls.clear()
+        self.worker.read.clear()
 
     def lora(self, adapter_id=1, **changes):
         path = {1: "/one", 2: "/two"}[adapter_id]
@@ -168,6 +174,18 @@ class TestUnload:
         assert world.registry.pinned == set(), "the next adapter with id 1 would be pinned"
 
 
+@lab
+def test_base_requests_may_always_run(world):
+    world.ask("old")
+    world.order_reload("new")
+
+    assert world.registry.may_run(SimpleNamespace(adapter_id=0, adapter_generation=0)) is None
+
+
+class PanicException(BaseException):
+    """What a panic in a Rust library is, by its name."""
+
+
 class TestReload:
     @lab
     def test_waits_for_requests_that_began_with_the_old_weights(self, world):
@@ -248,6 +266,20 @@ class TestReload:
         assert first == (True, False), "request 'new' comes before the second reload"
         assert world.may_run(newer)
         assert world.worker.calls == ["read /one", "read /one"]
+
+    @lab
+    def test_ordered_twice_and_due_at_once_is_done_in_order(self, world):
+        """Whoever ordered the first has gone; the second must not be taken for done before it is."""
+        orders = [world.lora(load_inplace=True, base_model_name=name) for name in ("first", "second")]
+        world.ask("old")
+        world.ask("new", orders[0], running=False)
+        newer = world.ask("newer", orders[1], running=False)
+        world.end("new")
+
+        world.end("old")
+
+        assert [request.base_model_name for request in world.worker.read] == ["first", "second"]
+        assert world.may_run(newer)
 
     @lab
     def test_waits_for_requests_of_its_own_adapter_only(self, world):
@@ -335,7 +367,10 @@ class TestReloadThatFails:
     @lab
     @pytest.mark.parametrize(
         "error",
-        [ValueError("NaN"), OSError("gone"), RuntimeError("full"), MemoryError(), KeyError("weight")],
+        [
+            *(ValueError("NaN"), OSError("gone"), RuntimeError("full"), MemoryError(), KeyError("weight")),
+            PanicException("out of range"),
+        ],
         ids=lambda e: type(e).__name__,
     )
     def test_is_not_raised_at_whoever_ends_a_request_but_kept_for_those_who_waited(self, world, error):
@@ -345,6 +380,18 @@ class TestReloadThatFails:
         world.end("old")
 
         assert world.registry.failures() == {(1, new): error}
+
+    @lab
+    def test_is_kept_under_its_own_generation(self, world, error):
+        world.order_reload("first", weights="first")
+        world.registry.settle()
+        world.end("first")
+
+        second = world.order_reload("second", weights=error)
+        world.registry.settle()
+
+        assert second != 1, "the adapter has the id 1; a generation of 1 would prove nothing"
+        assert world.registry.failures() == {(1, second): error}
 
     @lab
     def test_does_not_concern_whoever_comes_after(self, world, error):

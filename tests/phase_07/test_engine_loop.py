@@ -264,6 +264,36 @@ def test_a_step_is_counted_with_its_time_and_that_of_the_pass(world):
     assert metrics["scheduler"]["num_sampled_tokens"] == 2
 
 
+def test_the_time_of_the_pass_is_that_from_launch_to_tokens(world, monkeypatch):
+    """By a clock that only the parts of a step move."""
+    engine = world.engine()
+    now = [100.0]
+    monkeypatch.setattr(engine, "clock", lambda: now[0])
+
+    def timed(function, seconds):
+        def run(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return run
+
+    for owner, name, seconds in (
+        (engine.scheduler, "schedule", 8),
+        (engine.runner, "launch_model", 1),
+        (engine.runner, "sample_tokens", 2),
+        (engine.scheduler, "update_from_output", 4),
+    ):
+        monkeypatch.setattr(owner, name, timed(getattr(owner, name), seconds))
+    engine.add_request("a", [5, 6, 7], greedy(1))
+
+    engine.step()
+
+    metrics = engine.get_metrics()
+    assert (metrics["step_seconds"], metrics["forward_seconds"]) == (15, 3), (
+        "scheduled in 8 s, launched in 1, sampled in 2, committed in 4: the step takes 15, the pass 3"
+    )
+
+
 def test_a_record_shows_the_step_as_it_was_launched(world):
     """Recorded after its tokens are committed, a prompt's last chunk would look like a decode."""
     engine = world.engine(max_num_batched_tokens=4)

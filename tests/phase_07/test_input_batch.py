@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hand_made_steps import lora, make_output, make_request
 
+from minivllm.lora.request import LoRARequest
 from minivllm.worker.input_batch import InputBatch
 
 lab = pytest.mark.lab("7.1")
@@ -84,6 +85,32 @@ def test_an_adapter_of_many_rows_is_asked_for_once():
 
 
 @lab
+@pytest.mark.parametrize("others", [(1, 2**32 + 1), (2**24, 2**24 + 1), (2**53, 2**53 + 1), (5, 2**63 - 1)])
+def test_ids_may_be_as_large_as_a_request_may_have_them(others):
+    """Two of them are one in 32 bits, or as a float: one tenant would be served another's answers."""
+    batch = batch_of(*others, 0)
+
+    prompts, tokens, loras = batch.make_lora_inputs(np.array([1, 2, 1]), np.array([1, 1, 1]))
+
+    first, second = others
+    assert (prompts, tokens) == ((first, second, 0), (first, second, second, 0))
+    assert {request.lora_int_id for request in loras} == {first, second}
+
+
+@lab
+def test_an_adapter_under_two_names_is_asked_for_once():
+    """The same id and path under another name is an alias."""
+    requests = [
+        make_request(name, [1, 2], LoRARequest(name, 4, "/adapters/4")) for name in ("sql", "sql-latest")
+    ]
+    zeros = np.zeros(2, dtype=np.int64)
+
+    _, _, loras = InputBatch(requests, zeros, zeros).make_lora_inputs(np.array([1, 1]), np.array([1, 1]))
+
+    assert [request.lora_int_id for request in loras] == [4], f"one adapter, asked for as {loras}"
+
+
+@lab
 def test_the_mappings_can_be_the_key_of_a_memo():
     batch = batch_of(2, 0)
 
@@ -113,13 +140,13 @@ def test_any_batch_is_mapped_as_one_would_by_hand(seed):
 @lab
 def test_rows_are_ordered_by_adapter_with_base_first_so_that_a_run_is_an_adapter():
     requests = [
-        make_request(str(i), [1, 2], lora(a) if a else None) for i, a in enumerate([7, 0, 3, 7, 0, 3])
+        make_request(name, [1, 2], lora(a) if a else None) for name, a in zip("fedcba", [7, 0, 3, 7, 0, 3])
     ]
 
     batch = InputBatch.from_scheduler_output(make_output(*((request, 2) for request in requests)))
 
     assert [request.adapter_id for request in batch.requests] == [0, 0, 3, 3, 7, 7]
-    assert batch.req_ids == ["1", "4", "2", "5", "0", "3"]
+    assert batch.req_ids == ["e", "b", "d", "a", "f", "c"], "of one adapter in the scheduler's order"
 
 
 @lab

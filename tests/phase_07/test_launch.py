@@ -7,6 +7,7 @@ import torch
 from hand_made_steps import lora, make_output, make_request
 from rows import assert_rows_equal
 
+import minivllm.worker.step_runner as step_runner
 from minivllm.worker.cuda_graphs import DecodeGraphs, DecodeOutput
 from minivllm.worker.model_runner import ModelRunner
 
@@ -26,6 +27,7 @@ class NotingModel:
         return torch.stack([input_ids, positions], dim=1).double()  # (T, 2)
 
     def compute_logits(self, hidden_states):
+        self.log.append(f"logits of {len(hidden_states)}")
         return hidden_states
 
 
@@ -40,7 +42,7 @@ class NotingGraphs(DecodeGraphs):
         return 4 if num_rows <= 4 else None
 
     def replay(self, size, with_lora):
-        self.log.append("replay")
+        self.log.append("replay" if with_lora else "replay without adapters")
         return DecodeOutput(torch.zeros(size, 2), torch.zeros(size, dtype=torch.int64))
 
 
@@ -157,12 +159,43 @@ def test_no_logits_are_computed_when_nobody_samples():
     assert runner.log == ["adapters", "forward"], "the chunk fills the cache all the same"
 
 
+def test_logits_are_computed_for_the_rows_that_sample_and_no_other(mixed):
+    """Of all rows they cost V numbers a token; and an adapter of the head knows sampled rows only."""
+    runner = Runner()
+
+    runner.launch_model(mixed)
+
+    asked = [entry for entry in runner.log if entry.startswith("logits")]
+    assert asked == ["logits of 2"], "7 tokens of 3 rows, of which prompt and decode sample"
+
+
+def test_what_the_model_is_given_are_indices(mixed):
+    model = what_the_model_got(mixed)
+
+    assert (model.input_ids.dtype, model.positions.dtype) == (torch.int64, torch.int64)
+
+
+def test_prompts_are_scored_by_the_hidden_states_of_all_rows(mixed, monkeypatch):
+    """For whoever asked for logprobs of the prompt, a chunk that does not sample among them."""
+    scored = []
+    monkeypatch.setattr(step_runner, "score_prompts", lambda *given: scored.append(given))
+    runner = Runner()
+
+    runner.launch_model(mixed)
+
+    [(by, batch, hidden_states)] = scored
+    assert by is runner and batch.req_ids == ["prompt", "chunk", "decode"]
+    assert len(hidden_states) == 7, "one hidden state a token"
+
+
 def test_adapters_are_in_their_slots_before_the_pass(mixed):
     runner = Runner()
 
     runner.launch_model(mixed)
 
-    assert runner.log == ["adapters", "forward"]
+    assert runner.log == ["adapters", "forward", "logits of 2"], (
+        "prompt and decode sample, the chunk does not"
+    )
     assert runner.batches == [(["prompt", "chunk", "decode"], [3, 3, 1], [1, 0, 1])]
     assert runner.pad_to == [0], "no graph runs it, so nothing is padded"
 
@@ -173,7 +206,7 @@ def test_a_batch_of_base_rows_makes_its_adapters_active_too():
 
     runner.launch_model(make_output((request("base", 0, [1, 2]), 2)))
 
-    assert runner.log == ["adapters", "forward"]
+    assert runner.log[:2] == ["adapters", "forward"]
 
 
 def test_without_lora_there_is_nothing_to_activate():
@@ -181,7 +214,7 @@ def test_without_lora_there_is_nothing_to_activate():
 
     runner.launch_model(make_output((request("base", 0, [1, 2]), 2)))
 
-    assert runner.log == ["forward"]
+    assert runner.log[:1] == ["forward"]
 
 
 def test_decodes_are_replayed_with_their_adapters_padded_to_the_graph():
@@ -195,9 +228,18 @@ def test_decodes_are_replayed_with_their_adapters_padded_to_the_graph():
     assert [r.request_id for r in step.requests] == ["of 0", "of 2"]
 
 
+def test_a_graph_without_adapters_is_enough_for_base_rows():
+    runner = Runner(with_graphs=True)
+    runner.lora_manager.manager.punica_wrapper.no_lora = True
+
+    runner.launch_model(make_output((request("base", 0, [1, 2], computed=2, answer=[7]), 1)))
+
+    assert runner.log == ["adapters", "replay without adapters"]
+
+
 def test_a_batch_with_a_prompt_is_not_replayed(mixed):
     runner = Runner(with_graphs=True)
 
     runner.launch_model(mixed)
 
-    assert runner.log == ["adapters", "forward"]
+    assert runner.log[:2] == ["adapters", "forward"]

@@ -62,6 +62,29 @@ def test_without_word_on_sampling_every_row_samples_once(runner):
 
 
 @lab
+def test_a_step_in_which_nobody_samples_says_so(runner):
+    batch = batch_of([(make_request("a", [1, 2, 3], lora(3)), 2), (make_request("b", [1, 2, 3]), 1)])
+
+    runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
+
+    _, mapping = runner.lora_manager.only_call()
+    assert mapping.prompt_mapping == (), "two chunks, of which neither samples"
+    assert mapping.index_mapping == (0, 3, 3)
+
+
+@lab
+def test_the_manager_hears_of_every_step_though_it_is_like_the_last(runner):
+    """Adapters may have come and gone in between; who knows what is in its slot is the manager."""
+    batch = batch_of([(make_request("a", [1, 2], lora(3)), 1)])
+
+    for _ in range(2):
+        runner.set_active_loras(batch, np.array([1]), np.array([1]))
+
+    assert len(runner.lora_manager.calls) == 2
+    assert all(mapping.is_prefill is True for _, mapping in runner.lora_manager.calls), "as in vLLM"
+
+
+@lab
 def test_rows_past_the_batch_are_base_rows(runner):
     batch = batch_of([(make_request("a", [1], lora(3)), 1), (make_request("b", [1], lora(5)), 1)])
 

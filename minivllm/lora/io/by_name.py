@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from minivllm.lora.io.resolver import LoRAResolverRegistry
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.resolver import LoRAResolverRegistry
 from minivllm.lora.seams import name_finders
 
 

@@ -1,9 +1,9 @@
 """What every wrapped layer can do. Stands for vllm/lora/layers/base.py and base_linear.py (v0.22.1)."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
@@ -37,21 +37,13 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         self.targets: dict[str, int] = {}
         self.max_rank = 0
 
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.base_layer.weight
+    weight = property(attrgetter("base_layer.weight"))
+    lora_a_stacked = property(attrgetter("slots.a"))
+    lora_b_stacked = property(attrgetter("slots.b"))
 
     def part_shape(self, part: int) -> tuple[int, int]:
         """How wide A, and how tall B, of a slice must be: K_i, N_i."""
         return self.part_sizes[part]
-
-    @property
-    def lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
-        return self.slots.a
-
-    @property
-    def lora_b_stacked(self) -> tuple[torch.Tensor, ...]:
-        return self.slots.b
 
     # ---- an adapter's weights -------------------------------------------------------------------------------
 
@@ -60,7 +52,7 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         return [] if name in self.targets else [name]
 
     def write(self, slot: int, weights: LayerWeights) -> None:
-        """Put what `accept` gave into a slot."""
+        """Put what `pack` gave into a slot."""
         self.slots.write(slot, weights.parts)
 
     def clear(self, slot: int) -> None:

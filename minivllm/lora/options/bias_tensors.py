@@ -1,6 +1,5 @@
 """Biases on B in adapters (PEFT's `lora_bias`). Stands for a part of vllm/lora/models.py up to 0.10."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from minivllm.lora.peft_helper import PEFTHelper
 FIELD, END = "lora_bias", ".lora_B.bias"
 
 
-def check_bias(value: Any, config: Mapping[str, Any], lora_config: LoRAConfig) -> list[str]:
+def check_bias(value: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
     """What is wrong with a config that says `lora_bias`."""
     if not value or lora_config.bias_enabled:
         return []
@@ -28,7 +27,7 @@ def read_bias(name: str, tensor: torch.Tensor, peft_helper: PEFTHelper) -> tuple
 
     ValueError names what is no vector of floats, and any bias where the config does not say `lora_bias`.
     """
-    if FIELD not in peft_helper.others or not name.endswith(END):
+    if not peft_helper.config.get(FIELD) or not name.endswith(END):
         raise ValueError(unsupported(name))
     if tensor.ndim != 1 or tensor.dtype not in DTYPES.values():
         raise ValueError(

@@ -1,7 +1,6 @@
 """The rotary factor of an adapter trained at a longer context. Stands for a part of vllm/lora/peft_helper.py (v0.9)."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import minivllm.lora.seams as seams
@@ -27,9 +26,10 @@ def read_context_length(peft_helper: PEFTHelper, length: Any) -> None:
         peft_helper.beside["scaling_factor"] = factor
 
 
-def check_context_length(length: Any, config: Mapping[str, Any], lora_config: LoRAConfig) -> list[str]:
+def check_context_length(length: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
     """What is wrong with a config whose factor the engine was not started with."""
-    factor, factors = config["beside"].get("scaling_factor", 1.0), lora_config.long_lora_scaling_factors or ()
+    factor = peft_helper.beside.get("scaling_factor", 1.0)
+    factors = lora_config.long_lora_scaling_factors or ()
     if factor == 1 or factor in factors:
         return []
     return [

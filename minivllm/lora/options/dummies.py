@@ -14,13 +14,15 @@ from minivllm.lora.wrapped_modules import WrappedModules
 def dummy_adapter(wrapped: WrappedModules, lora_id: int, rank: int) -> LoRAModel:
     """An adapter of zeros over everything that is wrapped."""
     loras = {}
-    for target, (name, part) in wrapped.targets.items():
-        module = wrapped.modules[name]
-        width, height = module.part_shape(part)
-        if target not in module.targets:  # a name for all slices together
-            height = sum(height for _, height in module.part_sizes)
+    for name, module in wrapped.modules.items():
         dtype = module.slots.a[0].dtype
-        loras[target] = LoRALayerWeights.create_dummy_lora_weights(target, width, height, rank, dtype, "cpu")
+        for target, part in (module.targets or {name: 0}).items():
+            width, height = module.part_shape(part)
+            if not module.targets:  # one name for all slices together
+                height = sum(height for _, height in module.part_sizes)
+            loras[target] = LoRALayerWeights.create_dummy_lora_weights(
+                target, width, height, rank, dtype, "cpu"
+            )
     return LoRAModel(lora_id, rank, loras)
 
 

@@ -12,14 +12,13 @@ adapted it is `experts.lora_A`, whichever it is: the config tells. vLLM takes it
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
-from minivllm.lora.checks import check_tensor, dotted_ends
+from minivllm.lora.checks import check_tensor
 from minivllm.lora.names import PEFT_PREFIX
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.validation import is_list_of_names, shown
@@ -55,7 +54,7 @@ def read_target_parameters(peft_helper: PEFTHelper, parameters: Any) -> None:
     peft_helper.asked_as = asked_as
 
 
-def check_target_parameters(parameters: Any, config: Mapping[str, Any], lora_config: LoRAConfig) -> list[str]:
+def check_target_parameters(parameters: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
     """What is wrong with a config that adapts parameters of other kinds."""
     if not (others := [name for name in parameters if name.rpartition(".")[2] not in ENDS]):
         return []
@@ -67,7 +66,8 @@ def check_target_parameters(parameters: Any, config: Mapping[str, Any], lora_con
 
 def _is_target(name: str, targets: frozenset[str]) -> bool:
     """Whether the list has a parameter's name or an end of it. PEFT's rule, which is not that of patterns."""
-    return not targets.isdisjoint(dotted_ends(name))
+    parts = name.split(".")
+    return not targets.isdisjoint(".".join(parts[i:]) for i in range(len(parts)))
 
 
 def unfold(name: str, tensor: torch.Tensor, peft_helper: PEFTHelper) -> tuple[str, None, torch.Tensor]:
@@ -89,13 +89,13 @@ def unfold(name: str, tensor: torch.Tensor, peft_helper: PEFTHelper) -> tuple[st
         return name, None, tensor
     experts, nesting, end, side = match.groups()
     parameter = _parameter(experts.removeprefix(PEFT_PREFIX), nesting.count("."), peft_helper, name)
-    tensor = _unfold(tensor, side == "A", peft_helper.rank(parameter), name)
+    tensor = _unfold(tensor, side == "A", rank_of(peft_helper, parameter), name)
     return f"{experts}.{parameter.rpartition('.')[2]}{end}", None, tensor
 
 
 def _parameter(experts: str, depth: int, peft_helper: PEFTHelper, name: str) -> str:
     """The parameter that the wrapper at this depth adapts; the outermost, at depth 0, is the last one's."""
-    targets = frozenset(peft_helper.others.get(FIELD, ()))
+    targets = frozenset(peft_helper.config.get(FIELD) or ())
     adapted = [p for p in PARAMETERS if _is_target(f"{experts}.{p}", targets)]
     if depth >= len(adapted):
         raise ValueError(
@@ -103,6 +103,12 @@ def _parameter(experts: str, depth: int, peft_helper: PEFTHelper, name: str) -> 
             f"{'only ' + ' and '.join(adapted) if adapted else 'none'}"
         )
     return f"{experts}.{adapted[-1 - depth]}"
+
+
+def rank_of(peft_helper: PEFTHelper, parameter: str) -> int:
+    """The rank that the config gives a parameter: the first in `rank_pattern` that matches, else r."""
+    ranks = peft_helper.rank_pattern.items()
+    return next((rank for key, rank in ranks if peft_helper._matches(key, parameter)), peft_helper.r)
 
 
 def _unfold(tensor: torch.Tensor, is_lora_a: bool, rank: int, name: str) -> torch.Tensor:

@@ -46,14 +46,15 @@ class AdapterTokenizers:
         adapter_id = lora_request.lora_int_id
         if adapter_id not in self._kept:
             self.keep(adapter_id, load_tokenizer(lora_request))
-        return self._kept.get(adapter_id)
+        self._kept.touch(adapter_id)
+        return self._kept[adapter_id]
 
     def keep(self, adapter_id: int, tokenizer: Any | None) -> None:
         """Keep it for the next requests of the adapter. The first to go is that of an adapter that has left memory."""
         self._kept.put(adapter_id, tokenizer, spare=self._manager.list_adapters())
 
     def forget(self, adapter_id: int) -> None:
-        self._kept.pop(adapter_id)
+        self._kept.pop(adapter_id, None)
 
 
 def load_tokenizer(lora_request: LoRARequest) -> Any | None:

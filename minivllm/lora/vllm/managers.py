@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.faults import put_down_to
+from minivllm.lora.backend import Backend
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"
 
 
 class LoRAModelManager(LRUCacheLoRAModelManager):
@@ -56,15 +60,18 @@ class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
         """Load first, forget second: a bad adapter costs no good one its place."""
         wanted = self._distinct(requests)
-        missing = wanted.keys() - self.list_adapters()
-        loaded = [self._timed_load(wanted[adapter_id]) for adapter_id in missing]
+        loaded = []
+        for adapter_id in wanted.keys() - self.list_adapters():
+            with put_down_to(adapter_id):
+                loaded.append(self._timed_load(wanted[adapter_id]))
         for adapter_id in self.list_adapters() - wanted.keys():
             self.remove_adapter(adapter_id)
         for lora in loaded:
             self.manager.add_adapter(lora)
         # vLLM goes through a set, too, and its tests know the order: adapters 6, 7, 8 get slots 1, 2, 0.
         for adapter_id in set(wanted):
-            self.manager.activate_adapter(adapter_id)
+            with put_down_to(adapter_id):
+                self.manager.activate_adapter(adapter_id)
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:
         """Load and activate. False if it was there already."""
@@ -72,3 +79,19 @@ class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
             return False
         self.manager.add_adapter(self._timed_load(lora_request))
         return self.manager.activate_adapter(lora_request.lora_int_id)
+
+
+# Names of vLLM's that the core's classes do without.
+
+
+def punica_wrapper_mapping(self: LRUCacheLoRAModelManager) -> dict[str, Backend]:
+    """vLLM has a backend for each tower of a multimodal model; here there is one."""
+    return {DEFAULT_LANGUAGE_WRAPPER_KEY: self.punica_wrapper}
+
+
+def remove_all_adapters(self: LRUCacheWorkerLoRAManager) -> None:
+    self.manager.remove_all_adapters()
+
+
+LRUCacheLoRAModelManager.punica_wrapper_mapping = property(punica_wrapper_mapping)
+LRUCacheWorkerLoRAManager.remove_all_adapters = remove_all_adapters

@@ -3,7 +3,7 @@
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.adaptable import get_supported_lora_modules, process_packed_modules_mapping
+from minivllm.lora.adaptable import adaptable, ends_of
 from minivllm.lora.names import (
     get_adapter_absolute_path,
     is_in_target_modules,
@@ -27,6 +27,16 @@ __all__ = [
     "process_packed_modules_mapping",
     "replace_submodule",
 ]
+
+
+def get_supported_lora_modules(model: nn.Module) -> list[str]:
+    """Ends of the names of every layer that adapters may target. vLLM: the same name."""
+    return ends_of(adaptable(model)[0])
+
+
+def process_packed_modules_mapping(model: nn.Module) -> dict[str, list[str]]:
+    """Ends of the names of fused modules -> those of their parts, in order. vLLM: the same name."""
+    return adaptable(model)[1]
 
 
 def is_base_embedding_weights(name: str) -> bool:

@@ -1,0 +1,188 @@
+"""The same program on the learner's engine and on ours: which step is the first that differs, and why."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from labs.kit.alignment import Step, align, differences
+from minivllm.labs import LabError
+from minivllm.server.page import build_page, run_of
+
+# Seconds, and parts of what ours took, after which the learner's engine is not waited for any longer.
+LEAST_LIMIT, LIMIT = 60.0, 5.0
+
+
+@dataclass
+class Recorded:
+    """What a program's engine did.
+
+    room   as of `minivllm.engine.recorder.room`
+    end    what ended the program too early; None = nothing did
+    said   the last line of its standard error
+    """
+
+    name: str
+    steps: list[Step] = field(default_factory=list)
+    room: dict[str, int] = field(default_factory=dict)
+    end: str | None = None
+    said: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ending(self) -> str:
+        """Why it took no further step."""
+        if self.end is None:
+            return f"{self.name} takes no further step: it is done"
+        return f"{self.name} takes no further step: {self.end}" + (
+            f"; it says: {self.said}" if self.said else ""
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which steps stand side by side, and where the two begin to differ.
+
+    pairs     of `align`
+    column    the first pair that differs; None if there is none
+    reasons   why, in sentences
+    """
+
+    yours: Recorded
+    ours: Recorded
+    pairs: list[tuple[int | None, int | None]]
+    column: int | None
+    reasons: list[str]
+
+    @property
+    def verdict(self) -> str:
+        steps = len(self.ours.steps)
+        if self.column is None:
+            return f"Your engine does what ours does in all {steps} steps: the same rows, slots, logits and tokens."
+        return f"Step {self.column} is the first that differs, of {steps} in ours."
+
+    @property
+    def differing(self) -> list[int]:
+        """The columns in which the two are not alike."""
+        return [column for column, pair in enumerate(self.pairs) if not self._is_alike(*pair)]
+
+    def _is_alike(self, mine: int | None, theirs: int | None) -> bool:
+        if mine is None or theirs is None:
+            return False
+        return not differences(self.yours.steps[mine], self.ours.steps[theirs])
+
+    def page(self, command: str) -> str:
+        """Both timelines as one HTML page."""
+        difference = None if self.column is None else {"column": self.column, "reasons": self.reasons}
+        return build_page(
+            f"Your engine beside ours: {command}",
+            [run_of(run.name, map(_shown, run.steps), run.room) for run in (self.yours, self.ours)],
+            columns=self.pairs,
+            differs=self.differing,
+            difference=difference,
+            verdict=self.verdict,
+        )
+
+
+def _shown(step: Step) -> Step:
+    """What the page shows of a step: no logits, whose nan is no JSON."""
+    return {name: value for name, value in step.items() if name != "logits"}
+
+
+def compare(yours: Recorded, ours: Recorded) -> Comparison:
+    """LabError if our engine took no step: then there is nothing to compare with."""
+    if not ours.steps:
+        raise LabError(f"the program makes our engine take no step; {ours.ending}")
+    pairs = align(yours.steps, ours.steps)
+    for column in range(max(len(yours.steps), len(ours.steps))):
+        if column >= len(yours.steps):
+            return Comparison(yours, ours, pairs, column, [yours.ending])
+        if column >= len(ours.steps):
+            return Comparison(yours, ours, pairs, column, [ours.ending])
+        if reasons := differences(yours.steps[column], ours.steps[column]):
+            return Comparison(yours, ours, pairs, column, reasons)
+    if yours.end != ours.end:
+        return Comparison(yours, ours, pairs, len(pairs) - 1, [yours.ending])
+    return Comparison(yours, ours, pairs, None, [])
+
+
+def record(
+    name: str, command: list[str], environment: Mapping[str, str], folder: Path, limit: float | None = None
+) -> Recorded:
+    """Run a Python program and keep what its engine does. What it prints goes into `folder`.
+
+    limit   seconds after which it is ended
+    """
+    file, started = folder / f"{name}.jsonl", time.monotonic()
+    file.unlink(missing_ok=True)
+    with open(folder / f"{name}.out", "w") as out, open(folder / f"{name}.err", "w") as err:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "labs.kit.recording", str(file), *command],
+            env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)), **environment},
+            stdout=out,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        is_late = False
+        try:
+            program.wait(limit)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
+                program.wait()
+    recorded = read(name, file)
+    recorded.seconds = time.monotonic() - started
+    recorded.said = _last_line(folder / f"{name}.err")
+    if is_late:
+        recorded.end = f"it had not ended after {limit:.0f} s"
+    elif program.returncode and recorded.end is None:
+        recorded.end = f"it ended with exit status {program.returncode}"
+    return recorded
+
+
+def read(name: str, file: Path) -> Recorded:
+    """What `labs.kit.recording` wrote. A last line that was cut off does not count."""
+    recorded = Recorded(name)
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
+    for entry in map(json.loads, lines):
+        if "room" in entry:
+            recorded.room = entry["room"]
+        elif "end" in entry:
+            recorded.end = entry["end"]
+        else:
+            recorded.steps.append(entry)
+    return recorded
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+    return lines[-1].strip()
+
+
+def compare_program(
+    command: list[str], yours: Mapping[str, str], ours: Mapping[str, str], folder: Path, tell: Any
+) -> Comparison:
+    """Run a program on both engines, ours first.
+
+    yours, ours   the environments that choose the engine
+    tell          called with a sentence before what takes long
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tell("our engine runs")
+    first = record("ours", command, ours, folder)
+    if not first.steps:
+        raise LabError(f"'{' '.join(command)}' makes our engine take no step; {first.ending}")
+    tell("your engine runs")
+    limit = max(LEAST_LIMIT, LIMIT * first.seconds)
+    second = record("yours", command, yours, folder, limit)
+    tell("comparing")
+    return compare(second, first)

@@ -1,0 +1,98 @@
+"""`minivllm serve`: an OpenAI server for one model and its adapters."""
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+from rich.console import Console
+
+from minivllm.commands.common import checkout_folder, register_folder, resolve_model
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine_args import EngineArgs
+from minivllm.lora.io.resolver import stable_id
+from minivllm.lora.request import LoRARequest
+from minivllm.server.app import build_app
+from minivllm.server.run import DrainingServer, bind
+from minivllm.server.settings import ServerSettings
+
+# Of the command's options those that `ServerSettings` takes as they are.
+SETTINGS = ("lora_root", "allow_runtime_lora", "drain_seconds", "max_body_bytes", "max_concurrency")
+KEY_VARIABLE = "MINIVLLM_API_KEY"
+
+
+def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Serve until a signal says otherwise. given: the command's options; options: of the engine."""
+    settings = settings_of(given)
+    socket = bind(
+        given["host"], given["port"], settings.write_seconds
+    )  # a port that is taken is said at once
+    logging.getLogger("minivllm.access").setLevel(logging.INFO)
+    console = Console(stderr=True)
+    with console.status("loading the model"):
+        llm = AsyncLLM.from_engine_args(
+            EngineArgs(model=resolve_model(given["model"]), enable_lora=True, **options),
+            max_queued=given["max_queued"],
+        )
+    try:
+        app = build_app(llm, settings)
+        asyncio.run(app.state.server.start())  # so that what cannot be served is said in one sentence
+        host, port = socket.getsockname()[:2]
+        names = ", ".join([settings.model_name, *(adapter.lora_name for adapter in settings.adapters)])
+        console.print(f"Serving {names} at http://{host}:{port}/v1", highlight=False, soft_wrap=True)
+        DrainingServer(app, settings).run([socket])
+    finally:
+        llm.shutdown()
+
+
+def settings_of(given: dict[str, Any]) -> ServerSettings:
+    """ValueError or FileNotFoundError for options that contradict each other."""
+    name = given["served_model_name"] or model_name(given["model"])
+    settings = ServerSettings(
+        model_name=name,
+        adapters=tuple(adapters_of(given["lora_modules"] or [], given["model"])),
+        api_keys=tuple(api_keys(given["api_key"])),
+        adapter_keys=dict(pair("--adapter-key", each) for each in given["adapter_key"] or []),
+        allowed_origins=tuple(given["allow_origin"] or []),
+        **{name: given[name] for name in SETTINGS},
+    )
+    if given["base_model_name"] is not None and settings.lora_root is None:
+        raise ValueError("--base-model-name is about the adapters below --lora-root; pass that too")
+    register_folder(settings.lora_root, given["base_model_name"], given["model"])
+    return settings
+
+
+def model_name(model: str | None) -> str:
+    """What requests call the base model if nobody says otherwise."""
+    if model is None:
+        from minivllm.models.demo_model import MODEL_NAME
+
+        return MODEL_NAME
+    return model
+
+
+def adapters_of(specs: list[str], model: str | None) -> list[LoRARequest]:
+    """`NAME=PATH` each. `demo` stands for the four of the demo model that come with the repository."""
+    if specs == ["demo"]:
+        if model is not None:
+            raise ValueError("--lora-modules demo are adapters of the demo model; leave MODEL out")
+        folder = checkout_folder() / "adapters"
+        specs = [f"{path.parent.name}={path.parent}" for path in sorted(folder.glob("*/adapter_config.json"))]
+    pairs = [pair("--lora-modules", spec) for spec in specs]
+    return [LoRARequest(name, stable_id(name), path) for name, path in pairs]
+
+
+def api_keys(given: list[str] | None) -> list[str]:
+    """Those of the command line, or else the one in the environment, which other users' `ps` does not show."""
+    if given:
+        return given
+    key = os.environ.get(KEY_VARIABLE)
+    return [key] if key else []
+
+
+def pair(option: str, text: str) -> tuple[str, str]:
+    """`NAME=VALUE`. ValueError for anything else."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise ValueError(f"{option} '{text}' is not of the form NAME=VALUE")
+    return name, value

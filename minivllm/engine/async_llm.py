@@ -1,0 +1,231 @@
+"""An engine behind an event loop. Stands for vllm/v1/engine/async_llm.py (v0.22.1)."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.engine.input_processor import Prompt
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.trace import StepRecord
+from minivllm.engine_args import EngineArgs
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+from minivllm.serving.engine_thread import EngineThread
+from minivllm.serving.errors import Draining, QueueFull
+from minivllm.serving.streams import OutputKind, Stream, output_stream, wake
+from minivllm.text.prompts import chat_prompt, tokenize
+
+T = TypeVar("T")
+
+# Until all requests have ended, `drain` looks every so many seconds.
+LOOK_AGAIN = 0.02
+
+
+class AsyncLLM:
+    """An engine that steps in a thread of its own, for callers in event loops. vLLM: `AsyncLLM`.
+
+    No method holds up the loop for a step, a load or a prompt's tokens. Requests come from any loop of any thread.
+
+    max_queued   requests that may be in the engine beside the `max_num_seqs` that can run at once; None = any number
+    engine       for what one operation reads; all else goes through `call`
+    """
+
+    def __init__(self, engine: LLMEngine, *, max_queued: int | None = None) -> None:
+        self.engine = engine
+        self._most = None if max_queued is None else max_queued + engine.config.scheduler_config.max_num_seqs
+        self._open: set[Stream] = set()  # of requests that somebody waits for
+        self._is_draining = False
+        self._thread = EngineThread(engine)
+        # One thread: tokenizers are not made for several.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer")
+        # It runs at the end of the process, too: a thread in the middle of a step would be cut off.
+        self._stop = weakref.finalize(self, _stop, self._thread, self._tokenizing)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *, max_queued: int | None = None) -> "AsyncLLM":
+        """Load model and tokenizer; errors as in `LLMEngine.from_engine_args`. It blocks until the engine is there."""
+        return cls(LLMEngine.from_engine_args(engine_args), max_queued=max_queued)
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine, *, max_queued: int | None = None) -> "AsyncLLM":
+        """Take an engine over: nobody else may call it from now on."""
+        return cls(engine, max_queued=max_queued)
+
+    # ---- requests -------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: LoRARequest | str | None = None,
+        *,
+        output_kind: OutputKind = "delta",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One request's outputs as they come, the last of them `finished`. vLLM: `generate`.
+
+        A consumer that is slow gets fewer: `output_stream` says what of several kinds becomes of those between.
+        Whoever stops listening, cancelled or not, aborts the request.
+
+        Before anything runs: errors as in `LLMEngine.add_request`; `Draining`; `QueueFull`; `EngineDeadError`. That
+        one ends a running request, too. One that fails has finish_reason "error" and says why in `.error`.
+        """
+        self._check_room()
+        arrival_time = self.engine.clock()
+        stream = output_stream(asyncio.get_running_loop(), output_kind)
+        self._open.add(stream)
+        finished = False
+        try:
+            prompt = await self._read(request_id, prompt, lora_request)
+            begin = self._thread.begin
+            await self.call(
+                lambda engine: begin(
+                    stream, request_id, prompt, sampling_params, arrival_time, lora_request=lora_request
+                )
+            )
+            while not finished:
+                output = await stream.take()
+                finished = output.finished
+                yield output
+        finally:
+            self._open.discard(stream)
+            if not finished:
+                # Nobody waits for it: this task may have been cancelled.
+                self._thread.call(lambda engine: self._thread.abort([request_id], stream))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests: whoever listens gets a last output with finish_reason "abort". vLLM: `abort`."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self.call(lambda engine: self._thread.abort(ids))
+
+    def _check_room(self) -> None:
+        if self._thread.error is not None:
+            raise self._thread.error
+        if self._is_draining:
+            raise Draining("the engine is being shut down and takes no new requests; ask another one")
+        if self._most is not None and len(self._open) >= self._most:
+            raise QueueFull(
+                f"{len(self._open)} requests are in the engine, the most that it takes; ask again later or raise "
+                "max_queued"
+            )
+
+    # ---- prompts --------------------------------------------------------------------------------------------
+
+    async def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
+        """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
+        # Only an adapter that adds tokens brings a tokenizer.
+        lora_config = self.engine.config.lora_config
+        if lora_request is None or lora_config is None or not lora_config.lora_extra_vocab_size:
+            return self.engine.tokenizer
+        return await self.call(lambda engine: engine.get_tokenizer(lora_request))
+
+    async def tokenize(
+        self, what: str, text: str, lora_request: LoRARequest | str | None = None
+    ) -> list[int]:
+        """Token ids of a text. ValueError for what no request may have; `what` begins its sentence."""
+        tokenizer = await self.get_tokenizer(lora_request)
+        longest = self.engine.config.model_config.max_model_len
+        return await self.beside(partial(tokenize, what, text, tokenizer, longest))
+
+    async def chat_prompt(
+        self, conversation: list[dict[str, str]], lora_request: LoRARequest | str | None = None
+    ) -> dict[str, Any]:
+        """A conversation as a prompt for `generate`. ValueError for what the chat template cannot take."""
+        tokenizer = await self.get_tokenizer(lora_request)
+        longest = self.engine.config.model_config.max_model_len
+        return await self.beside(
+            partial(chat_prompt, conversation, tokenizer, self.engine.tokenizer, longest)
+        )
+
+    async def beside(self, function: Callable[[], T]) -> T:
+        """Run a function of tokenizers in their thread, beside steps and the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+
+    async def _read(self, request_id: str, prompt: Prompt, lora_request: LoRARequest | str | None) -> Prompt:
+        """The prompt with its token ids, where it is a text that can be read here; others the engine judges."""
+        is_dict = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None
+        text = prompt.get("prompt") if is_dict else prompt
+        if not isinstance(text, str) or self.engine.tokenizer is None:
+            return prompt
+        ids = await self.tokenize(f"the prompt of request '{request_id}'", text, lora_request)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    # ---- adapters -------------------------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLMEngine.add_lora`."""
+        return await self.call(lambda engine: engine.add_lora(lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.remove_lora`."""
+        return await self.call(lambda engine: engine.remove_lora(lora_id))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.pin_lora`."""
+        return await self.call(lambda engine: engine.pin_lora(lora_id))
+
+    async def unpin_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.unpin_lora`."""
+        return await self.call(lambda engine: engine.unpin_lora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """As `LLMEngine.list_loras`."""
+        return await self.call(LLMEngine.list_loras)
+
+    # ---- the engine -----------------------------------------------------------------------------------------
+
+    async def call(self, function: Callable[[LLMEngine], T]) -> T:
+        """The result of `function(engine)`, which the engine's thread runs between two steps. It holds up the steps.
+
+        EngineDeadError when the engine has ended. A call that is cancelled before its turn is never run.
+        """
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    async def subscribe(self, most: int = 256) -> AsyncGenerator[list[StepRecord], None]:
+        """The trace records of steps, as they happen: all since the last time, but no more than the `most` newest.
+
+        Without subscribers no step does anything for this. vLLM has none.
+        """
+        stream: Stream[list[StepRecord]] = Stream(
+            asyncio.get_running_loop(), lambda earlier, later: (earlier + later)[-most:]
+        )
+        listen = partial(_tell, self.engine, stream)
+        try:
+            await self.call(lambda engine: engine.listeners.append(listen))
+            while True:
+                yield await stream.take()
+        finally:
+            self._thread.call(lambda engine: listen in engine.listeners and engine.listeners.remove(listen))
+
+    async def check_health(self) -> None:
+        """EngineDeadError when the engine has ended. vLLM: `check_health`."""
+        if self._thread.error is not None:
+            raise self._thread.error
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests, and wait until those there are have ended, at most so many seconds."""
+        self._is_draining = True
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while self._open and loop.time() < until:
+            await asyncio.sleep(LOOK_AGAIN)
+
+    def shutdown(self) -> None:
+        """End the engine after the step that it is in; requests that have not ended get an EngineDeadError."""
+        self._stop()
+
+
+def _tell(engine: LLMEngine, stream: Stream[list[StepRecord]], scheduled: SchedulerOutput) -> None:
+    """A listener of steps: the engine's recorder has heard of this one already."""
+    if stream.put(engine.trace.records[-1:]):
+        wake([stream])
+
+
+def _stop(thread: EngineThread, tokenizing: ThreadPoolExecutor) -> None:
+    thread.stop()
+    tokenizing.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,1 @@
+"""Serving over HTTP. Stands for vllm/entrypoints/openai (v0.22.1)."""

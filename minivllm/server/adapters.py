@@ -1,0 +1,126 @@
+"""Adapters as models: which there are, and loading, unloading and pinning them.
+
+Stands for vllm/entrypoints/serve/lora/api_router.py and vllm/entrypoints/openai/models/api_router.py (v0.22.1).
+"""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse
+
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.metrics import state_of
+from minivllm.server.context import Managing, TheCall
+from minivllm.server.errors import ApiError
+from minivllm.server.protocol import AdapterRequest, LoadAdapterRequest
+
+router = APIRouter()
+
+STARTED = int(time.time())
+
+
+@router.get("/v1/models")
+async def models(call: TheCall) -> dict[str, Any]:
+    """The base model and the adapters that this key may use."""
+    names, settings = call.server.names, call.server.settings
+    config = call.server.llm.engine.config.model_config
+    cards = []
+    for name in names.visible(call.holder):
+        card = {"id": name, "object": "model", "created": STARTED, "owned_by": "minivllm"}
+        adapter = names.served.get(name)
+        if adapter is None:
+            cards.append(
+                {**card, "root": config.model, "parent": None, "max_model_len": config.max_model_len}
+            )
+        else:
+            cards.append({**card, "root": adapter.lora_path, "parent": settings.model_name})
+    return {"object": "list", "data": cards}
+
+
+@router.get("/v1/adapters")
+async def adapters(call: TheCall) -> dict[str, Any]:
+    """Where each adapter is, in whose slot, and when it was last used."""
+    known = await call.server.llm.call(describe)
+    found = []
+    for name, served in sorted(call.server.names.served.items()):
+        if not call.holder.may_use(name):
+            continue
+        nothing = {"state": "known", "slot": None, "pinned": False, "bytes": None, "last_used": None}
+        found.append({"name": name, "path": served.lora_path, **nothing, **known.get(served.lora_int_id, {})})
+    return {"object": "list", "data": found}
+
+
+def describe(engine: LLMEngine) -> dict[int, dict[str, Any]]:
+    """Of every adapter that the engine knows, by id. To be called in the engine's thread."""
+    if engine.adapters is None:
+        return {}
+    registry, manager = engine.adapters, engine.adapters.manager
+    slots, held = manager.list_active_adapters(), manager.list_adapters()
+    histories = manager.stats.by_adapter
+    return {
+        adapter_id: {
+            "state": state_of(registry, adapter_id).value,
+            "slot": slots.get(adapter_id),
+            "pinned": adapter_id in registry.pinned,
+            "bytes": held[adapter_id].nbytes if adapter_id in held else None,
+            "last_used": histories[adapter_id].last_used if adapter_id in histories else None,
+        }
+        for adapter_id in registry.adapters
+    }
+
+
+@router.post("/v1/load_lora_adapter")
+async def load(body: LoadAdapterRequest, server: Managing) -> PlainTextResponse:
+    """Read an adapter and serve it under a name. vLLM's body; a refused adapter is 400, where vLLM says 500."""
+    check_allowed(server)
+    try:
+        await server.names.load(body)
+    except RuntimeError as error:  # all that memory holds is pinned or in use
+        raise ApiError(409, str(error)) from error
+    server.metrics.serve(body.lora_name)
+    return success(body.lora_name, "added")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload(body: AdapterRequest, server: Managing) -> PlainTextResponse:
+    """Serve an adapter no longer; requests that use it are finished first."""
+    check_allowed(server)
+    await server.names.unload(body.lora_name)
+    return success(body.lora_name, "removed")
+
+
+@router.post("/v1/pin_lora_adapter")
+async def pin(body: AdapterRequest, server: Managing) -> PlainTextResponse:
+    """Keep an adapter in a slot. vLLM has no route for it."""
+    check_allowed(server)
+    adapter = server.names.known(body.lora_name)
+    try:
+        # The engine pins what it knows: an adapter that nobody has asked for yet is read first.
+        await server.llm.add_lora(adapter)
+        await server.llm.pin_lora(adapter.lora_int_id)
+    except RuntimeError as error:  # all slots are pinned, or all memory
+        raise ApiError(409, str(error)) from error
+    return success(body.lora_name, "pinned")
+
+
+@router.post("/v1/unpin_lora_adapter")
+async def unpin(body: AdapterRequest, server: Managing) -> PlainTextResponse:
+    """Let a pinned adapter be evicted again."""
+    check_allowed(server)
+    await server.llm.unpin_lora(server.names.known(body.lora_name).lora_int_id)
+    return success(body.lora_name, "unpinned")
+
+
+def check_allowed(server: Managing) -> None:
+    """ApiError 403 unless the server was started so that adapters may come and go."""
+    if not server.settings.allow_runtime_lora:
+        raise ApiError(403, "adapters cannot be changed; start the server with --allow-runtime-lora")
+    if server.llm.engine.adapters is None:
+        raise ApiError(400, "LoRA is off; start the server with adapters")
+
+
+def success(name: str, what: str) -> PlainTextResponse:
+    """vLLM's sentence."""
+    text = f"Success: LoRA adapter '{name}' {what} successfully."
+    return PlainTextResponse(text.encode("utf-8", "backslashreplace"))

@@ -1,0 +1,106 @@
+"""What the handlers of one server share. Stands for `init_app_state` of vllm/entrypoints/openai/api_server.py."""
+
+import uuid
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.input_processor import Prompt
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+from minivllm.server.generation import Generation
+from minivllm.server.keys import Holder
+from minivllm.server.metrics import ServerMetrics
+from minivllm.server.names import ModelNames
+from minivllm.server.record import Record
+from minivllm.server.settings import ServerSettings
+
+
+@dataclass
+class Server:
+    """One server.
+
+    is_draining   it is about to end, and takes nothing new
+    has_started   its adapters are read
+    """
+
+    llm: AsyncLLM
+    settings: ServerSettings
+    names: ModelNames
+    metrics: ServerMetrics
+    is_draining: bool = False
+    has_started: bool = False
+
+    @classmethod
+    def of(cls, llm: AsyncLLM, settings: ServerSettings) -> "Server":
+        names = ModelNames(llm, settings)
+        metrics = ServerMetrics(settings.model_name, names.served, settings.most_labels)
+        return cls(llm, settings, names, metrics)
+
+    async def start(self) -> None:
+        """Before the first request; once. ValueError or FileNotFoundError for an adapter that cannot be served."""
+        if self.has_started:
+            return
+        self.has_started = True
+        await self.llm.call(self.metrics.listen)
+        await self.names.load_all()
+
+
+@dataclass
+class Call:
+    """One HTTP request and whoever sent it.
+
+    is_new   its adapter was found by a resolver, and the engine has not taken a request of it
+    """
+
+    request: Request
+    server: Server
+    holder: Holder
+    record: Record
+    is_new: bool = False
+
+    async def adapter(self, model: str) -> LoRARequest | None:
+        """Of the model that the request names; errors as in `ModelNames.find`."""
+        self.record.model = model
+        self.is_new = not self.server.names.is_served(model)
+        return await self.server.names.find(model, self.holder)
+
+    def generation(
+        self, request_id: str, prompts: list[Prompt], params: SamplingParams, adapter: LoRARequest | None
+    ) -> Generation:
+        """The engine's part of the request."""
+        server = self.server
+
+        def keep() -> None:
+            if self.is_new:
+                server.names.keep(adapter)
+                server.metrics.serve(adapter.lora_name)
+
+        return Generation(server.llm, server.metrics, self.record, request_id, prompts, params, adapter, keep)
+
+
+def _server(request: Request) -> Server:
+    return request.app.state.server
+
+
+def _call(request: Request) -> Call:
+    return Call(request, _server(request), request.state.holder, request.state.record)
+
+
+def _managing(request: Request) -> Server:
+    """ApiError 403 for a key of single adapters."""
+    request.state.holder.check_manages()
+    return _server(request)
+
+
+TheServer = Annotated[Server, Depends(_server)]
+TheCall = Annotated[Call, Depends(_call)]
+Managing = Annotated[Server, Depends(_managing)]
+
+
+def new_id(prefix: str) -> str:
+    """For one HTTP request."""
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,110 @@
+"""The engine's own numbers, as a monitor reads them. Stands for a part of vllm/v1/metrics/loggers.py (v0.22.1)."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.metrics import SchedulerStats, scheduler_stats
+from minivllm.lora.events import LoRAEvent
+
+# Name, field of `SchedulerStats`, what it says.
+GAUGES = (
+    ("vllm:num_requests_running", "num_running_reqs", "Requests in the batch."),
+    ("vllm:num_requests_waiting", "num_waiting_reqs", "Requests in the queue."),
+    ("vllm:kv_cache_usage_perc", "kv_cache_usage", "Share of the KV cache in use; 1 is all of it."),
+)
+TOTALS = (
+    ("vllm:num_preemptions", "num_preemptions", "Requests that lost their KV blocks and waited again."),
+    ("vllm:prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits", "prefix_cache_hits", "Prompt tokens that the prefix cache had."),
+)
+LORA_GAUGES = (
+    ("minivllm:adapters_known", "known", "Adapters that requests may name without being looked for."),
+    ("minivllm:adapters_in_memory", "in_memory", "Adapters that are in memory."),
+    ("minivllm:adapters_in_slots", "in_slots", "Adapters that have a slot."),
+)
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What an engine says of itself between two steps.
+
+    adapters           name of a count in LORA_GAUGES -> how many; empty for an engine without LoRA
+    running, waiting   names of the adapters with requests in the batch, and of the others with requests in the queue
+    """
+
+    scheduler: SchedulerStats
+    adapters: dict[str, int]
+    running: list[str]
+    waiting: list[str]
+    max_loras: int
+
+    @classmethod
+    def of(cls, engine: LLMEngine) -> "EngineView":
+        """To be called in the engine's thread."""
+        stats, adapters = scheduler_stats(engine.scheduler), engine.adapters
+        if adapters is None:
+            return cls(stats, {}, [], [], 0)
+        running = {request.adapter_id for request in engine.scheduler.running}
+        waiting = set(engine.scheduler.waiting.adapters) - running
+        counts = {
+            "known": len(adapters.adapters),
+            "in_memory": len(adapters.manager.list_adapters()),
+            "in_slots": len(adapters.manager.list_active_adapters()),
+        }
+        names = [sorted(adapters.name_of(i) for i in ids if i) for ids in (running, waiting)]
+        return cls(stats, counts, *names, adapters.manager.lora_slots)
+
+
+class EngineCollector:
+    """A collector of prometheus_client. `seen` is what it tells of; whoever is asked for metrics sets it first."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.seen: EngineView | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        if (seen := self.seen) is None:
+            return
+        for name, field, text in GAUGES:
+            yield self._one(
+                GaugeMetricFamily(name, text, labels=["model_name"]), getattr(seen.scheduler, field)
+            )
+        for name, field, text in TOTALS:
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            yield self._one(family, getattr(seen.scheduler, field))
+        for name, field, text in LORA_GAUGES if seen.adapters else ():
+            yield self._one(GaugeMetricFamily(name, text, labels=["model_name"]), seen.adapters[field])
+        labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that have requests.", labels=labels)
+        info.add_metric([str(seen.max_loras), ",".join(seen.running), ",".join(seen.waiting)], time.time())
+        yield info
+
+    def _one(self, family: Any, value: float) -> Metric:
+        family.add_metric([self.model_name], value)
+        return family
+
+
+class AdapterEvents:
+    """Counts what happens to each adapter; a listener of the adapter manager's events.
+
+    counters   kind of event -> a counter with the label `adapter`
+    label      an adapter's name -> its label
+    """
+
+    def __init__(self, counters: dict[str, Counter], label: Callable[[str], str]) -> None:
+        self.counters, self.label = counters, label
+        self._names: dict[int, str] = {}  # of those that were read
+
+    def __call__(self, event: LoRAEvent) -> None:
+        if event.kind == "load":
+            self._names[event.adapter_id] = event.name
+        if event.kind in self.counters and event.adapter_id in self._names:
+            self.counters[event.kind].labels(self.label(self._names[event.adapter_id])).inc()
+        if event.kind == "forget":
+            self._names.pop(event.adapter_id, None)

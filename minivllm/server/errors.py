@@ -1,0 +1,112 @@
+"""Errors in OpenAI's form. Stands for vllm/entrypoints/serve/utils/error_response.py (v0.22.1)."""
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
+
+MOST_CHARACTERS = 500
+
+# Status -> what vLLM calls it.
+KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    status   of HTTP
+    param    the field of the request's body that is to blame
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+
+class Json(JSONResponse):
+    """JSON of any text: half a character, which UTF-8 does not have, stays escaped."""
+
+    def render(self, content: Any) -> bytes:
+        return encode(content)
+
+
+def encode(content: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's form, with vLLM's types."""
+    kind = KINDS.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
+    shown = message if len(message) <= MOST_CHARACTERS else message[: MOST_CHARACTERS - 1] + "…"
+    return {"error": {"message": shown, "type": kind, "param": param, "code": status}}
+
+
+def error_response(status: int, message: str, param: str | None = None) -> Json:
+    """The whole answer; who may try again later is told when."""
+    headers = {"retry-after": "1"} if status in (429, 503) else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Json(error_body(status, message, param), status, headers)
+
+
+def status_of(error: Exception) -> int:
+    """What an error means to whoever asked."""
+    if isinstance(error, ApiError):
+        return error.status
+    statuses = {QueueFull: 429, Draining: 503, EngineDeadError: 503, ValueError: 400, FileNotFoundError: 404}
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 500)
+
+
+def install(app: FastAPI) -> None:
+    """Have every error of a handler answered in this form."""
+
+    async def answer(request: Request, error: Exception) -> Json:
+        return error_response(status_of(error), str(error))
+
+    async def answer_api(request: Request, error: ApiError) -> Json:
+        return error_response(error.status, error.message, error.param)
+
+    async def answer_http(request: Request, error: HTTPException) -> Json:
+        return error_response(error.status_code, str(error.detail))
+
+    async def answer_invalid(request: Request, error: RequestValidationError) -> Json:
+        return error_response(400, *_what_is_invalid(error))
+
+    async def answer_unknown(request: Request, error: Exception) -> Json:
+        return error_response(500, "the server failed at this request; its log says why")
+
+    for kind in (QueueFull, Draining, EngineDeadError, ValueError, FileNotFoundError):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(ApiError, answer_api)
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
+    app.add_exception_handler(Exception, answer_unknown)
+
+
+def _what_is_invalid(error: RequestValidationError) -> tuple[str, str | None]:
+    """A sentence about the first thing that is wrong, and the field."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return f"the body is no JSON: {first['ctx'].get('error', first['msg'])}", None
+    field = ".".join(path)[:100] or None
+    if first["type"] == "extra_forbidden":
+        return f"'{field}' is not supported by this server; leave it out", field
+    return f"{field or 'the body'}: {first['msg']}", field

@@ -1,0 +1,198 @@
+"""Outputs of the engine in OpenAI's forms. Stands for vllm/entrypoints/openai/{completion,chat_completion}/serving.py
+(v0.22.1).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.layers.sampler import Logprob
+
+LEAST_LOGPROB = -9999.0  # vLLM's: JSON knows no infinity
+
+TokenLogprobs = dict[int, Logprob]  # one generated token's: its own first, then the likeliest
+
+
+@dataclass
+class Form:
+    """What all answers to one HTTP request have in common.
+
+    id, model   as the client sees them
+    """
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    whole_object = chunk_object = ""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer to a request without `stream`; outputs: the last of each prompt."""
+        n = len(outputs[0].outputs)
+        choices = [
+            self.choice(number * n + answer.index, answer)
+            for number, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        return {**self._head(self.whole_object), "choices": choices, "usage": usage(outputs)}
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """One event of a stream."""
+        return {**self._head(self.chunk_object), "choices": choices, **more}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """What a stream says of an answer before there is any of it."""
+        return None
+
+    def choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        """A whole answer."""
+        raise NotImplementedError
+
+    def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        """What is new of an answer."""
+        raise NotImplementedError
+
+
+@dataclass
+class CompletionForm(Form):
+    """Of /v1/completions.
+
+    echoes    prompt's number -> the text that its answers begin with; empty unless `echo`
+    n         answers to a prompt
+    lengths   index of an answer -> characters that its stream has had, for `text_offset`
+    """
+
+    echoes: Sequence[str] = ()
+    n: int = 1
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    whole_object = chunk_object = "text_completion"
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        if not self.echoes:
+            return None
+        return {"index": index, "text": self.echo(index), "logprobs": None, "finish_reason": None}
+
+    def echo(self, index: int) -> str:
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        logprobs = completion_logprobs(answer.token_ids, answer.logprobs, 0)
+        return self._choice(index, self.echo(index) + answer.text, logprobs, answer)
+
+    def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        ids = answer.delta_token_ids
+        logprobs = completion_logprobs(ids, new_logprobs(answer), self.lengths.get(index, 0))
+        if logprobs is not None:
+            self.lengths[index] = self.lengths.get(index, 0) + sum(map(len, logprobs["tokens"]))
+        return self._choice(index, answer.delta_text, logprobs, answer)
+
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, answer: CompletionOutput
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+
+
+@dataclass
+class ChatForm(Form):
+    """Of /v1/chat/completions. top_logprobs: how many of the likeliest tokens are shown beside each."""
+
+    top_logprobs: int = 0
+
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        logprobs = chat_logprobs(answer.token_ids, answer.logprobs, self.top_logprobs)
+        message = {"role": "assistant", "content": answer.text}
+        return {"index": index, "message": message, **self._rest(logprobs, answer)}
+
+    def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
+        logprobs = chat_logprobs(answer.delta_token_ids, new_logprobs(answer), self.top_logprobs)
+        delta = {"content": answer.delta_text} if answer.delta_text else {}
+        return {"index": index, "delta": delta, **self._rest(logprobs, answer)}
+
+    def _rest(self, logprobs: dict[str, Any] | None, answer: CompletionOutput) -> dict[str, Any]:
+        return {
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens of all prompts and of all their answers."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    answers = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answers,
+        "total_tokens": prompt + answers,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def new_logprobs(answer: CompletionOutput) -> list[TokenLogprobs] | None:
+    """Those of the tokens that are new."""
+    if answer.logprobs is None:
+        return None
+    return answer.logprobs[len(answer.logprobs) - len(answer.delta_token_ids) :]
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None, offset: int
+) -> dict[str, Any] | None:
+    """OpenAI's form for completions; None where nobody asked.
+
+    offset   characters of the answer before the first of these tokens
+    """
+    if logprobs is None:
+        return None
+    tokens = [text_of(entry[token_id]) for token_id, entry in zip(token_ids, logprobs)]
+    offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    tops = [{text_of(each): finite(each.logprob) for each in entry.values()} for entry in logprobs]
+    own = [finite(entry[token_id].logprob) for token_id, entry in zip(token_ids, logprobs)]
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None, most: int
+) -> dict[str, Any] | None:
+    """OpenAI's form for chats; None where nobody asked. most: likeliest tokens shown beside each"""
+    if logprobs is None:
+        return None
+    content = []
+    for token_id, entry in zip(token_ids, logprobs):
+        likeliest = sorted(entry.values(), key=lambda each: each.rank)[:most]
+        content.append({**_token(entry[token_id]), "top_logprobs": [_token(each) for each in likeliest]})
+    return {"content": content}
+
+
+def _token(logprob: Logprob) -> dict[str, Any]:
+    text = text_of(logprob)
+    return {"token": text, "logprob": finite(logprob.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def text_of(logprob: Logprob) -> str:
+    """The token alone as text; empty where there is no tokenizer."""
+    return logprob.decoded_token or ""
+
+
+def finite(value: float) -> float:
+    """For JSON: neither an infinity nor NaN, which compares with nothing."""
+    return value if value > LEAST_LOGPROB else LEAST_LOGPROB

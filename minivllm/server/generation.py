@@ -1,0 +1,142 @@
+"""Prompts of one HTTP request on their way through the engine. Stands for a part of vLLM's OpenAIServing (v0.22.1)."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Literal, TypeVar
+
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.input_processor import Prompt
+from minivllm.engine.outputs import RequestOutput
+from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
+from minivllm.server.metrics import ServerMetrics
+from minivllm.server.record import Record
+
+T = TypeVar("T")
+Kind = Literal["delta", "final"]
+
+
+class Generation:
+    """Answers to the prompts of one HTTP request, all by one adapter.
+
+    request_id   the first prompt's is `request_id-0` to the engine
+    record       is told of all tokens
+    is_taken     is called once the engine has taken a prompt and given an output
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        metrics: ServerMetrics,
+        record: Record,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        adapter: LoRARequest | None,
+        is_taken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.is_taken = is_taken
+        self.llm, self.metrics, self.record = llm, metrics, record
+        self.request_id, self.prompts, self.params, self.adapter = request_id, prompts, params, adapter
+        self.model = metrics.model_name if adapter is None else adapter.lora_name
+
+    async def outputs(self, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(prompt's number, its output) as they come: every output, or the last one of each prompt.
+
+        Errors as in `AsyncLLM.generate`. Whoever closes the generator aborts all its requests.
+        """
+        each = [self._outputs(number, kind) for number in range(len(self.prompts))]
+        async with aclosing(each[0] if len(each) == 1 else merged(each)) as outputs:
+            async for numbered in outputs:
+                yield numbered
+
+    async def _outputs(self, number: int, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        request_id = f"{self.request_id}-{number}"
+        prompt = self.prompts[number]
+        progress = Progress(self)
+        outputs = self.llm.generate(prompt, self.params, request_id, self.adapter, output_kind=kind)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    progress.observe(output, kind == "delta")
+                    yield number, output
+        finally:
+            progress.end()
+
+
+class Progress:
+    """Tells metrics and record of one request of the engine, output by output."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.metrics, self.record = generation.metrics, generation.record
+        self.is_taken = generation.is_taken
+        self.model = generation.model
+        self.last_at: float | None = None
+        self.num_tokens = 0
+        self.begun = self.finished = False
+
+    def observe(self, output: RequestOutput, all_are_seen: bool) -> None:
+        """all_are_seen   so that the time between two outputs is that between their tokens"""
+        now = time.monotonic()
+        if not self.begun:
+            self.begun = True
+            self.is_taken()
+            self.record.prompt_tokens += len(output.prompt_token_ids)
+            self.metrics.begun(self.model)
+        total = sum(len(answer.token_ids) for answer in output.outputs)
+        if new := total - self.num_tokens:
+            gap = None
+            if all_are_seen and self.last_at is not None:
+                gap = (now - self.last_at) * len(output.outputs) / new
+            self._observe_tokens(new, gap, now, output)
+            self.num_tokens, self.last_at = total, now
+        if output.finished:
+            self.finished = True
+            self.metrics.finished(self.model, output)
+
+    def _observe_tokens(self, new: int, gap: float | None, now: float, output: RequestOutput) -> None:
+        self.metrics.tokens(self.model, new, gap)
+        self.record.completion_tokens += new
+        if self.record.first_token_at is None:
+            times = output.metrics
+            seconds = times.time_to_first_token if times is not None else None
+            self.record.first_token_at = now if seconds is None else times.arrival_time + seconds
+
+    def end(self) -> None:
+        if self.begun and not self.finished:
+            self.metrics.aborted()
+
+
+async def merged(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """What all of them give, as it comes. An error of one is raised here; all are closed at the end, however it comes.
+
+    Each has a task that waits until its item is taken: nothing piles up here.
+    """
+    queue: asyncio.Queue[tuple[bool, T | BaseException | None]] = asyncio.Queue(maxsize=1)
+
+    async def pump(generator: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(generator):
+                async for item in generator:
+                    await queue.put((False, item))
+            await queue.put((True, None))
+        except Exception as error:  # whatever it is, whoever waits must hear of it
+            await queue.put((True, error))
+
+    tasks = [asyncio.create_task(pump(generator)) for generator in generators]
+    try:
+        left = len(tasks)
+        while left:
+            is_end, item = await queue.get()
+            left -= is_end
+            if isinstance(item, BaseException):
+                raise item
+            if not is_end:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,100 @@
+"""What one request, and all together, may take. Stands for a part of vllm/entrypoints/openai/server_utils.py."""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minivllm.server.errors import ApiError, error_response
+from minivllm.server.settings import ServerSettings
+
+MOST_HEADERS = 100
+# Answered whatever else goes on: whoever watches the server must see it when it is busy.
+ALWAYS = frozenset({"/health", "/version", "/metrics"})
+
+
+class Limits:
+    """Reads a request's body whole, within limits, before anybody sees it.
+
+    is_draining   whether the server is about to end, and takes nothing new
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, is_draining: Callable[[], bool]) -> None:
+        self.app, self.settings, self.is_draining = app, settings, is_draining
+        self.num_active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        counts = scope["path"] not in ALWAYS
+        self.num_active += counts
+        try:
+            self._check(scope, counts)
+            body = await self._read(scope, receive)
+        except ApiError as error:
+            self.num_active -= counts
+            return await error_response(error.status, error.message)(scope, receive, send)
+        except BaseException:
+            self.num_active -= counts
+            raise
+        try:
+            if body is not None:
+                await self.app(scope, replayed(body, receive), self._within_time(send))
+        finally:
+            self.num_active -= counts
+
+    def _check(self, scope: Scope, counts: bool) -> None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > MOST_HEADERS or size > self.settings.max_header_bytes:
+            raise ApiError(431, f"the request has {len(headers)} headers of {size} bytes; send fewer")
+        if counts and self.is_draining():
+            raise ApiError(503, "the server is about to end and takes no new requests")
+        if counts and self.num_active > self.settings.max_concurrency:
+            raise ApiError(429, f"{self.settings.max_concurrency} requests are being served; try again later")
+        length = dict(headers).get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self.settings.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.settings.max_body_bytes} bytes; send less")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; None if whoever sent it has gone."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.settings.read_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > self.settings.max_body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            seconds = self.settings.read_seconds
+            raise ApiError(408, f"the body was not there after {seconds:g} s; send it at once") from None
+
+    def _within_time(self, send: Send) -> Send:
+        """Cuts off whoever reads nothing; OSError, as for a connection that is lost."""
+
+        async def send_soon(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self.settings.write_seconds):
+                    await send(message)
+            except TimeoutError:
+                raise OSError(f"nothing was read for {self.settings.write_seconds:g} s") from None
+
+        return send_soon
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body first, and then whatever comes: that the sender has gone."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return left.pop() if left else await receive()
+
+    return again

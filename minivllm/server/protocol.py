@@ -1,0 +1,151 @@
+"""What requests may hold. Stands for vllm/entrypoints/openai/{completion,chat_completion}/protocol.py (v0.22.1)."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """A JSON object with known fields only. A field that is null counts as left out, as clients mean it."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class ResponseFormat(Body):
+    type: Literal["text"] = "text"
+
+
+class SamplingFields(Body):
+    """Fields that completions and chats have in common; `minivllm.sampling_params` says what each means.
+
+    user   accepted, as all clients send it, and of no consequence
+    """
+
+    model: Name
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options may be given only with stream: true")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. prompt: text or token ids, one or several."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: int = 16
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_of_the_prompt(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported; leave one of them out")
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message; parts of text are joined by newlines, as vLLM does for templates that take text."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+
+    def as_template_takes_it(self) -> dict[str, str]:
+        is_text = isinstance(self.content, str)
+        text = self.content if is_text else "\n".join(part.text for part in self.content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": text, **named}
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_at_all(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs may be given only with logprobs: true")
+        return self
+
+
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter. vLLM: `LoadLoRAAdapterRequest`."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class AdapterRequest(Body):
+    """POST /v1/unload_lora_adapter and those for pins. vLLM: `UnloadLoRAAdapterRequest`, whose id has to fit."""
+
+    lora_name: Name
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: Name
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: Name
+    tokens: list[TokenId]

@@ -1,0 +1,61 @@
+"""What is noted of one HTTP request, and its line in the log. Stands for vllm/entrypoints/logger.py (v0.22.1)."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger("minivllm.access")
+
+
+@dataclass
+class Record:
+    """One HTTP request as it goes on.
+
+    model           the base model or an adapter, as the request calls it; None where it names none
+    prompt_tokens, completion_tokens   of all its prompts and answers so far
+    first_token_at  on the clock of `started`
+    """
+
+    started: float = field(default_factory=time.monotonic)
+    model: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_at: float | None = None
+    status: int = 0
+
+    def line(self, scope: Scope, ended: float) -> str:
+        """Text that came from outside is quoted, so that it cannot begin a line of its own."""
+        client = scope.get("client") or ("-", 0)
+        parts = [f"{client[0]} {scope['method']} {scope['path']!a} {self.status or 'gone'}"]
+        if self.model is not None:
+            parts.append(f"model={self.model[:100]!a}")
+            parts.append(f"prompt={self.prompt_tokens} answer={self.completion_tokens}")
+        if self.first_token_at is not None:
+            parts.append(f"ttft={self.first_token_at - self.started:.3f}s")
+        return " ".join([*parts, f"total={ended - self.started:.3f}s"])
+
+
+class AccessLog:
+    """Gives every HTTP request its `Record`, and writes a line when it has ended."""
+
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
+        self.app, self.clock = app, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        record = scope.setdefault("state", {})["record"] = Record(self.clock())
+
+        async def note_status(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            await send(message)
+
+        try:
+            return await self.app(scope, receive, note_status)
+        finally:
+            if logger.isEnabledFor(logging.INFO):
+                logger.info("%s", record.line(scope, self.clock()))

@@ -1,0 +1,154 @@
+"""From outputs to an HTTP response, whole or as server-sent events. Stands for a part of vllm/entrypoints/openai."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from minivllm.engine.outputs import RequestOutput
+from minivllm.server.errors import ApiError, Json, encode, error_body, status_of
+from minivllm.server.forms import Form, usage
+from minivllm.server.generation import Generation
+from minivllm.serving.errors import EngineDeadError
+
+T = TypeVar("T")
+Numbered = tuple[int, RequestOutput]
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def respond(
+    request: Request, generation: Generation, form: Form, stream: bool, include_usage: bool = False
+) -> Response:
+    """The answer to an HTTP request. Whoever closes the connection aborts its requests.
+
+    Errors before the first token are raised: the response has not begun, and gets its status.
+    """
+    if not stream:
+        outputs = await unless_gone(request, collected(generation))
+        return Json(form.whole(outputs)) if outputs is not None else gone()
+    outputs = generation.outputs("delta")
+    try:
+        first = await unless_gone(request, anext(outputs))
+        if first is None:
+            return gone()
+        raise_failure(first[1])
+    except BaseException:
+        await outputs.aclose()
+        raise
+    return EventStream(outputs, stream_events(first, outputs, form, generation, include_usage))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, `outputs` are closed, also if no event was ever sent."""
+
+    def __init__(self, outputs: AsyncGenerator[Numbered, None], events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.outputs = outputs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.outputs.aclose()
+
+
+async def collected(generation: Generation) -> list[RequestOutput]:
+    """The last output of every prompt, in the order of prompts."""
+    finals: dict[int, RequestOutput] = {}
+    async with aclosing(generation.outputs("final")) as outputs:
+        async for number, output in outputs:
+            raise_failure(output)
+            finals[number] = output
+    return [finals[number] for number in range(len(generation.prompts))]
+
+
+def raise_failure(output: RequestOutput) -> None:
+    """ApiError 500 for a request that the engine took and could not answer, 503 for one that it was told to end."""
+    if output.error is not None:
+        raise ApiError(500, output.error)
+    if output.finished and any(answer.finish_reason == "abort" for answer in output.outputs):
+        raise ApiError(503, "the request was aborted by the server")
+
+
+def gone() -> Response:
+    """For a connection that is closed; nobody reads it."""
+    return Response(status_code=499)
+
+
+async def unless_gone(request: Request, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """Its result; None, and it is cancelled, when whoever sent the request closes the connection."""
+    work = asyncio.ensure_future(coroutine)
+    watch = asyncio.ensure_future(closed(request))
+    try:
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        for task in (work, watch):
+            task.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def closed(request: Request) -> None:
+    """Returns when the connection is closed."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stream_events(
+    first: Numbered,
+    rest: AsyncGenerator[Numbered, None],
+    form: Form,
+    generation: Generation,
+    include_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events: what is new of each answer, as it comes.
+
+    An error in the middle is an event of its own, and the last one before `[DONE]`.
+    """
+    n, num_prompts = generation.params.n, len(generation.prompts)
+    extra = {"usage": None} if include_usage else {}
+    finals: dict[int, RequestOutput] = {}
+    ended: set[int] = set()
+    begun = [choice for index in range(n * num_prompts) if (choice := form.first(index))]
+    if begun:
+        yield event(form.chunk(begun, **extra))
+    numbered: Numbered | None = first
+    try:
+        while numbered is not None:
+            number, output = numbered
+            finals[number] = output
+            raise_failure(output)
+            for index, answer in new_answers(output, number * n, ended):
+                yield event(form.chunk([form.delta(index, answer)], **extra))
+            numbered = await anext(rest, None)
+        if include_usage:
+            yield event(form.chunk([], usage=usage(list(finals.values()))))
+    except (ApiError, EngineDeadError) as error:
+        yield event(error_body(status_of(error), str(error)))
+    yield DONE
+
+
+def new_answers(output: RequestOutput, offset: int, ended: set[int]) -> list[tuple[int, Any]]:
+    """(index, answer) of those with something new to say.
+
+    offset   index of the prompt's first answer
+    ended    indices of answers that have said why they ended, which is said once
+    """
+    found = []
+    for answer in output.outputs:
+        index = offset + answer.index
+        shows = answer.delta_text or (answer.logprobs is not None and answer.delta_token_ids)
+        if index not in ended and (shows or answer.finished()):
+            found.append((index, answer))
+            if answer.finished():
+                ended.add(index)
+    return found
+
+
+def event(content: dict[str, Any]) -> bytes:
+    return b"data: " + encode(content) + b"\n\n"

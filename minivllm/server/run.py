@@ -1,0 +1,119 @@
+"""A server in a process, until it is told to end. Stands for vllm/entrypoints/launcher.py (v0.22.1)."""
+
+import asyncio
+import signal
+import socket
+import threading
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from minivllm.server.settings import ServerSettings
+
+# For what is in the connections when all requests have ended.
+SECONDS_TO_FLUSH = 5
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that ends in peace: on SIGTERM or Ctrl-C it takes no new requests, and those that run may finish.
+
+    While it does, new requests are answered 503, and so is /health. Then the engine is shut down: a request that is
+    left gets an error. A second signal ends the server at once.
+    """
+
+    def __init__(self, app: FastAPI, settings: ServerSettings, **options: object) -> None:
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            server_header=False,
+            log_level="warning",
+            h11_max_incomplete_event_size=2 * settings.max_header_bytes,
+            timeout_graceful_shutdown=SECONDS_TO_FLUSH,
+            **options,
+        )
+        super().__init__(config)
+        self.state, self.settings = app.state, settings
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by a signal: the loop's thread is in the middle of anything."""
+        if self.state.server.is_draining or self._loop is None:
+            super().handle_exit(sig, frame)
+            return
+        self.state.server.is_draining = True
+        self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    def drain(self) -> None:
+        """As a SIGTERM; from any thread."""
+        self.handle_exit(signal.SIGTERM, None)
+
+    def _begin_to_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self.state.llm.drain(self.settings.drain_seconds)
+            await asyncio.to_thread(self.state.llm.shutdown)
+        finally:
+            self.should_exit = True
+
+
+def bind(host: str, port: int, write_seconds: float) -> socket.socket:
+    """A socket that listens; OSError says whose place it is. 0 is any free port.
+
+    write_seconds   after which the system gives up a connection whose reader takes nothing
+    """
+    try:
+        found = socket.create_server((host, port), family=_family(host), backlog=1024)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; pass another --port"
+        ) from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * write_seconds))
+    return found
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class ServerThread:
+    """A server in a thread of this process, for notebooks and tests: `with ServerThread(app, settings) as server:`.
+
+    url   where it listens; a port of its own
+    """
+
+    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        self.socket = bind("127.0.0.1", 0, settings.write_seconds)
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.server = DrainingServer(app, settings)
+        self._thread = threading.Thread(target=self._run, name="minivllm-server", daemon=True)
+        self._error: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            self.server.run([self.socket])
+        except BaseException as error:  # whoever waits in `__enter__` must hear of it
+            self._error = error
+
+    def __enter__(self) -> "ServerThread":
+        self._thread.start()
+        while not self.server.started:
+            self._thread.join(0.01)
+            if not self._thread.is_alive():
+                raise RuntimeError("the server did not start; its log says why") from self._error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.should_exit = True
+        self._thread.join()

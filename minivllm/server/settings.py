@@ -1,0 +1,69 @@
+"""What a server is started with. Stands for a part of vllm/entrypoints/openai/cli_args.py (v0.22.1)."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from minivllm.lora.request import LoRARequest
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Names, keys and limits of one server.
+
+    model_name           what requests call the base model
+    adapters             served from the start, each under its name
+    lora_root            the folder below which adapters may lie that are loaded or found later; None = nowhere
+    allow_runtime_lora   whether requests may load, unload and pin adapters
+    api_keys             each opens everything; () = no key is asked for
+    adapter_keys         adapter -> a key that opens this adapter alone, beside those that open everything
+    allowed_origins      of pages in browsers (CORS)
+    drain_seconds        after a SIGTERM, for requests that run
+    max_body_bytes, max_header_bytes, max_concurrency   of one request; requests at a time
+    max_prompts          in one request for completions
+    read_seconds         until a request's body must be there
+    write_seconds        that a reader may take nothing before it is cut off
+    most_labels          adapters that have metrics of their own; all others share the label "other"
+
+    ValueError for names that are taken, keys that open nothing, and limits below 1.
+    """
+
+    model_name: str
+    adapters: tuple[LoRARequest, ...] = ()
+    lora_root: str | None = None
+    allow_runtime_lora: bool = False
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    adapter_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    allowed_origins: tuple[str, ...] = ()
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 4 * 2**20
+    max_header_bytes: int = 32 * 2**10
+    max_concurrency: int = 512
+    max_prompts: int = 64
+    read_seconds: float = 30.0
+    write_seconds: float = 60.0
+    most_labels: int = 200
+
+    def __post_init__(self) -> None:
+        names = [self.model_name, *(adapter.lora_name for adapter in self.adapters)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two models are called '{name}'; give each a name of its own")
+        if self.lora_root is not None and not os.path.isdir(self.lora_root):
+            raise FileNotFoundError(f"adapter folder '{self.lora_root}' does not exist")
+        if self.allow_runtime_lora and self.lora_root is None:
+            raise ValueError(
+                "adapters may be loaded at run time from below one folder only; pass --lora-root"
+            )
+        self._check_keys()
+        for name in ("max_body_bytes", "max_header_bytes", "max_concurrency", "max_prompts", "most_labels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def _check_keys(self) -> None:
+        if self.adapter_keys and not self.api_keys:
+            raise ValueError(
+                "keys of single adapters need one that opens everything, for whoever manages; pass --api-key"
+            )
+        if not all([*self.api_keys, *self.adapter_keys.values()]):
+            raise ValueError("an API key must not be empty")

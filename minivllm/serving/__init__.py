@@ -1,0 +1,1 @@
+"""An engine among threads and event loops."""

@@ -1,0 +1,82 @@
+"""Calls from any thread to the one that has the engine, and their results back.
+
+Stands for vllm/v1/engine/core_client.py (v0.22.1), which hands them to another process.
+"""
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from minivllm.faults import is_fault
+from minivllm.serving.errors import died_of
+
+T, E = TypeVar("T"), TypeVar("E")
+
+
+class HandOver(Generic[E]):
+    """Functions of an engine that wait for its thread, in the order in which they came.
+
+    error   what every call gets once the thread has ended; None before
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._calls: queue.SimpleQueue[tuple[Callable[[E], Any], Future]] = queue.SimpleQueue()
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are calls that nobody has run."""
+        return not self._calls.empty()
+
+    def call(self, function: Callable[[E], T]) -> "Future[T]":
+        """Have the engine's thread run `function(engine)`. Any thread may call, and none is held up.
+
+        The future has the result or what was raised. A call whose future is cancelled before its turn is never run.
+        """
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        if self.error is not None:  # the thread may have looked for the last time already
+            self._refuse_all()
+        return future
+
+    def run(self, engine: E, wait: bool) -> None:
+        """Run all calls there are, in the engine's thread. What is no fault (`is_fault`) is raised here.
+
+        wait   for one, if there is none
+        """
+        try:
+            function, future = self._calls.get(block=wait)
+            while True:
+                _run(function, future, engine)
+                function, future = self._calls.get_nowait()
+        except queue.Empty:
+            pass
+
+    def end(self, error: Exception) -> None:
+        """From now on every call gets this error, those that wait among them."""
+        self.error = error
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
+        try:
+            while True:
+                _, future = self._calls.get_nowait()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self.error)
+        except queue.Empty:
+            pass
+
+
+def _run(function: Callable[[E], Any], future: Future, engine: E) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(engine)
+    except BaseException as error:
+        # Ctrl-C must not reach a caller in another thread as its own: it would end an event loop.
+        future.set_exception(error if is_fault(error) else died_of(error))
+        if not is_fault(error):
+            raise
+    else:
+        future.set_result(result)

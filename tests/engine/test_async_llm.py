@@ -1,0 +1,514 @@
+"""An engine in a thread of its own, and what event loops hear of it."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+from soak_checks import check_engine
+from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
+
+from minivllm import AsyncLLM, SamplingParams
+from minivllm.labs import Todo
+from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def serve(world):
+    """Makes AsyncLLMs of tiny engines; when the test is over nothing of it may be left in them."""
+    made, before = [], threading.active_count()
+
+    def make(max_queued=None, tokenizer=None, **options):
+        made.append(AsyncLLM.from_engine(world.engine(tokenizer, **options), max_queued=max_queued))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        is_whole = llm._thread.error is None
+        llm.shutdown()
+        if is_whole:
+            check_engine(llm.engine, [])
+    threads_end(before)
+
+
+def threads_end(number):
+    """So many threads are left, once those that were told to end have done so."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("minivllm"):
+            thread.join(timeout=10)
+    assert threading.active_count() == number
+
+
+async def collect(llm, request_id, params, lora=None, prompt=PROMPT, **options):
+    return [o async for o in llm.generate(prompt, params, request_id, lora, **options)]
+
+
+def deltas(outputs, index=0):
+    return [token for output in outputs for token in output.outputs[index].delta_token_ids]
+
+
+async def nothing_left(llm):
+    """What was posted before this has been done."""
+    states = await llm.call(lambda engine: dict(engine.output_processor.states))
+    assert not states and not llm._thread.sinks and not llm._open
+
+
+class TestAnswers:
+    def test_of_all_adapters_have_the_tokens_of_peft(self, world, serve):
+        llm, names = serve(), [None, *world.names] * 2
+
+        async def main():
+            return await asyncio.gather(
+                *(collect(llm, f"r{i}", greedy(6 + i), world.request(name)) for i, name in enumerate(names))
+            )
+
+        for i, outputs in enumerate(asyncio.run(main())):
+            expected = world.oracle().greedy(names[i], PROMPT, 6 + i)
+            assert tokens_of(outputs[-1]) == deltas(outputs) == expected
+            assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+    def test_of_text_and_to_several_at_once_are_those_of_llm(self, world, serve):
+        llm = serve(tokenizer=character_tokenizer())
+        params = SamplingParams(temperature=1.2, seed=3, n=3, max_tokens=9, stop=["e", "qu"])
+        prompts = ["some text", {"prompt": "other"}, {"prompt_token_ids": PROMPT}]
+        expected = world.llm().generate(prompts, params, use_tqdm=False, lora_request=world.request("qv"))
+
+        async def main():
+            return await asyncio.gather(
+                *(collect(llm, str(i), params, world.request("qv"), p) for i, p in enumerate(prompts))
+            )
+
+        for outputs, wanted in zip(asyncio.run(main()), expected):
+            assert outputs[-1].prompt == wanted.prompt
+            for i, answer in enumerate(wanted.outputs):
+                last = outputs[-1].outputs[i]
+                assert (last.text, last.token_ids, last.finish_reason, last.stop_reason) == (
+                    *(answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason),
+                )
+                assert "".join(output.outputs[i].delta_text for output in outputs) == answer.text
+
+    def test_by_name_are_those_of_an_adapter_that_was_added(self, world, serve):
+        llm = serve()
+
+        async def main():
+            assert await llm.add_lora(world.request("qv"))
+            assert await llm.list_loras() == {1}
+            assert await llm.pin_lora(1) and await llm.unpin_lora(1)
+            outputs = await collect(llm, "a", greedy(6), "qv")
+            assert await llm.remove_lora(1)
+            assert await llm.list_loras() == set()
+            return outputs
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_come_to_loops_of_several_threads(self, world, serve):
+        llm, answers = serve(), {}
+
+        def loop(name):
+            answers[name] = asyncio.run(collect(llm, name, greedy(9), world.request(name)))
+
+        threads = [threading.Thread(target=loop, args=(name,)) for name in world.names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+
+        for name in world.names:
+            assert tokens_of(answers[name][-1]) == world.oracle().greedy(name, PROMPT, 9)
+
+    def test_of_the_final_kind_come_once_and_the_newest_stands_for_all(self, world, serve):
+        llm = serve()
+
+        async def main():
+            final = await collect(llm, "a", greedy(9), output_kind="final")
+            newest = [output async for output in slowly(llm, "b", 9, output_kind="cumulative")]
+            return final, newest
+
+        final, newest = asyncio.run(main())
+        expected = world.oracle().greedy(None, PROMPT, 9)
+        assert len(final) == 1 and tokens_of(final[0]) == expected
+        assert tokens_of(newest[-1]) == expected and len(newest) == 2
+
+
+async def slowly(llm, request_id, length, **options):
+    """Outputs of a request whose consumer takes the first, and looks again when all are there."""
+    async for output in llm.generate(PROMPT, greedy(length), request_id, **options):
+        yield output
+        while request_id in llm._thread.sinks:
+            await asyncio.sleep(0.001)
+
+
+class TestASlowConsumer:
+    def test_holds_up_nobody_and_gets_what_came_meanwhile_as_one_output(self, world, serve):
+        llm = serve()
+
+        async def main():
+            slow = llm.generate(PROMPT, greedy(60), "slow", world.request("qv"))
+            first = await anext(slow)
+            others = [await collect(llm, f"r{i}", greedy(30)) for i in range(2)]
+            while "slow" in llm._thread.sinks:
+                await asyncio.sleep(0.001)
+            return others, [first] + [output async for output in slow]
+
+        others, slow = asyncio.run(main())
+        assert all(tokens_of(o[-1]) == world.oracle().greedy(None, PROMPT, 30) for o in others)
+        assert len(slow) == 2 and slow[-1].finished
+        assert deltas(slow) == tokens_of(slow[-1]) == world.oracle().greedy("qv", PROMPT, 60)
+
+    def test_whose_loop_stands_still_lets_nothing_pile_up_there(self, world, serve):
+        """Each step may wake a loop once, and does not when it was woken already."""
+        llm, calls = serve(), []
+
+        async def main():
+            loop = asyncio.get_running_loop()
+            slow = llm.generate(PROMPT, greedy(40), "slow")
+            await anext(slow)
+            post = loop.call_soon_threadsafe
+            loop.call_soon_threadsafe = lambda function, *args: (
+                calls.append(function) or post(function, *args)
+            )
+            while "slow" in llm._thread.sinks:
+                pass
+            await slow.aclose()
+
+        asyncio.run(main())
+        assert len(calls) <= 1
+
+
+class TestWhoStopsListening:
+    @pytest.mark.parametrize("how", ["cancelled", "closed", "dropped", "broken off"])
+    def test_ends_the_request(self, world, serve, how):
+        llm = serve()
+
+        async def listen():
+            async for _ in llm.generate(PROMPT, greedy(3000), "long", world.request("qv")):
+                if how == "broken off":
+                    raise KeyError
+                if how == "cancelled":
+                    asyncio.current_task().cancel()
+
+        async def main():
+            if how in ("closed", "dropped"):
+                answers = llm.generate(PROMPT, greedy(3000), "long", world.request("qv"))
+                await anext(answers)
+                assert "long" in await llm.call(lambda engine: list(engine.output_processor.states))
+                if how == "closed":
+                    await answers.aclose()
+                del answers
+            else:
+                with pytest.raises(KeyError if how == "broken off" else asyncio.CancelledError):
+                    await asyncio.create_task(listen())
+            gc.collect()
+            await asyncio.sleep(0.01)
+            await nothing_left(llm)
+
+        asyncio.run(main())
+
+    def test_before_the_request_is_in_the_engine_leaves_none(self, world, serve):
+        llm = serve(tokenizer=character_tokenizer())
+        go = threading.Event()
+
+        async def main():
+            llm._thread.call(lambda engine: go.wait(30))
+            tasks = [asyncio.create_task(collect(llm, f"{i}", greedy(3000), prompt="text")) for i in range(4)]
+            await asyncio.sleep(0.05)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            go.set()
+            await nothing_left(llm)
+
+        asyncio.run(main())
+
+    def test_with_an_id_that_another_has_leaves_the_other_its_request(self, world, serve):
+        llm = serve()
+
+        async def main():
+            first = asyncio.create_task(collect(llm, "same", greedy(40)))
+            while "same" not in llm._thread.sinks:
+                await asyncio.sleep(0.001)
+            with pytest.raises(ValueError, match="in use"):
+                await collect(llm, "same", greedy(5))
+            return await first
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 40)
+
+    def test_by_closing_its_loop_ends_the_request(self, world, serve):
+        llm = serve()
+        loop = asyncio.new_event_loop()
+        answers = llm.generate(PROMPT, greedy(3000), "long")
+        loop.run_until_complete(anext(answers))
+        loop.close()
+
+        async def main():
+            await collect(llm, "other", greedy(5))
+            assert await llm.call(lambda engine: not engine.has_unfinished_requests())
+
+        asyncio.run(main())
+        with pytest.raises(StopIteration):
+            answers.aclose().send(None)
+
+
+class TestAnAbort:
+    def test_is_told_to_who_listens(self, world, serve):
+        llm = serve()
+
+        async def main():
+            running = asyncio.create_task(collect(llm, "a", greedy(3000)))
+            drawn = SamplingParams(n=2, max_tokens=3000, ignore_eos=True)
+            waiting = asyncio.create_task(collect(llm, "b", drawn))
+            while len(llm._thread.sinks) < 2:
+                await asyncio.sleep(0.001)
+            await llm.abort(["a", "nobody", "b"])
+            await nothing_left_but_open(llm)
+            return await running, await waiting
+
+        for outputs in asyncio.run(main()):
+            assert outputs[-1].finished
+            assert {answer.finish_reason for answer in outputs[-1].outputs} == {"abort"}
+            assert deltas(outputs) == tokens_of(outputs[-1])
+
+    def test_behind_the_back_of_the_loop_is_told_too(self, world, serve):
+        llm = serve()
+
+        async def main():
+            running = asyncio.create_task(collect(llm, "a", greedy(3000)))
+            while "a" not in llm._thread.sinks:
+                await asyncio.sleep(0.001)
+            await llm.call(lambda engine: engine.abort_request("a"))
+            return await running
+
+        assert asyncio.run(main())[-1].outputs[0].finish_reason == "abort"
+
+
+async def nothing_left_but_open(llm):
+    assert not await llm.call(lambda engine: dict(engine.output_processor.states))
+
+
+class TestARefusal:
+    @pytest.mark.parametrize(
+        "prompt, options, error",
+        [
+            ([], {}, ValueError),
+            ([1000], {}, ValueError),
+            ("text", {}, ValueError),
+            (PROMPT, {"lora": "nobody"}, ValueError),
+            (PROMPT, {"params": "none"}, TypeError),
+        ],
+        ids=["empty", "token", "no tokenizer", "adapter", "params"],
+    )
+    def test_comes_before_anything_runs(self, world, serve, prompt, options, error):
+        llm = serve()
+
+        async def main():
+            with pytest.raises(error):
+                await collect(llm, "a", options.get("params", greedy(4)), options.get("lora"), prompt)
+            await nothing_left(llm)
+
+        asyncio.run(main())
+        assert llm.engine.metrics.steps == 0
+
+    def test_of_text_says_what_the_engine_says(self, world, serve):
+        llm, engine = serve(tokenizer=character_tokenizer()), world.engine(character_tokenizer())
+        told = []
+        for prompt in ("a" * 100_000, "\ud800", ""):
+            with pytest.raises(ValueError) as expected:
+                engine.add_request("a", prompt, greedy(4))
+            with pytest.raises(ValueError) as error:
+                asyncio.run(collect(llm, "a", greedy(4), prompt=prompt))
+            told.append((str(error.value), str(expected.value)))
+
+        assert [a for a, _ in told] == [b for _, b in told]
+
+    def test_comes_at_once_when_the_queue_is_full(self, world, serve):
+        llm = serve(max_queued=1, max_num_seqs=2)
+
+        async def main():
+            tasks = [asyncio.create_task(collect(llm, f"{i}", greedy(20))) for i in range(5)]
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            return answers, await collect(llm, "later", greedy(20))
+
+        answers, later = asyncio.run(main())
+        full = [answer for answer in answers if isinstance(answer, QueueFull)]
+        assert len(full) == 2 and "max_queued" in str(full[0])
+        expected = world.oracle().greedy(None, PROMPT, 20)
+        assert [tokens_of(a[-1]) for a in [*answers, later] if not isinstance(a, QueueFull)] == [expected] * 4
+
+
+class TestTheEnd:
+    def test_comes_by_draining_when_who_runs_has_finished(self, world, serve):
+        llm = serve()
+
+        async def main():
+            running = asyncio.create_task(collect(llm, "a", greedy(50)))
+            while "a" not in llm._thread.sinks:
+                await asyncio.sleep(0.001)
+            draining = asyncio.create_task(llm.drain(60))
+            await asyncio.sleep(0)
+            with pytest.raises(Draining):
+                await collect(llm, "b", greedy(5))
+            await draining
+            assert running.done()
+            return running.result()
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 50)
+
+    def test_comes_by_draining_after_so_many_seconds(self, world, serve):
+        llm = serve()
+
+        async def main():
+            running = asyncio.create_task(collect(llm, "a", greedy(3000)))
+            while "a" not in llm._thread.sinks:
+                await asyncio.sleep(0.001)
+            await llm.drain(0.05)
+            assert not running.done()
+            llm.shutdown()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await running
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await collect(llm, "b", greedy(5))
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await llm.list_loras()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await llm.check_health()
+            assert not llm.engine.has_unfinished_requests()
+
+        asyncio.run(main())
+
+    def test_of_the_last_reference_ends_the_thread(self, world):
+        before = threading.active_count()
+        llm = AsyncLLM.from_engine(world.engine())
+        asyncio.run(collect(llm, "a", greedy(3)))
+        assert threading.active_count() == before + 1
+
+        del llm
+        gc.collect()
+
+        assert threading.active_count() == before
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), Todo("1.1", "x")], ids=repr)
+    def test_by_what_is_no_fault_is_told_to_everybody(self, world, serve, monkeypatch, error):
+        llm = serve()
+
+        def interrupted(*args):
+            raise error
+
+        async def main():
+            answers = llm.generate(PROMPT, greedy(3000), "a")
+            await anext(answers)
+            await llm.check_health()
+            monkeypatch.setattr(llm.engine.runner, "launch_model", interrupted)
+            waiting = asyncio.create_task(collect(llm, "b", greedy(5)))
+            for ending in (waiting, anext_until_the_end(answers), llm.list_loras(), llm.check_health()):
+                with pytest.raises(EngineDeadError, match=type(error).__name__):
+                    await ending
+
+        asyncio.run(main())
+        assert not llm._open
+
+    def test_by_an_interrupted_call_is_told_as_the_engines_end(self, world, serve):
+        llm = serve()
+
+        def interrupted(engine):
+            raise KeyboardInterrupt
+
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            asyncio.run(llm.call(interrupted))
+        threads_end(threading.active_count() - 1)
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            asyncio.run(llm.check_health())
+
+
+async def anext_until_the_end(answers):
+    async for _ in answers:
+        pass
+
+
+class TestAStepThatRaises:
+    def test_is_taken_again_and_nobody_hears_of_it(self, world, serve, monkeypatch):
+        llm = serve()
+        raise_times(monkeypatch, llm.engine.runner, "launch_model", 1)
+
+        outputs = asyncio.run(collect(llm, "a", greedy(8)))
+
+        assert deltas(outputs) == world.oracle().greedy(None, PROMPT, 8)
+
+    def test_again_ends_its_requests_and_serves_the_next(self, world, serve, monkeypatch):
+        llm = serve()
+        raise_times(monkeypatch, llm.engine.runner, "launch_model", 2)
+
+        async def main():
+            return await collect(llm, "a", greedy(8)), await collect(llm, "b", greedy(8))
+
+        failed, served = asyncio.run(main())
+        assert failed[-1].outputs[0].finish_reason == "error" and "ZeroDivisionError" in failed[-1].error
+        assert deltas(served) == world.oracle().greedy(None, PROMPT, 8)
+
+    def test_whatever_is_done_ends_the_engine(self, world, serve, monkeypatch):
+        llm = serve()
+        raise_times(monkeypatch, llm.engine, "step", 10)
+
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+            asyncio.run(collect(llm, "a", greedy(8)))
+
+
+def raise_times(monkeypatch, owner, name, times):
+    method, raised = getattr(owner, name), []
+
+    def raising(*args, **options):
+        if len(raised) < times:
+            raised.append(True)
+            return 1 / 0
+        return method(*args, **options)
+
+    monkeypatch.setattr(owner, name, raising)
+
+
+class TestSteps:
+    def test_are_told_to_subscribers_as_they_happen(self, world, serve):
+        llm = serve()
+
+        async def main():
+            heard = []
+
+            async def listen():
+                async for records in llm.subscribe():
+                    heard.extend(records)
+
+            listener = asyncio.create_task(listen())
+            while len(llm.engine.listeners) < 2:
+                await asyncio.sleep(0.001)
+            await collect(llm, "a", greedy(8), world.request("qv"))
+            listener.cancel()
+            await asyncio.wait([listener])
+            await llm.list_loras()
+            return heard
+
+        heard = asyncio.run(main())
+        assert heard == llm.engine.trace.records[: len(heard)] and len(heard) >= 7
+        assert heard[0].rows[0].adapter == "qv"
+        assert len(llm.engine.listeners) == 1
+
+    def test_pile_up_for_no_subscriber(self, world, serve):
+        llm = serve()
+
+        async def main():
+            records = llm.subscribe(most=3)
+            first = asyncio.ensure_future(anext(records))
+            while len(llm.engine.listeners) < 2:
+                await asyncio.sleep(0.001)
+            await collect(llm, "a", greedy(20))
+            await first
+            await collect(llm, "b", greedy(20))
+            newest = await anext(records)
+            await records.aclose()
+            return newest
+
+        assert asyncio.run(main()) == llm.engine.trace.records[-3:]

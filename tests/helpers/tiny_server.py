@@ -1,0 +1,72 @@
+"""A server around a tiny engine, in a thread of this process on a port of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from openai import OpenAI
+from tiny_engine import AdapterFolders, TinyWorld, character_tokenizer
+
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.lora.io.resolver import stable_id
+from minivllm.lora.request import LoRARequest
+from minivllm.server.app import build_app
+from minivllm.server.run import ServerThread
+from minivllm.server.settings import ServerSettings
+
+BASE_NAME = "tiny"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}assistant:"
+
+
+def tokenizer_with_template() -> object:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def served(folders: AdapterFolders, *names: str) -> tuple[LoRARequest, ...]:
+    """Adapters under their names, as `ServerSettings` takes them."""
+    return tuple(LoRARequest(name, stable_id(name), str(folders.path(name))) for name in names)
+
+
+@contextmanager
+def serving(
+    world: TinyWorld,
+    *names: str,
+    max_queued: int | None = None,
+    engine: dict | None = None,
+    **settings: object,
+) -> Iterator[ServerThread]:
+    """A server of these adapters; `engine` are the engine's options."""
+    made = ServerSettings(BASE_NAME, adapters=served(world, *names), **settings)
+    llm = AsyncLLM.from_engine(
+        world.engine(tokenizer_with_template(), **(engine or {})), max_queued=max_queued
+    )
+    try:
+        with ServerThread(build_app(llm, made), made) as server:
+            yield server
+    finally:
+        llm.shutdown()
+
+
+def client_of(server: ServerThread, key: str = "none", **options: object) -> OpenAI:
+    """The openai client as anybody would make it."""
+    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, **options)
+
+
+class Answers:
+    """What transformers and PEFT answer in the world of a server."""
+
+    def __init__(self, world: TinyWorld) -> None:
+        self.world, self.tokenizer = world, tokenizer_with_template()
+
+    def text(self, name: str | None, prompt: str, max_tokens: int = 8) -> str:
+        """The likeliest text after the prompt; name: an adapter, None or the base's name = base"""
+        return self.tokenizer.decode(self.tokens(name, prompt, max_tokens), skip_special_tokens=True)
+
+    def tokens(self, name: str | None, prompt: str, max_tokens: int = 8) -> list[int]:
+        ids = self.tokenizer(prompt)["input_ids"]
+        return self.world.oracle().greedy(None if name == BASE_NAME else name, ids, max_tokens)
+
+    def chat(self, name: str | None, messages: list[dict], max_tokens: int = 8) -> str:
+        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return self.text(name, prompt, max_tokens)

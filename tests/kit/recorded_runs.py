@@ -1,0 +1,70 @@
+"""A program on the engine with some modules from elsewhere, each run in a process of its own."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from checkout import SERVER
+
+from labs.kit.compare import Recorded, read
+from minivllm.labs import Overlay, Source
+
+# Prompts that begin alike, more adapters than slots, base requests between: all that a scheduler has to do happens.
+PROGRAM = """
+import sys
+sys.path[:0] = {paths!r}
+from tiny_engine import TinyWorld, greedy
+from pathlib import Path
+
+world = TinyWorld(Path({folder!r}), "llama-llama3-rope")
+engine = world.engine(max_num_batched_tokens=20, max_num_seqs=6, max_cpu_loras=3, max_lora_wait_steps=6)
+a, b, c, d = world.names
+shared = [5, 9, 11, 7, 3, 2, 8, 4]
+for number, name in enumerate([a, None, b, a, c, None, d, b, c, a]):
+    prompt = {{"prompt_token_ids": [*shared, 20 + number, 3, 30 - number]}}
+    engine.add_request(f"r{{number}}", prompt, greedy(6 + number), lora_request=world.request(name))
+    if number % 2:
+        engine.step()
+while engine.has_unfinished_requests():
+    engine.step()
+"""
+
+
+def write_program(path: Path, world: Path) -> Path:
+    """The program, for a world of `tiny_engine` in a folder."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = [str(tests / name) for name in ("helpers", "models")]
+    path.write_text(PROGRAM.format(paths=paths, folder=str(world)))
+    return path
+
+
+def run_all(
+    jobs: Mapping[str, Mapping[str, Source]], program: Path, folder: Path, at_once: int = 2
+) -> dict[str, Recorded]:
+    """Name -> what the engine did that has these modules from elsewhere."""
+    waiting, running = list(jobs.items()), []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            name, sources = waiting.pop(0)
+            process = SERVER.Process(target=_run, args=(dict(sources), program, folder / f"{name}.jsonl"))
+            process.start()
+            running.append(process)
+        running.pop(0).join()
+    assert all((folder / f"{name}.jsonl").exists() for name in jobs), "a process ended before its program"
+    return {name: read(name, folder / f"{name}.jsonl") for name in jobs}
+
+
+def _run(sources: dict[str, Source], program: Path, file: Path) -> None:
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(silence, descriptor)
+    Overlay(sources).install()
+    loaded = [name for name in sources if name in sys.modules]
+    assert not loaded, f"{loaded} were imported before they could come from elsewhere"
+    import torch
+
+    torch.set_num_threads(1)
+    from labs.kit.recording import main
+
+    main(str(file), "python", str(program))

@@ -1,0 +1,310 @@
+"""`lab compare`: two engines' steps side by side, and the first that differs named with its reason."""
+
+import copy
+import json
+import math
+import random
+from functools import cache
+
+import pytest
+from browser import Tab, open_browser
+from checkout import Checkout
+from recorded_runs import run_all, write_program
+from tiny_engine import tiny_world
+
+from labs.kit.alignment import ALMOST, GAP, align, differences, distance
+from labs.kit.compare import Recorded, compare
+from labs.kit.mutants import mutants_of
+from labs.kit.regions import read_engine
+from minivllm.labs import LabError
+
+# Exercise, mutant, and what the first step that differs is said to have: the first words, and something further on.
+MUTANTS = [
+    ("6.1", "base_waits_for_a_slot", "rows: ours computes", "(base model): max_loras; ours does not"),
+    ("6.2", "a_waiter_blocks_those_behind_it", "rows: ours computes", "(base model), yours nothing of it"),
+    ("6.5", "adapters_share_a_key", "logits: those of", "are alike"),
+    ("5.4", "one_victim_for_both_tiers", "memory: yours drops", "adapters in memory in yours"),
+    ("5.4", "evicts_with_room_to_spare", "errors: r2 in yours", "All items are pinned or in use"),
+    ("3.6", "the_shrink_of_the_first_slice_for_all", "logits: those of r0", "tokens: r0 gets"),
+]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    world = tiny_world(tmp_path_factory)
+    return write_program(tmp_path_factory.mktemp("compare") / "serve.py", world.folder)
+
+
+@pytest.fixture(scope="module")
+def recorded(program):
+    """Our engine twice, and once with each mistake."""
+    exercises = read_engine()
+    mutants = {m.name: m.sources() for number, *_ in MUTANTS for m in mutants_of(exercises[number])}
+    wanted = {name: mutants[name] for _, name, *_ in MUTANTS}
+    return run_all({"ours": {}, "again": {}, **wanted}, program, program.parent)
+
+
+@pytest.fixture
+def steps(recorded):
+    return copy.deepcopy(recorded["ours"].steps)
+
+
+def first_that_differs(yours: list[dict], ours: list[dict]) -> int:
+    """By looking at every field."""
+    for index, (mine, theirs) in enumerate(zip(yours, ours)):
+        for name in theirs.keys() - {"time_s", "logits"}:
+            if mine[name] != theirs[name]:
+                return index
+        for request, probe in theirs["logits"].items():
+            other = mine["logits"].get(request, {"values": []})["values"]
+            if len(other) != len(probe["values"]):
+                return index
+            if not all(math.isclose(a, b, abs_tol=1e-2) for a, b in zip(other, probe["values"])):
+                return index
+    return min(len(yours), len(ours))
+
+
+def test_the_program_gives_an_engine_something_to_do(recorded):
+    steps = recorded["ours"].steps
+
+    assert len(steps) > 20 and recorded["ours"].end is None
+    assert all(any(step[name] for step in steps) for name in ("evictions", "skipped", "loads", "drops"))
+    assert {row["kind"] for step in steps for row in step["rows"]} == {"prefill", "chunk", "decode"}
+    sampled = [set(step["tokens"]) for step in steps]
+    assert all(set(step["logits"]) == tokens for step, tokens in zip(steps, sampled))
+
+
+def test_the_same_engine_twice_is_alike(recorded):
+    found = compare(recorded["again"], recorded["ours"])
+
+    assert found.column is None and found.reasons == [] and found.differing == []
+    steps = len(recorded["ours"].steps)
+    assert found.pairs == [(i, i) for i in range(steps)]
+    assert found.verdict.startswith(f"Your engine does what ours does in all {steps} steps")
+
+
+@pytest.mark.parametrize(("exercise", "name", "first", "further"), MUTANTS, ids=[m[1] for m in MUTANTS])
+def test_a_mistake_is_found_in_the_step_where_it_begins(recorded, exercise, name, first, further):
+    found = compare(recorded[name], recorded["ours"])
+
+    assert found.column == first_that_differs(recorded[name].steps, recorded["ours"].steps)
+    assert found.reasons[0].startswith(first), found.reasons
+    assert any(further in reason for reason in found.reasons), found.reasons
+    assert f"Step {found.column} is the first that differs" in found.verdict
+
+
+def test_base_rows_are_alike_where_only_adapters_are_wrong(recorded):
+    found = compare(recorded["the_shrink_of_the_first_slice_for_all"], recorded["ours"])
+
+    with_adapters = [step for step in recorded["ours"].steps if any(row["adapter"] for row in step["rows"])]
+    assert found.column == with_adapters[0]["step"]
+    assert all(reason.startswith(("logits:", "tokens:")) for reason in found.reasons)
+
+
+def change(steps, index, **fields):
+    steps[index] |= fields
+    return steps
+
+
+def said(yours, ours):
+    return compare(Recorded("yours", yours), Recorded("ours", ours)).reasons
+
+
+def test_each_kind_of_difference_is_said(steps, recorded):
+    ours = recorded["ours"].steps
+    first = ours[5]["rows"][0]
+    row, name = {**first}, first["request"]
+    cases = {
+        f"rows: of {name}": {"rows": [{**row, "tokens": 99}, *ours[5]["rows"][1:]]},
+        f"rows: {name} has adapter 'other' in yours": {
+            "rows": [{**row, "adapter": "other"}, *ours[5]["rows"][1:]]
+        },
+        "rows: yours finds 7 tokens": {"rows": [{**row, "cached": 7}, *ours[5]["rows"][1:]]},
+        "rows: their order is": {"rows": ours[5]["rows"][::-1]},
+        "queue: there wait nobody, ever in yours": {"waiting": ["nobody", "ever"]},
+        "preemptions: yours preempts r0, ours nothing": {"preempted": ["r0"]},
+        "loads: yours reads x, ours": {"loads": ["x"]},
+        "slots: there are 0 in yours, 2 in ours": {"slots": []},
+        "pins: yours has pinned x, ours nothing": {"pinned": ["x"]},
+        "memory: 99 adapters in memory in yours": {"in_memory": 99},
+        f"tokens: {name} gets none in yours": {
+            "tokens": {request: token for request, token in ours[5]["tokens"].items() if request != name}
+        },
+        "errors: r0 in yours: broken; in ours: does not fail": {"errors": {"r0": "broken"}},
+        "errors: yours raises KeyError: 3; ours nothing": {"error": "KeyError: 3"},
+    }
+
+    for sentence, fields in cases.items():
+        found = said(change(copy.deepcopy(ours), 5, **fields), ours)
+        assert found[0].startswith(sentence), (sentence, found)
+
+
+def test_of_a_step_that_broke_off_only_the_error_is_told(steps, recorded):
+    broken = {"rows": [], "slots": [], "tokens": {}, "logits": {}, "error": "Todo: lab 6.2: skip"}
+
+    found = said(change(steps, 3, **broken)[:4], recorded["ours"].steps)
+
+    assert found == ["errors: yours raises Todo: lab 6.2: skip; ours nothing"]
+
+
+def test_an_engine_that_stops_early_is_said_to(recorded):
+    ours = recorded["ours"]
+    yours = Recorded("yours", ours.steps[:7], end="it had not ended after 60 s")
+
+    found = compare(yours, ours)
+
+    assert found.column == 7
+    assert found.reasons == ["yours takes no further step: it had not ended after 60 s"]
+
+
+def test_logits_may_differ_by_the_order_of_a_sum_and_no_more(steps, recorded):
+    ours = recorded["ours"].steps
+    [request, probe] = next(iter(steps[4]["logits"].items()))
+
+    probe["values"] = [value + 1e-6 for value in probe["values"]]
+    assert said(steps, ours) == []
+    probe["values"][-1] += 0.5
+    assert said(steps, ours)[0].startswith(f"logits: those of {request}")
+    probe["values"][-1] = math.nan
+    assert said(steps, ours)[0].endswith("nan in yours")
+
+
+def test_many_differences_of_one_kind_are_counted(steps, recorded):
+    rows = [
+        {**row, "tokens": row["tokens"] + 1, "request": f"other-{i}"}
+        for i, row in enumerate(steps[9]["rows"] * 2)
+    ]
+
+    found = said(change(steps, 9, rows=rows), recorded["ours"].steps)
+
+    wrong = len(rows) + len(recorded["ours"].steps[9]["rows"])
+    assert sum(sentence.startswith("rows: ") for sentence in found) == 5
+    assert f"rows: and {wrong - 4} more" in found
+
+
+def test_an_engine_of_ours_that_does_nothing_is_nothing_to_compare_with():
+    with pytest.raises(LabError, match="makes our engine take no step"):
+        compare(Recorded("yours"), Recorded("ours"))
+
+
+def letter(name: str) -> dict:
+    """A step with two rows, one of them by its name."""
+    rows = [
+        {"request": request, "adapter": None, "slot": None, "tokens": 1, "kind": "decode", "cached": 0}
+        for request in (name[0], "x" + name[1:])
+    ]
+    lists = (
+        "slots",
+        "pinned",
+        "loads",
+        "activations",
+        "evictions",
+        "skipped",
+        "preempted",
+        "waiting",
+        "drops",
+    )
+    return {"rows": rows, "in_memory": 0, "kv_blocks": 0, **{key: [] for key in lists}}
+
+
+def least_cost(yours: list[dict], ours: list[dict]) -> float:
+    """Of all ways to put the two side by side whose first steps that differ are a pair, each tried."""
+    both = list(zip(yours, ours))
+    start = next((i + 1 for i, (a, b) in enumerate(both) if a != b), len(both))
+    begun = sum(distance(a, b) for a, b in both[:start])
+
+    @cache
+    def rest(i: int, j: int) -> float:
+        if i == len(yours) or j == len(ours):
+            return (len(yours) - i + len(ours) - j) * GAP
+        beside = distance(yours[i], ours[j]) + rest(i + 1, j + 1)
+        return min(beside, GAP + rest(i + 1, j), GAP + rest(i, j + 1))
+
+    return begun + rest(start, start)
+
+
+def test_steps_are_aligned_as_cheaply_as_can_be():
+    draw = random.Random(4)
+    for _ in range(300):
+        words = [["".join(draw.choices("ab", k=2)) for _ in range(draw.randrange(7))] for _ in range(2)]
+        yours, ours = [[letter(name) for name in word] for word in words]
+
+        pairs = align(yours, ours)
+
+        assert [i for i, _ in pairs if i is not None] == list(range(len(yours)))
+        assert [j for _, j in pairs if j is not None] == list(range(len(ours)))
+        cost = sum(GAP if None in pair else distance(yours[pair[0]], ours[pair[1]]) for pair in pairs)
+        assert cost == pytest.approx(least_cost(yours, ours)), words
+
+
+def test_a_step_too_many_leaves_the_others_side_by_side(recorded):
+    ours = recorded["ours"].steps
+    yours = [*ours[:6], letter("zz"), *ours[6:]]
+
+    pairs = align(yours, ours)
+
+    assert pairs[:6] == [(i, i) for i in range(6)]
+    assert pairs[6:8] == [(6, 6), (7, None)]
+    assert pairs[8:] == [(i + 1, i) for i in range(7, len(ours))]
+
+
+def test_distances_tell_equal_from_almost_equal(steps, recorded):
+    ours = recorded["ours"].steps
+
+    assert distance(steps[3], ours[3]) == 0
+    assert distance(change(steps, 3, in_memory=9)[3], ours[3]) == ALMOST
+    assert distance(letter("ab"), letter("cd")) == 1
+    assert not differences(steps[4], ours[4])
+
+
+def test_the_page_shows_both_and_goes_to_the_difference(recorded, tmp_path):
+    name = "one_victim_for_both_tiers"
+    found = compare(recorded[name], recorded["ours"])
+
+    with open_browser() as browser:
+        tab = Tab(browser, width=400).open(found.page("serve.py"), tmp_path)
+
+        assert tab.page.evaluate("page.column") == found.column
+        assert tab.page.evaluate("[...page.trace.differs]") == found.differing
+        assert found.reasons[0] in tab.page.inner_text("#verdict")
+        heads = tab.page.locator("#details h2").all_inner_texts()
+        assert heads == [f"One_victim_for_both_tiers, step {found.column}", f"Ours, step {found.column}"]
+        [dropped] = recorded[name].steps[found.column]["drops"]
+        marked = tab.page.locator("#details li.odd").all_inner_texts()
+        assert [line.replace("\n", "") for line in marked] == [f"{dropped} left memory for another"]
+        tab.page.evaluate("page.go(0)")
+        tab.page.locator("#verdict button").click()
+        assert tab.page.evaluate("page.column") == found.column
+        assert tab.page.evaluate("document.documentElement.scrollWidth") == 400
+        assert tab.troubles == []
+
+
+def test_the_command_compares_a_learners_code(program, tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+    checkout.answer(
+        "6.1", *next(m.edits for m in mutants_of(read_engine()["6.1"]) if m.name == "base_waits_for_a_slot")
+    )
+    out = checkout.root / "compared"
+
+    result = checkout.lab("compare", "--labs", "6.1", "--folder", str(out), "--", "python", str(program))
+
+    assert result.returncode == 1, result.stderr
+    assert "yours: 6.1\n" in result.stdout
+    assert " is the first that differs, of " in result.stdout
+    assert "\n  rows: ours computes" in result.stdout
+    html = (out / "compare.html").read_text("utf-8")
+    assert "base_waits_for_a_slot" not in html and '"verdict":"Step ' in html
+    assert len([json.loads(line) for line in (out / "ours.jsonl").read_text().splitlines()]) > 20
+
+
+@pytest.mark.nightly
+def test_the_command_says_what_cannot_be_compared(program, tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+
+    nothing = checkout.lab("compare", "--", "python", str(program))
+    shell = checkout.lab("compare", "--labs", "6.1", "--", "ls")
+    todo = checkout.lab("compare", "--labs", "6.1", "--", "python", str(program))
+
+    assert nothing.returncode == 2 and "nothing is yours yet" in nothing.stderr
+    assert shell.returncode == 2 and "'ls' is no Python program" in shell.stderr
+    assert todo.returncode == 1 and "errors: yours raises Todo: lab 6.1" in todo.stdout

@@ -1,0 +1,118 @@
+"""`lab variants`: other right answers pass, all together are an engine, and last hints say what they use."""
+
+import pytest
+from checkout import Checkout
+
+from labs.kit import variants
+from labs.kit.hints import Hints
+from labs.kit.regions import PHASES, read_engine
+from labs.kit.variants import drift, with_variant
+from minivllm.labs import LabError
+
+EXERCISES = read_engine()
+SUITE = [
+    "tests/engine",
+    "tests/gpu",
+    "tests/models",
+    *(f"tests/phase_{n:02}" for n in range(1, len(PHASES) + 1)),
+]
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_last_hint_says_what_its_variant_uses(number):
+    exercise = EXERCISES[number]
+
+    assert with_variant(exercise) != exercise.text
+    assert drift(exercise) is None
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """What is said of lab 3.1 with this last hint and this variant."""
+
+    def tried(hint, code):
+        monkeypatch.setattr(variants, "hints_of", lambda exercise: Hints(9, ["", "", hint]))
+        monkeypatch.setattr(variants, "variant_of", lambda exercise: code)
+        return drift(EXERCISES["3.1"])
+
+    return tried
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        ("slots = self.token_slots(len(x)); sorted", None),
+        (
+            "slots = the slots of the tokens",
+            "the last hint does not name token_slots, which the variant uses",
+        ),
+        (
+            "slots = self.token_slots(x) beyond _every_slot",
+            "the last hint names _every_slot, which neither our code nor the variant has",
+        ),
+        ("lora_index_to_id, token_slots", None),
+    ],
+)
+def test_names_that_hint_and_code_do_not_share_are_said(tried, hint, said):
+    assert (
+        tried(hint, "def f(self, x):\n    rows = self.token_slots(len(x))\n    return sorted(rows)\n") == said
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (EXERCISES["3.1"].code(), "the variant of lab 3.1 is our own code"),
+        ("def slots_of(ids):\n    return []\n", "the variant of lab 3.1: slots_of takes other arguments now"),
+    ],
+)
+def test_what_is_no_variant_is_refused(monkeypatch, code, said):
+    monkeypatch.setattr(variants, "variant_of", lambda exercise: code)
+
+    with pytest.raises(LabError, match=said):
+        with_variant(EXERCISES["3.1"])
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("variants"))
+
+
+def signs(result):
+    return {line.partition(":")[0]: line for line in result.stdout.strip().split("\n")}
+
+
+def test_a_variant_of_each_phase_passes_its_exercises_tests(shared):
+    result = shared.lab("variants", "--sample")
+
+    assert len(signs(result)) == len(PHASES)
+    assert all(sign.startswith("✓") for sign in signs(result)), result.stdout
+    assert result.returncode == 0
+
+
+def test_a_variant_that_fails_is_an_error(tmp_path):
+    checkout = Checkout(tmp_path)
+    path = checkout.file("3.4").parent / "variants/3.4.py"
+    path.write_text(path.read_text().replace(">= 0", ">= -1"))
+
+    result = checkout.lab("variants", "3.4")
+
+    assert result.stdout.startswith("✗ 3.4: tests/phase_03/test_")
+    assert result.returncode == 1
+
+
+@pytest.mark.nightly
+def test_every_variant_passes_its_exercises_tests(shared):
+    result = shared.lab("variants")
+
+    assert sorted(signs(result)) == sorted(f"✓ {number}" for number in EXERCISES), result.stdout
+
+
+@pytest.mark.nightly
+def test_all_variants_together_are_an_engine(tmp_path):
+    checkout = Checkout(tmp_path)
+    checkout.take_variants()
+
+    result = checkout.pytest("-n", "2", *SUITE, labs="all")
+
+    assert result.returncode == 0, result.stdout[-4000:]

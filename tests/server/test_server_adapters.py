@@ -1,0 +1,247 @@
+"""Adapters that come and go over HTTP while requests are in flight."""
+
+import shutil
+import threading
+
+import httpx
+import pytest
+from tiny_adapters import ADAPTERS, save_adapter
+from tiny_engine import tiny_world
+from tiny_oracle import Oracle
+from tiny_server import BASE_NAME, Answers, client_of, serving
+
+from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def answers(world):
+    return Answers(world)
+
+
+@pytest.fixture
+def root(world, tmp_path):
+    """A folder with two of the four adapters."""
+    for name in ("mlp", "patterns"):
+        shutil.copytree(world.path(name), tmp_path / "root" / name)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def server(world, root):
+    LoRAResolverRegistry.register_resolver("root", FilesystemResolver(root, [str(world.base)]))
+    with serving(world, "qv", "all", lora_root=str(root), allow_runtime_lora=True) as server:
+        yield server
+    LoRAResolverRegistry.resolvers.pop("root")
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=30) as http:
+        yield http
+
+
+def order(http, what, name, path=None, **more):
+    body = {"lora_name": name, **({} if path is None else {"lora_path": str(path)}), **more}
+    return http.post(f"/v1/{what}_lora_adapter", json=body)
+
+
+def text_of(client, model, prompt="a tale", **more):
+    return client.completions.create(model=model, prompt=prompt, **{**GREEDY, **more}).choices[0].text
+
+
+def adapters(http):
+    return {each["name"]: each for each in http.get("/v1/adapters").json()["data"]}
+
+
+def test_a_loaded_adapter_answers_under_its_name_until_it_is_unloaded(http, client, answers, root):
+    loaded = order(http, "load", "fresh", root / "mlp")
+    answer = text_of(client, "fresh")
+    listed = "fresh" in [card.id for card in client.models.list()]
+    unloaded = order(http, "unload", "fresh")
+    after = http.post("/v1/completions", json={"model": "fresh", "prompt": "x"})
+
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'fresh' added successfully.")
+    assert answer == answers.text("mlp", "a tale")
+    assert listed
+    assert (unloaded.status_code, unloaded.text) == (
+        200,
+        "Success: LoRA adapter 'fresh' removed successfully.",
+    )
+    assert after.status_code == 404
+
+
+def test_a_path_may_begin_at_the_root(http, client, answers):
+    order(http, "load", "short", "patterns").raise_for_status()
+
+    assert text_of(client, "short") == answers.text("patterns", "a tale")
+
+
+def test_an_unknown_name_is_found_below_the_root_and_known_from_then_on(http, client, answers):
+    before = list(adapters(http))
+    answer = text_of(client, "mlp")
+
+    assert answer == answers.text("mlp", "a tale")
+    assert before == ["all", "qv"]
+    assert list(adapters(http)) == ["all", "mlp", "qv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "status", "words"),
+    [
+        ("qv", "mlp", 400, "already been loaded"),
+        (BASE_NAME, "mlp", 400, "base model's name"),
+        ("new", "..", 400, "--lora-root"),
+        ("new", "/etc", 400, "--lora-root"),
+        ("new", "mlp/../../outside", 400, "--lora-root"),
+        ("new", "nul\0l", 400, "--lora-root"),
+        ("new", "a-link", 400, "--lora-root"),
+        ("new", "a-file-is-a-link", 400, "--lora-root"),
+        ("new", "nowhere", 404, "no adapter folder"),
+        ("new", "broken", 400, "adapter_model.safetensors"),
+        ("new", "empty", 404, "adapter_config.json"),
+        ("", "mlp", 400, "lora_name"),
+        ("new", "", 400, "lora_path"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_and_nothing_changes(http, world, root, name, path, status, words):
+    shutil.copytree(world.path("qv"), root.parent / "outside")
+    (root / "a-link").symlink_to(root.parent / "outside")
+    shutil.copytree(root / "mlp", root / "a-file-is-a-link")
+    (root / "a-file-is-a-link" / "adapter_model.safetensors").unlink()
+    (root / "a-file-is-a-link" / "adapter_model.safetensors").symlink_to(
+        root.parent / "outside" / "adapter_model.safetensors"
+    )
+    shutil.copytree(root / "mlp", root / "broken")
+    (root / "broken" / "adapter_model.safetensors").write_bytes(b"no tensors")
+    (root / "empty").mkdir()
+    before = adapters(http)
+
+    response = order(http, "load", name, path)
+
+    assert response.status_code == status, response.text
+    assert words in response.json()["error"]["message"]
+    assert adapters(http) == before
+
+
+def test_a_name_leads_to_no_file_outside_of_the_root(http, world, root):
+    shutil.copytree(root / "mlp", root / "leak")
+    (root / "leak" / "adapter_model.safetensors").unlink()
+    (root / "leak" / "adapter_model.safetensors").symlink_to(world.path("mlp") / "adapter_model.safetensors")
+
+    response = http.post("/v1/completions", json={"model": "leak", "prompt": "x"})
+
+    assert response.status_code == 400
+    assert "--lora-root" in response.json()["error"]["message"]
+
+
+def test_an_adapter_is_read_again_in_place_for_those_who_come_later(http, client, world, root):
+    order(http, "load", "moving", root / "mlp").raise_for_status()
+    stream = client.completions.create(
+        model="moving", prompt="long", stream=True, **{**GREEDY, "max_tokens": 60}
+    )
+    begun = next(iter(stream)).choices[0].text
+    save_adapter(root / "other", world.base, 77, **ADAPTERS["qv"])
+
+    reloaded = order(http, "load", "moving", root / "other", load_inplace=True)
+    old = begun + "".join(chunk.choices[0].text for chunk in stream)
+    new = text_of(client, "moving")
+
+    oracle, tokenizer = Oracle(world.base), Answers(world).tokenizer
+    oracle.load("other", root / "other")
+    assert reloaded.status_code == 200, reloaded.text
+    assert old == Answers(world).text("mlp", "long", 60)
+    assert new == tokenizer.decode(oracle.greedy("other", tokenizer("a tale")["input_ids"], 8))
+
+
+def test_requests_in_flight_end_as_they_began_when_their_adapter_is_unloaded(http, client, answers):
+    order(http, "load", "leaving", "mlp").raise_for_status()
+    stream = client.completions.create(
+        model="leaving", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 60}
+    )
+    text = next(iter(stream)).choices[0].text
+
+    gone = order(http, "unload", "leaving")
+    refused = http.post("/v1/completions", json={"model": "leaving", "prompt": "x"})
+    text += "".join(chunk.choices[0].text for chunk in stream)
+
+    assert (gone.status_code, refused.status_code) == (200, 404)
+    assert text == answers.text("mlp", "bye", 60)
+    order(http, "load", "leaving", "patterns").raise_for_status()
+    assert text_of(client, "leaving") == answers.text("patterns", "a tale")
+
+
+def test_a_pinned_adapter_keeps_its_slot(http, client):
+    pinned = order(http, "pin", "qv")
+    for name in ("all", "mlp", "patterns", "all"):
+        text_of(client, name)
+    seen = adapters(http)
+    unpinned = order(http, "unpin", "qv")
+    for name in ("all", "mlp", "patterns", "all"):
+        text_of(client, name)
+
+    assert (pinned.status_code, unpinned.status_code) == (200, 200)
+    assert seen["qv"]["pinned"] and seen["qv"]["slot"] is not None
+    assert seen["qv"]["state"] == "in a slot"
+    assert adapters(http)["qv"]["slot"] is None
+
+
+def test_more_pins_than_slots_are_refused(http, client):
+    order(http, "pin", "qv").raise_for_status()
+    order(http, "pin", "all").raise_for_status()
+    text_of(client, "qv")
+
+    refused = order(http, "pin", "nobody"), order(http, "unload", "nobody"), order(http, "load", "m", "mlp")
+    text_of(client, "qv")
+    third = order(http, "pin", "m")
+
+    assert [response.status_code for response in refused] == [404, 404, 200]
+    assert third.status_code == 409
+    assert "all 2 slots are pinned" in third.json()["error"]["message"]
+
+
+def test_adapters_are_described(http, client):
+    text_of(client, "qv")
+
+    found = adapters(http)["qv"]
+    assert found["bytes"] > 0
+    assert found["last_used"] > 1e9
+    assert (found["pinned"], found["state"]) == (False, "in a slot")
+    assert set(found) == {"name", "path", "state", "slot", "pinned", "bytes", "last_used"}
+
+
+def test_many_loads_of_one_name_at_once_serve_it_once(http):
+    responses = []
+
+    def load():
+        responses.append(order(http, "load", "twin", "mlp").status_code)
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(responses) == [200] + [400] * 7
+
+
+def test_nothing_changes_where_that_is_not_allowed(world):
+    with serving(world, "qv") as server, httpx.Client(base_url=server.url) as http:
+        responses = [order(http, "load", "x", world.path("all"))]
+        responses += [order(http, what, "qv") for what in ("unload", "pin", "unpin")]
+
+        assert [response.status_code for response in responses] == [403] * 4
+        assert "--allow-runtime-lora" in responses[0].json()["error"]["message"]
+        assert list(adapters(http)) == ["qv"]

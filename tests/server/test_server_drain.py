@@ -1,0 +1,105 @@
+"""The end of a server: requests that run are finished, new ones are told to go elsewhere."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from tiny_engine import tiny_world
+from tiny_server import Answers, client_of, serving
+
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def drain(server):
+    """What a SIGTERM does."""
+    server.server.drain()
+
+
+def test_a_stream_that_runs_is_finished_and_a_new_one_is_refused(world):
+    with serving(world, "qv", drain_seconds=30) as server, client_of(server) as client:
+        stream = client.completions.create(model="qv", prompt="last", max_tokens=100, stream=True, **GREEDY)
+        text = next(iter(stream)).choices[0].text
+        drain(server)
+        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "qv", "prompt": "x"})
+        health = httpx.get(f"{server.url}/health")
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        server._thread.join(30)
+
+        assert not server._thread.is_alive()
+    assert text == Answers(world).text("qv", "last", 100)
+    assert (refused.status_code, health.status_code) == (503, 503)
+    assert refused.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+def test_who_takes_longer_than_allowed_is_cut_off_with_an_error(world):
+    body = {"model": "qv", "prompt": "long", "max_tokens": 120, "n": 8, "ignore_eos": True, "stream": True}
+    with serving(world, "qv", drain_seconds=0.05) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            hold_up(server, seconds=0.5)
+            drain(server)
+            events = [line for line in lines if line]
+        server._thread.join(30)
+
+        assert not server._thread.is_alive()
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 503
+
+
+def hold_up(server, seconds):
+    """The engine takes no step for so long."""
+    held = server.server.state.llm.call(lambda engine: time.sleep(seconds))
+    threading.Thread(target=asyncio.run, args=(held,)).start()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)], ids=lambda n: n.name
+)
+def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
+    command = [
+        sys.executable,
+        "-m",
+        "minivllm.cli",
+        "serve",
+        str(world.base),
+        "--port",
+        "0",
+        "--dtype",
+        "float64",
+    ]
+    command += ["--lora-modules", f"qv={world.path('qv')}", "--served-model-name", "tiny", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while "Serving" not in (line := process.stderr.readline()):
+            assert process.poll() is None, line
+        url = line.split()[-1].removesuffix("/v1")
+        answers = []
+
+        def ask():
+            body = {"model": "qv", "prompt": "bye", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while 'running_lora_adapters="qv"' not in httpx.get(f"{url}/metrics").text and not answers:
+            time.sleep(0.005)
+        process.send_signal(number)
+        thread.join()
+
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert answers[0].json()["choices"][0]["text"] == Answers(world).text("qv", "bye", 100)

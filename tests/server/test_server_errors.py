@@ -1,0 +1,184 @@
+"""What a server refuses, how it says so, and that it serves on."""
+
+import json
+
+import httpx
+import pytest
+from tiny_engine import tiny_world
+from tiny_server import BASE_NAME, serving
+
+COMPLETION = {"model": "qv", "prompt": "fine", "max_tokens": 2, "temperature": 0}
+JSON = {"content-type": "application/json"}
+CHAT = {"model": "qv", "messages": [{"role": "user", "content": "fine"}], "max_tokens": 2}
+
+# Route, what is changed in a good body, status, field that is to blame, words of the sentence.
+ROWS = [
+    ("completions", {"model": "nobody"}, 404, "model", "`nobody` does not exist; there are: tiny, all, qv"),
+    ("completions", {"model": "\ud800"}, 400, "model", "model: "),
+    ("completions", {"model": "../qv"}, 404, "model", "does not exist"),
+    ("completions", {"model": 7}, 400, "model", "model: "),
+    ("completions", {"model": None}, 400, "model", "Field required"),
+    ("completions", {"prompt": ""}, 400, None, "empty prompt"),
+    ("completions", {"prompt": []}, 400, "prompt", "one to 64 prompts"),
+    ("completions", {"prompt": ["x"] * 65}, 400, "prompt", "got 65"),
+    ("completions", {"prompt": [97]}, 400, None, "from 0 to 96"),
+    ("completions", {"prompt": [-1]}, 400, "prompt", ""),
+    ("completions", {"prompt": "x" * 100_000}, 400, None, "characters"),
+    ("completions", {"prompt": "half \ud800"}, 400, None, "half of a pair"),
+    ("completions", {"prompt": {"text": "x"}}, 400, "prompt", ""),
+    ("completions", {"max_tokens": 0}, 400, None, "max_tokens"),
+    ("completions", {"max_tokens": -5}, 400, None, "max_tokens"),
+    ("completions", {"max_tokens": 10**30}, 400, None, "max_tokens"),
+    ("completions", {"temperature": -1}, 400, None, "temperature"),
+    ("completions", {"temperature": "hot"}, 400, "temperature", "temperature: "),
+    ("completions", {"top_p": 0}, 400, None, "top_p"),
+    ("completions", {"n": 0}, 400, None, "n must be"),
+    ("completions", {"n": 2}, 400, None, "n must be 1 where the likeliest"),
+    ("completions", {"n": 10**6, "temperature": 1}, 400, None, "n must be"),
+    ("completions", {"presence_penalty": 3}, 400, None, "presence_penalty"),
+    ("completions", {"logit_bias": {"500": 1}}, 400, None, "logit_bias [500]"),
+    ("completions", {"logit_bias": {"x": 1}}, 400, "logit_bias.x.[key]", ""),
+    ("completions", {"stop": [""]}, 400, None, "empty string"),
+    ("completions", {"stop": ["x"] * 65}, 400, None, "64"),
+    ("completions", {"seed": -1}, 400, None, "seed"),
+    ("completions", {"logprobs": 10**6}, 400, None, "logprobs"),
+    ("completions", {"best_of": 2}, 400, "best_of", ""),
+    ("completions", {"suffix": "x"}, 400, "suffix", ""),
+    ("completions", {"frobnicate": 1}, 400, "frobnicate", "'frobnicate' is not supported"),
+    ("completions", {"echo": True, "logprobs": 1}, 400, None, "echo with logprobs"),
+    ("completions", {"stream_options": {}}, 400, None, "only with stream"),
+    ("completions", {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x", "not supported"),
+    ("chat/completions", {"messages": []}, 400, "messages", ""),
+    ("chat/completions", {"messages": "hello"}, 400, "messages", ""),
+    ("chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "not supported"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format.type", ""),
+    ("chat/completions", {"top_logprobs": 2}, 400, None, "logprobs: true"),
+    ("chat/completions", {"messages": [{"role": "", "content": ""}]}, 400, "messages.0.role", ""),
+    ("chat/completions", {"model": "nobody"}, 404, "model", "does not exist"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tiny_world(tmp_path_factory), "qv", "all", engine={"max_logprobs": 5}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def assert_is_an_error(response, status):
+    """In OpenAI's form, with vLLM's fields."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert 0 < len(error["message"]) <= 500
+    return error
+
+
+def assert_serves(client):
+    response = client.post("/v1/completions", json=COMPLETION)
+
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("route", "change", "status", "param", "words"), ROWS, ids=lambda value: str(value)[:40]
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_bad_request_is_refused_in_a_sentence(client, route, change, status, param, words, stream):
+    body = {**(CHAT if route.startswith("chat") else COMPLETION), **change}
+    if stream:
+        body = {"stream": True, **body}
+    if stream and change == {"stream_options": {}}:
+        pytest.skip("that is fine in a stream")
+
+    response = client.post(f"/v1/{route}", content=json.dumps(body), headers=JSON)
+
+    error = assert_is_an_error(response, status)
+    assert words in error["message"]
+    assert (error["param"] or "").startswith(param or "")
+    assert bool(param) == bool(error["param"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "qv", "prompt": "x", "temperature": NaN}',
+        b'{"model": "qv", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_what_is_no_request_at_all_is_refused(client, content):
+    response = client.post("/v1/completions", content=content, headers=JSON)
+
+    assert_is_an_error(response, 400)
+    assert_serves(client)
+
+
+def test_a_form_of_a_web_page_is_no_request(client):
+    """A browser sends text/plain to anybody without asking; JSON it asks for first."""
+    response = client.post(
+        "/v1/completions", content=json.dumps(COMPLETION), headers={"content-type": "text/plain"}
+    )
+
+    assert_is_an_error(response, 400)
+
+
+def test_routes_that_are_not_there_and_other_methods_are_errors_in_the_same_form(client):
+    assert_is_an_error(client.get("/v1/embeddings"), 404)
+    assert_is_an_error(client.get("/v1/completions"), 405)
+
+
+def test_fields_that_are_null_count_as_left_out(client):
+    nulls = dict.fromkeys(
+        ("stop", "seed", "logit_bias", "user", "tools", "response_format", "stream_options")
+    )
+
+    response = client.post(
+        "/v1/completions", json={**COMPLETION, **nulls, "response_format": {"type": "text"}}
+    )
+
+    assert response.status_code == 200, response.text
+
+
+def test_no_page_of_another_origin_may_read_an_answer(client):
+    response = client.post(
+        "/v1/completions", json=COMPLETION, headers={"origin": "https://elsewhere.example"}
+    )
+
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_tokens_come_and_go_as_text(client):
+    tokens = client.post("/tokenize", json={"model": "qv", "prompt": "abc", "return_token_strs": True}).json()
+    chat = client.post("/tokenize", json={"model": BASE_NAME, "messages": CHAT["messages"]}).json()
+    text = client.post("/detokenize", json={"model": "qv", "tokens": tokens["tokens"]}).json()
+
+    assert (tokens["count"], text, tokens["token_strs"]) == (3, {"prompt": "abc"}, ["a", "b", "c"])
+    assert chat["count"] == len("user: fine|assistant:")
+    assert_is_an_error(client.post("/detokenize", json={"model": "qv", "tokens": [97]}), 400)
+    assert_is_an_error(client.post("/tokenize", json={"model": "qv"}), 400)
+    half = client.post("/tokenize", content=json.dumps({"model": "qv", "prompt": "\ud800"}), headers=JSON)
+    assert_is_an_error(half, 400)
+
+
+def test_after_all_that_nothing_is_left_behind(server, client):
+    assert_serves(client)
+
+    engine = server.server.state.llm.engine
+    assert not engine.has_unfinished_requests()
+    assert not engine.scheduler.requests

@@ -1,0 +1,177 @@
+"""What one request, and all together, may take; what happens to connections that stop half way."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from tiny_engine import tiny_world
+from tiny_server import serving
+
+ASK = {"model": "qv", "prompt": "x", "max_tokens": 2, "temperature": 0}
+LIMITS = {
+    "max_body_bytes": 2000,
+    "max_header_bytes": 4000,
+    "max_concurrency": 3,
+    "read_seconds": 0.5,
+    "write_seconds": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def server(world):
+    with serving(world, "qv", **LIMITS) as server:
+        yield server
+
+
+def engine_of(server):
+    return server.server.state.llm.engine
+
+
+def settled(server, seconds=10.0):
+    """Waits until the engine has no request left."""
+    until = time.monotonic() + seconds
+    while engine_of(server).has_unfinished_requests() and time.monotonic() < until:
+        time.sleep(0.01)
+    return not engine_of(server).has_unfinished_requests()
+
+
+def post(server, content, **headers):
+    return httpx.post(
+        f"{server.url}/v1/completions",
+        content=content,
+        headers={"content-type": "application/json", **headers},
+        timeout=30,
+    )
+
+
+def connected(server):
+    host, port = server.socket.getsockname()
+    return socket.create_connection((host, port), timeout=30)
+
+
+def head(length, *lines):
+    words = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", *lines]
+    return "\r\n".join([*words, f"content-length: {length}", "", ""]).encode()
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
+    with connected(server) as sock:
+        sock.sendall(head(10**9))
+        answer = sock.recv(10_000)
+
+    assert b" 413 " in answer.split(b"\r\n")[0]
+
+
+def test_a_body_that_grows_too_large_is_refused(server):
+    def chunks():
+        for _ in range(30):
+            yield b" " * 100
+
+    assert post(server, chunks()).status_code == 413
+    assert post(server, json.dumps({**ASK, "prompt": "x" * 1990})).status_code == 413
+    assert post(server, json.dumps(ASK)).status_code == 200
+
+
+def test_too_many_headers_are_refused(server):
+    many = post(server, json.dumps(ASK), **{f"x-{i}": "1" for i in range(120)})
+    long = post(server, json.dumps(ASK), x="y" * 5000)
+
+    assert (many.status_code, long.status_code) == (431, 431)
+    assert post(server, json.dumps(ASK)).status_code == 200
+
+
+def test_a_line_without_an_end_is_refused(server):
+    with connected(server) as sock:
+        sock.sendall(b"GET /" + b"a" * 20_000)
+        answer = sock.recv(10_000)
+
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_that_does_not_come_is_waited_for_no_longer_than_allowed(server):
+    started = time.monotonic()
+    with connected(server) as sock:
+        sock.sendall(head(100) + b'{"model"')
+        answer = sock.recv(10_000)
+
+    assert b" 408 " in answer.split(b"\r\n")[0]
+    assert time.monotonic() - started < 10
+
+
+def test_more_requests_than_allowed_are_told_to_come_back(server):
+    slow = json.dumps({**ASK, "max_tokens": 100, "ignore_eos": True, "prompt": "slow"})
+    statuses = []
+
+    def ask():
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", content=slow, headers={"content-type": "application/json"}
+        ) as response:
+            statuses.append((response.status_code, response.headers.get("retry-after")))
+            response.read()
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert {status for status, _ in statuses} == {200, 429}
+    assert {after for status, after in statuses if status == 429} == {"1"}
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert post(server, json.dumps(ASK)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_aborts_the_request(server, stream):
+    aborted = engine_of(server).metrics.finished["abort"]
+    body = json.dumps({**ASK, "max_tokens": 110, "ignore_eos": True, "stream": stream}).encode()
+    with connected(server) as sock:
+        sock.sendall(head(len(body)) + body)
+        until = time.monotonic() + 10
+        while not engine_of(server).scheduler.running and time.monotonic() < until:
+            time.sleep(0.001)
+
+    assert settled(server)
+    assert engine_of(server).metrics.finished["abort"] == aborted + 1
+    assert post(server, json.dumps(ASK)).status_code == 200
+
+
+def test_the_queue_of_the_engine_is_full_before_its_memory_is(world):
+    with serving(world, "qv", max_queued=0, engine={"max_num_seqs": 1}) as server:
+        body = json.dumps({**ASK, "max_tokens": 110, "ignore_eos": True})
+        with httpx.stream(
+            "POST",
+            f"{server.url}/v1/completions",
+            content=json.dumps({**json.loads(body), "stream": True}),
+            headers={"content-type": "application/json"},
+        ) as stream:
+            events = stream.iter_lines()
+            next(events)
+            refused = post(server, body)
+            rest = list(events)
+
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "RateLimitError"
+        assert rest[-2] == "data: [DONE]"
+        assert settled(server)
+        assert post(server, json.dumps(ASK)).status_code == 200
+
+
+def test_pages_of_one_origin_may_be_allowed(world):
+    with serving(world, allowed_origins=("https://page.example",)) as server:
+        asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+        allowed = httpx.options(f"{server.url}/v1/completions", headers=asked)
+        other = httpx.options(
+            f"{server.url}/v1/completions", headers={**asked, "origin": "https://x.example"}
+        )
+
+    assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+    assert "access-control-allow-origin" not in other.headers

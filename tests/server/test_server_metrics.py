@@ -1,0 +1,131 @@
+"""/metrics as Prometheus reads it, and the access log; the requests themselves say what the numbers must be."""
+
+import logging
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tiny_engine import tiny_world
+from tiny_server import BASE_NAME, client_of, serving
+
+from minivllm.server.metrics import OTHER, ServerMetrics
+from minivllm.server.record import Record
+
+NAMES = ("qv", "all", "mlp", "patterns")
+GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+# Whom the requests below name, with how many characters, which are tokens.
+ASKED = [(BASE_NAME, 5), ("qv", 3), ("all", 7), ("qv", 9), ("mlp", 4), ("all", 2)]
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    with serving(tiny_world(tmp_path_factory), *NAMES) as server:
+        with client_of(server) as client:
+            for i, (model, length) in enumerate(ASKED):
+                prompt = "abcdefghij"[:length]
+                answer = client.completions.create(model=model, prompt=prompt, stream=bool(i % 2), **GREEDY)
+                assert len(list(answer)) > 0
+        yield read(server)
+
+
+def read(server):
+    response = httpx.get(f"{server.url}/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(response.text)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def value(samples, name, **labels):
+    return samples[name, tuple(sorted(labels.items()))]
+
+
+def test_totals_are_those_of_the_requests(samples):
+    of_all = {"model_name": BASE_NAME}
+
+    assert value(samples, "vllm:prompt_tokens_total", **of_all) == sum(length for _, length in ASKED)
+    assert value(samples, "vllm:generation_tokens_total", **of_all) == 8 * len(ASKED)
+    assert value(samples, "vllm:request_success_total", finished_reason="length", **of_all) == len(ASKED)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert value(samples, f"vllm:{name}_count", **of_all) == len(ASKED)
+        assert value(samples, f"vllm:{name}_sum", **of_all) > 0
+    streamed = len(ASKED) // 2
+    assert value(samples, "vllm:inter_token_latency_seconds_count", **of_all) <= 7 * streamed
+    assert value(samples, "vllm:inter_token_latency_seconds_count", **of_all) >= streamed
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert value(samples, f"vllm:{name}", **of_all) == 0
+
+
+@pytest.mark.parametrize("adapter", [BASE_NAME, *NAMES])
+def test_each_adapter_has_its_own_also_one_that_nobody_asked_for(samples, adapter):
+    lengths = [length for name, length in ASKED if name == adapter]
+
+    assert value(samples, "minivllm:adapter_requests_total", adapter=adapter) == len(lengths)
+    assert value(samples, "minivllm:adapter_prompt_tokens_total", adapter=adapter) == sum(lengths)
+    assert value(samples, "minivllm:adapter_generation_tokens_total", adapter=adapter) == 8 * len(lengths)
+    name = "minivllm:adapter_time_to_first_token_seconds_count"
+    assert value(samples, name, adapter=adapter) == len(lengths)
+
+
+def test_loads_and_evictions_are_counted_by_adapter(samples):
+    loads = {name: value(samples, "minivllm:adapter_loads_total", adapter=name) for name in NAMES}
+    evictions = sum(value(samples, "minivllm:adapter_evictions_total", adapter=name) for name in NAMES)
+    activations = sum(value(samples, "minivllm:adapter_activations_total", adapter=name) for name in NAMES)
+
+    assert loads == dict.fromkeys(NAMES, 1)
+    assert evictions == activations - 2  # two slots
+    assert value(samples, "minivllm:adapter_loads_total", adapter=BASE_NAME) == 0
+    assert value(samples, "minivllm:adapters_in_slots", model_name=BASE_NAME) == 2
+    assert value(samples, "minivllm:adapters_in_memory", model_name=BASE_NAME) == 4
+
+
+def test_adapters_with_requests_are_named(tmp_path_factory):
+    world = tiny_world(tmp_path_factory)
+    with serving(world, *NAMES) as server, client_of(server) as client:
+        asked = {**GREEDY, "max_tokens": 110, "stream": True}
+        runs = client.completions.create(model="qv", prompt="x", **asked)
+        next(iter(runs))
+        samples = read(server)
+        list(runs)
+
+    [info] = [dict(labels) for name, labels in samples if name == "vllm:lora_requests_info"]
+    assert info == {"max_lora": "2", "running_lora_adapters": "qv", "waiting_lora_adapters": ""}
+    assert value(samples, "vllm:num_requests_running", model_name=BASE_NAME) == 1
+
+
+def test_names_beyond_the_most_share_a_label():
+    metrics = ServerMetrics("base", ["a", "b"], most_labels=3)
+
+    for name in ("c", "a", "d", "c"):
+        metrics.begun(name)
+
+    requests = {
+        s.labels["adapter"]: s.value
+        for s in metrics.requests.collect()[0].samples
+        if s.name.endswith("_total")
+    }
+    assert requests == {"base": 0, "a": 1, "b": 0, OTHER: 3}
+
+
+def test_a_line_of_the_log_says_who_asked_for_what(tmp_path_factory, caplog):
+    caplog.set_level(logging.INFO, logger="minivllm.access")
+    with serving(tiny_world(tmp_path_factory), "qv") as server:
+        with client_of(server) as client:
+            client.completions.create(model="qv", prompt="abc", **GREEDY)
+        httpx.post(f"{server.url}/v1/completions", json={"model": "x\ny 200", "prompt": "x"})
+        httpx.get(f"{server.url}/no%0Aline")
+
+    said = [record.getMessage() for record in caplog.records if record.name == "minivllm.access"]
+    assert "POST '/v1/completions' 200 model='qv' prompt=3 answer=8 ttft=" in said[0]
+    assert "404 model='x\\ny 200' prompt=0" in said[1]
+    assert "'/no\\nline' 404" in said[2]
+    assert not any("\n" in line for line in said)
+
+
+def test_a_line_counts_from_the_beginning_of_its_request():
+    record = Record(10.0, "qv", 3, 5, first_token_at=10.25, status=200)
+
+    line = record.line({"method": "POST", "path": "/v1/completions", "client": ("1.2.3.4", 5)}, 12.0)
+
+    assert line == (
+        "1.2.3.4 POST '/v1/completions' 200 model='qv' prompt=3 answer=5 ttft=0.250s total=2.000s"
+    )
