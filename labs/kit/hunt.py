@@ -180,9 +180,9 @@ class Hunt:
                 f"{self.test_file.relative_to(self.root)} is missing; `lab reset {self.number}` writes it"
             ) from None
 
-    def digest(self) -> str:
-        """Of all that the learner has written for it."""
-        texts = [self.test_text(), *(source.text for source in self.fixes().values())]
+    def digest(self, with_fixes: bool = True) -> str:
+        """Of all that the learner has written for it, or of the test alone."""
+        texts = [self.test_text(), *(s.text for s in self.fixes().values() if with_fixes)]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
     def state(self, progress: "Progress") -> str:

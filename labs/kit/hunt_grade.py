@@ -10,6 +10,7 @@ from labs.kit.hunt import Hunt, read_hunts
 from minivllm.labs import ROOT, LabError, Source, compile_source
 
 SECONDS = 15.0  # that a test of a learner's may compute, on one engine
+OWN_SECONDS = 60.0  # that the project's own tests of an incident may
 PATIENCE = 3.0  # in multiples of these: how long it may take in all
 SOUND, BROKEN, VARIANT, OTHER, FIX = (
     "the sound engine",
@@ -37,11 +38,14 @@ class HuntGrade:
     seconds: float = 0.0
 
 
-def grade_hunt(hunt: Hunt) -> HuntGrade:
-    """Both steps, the second once the first is done. Then, too, the broken modules are handed out."""
+def grade_hunt(hunt: Hunt, is_right: bool = False) -> HuntGrade:
+    """Both steps, the second once the first is done. Then, too, the broken modules are handed out.
+
+    is_right   the test, as it stands, was found right before
+    """
     if hunt.test_text() == hunt.starter:
         return HuntGrade(hunt, "todo", "test", [])
-    problems, seconds = grade_test(hunt, hunt.test_file)
+    problems, seconds = ([], 0.0) if is_right else grade_test(hunt, hunt.test_file)
     if problems:
         return HuntGrade(hunt, "failed", "test", problems, seconds=seconds)
     hunt.hand_out()
@@ -53,19 +57,20 @@ def grade_hunt(hunt: Hunt) -> HuntGrade:
     return HuntGrade(hunt, state, "fix", problems, hunt.digest(), seconds + more)
 
 
-def grade_test(hunt: Hunt, path: Path) -> tuple[list[str], float]:
+def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str], float]:
     """What is wrong with a test for a hunt, and the seconds that its runs took together.
 
     It passes on the sound engine. It fails on the broken one and its variants. It passes with other faults.
+    limit   seconds that it may compute on one engine
     """
-    problems, seconds = _judge([_job(SOUND, {}, path), _job(BROKEN, hunt.broken(), path)])
+    problems, seconds = _judge([_job(SOUND, {}, path), _job(BROKEN, hunt.broken(), path)], limit)
     if problems:
         return problems, seconds
     jobs = [_job(VARIANT, fault.sources(), path) for fault in hunt.faults[1:]]
     for other in read_hunts().values():
         if other.id != hunt.id and other.id not in hunt.kin:
             jobs.append(_job(f"{OTHER} (hunt {other.id})", other.broken(), path))
-    problems, more = _judge(jobs)
+    problems, more = _judge(jobs, limit)
     return problems, seconds + more
 
 
@@ -73,10 +78,10 @@ def _job(engine: str, sources: dict[str, Source], path: Path) -> Job:
     return Job(engine, path.stem, sources, stop_at_first=True, files=(path,))
 
 
-def _judge(jobs: Iterable[Job]) -> tuple[list[str], float]:
+def _judge(jobs: Iterable[Job], limit: float) -> tuple[list[str], float]:
     """What is wrong with the outcomes, each sentence once, and the seconds of all."""
     said, seconds = [], 0.0
-    for job, outcome in run(jobs, limit=SECONDS, patience=PATIENCE):
+    for job, outcome in run(jobs, limit=limit, patience=PATIENCE):
         said.append(problem_of(job.key, outcome))
         seconds += outcome.seconds
     return [text for text in dict.fromkeys(said) if text], seconds
@@ -110,7 +115,7 @@ def grade_fix(hunt: Hunt, fixes: dict[str, Source]) -> tuple[list[str], float]:
         except SyntaxError as error:
             raise LabError(f"{Path(source.path).relative_to(ROOT)}:{error.lineno}: {error.msg}") from None
     jobs = [_job(FIX, fixes, hunt.test_file)] if hunt.test_text() != hunt.starter else []
-    return _judge([*jobs, incident_job(hunt, FIX, fixes)])
+    return _judge([*jobs, incident_job(hunt, FIX, fixes)], OWN_SECONDS)
 
 
 def incident_job(hunt: Hunt, key: str, sources: dict[str, Source]) -> Job:
