@@ -66,7 +66,7 @@ notebooks: setup
 N ?= 2000
 SEED ?= 0
 soak-server: setup
-	$(BIN)/python tests/server/soak.py --seed $(SEED)
+	$(BIN)/python tests/server/server_soak.py --seed $(SEED)
 
 soak: setup
 	$(BIN)/python tests/engine/soak.py --requests $(N) --seed $(SEED)

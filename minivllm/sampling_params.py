@@ -92,30 +92,6 @@ class SamplingParams:
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return penalties != (0, 0, 1) or bool(self.logit_bias)
 
-    def verify_with_vocab(self, vocab_size: int) -> None:
-        """Check what only the model knows: raises ValueError naming the ids outside 0..vocab_size - 1."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias or ())):
-            unknown = [token_id for token_id in ids if token_id >= vocab_size]
-            if unknown:
-                raise ValueError(
-                    f"{name} {unknown} are unknown to this model; use ids from 0 to {vocab_size - 1}"
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(self, name) or 0) > vocab_size:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)} but the vocabulary has only {vocab_size} tokens"
-                )
-
-    def verify_logprobs(self, whose: str, most: int) -> None:
-        """Check what the engine allows: ValueError if more logprobs are asked for; -1 allows all."""
-        for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name) or 0
-            if wanted > most > -1:
-                raise ValueError(
-                    f"{whose} asks for {name}={wanted}, but max_logprobs is {most}; ask for fewer, or start the "
-                    "engine with more (-1 is all)"
-                )
-
     def _check_flags(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             require_bool(**{name: getattr(self, name)})

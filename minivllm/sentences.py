@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 LONGEST_SENTENCE = 500  # characters: what a log line, a terminal and a JSON answer take without harm
 LONGEST_NAME = 80  # of a name in a sentence about something else
+
+REFUSALS = (ValueError, FileNotFoundError, RuntimeError)
 
 P, R = ParamSpec("P"), TypeVar("R")
 
@@ -30,17 +32,22 @@ def _cut(text: str, longest: int) -> str:
 
 
 def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose ValueError, FileNotFoundError or RuntimeError has one sentence, see `one_sentence`."""
+    """A function whose refusals (REFUSALS) have one sentence, see `raise_in_one_sentence`."""
 
     @functools.wraps(function)
     def refusing(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (ValueError, FileNotFoundError, RuntimeError) as error:
-            text = one_sentence(error)
-            if text == str(error):
-                raise
-            kinds = (kind for kind in (FileNotFoundError, RuntimeError) if isinstance(error, kind))
-            raise next(kinds, ValueError)(text) from error
+        except REFUSALS as error:
+            raise_in_one_sentence(error)
 
     return refusing
+
+
+def raise_in_one_sentence(error: Exception) -> NoReturn:
+    """Raise one of REFUSALS again, with a text that is one sentence (`one_sentence`)."""
+    text = one_sentence(error)
+    if text == str(error):
+        raise error
+    kinds = (kind for kind in (FileNotFoundError, RuntimeError) if isinstance(error, kind))
+    raise next(kinds, ValueError)(text) from error

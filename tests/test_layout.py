@@ -61,7 +61,6 @@ LAYERS = (
     (
         "lora.replace",
         "lora.adaptable",
-        "lora.module_wrapping",
         "lora.wrapped_modules",
         "lora.tiers",
         "lora.adapter_slots",

@@ -63,7 +63,7 @@ def to_weights(
     The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled at once.
 
     ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
-    numbers, with the scaling; it is not asked about shapes alone (meta).
+    numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.
     """
     raise Todo("lab 1.6: from tensors to modules")
 

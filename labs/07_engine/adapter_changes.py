@@ -88,8 +88,8 @@ class AdapterChanges:
     def _in_flight(self, adapter: Adapter, before: int | None = None) -> bool:
         """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
 
-        The scheduler counts them in `in_flight`, also those that wait or were preempted: `generations` of an
-        adapter's id are those of which there are any.
+        The scheduler counts them in `in_flight`, also those that wait or were preempted: under an adapter's id are
+        the generations of which there are any, if there is one.
         """
         raise Todo("lab 7.5: changes that wait for requests in flight")
 

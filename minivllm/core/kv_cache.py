@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from minivllm.core.prefix_cache import PrefixCache
 from minivllm.core.request import Request
-from minivllm.guards.refusals import lacks_blocks
 
 
 class KVCacheManager(PrefixCache):
@@ -12,15 +11,6 @@ class KVCacheManager(PrefixCache):
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def check_fits(self, request: Request, max_model_len: int | None) -> None:
-        """ValueError if the request, with an empty cache all to itself, would still lack blocks."""
-        # The last token is sampled but never computed.
-        num_tokens = request.max_num_tokens(max_model_len) - 1
-        num_blocks = self.num_blocks_for(num_tokens)
-        usable = self.block_pool.num_usable_blocks
-        if num_blocks > usable:
-            raise lacks_blocks(request.request_id, num_blocks, num_tokens, usable)
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, computed_blocks: Sequence[int] = ()

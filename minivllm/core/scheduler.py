@@ -1,17 +1,17 @@
 """What the next step computes, and for whom. Stands for vllm/v1/core/sched/scheduler.py (v0.22.1)."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.block_pool import BlockPool
-from minivllm.core.in_flight import InFlight
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.core.step_policy import StepPolicy
 from minivllm.core.waiting_queue import WaitingQueue
-from minivllm.guards.refusals import all_pinned, lora_is_off
+from minivllm.guards.refusals import all_pinned, lacks_blocks, lora_is_off
 
 
 class Scheduler(StepPolicy):
@@ -25,7 +25,7 @@ class Scheduler(StepPolicy):
 
     waiting     by arrival; a preempted request goes back to its place
     running     by admission, so that prompts in the making come after all who already answer
-    in_flight   how many unfinished requests, waiting or running, each load of an adapter has
+    in_flight   adapter id, 0 for base -> generation -> how many unfinished requests, waiting or running, are of it
 
     adapter_identity    see `PrefixCache`
     pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
@@ -62,24 +62,26 @@ class Scheduler(StepPolicy):
     # Requests come and go.
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. ValueError as in `check_request`."""
+        """Queue a request; one that was queued before goes to its place. ValueError as in `check_request`."""
         self.check_request(request)
-        request.arrival_order = self._num_arrived
-        self._num_arrived += 1
-        self._queue(request)
-
-    def _queue(self, request: Request) -> None:
+        if request.arrival_order < 0:
+            request.arrival_order = self._num_arrived
+            self._num_arrived += 1
         self.requests[request.request_id] = request
-        self.in_flight.add(request)
+        self.in_flight.setdefault(request.adapter_id, Counter())[request.adapter_generation] += 1
         self.waiting.add(request)
 
     def check_request(self, request: Request) -> None:
-        """ValueError if its id is in use, LoRA is off, or it can never fit in the KV cache."""
+        """ValueError if its id is in use, LoRA is off, or an empty KV cache all to itself would not hold it."""
         if request.request_id in self.requests:
             raise ValueError(f"request id '{request.request_id}' is in use; give every request its own")
         if request.lora_request and not self.lora.max_loras:
             raise lora_is_off(request.request_id, request.lora_request.lora_name)
-        self.kv_cache.check_fits(request, self.max_model_len)
+        # The last token is sampled but never computed.
+        num_tokens = request.max_num_tokens(self.max_model_len) - 1
+        block_size, usable = self.kv_cache.block_size, self.kv_cache.block_pool.num_usable_blocks
+        if num_tokens > usable * block_size:
+            raise lacks_blocks(request.request_id, num_tokens, usable, block_size)
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus, error: str | None = None
@@ -100,7 +102,7 @@ class Scheduler(StepPolicy):
         self.waiting = WaitingQueue()
         self.lora = LoRAAdmission(self.max_loras, self.scheduler_config.max_lora_wait_steps, self.waiting)
         self.requests: dict[str, Request] = {}
-        self.in_flight = InFlight()
+        self.in_flight: dict[int, Counter[int]] = {}
         self.running: list[Request] = []
         self._prefetched: list[int] = []  # by the step before
 
@@ -192,7 +194,9 @@ class Scheduler(StepPolicy):
         else:
             self.running.remove(request)
         del self.requests[request.request_id]
-        self.in_flight.remove(request)
+        self.in_flight[request.adapter_id] -= Counter([request.adapter_generation])  # which drops zeros
+        if not self.in_flight[request.adapter_id]:
+            del self.in_flight[request.adapter_id]
         self.kv_cache.free(request)
         request.status = status
         request.error = error

@@ -5,6 +5,7 @@ A step must not cost more because many wait, so it never walks the queue: all th
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from sortedcontainers import SortedDict, SortedList
@@ -12,6 +13,7 @@ from sortedcontainers import SortedDict, SortedList
 from minivllm.core.request import Request
 
 
+@dataclass(eq=False)
 class AdapterQueue:
     """The waiting requests of one adapter, or of base (0), and how long the adapter has waited for a slot.
 
@@ -20,10 +22,9 @@ class AdapterQueue:
     steps_before    steps of its waits that have ended
     """
 
-    def __init__(self) -> None:
-        self.arrivals = SortedList()
-        self.since: int | None = None
-        self.steps_before = 0
+    arrivals: SortedList = field(default_factory=SortedList)
+    since: int | None = None
+    steps_before: int = 0
 
 
 class WaitingQueue:

@@ -3,11 +3,9 @@
 Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps a LoRARequest.
 """
 
-import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 
 
@@ -65,22 +63,3 @@ class Adapter:
     @property
     def id(self) -> int:
         return self.request.lora_int_id
-
-
-def at_hand(lora_request: LoRARequest) -> LoRARequest:
-    """The request as steps load it: without its order to reload, and a hub id replaced by its folder of now.
-
-    So no step waits for a network, or gets a newer version.
-    """
-    path = lora_request.lora_path
-    if not os.path.exists(path):
-        path = get_adapter_absolute_path(path)
-    return replace(lora_request, lora_path=path, load_inplace=False)
-
-
-def folder_of(lora_request: LoRARequest) -> str:
-    """Paths with the same result are the same adapter: the real path of a folder, or the hub id as it is."""
-    path = os.path.expanduser(lora_request.lora_path)
-    if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
-        return lora_request.lora_path  # one string, not two that are equal
-    return folder

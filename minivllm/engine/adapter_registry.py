@@ -3,11 +3,13 @@
 Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only.
 """
 
+import os
 from dataclasses import replace
 
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter import Adapter, AdapterTraits, at_hand, folder_of
+from minivllm.engine.adapter import Adapter, AdapterTraits
 from minivllm.engine.adapter_pins import AdapterPins
+from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -90,7 +92,7 @@ class AdapterRegistry(AdapterPins):
         names before it led to other weights, and are free.
         """
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
-        for reader in () if traits.is_plain else self._traits_readers:
+        for reader in self._traits_readers if traits.added_tokens else ():
             traits = reader.keep(adapter_id, traits)
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
@@ -152,7 +154,7 @@ class AdapterRegistry(AdapterPins):
             self._forget(adapter)
 
     def _forget(self, adapter: Adapter) -> None:
-        for reader in () if adapter.traits.is_plain else self._traits_readers:
+        for reader in self._traits_readers if adapter.traits.added_tokens else ():
             reader.forget(adapter.id)
         super()._forget(adapter)
 
@@ -179,3 +181,23 @@ class AdapterRegistry(AdapterPins):
         finally:
             if not adapter.was_read:
                 self.release_unused(adapter.id)
+
+
+def at_hand(lora_request: LoRARequest) -> LoRARequest:
+    """The request as steps load it: without its order to reload, and a hub id replaced by its folder of now.
+
+    So no step waits for a network, or gets a newer version.
+    """
+    path = lora_request.lora_path
+    if os.path.exists(path) and not lora_request.load_inplace:
+        return lora_request
+    path = path if os.path.exists(path) else get_adapter_absolute_path(path)
+    return replace(lora_request, lora_path=path, load_inplace=False)
+
+
+def folder_of(lora_request: LoRARequest) -> str:
+    """Paths with the same result are the same adapter: the real path of a folder, or the hub id as it is."""
+    path = os.path.expanduser(lora_request.lora_path)
+    if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
+        return lora_request.lora_path  # one string, not two that are equal
+    return folder

@@ -13,7 +13,6 @@ from minivllm.guards.refusals import check_arguments, check_slots
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.sentences import in_one_sentence
 from minivllm.text.prompts import load_tokenizer
 
 
@@ -39,7 +38,6 @@ class LLMEngine(AdapterCalls, EngineReports):
 
     # ---- requests -------------------------------------------------------------------------------------------
 
-    @in_one_sentence
     @in_turn()
     def add_request(
         self,
@@ -61,12 +59,11 @@ class LLMEngine(AdapterCalls, EngineReports):
         if isinstance(lora_request, str):
             lora_request = self._named(lora_request)
         traits = BASE if lora_request is None else self.adapters.examine(lora_request)
-        text, token_ids = self.input_processor.read_prompt(request_id, prompt, traits)
-        params.verify_with_vocab(self.input_processor.vocab_size(traits))
+        text, token_ids, own_params = self.input_processor.process(request_id, prompt, params, traits)
         request = Request(
             request_id,
             token_ids,
-            self.input_processor.within_context(params, len(token_ids), traits),
+            own_params,
             lora_request,
             arrival_time=self.clock() if arrival_time is None else float(arrival_time),
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
@@ -82,5 +79,6 @@ class LLMEngine(AdapterCalls, EngineReports):
         if params.n > 1:
             self.parallel.add(request, text, traits.tokenizer)
         else:
-            self.queue(request, text, traits.tokenizer)
+            self.scheduler.add_request(request)
+            self.output_processor.add_request(request, text, traits.tokenizer)
         return request_id

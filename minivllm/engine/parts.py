@@ -7,7 +7,6 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
-from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor
@@ -61,11 +60,6 @@ class EngineParts:
         self.metrics = EngineMetrics()
         self.listeners: list[Callable[[SchedulerOutput], None]] = []
         self._left_by: set[int] = set()  # adapters of requests that ended in this call
-
-    def queue(self, request: Request, prompt: str | None = None, tokenizer: Any = None) -> None:
-        """Add a request; arguments as in `OutputProcessor.add_request`. vLLM: `EngineCore.add_request`."""
-        self.scheduler.add_request(request)
-        self.output_processor.add_request(request, prompt, tokenizer)
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         """A number that stands for the weights behind an id right now; None while they are not in memory."""

@@ -13,7 +13,6 @@ from minivllm.sentences import in_one_sentence
 class AdapterCalls(GuardedCore):
     """What callers ask of the `AdapterRegistry`, each in its turn. RuntimeError for an engine without LoRA."""
 
-    @in_one_sentence
     @in_turn(on_threads=True)
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request. vLLM: `add_lora`."""

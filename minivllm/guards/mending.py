@@ -41,7 +41,7 @@ def reset(scheduler: Scheduler, requests: Iterable[Request]) -> None:
         scheduler.num_preemptions -= request.num_preemptions
         _start_over(request, scheduler.max_model_len)
         scheduler.num_preemptions += request.num_preemptions
-        scheduler._queue(request)
+        scheduler.add_request(request)
 
 
 def _start_over(request: Request, max_model_len: int | None) -> None:

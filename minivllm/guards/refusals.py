@@ -35,18 +35,25 @@ def check_arguments(
             f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, got "
             f"{shown(arrival_time)}"
         )
-    params.verify_logprobs(f"request '{request_id}'", config.model_config.max_logprobs)
+    most = config.model_config.max_logprobs  # -1: all
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(params, name) or 0) > most > -1:
+            raise ValueError(
+                f"request '{request_id}' asks for {name}={wanted}, but max_logprobs is {most}; ask for fewer, or "
+                "start the engine with more (-1 is all)"
+            )
     if lora_request is not None and config.lora_config is None:
         raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
 
 
 def check_prompt(
-    request_id: str, token_ids: Any, longest: int, limit: str, vocab_size: int, whose: str
+    request_id: str, token_ids: Any, longest: int, max_model_len: int, vocab_size: int, traits: Any
 ) -> None:
     """ValueError for what is no list of token ids, empty, or longer than a context that has room for an answer.
 
-    longest      tokens that prompt and answer may come to; `limit` says who set that
-    vocab_size   ids are below it; `whose` says whose they are, "" for the base model's
+    longest      tokens that prompt and answer may come to, `max_model_len` at most
+    vocab_size   ids are below it
+    traits       of the request's adapter, which may add tokens: `AdapterTraits`
     """
     if not isinstance(token_ids, list | tuple):
         raise ValueError(
@@ -56,21 +63,39 @@ def check_prompt(
     if not token_ids:
         raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
     if len(token_ids) >= longest:
+        limit = f"the {longest} positions that its adapter, or the base model, was trained for"
+        if longest == max_model_len:
+            limit = f"max_model_len {longest}"
         raise ValueError(
             f"request '{request_id}' has a prompt of {len(token_ids)} tokens, which leaves no room for an "
             f"answer in {limit}; shorten it or raise --max-model-len"
         )
     if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
+        whose = f" (adapter '{traits.name}' adds {traits.added_tokens} tokens)" if traits.name else ""
         raise ValueError(
             f"request '{request_id}' has prompt token ids {shown(wrong[:5])}; "
             f"use ints from 0 to {vocab_size - 1}{whose}"
         )
 
 
-def lacks_blocks(request_id: str, num_blocks: int, num_tokens: int, usable: int) -> ValueError:
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """ValueError for token ids outside 0..vocab_size - 1, and for more logprobs than there are tokens."""
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        if unknown := [token_id for token_id in ids if token_id >= vocab_size]:
+            raise ValueError(
+                f"{name} {unknown} are unknown to this model; use ids from 0 to {vocab_size - 1}"
+            )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise ValueError(
+                f"{name} is {getattr(params, name)} but the vocabulary has only {vocab_size} tokens"
+            )
+
+
+def lacks_blocks(request_id: str, num_tokens: int, usable: int, block_size: int) -> ValueError:
     """What a request is told that, with an empty KV cache all to itself, would still lack blocks."""
     return ValueError(
-        f"request '{request_id}' may need {num_blocks} KV blocks ({num_tokens} tokens) but "
+        f"request '{request_id}' may need {-(-num_tokens // block_size)} KV blocks ({num_tokens} tokens) but "
         f"the cache has {usable}; shorten the prompt, lower max_tokens, or raise num_blocks"
     )
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from minivllm.faults import is_refusal
+from minivllm.sentences import REFUSALS, raise_in_one_sentence
 
 IN_THE_MIDDLE = (
     "this {} was called in the middle of another call, by a signal handler, say; "
@@ -76,7 +77,7 @@ class Turns:
 
 
 def in_turn(on_threads: bool = False) -> Callable[[Callable], Callable]:
-    """Decorates a method of an engine: a call takes its turn (`Turns.take`).
+    """Decorates a method of an engine: a call takes its turn (`Turns.take`), and refuses in one sentence.
 
     on_threads   it computes, on as many CPU threads as a step does
     """
@@ -84,8 +85,11 @@ def in_turn(on_threads: bool = False) -> Callable[[Callable], Callable]:
     def decorate(method: Callable) -> Callable:
         @wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
-            with self._turns.take(), self.runner.cpu_threads.in_use() if on_threads else nullcontext():
-                return method(self, *args, **options)
+            try:
+                with self._turns.take(), self.runner.cpu_threads.in_use() if on_threads else nullcontext():
+                    return method(self, *args, **options)
+            except REFUSALS as error:
+                raise_in_one_sentence(error)
 
         return call
 

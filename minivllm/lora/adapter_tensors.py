@@ -78,7 +78,7 @@ def to_weights(
     The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled at once.
 
     ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
-    numbers, with the scaling; it is not asked about shapes alone (meta).
+    numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.
     """
     loras: dict[str, LoRALayerWeights] = {}
     for (module, trained_as), pair in pairs.items():
@@ -94,7 +94,8 @@ def to_weights(
         loras[module] = lora
     convert = partial(torch.Tensor.to, device=device, dtype=dtype)
     for lora in loras.values():
-        lora.replace_tensors(convert)
+        if not lora.lora_a.is_meta:
+            lora.replace_tensors(convert)
     return loras
 
 

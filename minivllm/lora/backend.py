@@ -4,6 +4,7 @@ Stands for PunicaWrapperABC in vllm/lora/punica_wrapper/punica_base.py (v0.22.1)
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ class Backend(ABC):
     sampler_indices     (P,) int64 slot of each sampled row, -1 = base
     runs                (slot, rows) of every run of tokens that share an adapter
     no_lora             whether all tokens are base rows. Layers then ask for nothing but `linear`
+    tables              what it has allocated ahead, beside slots
 
     *Rows* tell `add` and `expand` which adapter each row of y has. A layer gets them from `token_rows`, `sample_rows`
     or `pair_rows`, and hands them on unread. Here they are a tensor, (rows of y,) int64: s * E + e for expert e of
     slot s, which is the slot where E is 1; -1 = base. A backend may give them another form (`as_rows`).
     """
+
+    tables: Sequence[torch.Tensor] = ()
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = device
@@ -117,8 +121,3 @@ class Backend(ABC):
 
     def sync_slots(self) -> None:  # noqa: B027 (most have nothing to do)
         """Called before a forward pass when anything has changed: the moment to take in which slots have."""
-
-    @property
-    def tables(self) -> list[torch.Tensor]:
-        """What it has allocated ahead, beside slots."""
-        return []

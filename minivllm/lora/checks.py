@@ -15,7 +15,7 @@ import torch
 import minivllm.lora.seams as seams
 from minivllm.config import DTYPES, LoRAConfig
 from minivllm.timed_patterns import PLAIN_KEY
-from minivllm.validation import is_integral, is_real, shown
+from minivllm.validation import shown
 
 # ---- configs --------------------------------------------------------------------------------------------------
 
@@ -83,12 +83,12 @@ def check_fields(config: Mapping[str, Any]) -> None:
     of_modules = config["rank_pattern"] or {}
     ranks = {f"rank_pattern: LoRA rank {key}": rank for key, rank in of_modules.items()}
     for name, rank in {"LoRA rank r": config["r"], **ranks}.items():
-        if not is_integral(rank) or not 1 <= rank <= LARGEST_RANK:
+        if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
             raise ValueError(f"{name} must be an int from 1 to {LARGEST_RANK}, got {shown(rank)}")
     of_modules = config["alpha_pattern"] or {}
     alphas = {f"alpha_pattern: LoRA alpha {key}": alpha for key, alpha in of_modules.items()}
     for name, alpha in {"LoRA alpha lora_alpha": config["lora_alpha"], **alphas}.items():
-        if not is_real(alpha) or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
+        if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:  # NaN is not <= anything
             raise ValueError(f"{name} must be a finite number, got {shown(alpha)}")
     if not isinstance(config["use_rslora"], bool | None):
         raise ValueError(f"use_rslora must be true or false, got {shown(config['use_rslora'])}")

@@ -25,6 +25,7 @@ class AdapterLoader:
     vllm_config   read of it: `.lora_config`, `.model_config.get_vocab_size()`, `.scheduler_config.max_num_seqs` and
                   `.max_num_batched_tokens`
     manager       of memory and slots, once `create_lora_manager` was called
+    reading       how adapters are read for its model, see `what_fits`; likewise
     """
 
     _manager_cls = LRUCacheLoRAModelManager
@@ -50,6 +51,7 @@ class AdapterLoader:
             config.lora_config,
             self.device,
         )
+        self.reading = what_fits(self.manager)
         return model
 
     def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
@@ -79,7 +81,7 @@ class AdapterLoader:
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
         """As `_load_adapter`, but errors do not name the adapter yet."""
         lora_config = self.manager.lora_config
-        options = what_fits(self.manager) | {"shapes_only": shapes_only}
+        options = self.reading | {"shapes_only": shapes_only}
         longest = getattr(getattr(self.manager.model, "config", None), "max_position_embeddings", None)
         if lora_request.lora_tensors is None:
             helper = PEFTHelper.from_local_dir(folder, longest)

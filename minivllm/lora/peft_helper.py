@@ -76,18 +76,16 @@ class PEFTHelper:
         module_name   as Hugging Face names it, e.g. `model.layers.0.self_attn.q_proj`
         rank          of the module's own tensors, which a `rank_pattern` may have set
 
-        alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732), alpha being the module's.
+        alpha / rank, or alpha / sqrt(rank) for rsLoRA (`use_rslora`, https://arxiv.org/abs/2312.03732), alpha being
+        the module's.
         """
-        return self._scale(self.alpha(module_name), rank)
+        alpha = self.alpha(module_name)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def alpha(self, module_name: str) -> float:
         """The alpha of one module: the first in `alpha_pattern` whose key matches, else `lora_alpha`."""
         matching = (alpha for key, alpha in self.alpha_pattern.items() if self._matches(key, module_name))
         return next(matching, self.lora_alpha)
-
-    def _scale(self, alpha: float, rank: int) -> float:
-        """The rule alone, for any alpha and rank; `use_rslora` says which of the two it is."""
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def _matches(self, key: str, module_name: str) -> bool:
         """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name.
@@ -102,7 +100,7 @@ class PEFTHelper:
 
     @property
     def vllm_lora_scaling_factor(self) -> float:
-        return self._scale(self.lora_alpha, self.r)
+        return self.scaling("", self.r)
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
         """ValueError that lists everything in this adapter that the engine will not serve. vLLM: the same name."""

@@ -20,11 +20,11 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model
 
 def open_file(path: str | Path) -> BinaryIO:
     """A file to read bytes from. OSError for anything else of that name: opening a pipe would wait for its writer."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
         raise OSError(f"'{path}' is no plain file")
-    return file
+    return os.fdopen(file, "rb")
 
 
 def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:

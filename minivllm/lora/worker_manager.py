@@ -37,10 +37,8 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         as it left it, unless somebody writes slots beside steps.
         """
         requests = list(requests)
-        if (
-            self._last_step == (requests, mapping, self.manager.residents)
-            and self.manager.slot_writer is None
-        ):
+        step = requests, mapping, self.manager.residents
+        if self._last_step == step and self.manager.slot_writer is None:
             for adapter_id in sorted({request.lora_int_id for request in requests if request}):
                 self.manager.tell("hit", adapter_id)
             return

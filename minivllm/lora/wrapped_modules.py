@@ -1,15 +1,103 @@
-"""Whole adapters into a model's wrapped layers. Stands for a part of vllm/lora/model_manager.py (v0.22.1)."""
+"""A model's wrapped layers, and whole adapters into them. Stands for the module half of vllm/lora/model_manager.py
+(v0.22.1)."""
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.adaptable import Layers, adaptable, end_of, ends_of, plugged_wrapper, refuse_targets
+from minivllm.lora.backend import Backend
 from minivllm.lora.checks import unmatched
 from minivllm.lora.layers.accepting import Parts
+from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.module_wrapping import Found, ModuleWrapping
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.names import is_in_target_modules
+from minivllm.lora.replace import from_layer, replace_submodule
+from minivllm.lora.seams import model_options
 
-__all__ = ["Found", "WrappedModules"]
+# Module name -> what an adapter has for it, under the names that the adapter uses.
+Found = dict[str, dict[str, LoRALayerWeights]]
 
 
-class WrappedModules(ModuleWrapping):
-    """The wrapped layers of a model; routes an adapter's weights to them; judges, takes and writes all or none."""
+class WrappedModules:
+    """Wraps a model's layers; routes an adapter's weights to them by name; judges, takes and writes all or none.
+
+    modules   module name -> wrapped layer; a layer with several names is here under its first
+    claims    every name that adapters may use, of slices and of whole fused modules -> module name
+    supported_lora_modules   ends of the names of all that could be wrapped
+
+    For options, empty without:
+    givers       name in `LoRAModel.beside` -> what adds it to what was found for the layers
+    before_step  called before every step with the adapter in each slot, None = free
+    others       what options have wrapped that has no slots; its `tables` are what it has allocated
+
+    Raises ValueError when the model has no linear, a layer that no wrapper takes, or not what `target_modules`
+    names.
+    """
+
+    def __init__(self, model: nn.Module, lora_config: LoRAConfig, backend: Backend) -> None:
+        self.lora_config = lora_config
+        self.backend = backend
+        self.modules: dict[str, BaseLayerWithLoRA] = {}
+        self.claims: dict[str, str] = {}
+        self.givers: dict[str, Callable[[LoRAModel, Found], None]] = {}
+        self.before_step: list[Callable[[list[LoRAModel | None]], None]] = []
+        self.others: list[Any] = []
+        layers, self.packed_mapping = adaptable(model)
+        self.supported_lora_modules = ends_of(layers)
+        refuse_targets(model, layers, lora_config.target_modules, self.packed_mapping)
+        self._wrap_all(model, layers)
+        for add_option in model_options:
+            add_option(model, self, lora_config)
+
+    # region lab 2.5: wrap every layer of a model, once
+    def _wrap_all(self, model: nn.Module, layers: Layers) -> None:
+        """Put a wrapper in every place where a wanted layer is, and note what adapters may call it.
+
+        layers   every layer of the model that may be adapted -> its names; it has several where modules share it
+
+        A layer is wanted if any of its names is. It gets one wrapper (`_wrap`), which then stands under all of its
+        names (`place_of`); `modules` has it under the first. For each name the wrapper's `targets` get what adapters
+        may call its slices (`_names_of_slices`), with their numbers. `claims` get these and what the wrapper is
+        `also_called`, all for the first name.
+        """
+        for layer, names in layers.items():
+            if not any(self._is_wanted(name) for name in names):
+                continue
+            first = names[0]
+            self.modules[first] = wrapped = self._wrap(model, first, layer)
+            for name in names:
+                replace_submodule(model, wrapped.place_of(name), wrapped)
+                targets = self._names_of_slices(name, wrapped)
+                wrapped.targets.update({target: i for i, target in enumerate(targets)})
+                self.claims.update(dict.fromkeys((*targets, *wrapped.also_called(name)), first))
+
+    # endregion
+
+    def _is_wanted(self, name: str) -> bool:
+        return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)
+
+    def _wrap(self, model: nn.Module, name: str, layer: nn.Module) -> BaseLayerWithLoRA:
+        """A layer's wrapper, with empty slots where the backend wants them. ValueError where none takes it."""
+        config, parts = self.lora_config, self.packed_mapping.get(end_of(name), [])
+        if plugged := plugged_wrapper(model, name, layer):
+            wrapped = plugged.around(model, name, layer, config.max_loras, config)
+        else:
+            wrapped = from_layer(layer, config.max_loras, config, parts)
+        if not isinstance(wrapped, BaseLayerWithLoRA):
+            raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
+        wrapped.set_mapping(self.backend)
+        return wrapped
+
+    def _names_of_slices(self, name: str, wrapped: BaseLayerWithLoRA) -> list[str]:
+        """What adapters call each slice of a layer; [] where several slices have only the layer's name."""
+        parts = self.packed_mapping.get(end_of(name), [])
+        if len(parts) > 1:
+            return [name.removesuffix(end_of(name)) + part for part in parts]
+        return [name] if wrapped.n_slices == 1 else []
 
     # region lab 2.7: a whole adapter, or nothing
     def judge(self, lora: LoRAModel) -> dict[str, Parts]:

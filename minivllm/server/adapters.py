@@ -78,7 +78,6 @@ async def load(body: LoadAdapterRequest, server: Managing) -> PlainTextResponse:
         await server.names.load(body)
     except RuntimeError as error:  # all that memory holds is pinned or in use
         raise ApiError(409, str(error)) from error
-    server.metrics.serve(body.lora_name)
     return success(body.lora_name, "added")
 
 

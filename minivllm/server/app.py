@@ -7,14 +7,14 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.server import adapters, completions, errors, monitoring, tokens
+from minivllm.server import adapters, completions, errors, live, monitoring, tokens
 from minivllm.server.context import Server
 from minivllm.server.keys import KeyCheck, Keys
 from minivllm.server.limits import Limits
 from minivllm.server.record import AccessLog
 from minivllm.server.settings import ServerSettings
 
-ROUTERS = (completions.router, adapters.router, tokens.router, monitoring.router)
+ROUTERS = (completions.router, adapters.router, tokens.router, monitoring.router, live.router)
 
 
 def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:

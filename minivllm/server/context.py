@@ -36,9 +36,9 @@ class Server:
 
     @classmethod
     def of(cls, llm: AsyncLLM, settings: ServerSettings) -> "Server":
-        names = ModelNames(llm, settings)
-        metrics = ServerMetrics(settings.model_name, names.served, settings.most_labels)
-        return cls(llm, settings, names, metrics)
+        names = [adapter.lora_name for adapter in settings.adapters]
+        metrics = ServerMetrics(settings.model_name, names, settings.most_labels)
+        return cls(llm, settings, ModelNames(llm, settings, metrics.serve), metrics)
 
     async def start(self) -> None:
         """Before the first request; once. ValueError or FileNotFoundError for an adapter that cannot be served."""
@@ -51,35 +51,25 @@ class Server:
 
 @dataclass
 class Call:
-    """One HTTP request and whoever sent it.
-
-    is_new   its adapter was found by a resolver, and the engine has not taken a request of it
-    """
+    """One HTTP request and whoever sent it."""
 
     request: Request
     server: Server
     holder: Holder
     record: Record
-    is_new: bool = False
 
     async def adapter(self, model: str) -> LoRARequest | None:
         """Of the model that the request names; errors as in `ModelNames.find`."""
         self.record.model = model
-        self.is_new = not self.server.names.is_served(model)
         return await self.server.names.find(model, self.holder)
 
     def generation(
         self, request_id: str, prompts: list[Prompt], params: SamplingParams, adapter: LoRARequest | None
     ) -> Generation:
         """The engine's part of the request."""
-        server = self.server
-
-        def keep() -> None:
-            if self.is_new:
-                server.names.keep(adapter)
-                server.metrics.serve(adapter.lora_name)
-
-        return Generation(server.llm, server.metrics, self.record, request_id, prompts, params, adapter, keep)
+        server, model = self.server, self.record.model
+        lora = server.names.for_engine(adapter)
+        return Generation(server.llm, server.metrics, self.record, request_id, prompts, params, model, lora)
 
 
 def _server(request: Request) -> Server:

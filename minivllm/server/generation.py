@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Literal, TypeVar
 
@@ -21,9 +21,10 @@ Kind = Literal["delta", "final"]
 class Generation:
     """Answers to the prompts of one HTTP request, all by one adapter.
 
+    model        as the client calls it
+    adapter      as the engine takes it
     request_id   the first prompt's is `request_id-0` to the engine
     record       is told of all tokens
-    is_taken     is called once the engine has taken a prompt and given an output
     """
 
     def __init__(
@@ -34,13 +35,12 @@ class Generation:
         request_id: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        adapter: LoRARequest | None,
-        is_taken: Callable[[], None] = lambda: None,
+        model: str,
+        adapter: LoRARequest | str | None,
     ) -> None:
-        self.is_taken = is_taken
         self.llm, self.metrics, self.record = llm, metrics, record
-        self.request_id, self.prompts, self.params, self.adapter = request_id, prompts, params, adapter
-        self.model = metrics.model_name if adapter is None else adapter.lora_name
+        self.request_id, self.prompts, self.params = request_id, prompts, params
+        self.model, self.adapter = model, adapter
 
     async def outputs(self, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt's number, its output) as they come: every output, or the last one of each prompt.
@@ -53,8 +53,7 @@ class Generation:
                 yield numbered
 
     async def _outputs(self, number: int, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        request_id = f"{self.request_id}-{number}"
-        prompt = self.prompts[number]
+        prompt, request_id = self.prompts[number], f"{self.request_id}-{number}"
         progress = Progress(self)
         outputs = self.llm.generate(prompt, self.params, request_id, self.adapter, output_kind=kind)
         try:
@@ -71,7 +70,6 @@ class Progress:
 
     def __init__(self, generation: Generation) -> None:
         self.metrics, self.record = generation.metrics, generation.record
-        self.is_taken = generation.is_taken
         self.model = generation.model
         self.last_at: float | None = None
         self.num_tokens = 0
@@ -82,7 +80,6 @@ class Progress:
         now = time.monotonic()
         if not self.begun:
             self.begun = True
-            self.is_taken()
             self.record.prompt_tokens += len(output.prompt_token_ids)
             self.metrics.begun(self.model)
         total = sum(len(answer.token_ids) for answer in output.outputs)

@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minivllm.server.errors import ApiError, error_response
 from minivllm.server.settings import ServerSettings
 
-OPEN = frozenset({"/health", "/version"})
+# The page at / tells nothing of the server; it asks whoever looks at it for a key.
+OPEN = frozenset({"/health", "/version", "/"})
 
 
 @dataclass(frozen=True)

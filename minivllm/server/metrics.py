@@ -1,5 +1,6 @@
 """What a monitor reads. Stands for vllm/v1/metrics/loggers.py (v0.22.1), with its names where it has them."""
 
+from collections import deque
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,6 +11,7 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.server.engine_metrics import AdapterEvents, EngineCollector, EngineView
 
 OTHER = "other"
+MOST_RECENT = 1000
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -23,6 +25,7 @@ BY_ADAPTER = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 class ServerMetrics:
     """Counters and histograms of one server, in a registry of their own.
 
+    recent_ttft   seconds to the first token of the last requests that ended, for the live page
     most_labels   adapters with a label of their own, the first that are seen; all others share `other`
 
     The base model counts as one of them, under its name. An adapter has its counters, at 0, from when its name is
@@ -35,6 +38,7 @@ class ServerMetrics:
         self.engine = EngineCollector(model_name)
         self.registry.register(self.engine)
         self._labels: set[str] = set()
+        self.recent_ttft: deque[float] = deque(maxlen=MOST_RECENT)
         self._make_counters()
         self._make_histograms()
         for name in (model_name, *adapters):
@@ -119,6 +123,7 @@ class ServerMetrics:
         self.waits.labels(label).inc(times.lora_wait_steps)
         if times.time_to_first_token is not None:
             self.ttft.labels(self.model_name).observe(times.time_to_first_token)
+            self.recent_ttft.append(times.time_to_first_token)
             self.adapter_ttft.labels(label).observe(times.time_to_first_token)
         if times.first_scheduled_time is not None:
             self.queued.labels(self.model_name).observe(times.first_scheduled_time - times.arrival_time)

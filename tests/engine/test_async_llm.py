@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib
 import threading
 
 import pytest
@@ -421,7 +422,7 @@ class TestTheEnd:
 
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.call(interrupted))
-        threads_end(threading.active_count() - 1)
+        llm._thread._thread.join(timeout=10)
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.check_health())
 
@@ -512,3 +513,41 @@ class TestSteps:
             return newest
 
         assert asyncio.run(main()) == llm.engine.trace.records[-3:]
+
+
+class TestTheLoop:
+    def test_goes_on_while_a_step_a_load_and_a_tokenizer_stand_still(self, world, serve, monkeypatch):
+        llm = serve(tokenizer=character_tokenizer())
+        held, go = set(), threading.Event()
+        hold(monkeypatch, llm.engine.runner, "launch_model", held, go)
+        hold(monkeypatch, "minivllm.engine.async_llm", "tokenize", held, go)
+
+        async def main():
+            running = asyncio.create_task(collect(llm, "a", greedy(6)))
+            reading = asyncio.create_task(collect(llm, "b", greedy(6), prompt="text"))
+            while len(held) < 2:
+                await asyncio.sleep(0.001)
+            loading = asyncio.create_task(llm.add_lora(world.request("qv")))
+            await asyncio.sleep(0.01)
+            assert not running.done() and not reading.done() and not loading.done()
+            go.set()
+            return await asyncio.gather(running, reading, loading)
+
+        running, reading, loaded = asyncio.run(main())
+        assert loaded and reading[-1].prompt == "text"
+        assert tokens_of(running[-1]) == world.oracle().greedy(None, PROMPT, 6)
+        assert held == {"minivllm-engine", "minivllm-tokenizer_0"}
+
+
+def hold(monkeypatch, owner, name, held, go):
+    """Calls wait until they may go on; `held` gets the names of their threads."""
+    if isinstance(owner, str):
+        owner = importlib.import_module(owner)
+    function = getattr(owner, name)
+
+    def holding(*args, **options):
+        held.add(threading.current_thread().name)
+        assert go.wait(30)
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, holding)

@@ -25,7 +25,8 @@ def test_serves_base_and_adapters_in_one_batch_as_the_guarded_one_does(world):
             request.lora_request, request.adapter_generation = core.adapters.register(
                 lora_request, "the test", core.adapters.examine(lora_request)
             )
-        core.queue(request)
+        core.scheduler.add_request(request)
+        core.output_processor.add_request(request, None)
 
     found, expected = answers(core), answers(guarded)
 

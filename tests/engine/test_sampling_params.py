@@ -5,6 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from minivllm.guards.refusals import check_sampling
 from minivllm.sampling_params import SamplingParams
 
 REFUSED = {
@@ -180,26 +181,26 @@ def test_a_temperature_of_almost_zero_is_greedy(temperature, greedy):
 def test_stop_ids_outside_the_vocabulary_are_named():
     params = SamplingParams(stop_token_ids=[3, 100, 4000])
 
-    params.verify_with_vocab(4001)
+    check_sampling(params, 4001)
     with pytest.raises(ValueError, match=r"stop_token_ids \[100, 4000\].*99"):
-        params.verify_with_vocab(100)
+        check_sampling(params, 100)
 
 
 def test_biased_ids_outside_the_vocabulary_are_named():
     params = SamplingParams(logit_bias={3: 1.0, 100: -5.0, 4000: 2.5})
 
-    params.verify_with_vocab(4001)
+    check_sampling(params, 4001)
     with pytest.raises(ValueError, match=r"logit_bias \[100, 4000\].*99"):
-        params.verify_with_vocab(100)
+        check_sampling(params, 100)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_more_logprobs_than_tokens_are_refused(name):
     params = SamplingParams(**{name: 11})
 
-    params.verify_with_vocab(11)
+    check_sampling(params, 11)
     with pytest.raises(ValueError, match=rf"{name} is 11.*10"):
-        params.verify_with_vocab(10)
+        check_sampling(params, 10)
 
 
 def test_biases_are_kept_as_numbers_of_their_own():

@@ -1,6 +1,7 @@
 """A real browser for pages: Debian's Chromium, driven by playwright. Where one is missing, tests are skipped."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,14 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+
+# Width, and whether it is dark: a phone and a desktop, each once in every run.
+SCREENS = [
+    pytest.param(400, True, id="400 dark"),
+    pytest.param(1280, False, id="1280 light"),
+    pytest.param(400, False, id="400 light", marks=pytest.mark.nightly),
+    pytest.param(1280, True, id="1280 dark", marks=pytest.mark.nightly),
+]
 
 
 @contextmanager
@@ -54,6 +63,13 @@ class Tab:
         self.page.evaluate(
             "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
+
+    def until(self, condition: str, seconds: float = 20.0) -> None:
+        """Wait until an expression of the page's scripts is true. Pages forbid what playwright does for this."""
+        end = time.monotonic() + seconds
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, f"{condition} has not become true; {self.troubles}"
+            self.page.wait_for_timeout(20)
 
     def pixel(self, chart: int, x: float, y: float) -> list[int]:
         """The colour in one of the page's canvases, at parts of its width and height."""

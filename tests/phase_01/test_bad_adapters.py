@@ -97,18 +97,14 @@ class TestFilesThatAreNotThere:
     @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
     def test_a_file_that_may_not_be_read(self, name, folder, monkeypatch):
         """A stand-in for permissions, which do not bind root."""
-        import builtins
-        import io
-
-        real = io.open
+        real = os.open
 
         def refuse(file, *args, **kwargs):
             if str(file).endswith(name):
                 raise PermissionError(13, "Permission denied", str(file))
             return real(file, *args, **kwargs)
 
-        monkeypatch.setattr(builtins, "open", refuse)
-        monkeypatch.setattr(io, "open", refuse)
+        monkeypatch.setattr(os, "open", refuse)
 
         assert_refused(folder, folder / name, "cannot be read", "Permission denied")
 

@@ -10,6 +10,7 @@ from small_model import (
     SHAPES,
     SLICES,
     Folders,
+    SmallModel,
     assert_slot_holds,
     make_worker,
     random_weights,
@@ -226,7 +227,7 @@ def test_a_path_relative_to_the_working_directory_is_found(folders, monkeypatch)
     assert_slot_holds(worker.manager, 0, folders.weights[1], "adapter 1")
 
 
-def test_a_model_may_rename_and_skip_modules(folders):
+def test_a_model_may_rename_and_skip_modules(folders, monkeypatch):
     """vLLM: `hf_to_vllm_mapper` and `lora_skip_prefixes`, both optional on the model."""
 
     class Renamer:
@@ -237,9 +238,9 @@ def test_a_model_may_rename_and_skip_modules(folders):
     a, b = torch.ones(weights.rank, 8), torch.full((HIDDEN, weights.rank), 2.0)
     weights.pairs = {"self_attention.o_proj": (a, b), "vision.o_proj": (a + 1, b + 1)}
     save_folder(folders.root / "renamed", weights)
+    monkeypatch.setattr(SmallModel, "hf_to_vllm_mapper", Renamer(), raising=False)
+    monkeypatch.setattr(SmallModel, "lora_skip_prefixes", ["vision."], raising=False)
     worker = make_worker(slots=1)
-    worker.manager.model.hf_to_vllm_mapper = Renamer()
-    worker.manager.model.lora_skip_prefixes = ["vision."]
 
     worker.add_adapter(LoRARequest("renamed", 1, str(folders.root / "renamed")))
 

@@ -247,4 +247,4 @@ def test_nothing_is_kept_of_adapters_that_waited():
     world.step()
 
     assert not world.scheduler.waiting._of_adapter
-    assert not world.scheduler.in_flight._counts
+    assert not world.scheduler.in_flight

@@ -1,11 +1,11 @@
 """Reloads and unloads while requests run: what waits for whom, and what becomes of the rest (lab 7.5)."""
 
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
 from small_engine import SmallWorld
 
-from minivllm.core.in_flight import InFlight
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.engine.adapter import BASE, AdapterTraits
 from minivllm.engine.adapter_registry import AdapterRegistry
@@ -66,7 +66,7 @@ class World:
 
     def __init__(self):
         self.worker = StandInWorker()
-        self.scheduler = SimpleNamespace(in_flight=InFlight(), requests={}, running=[])
+        self.scheduler = SimpleNamespace(in_flight=defaultdict(Counter), requests={}, running=[])
         self.registry = AdapterRegistry(self.scheduler, self.worker)
         self.worker.disk = {"/one": "old", "/two": "two"}
         self.registry.add_lora(self.lora(1))
@@ -86,7 +86,7 @@ class World:
             adapter_id=lora_request.lora_int_id, adapter_generation=generation, lora_request=lora_request
         )
         self.scheduler.requests[request_id] = request
-        self.scheduler.in_flight.add(request)
+        self.scheduler.in_flight[request.adapter_id][generation] += 1
         if running:
             self.scheduler.running.append(request)
         return generation
@@ -94,7 +94,7 @@ class World:
     def end(self, request_id):
         """The request has finished, and the engine says so."""
         request = self.scheduler.requests.pop(request_id)
-        self.scheduler.in_flight.remove(request)
+        self.scheduler.in_flight[request.adapter_id] -= Counter([request.adapter_generation])
         self.scheduler.running = [r for r in self.scheduler.running if r is not request]
         self.registry.request_ended(request.adapter_id)
 

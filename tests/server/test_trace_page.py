@@ -6,7 +6,7 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
-from browser import Tab, open_browser
+from browser import SCREENS, Tab, open_browser
 from tiny_engine import greedy, run, tiny_world
 
 from minivllm.commands.trace_page import run_trace_page
@@ -174,8 +174,7 @@ def test_steps_are_walked_through_by_keys_and_by_a_click(tab, engine):
     assert tab.troubles == []
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize(("width", "dark"), SCREENS)
 def test_nothing_is_cut_off(browser, engine, tmp_path, width, dark):
     records = [*engine.trace.records, *hostile_records()]
 

@@ -62,11 +62,6 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     # ---- being wrapped --------------------------------------------------------------------------------------
 
     @classmethod
-    def takes(cls, layer: nn.Module, parts: int) -> bool:
-        """Whether this class wraps that layer, of which a checkpoint names so many parts one by one."""
-        raise NotImplementedError
-
-    @classmethod
     def place_of(cls, name: str) -> str:
         """Where in the model the wrapper of the layer `name` stands."""
         return name

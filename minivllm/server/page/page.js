@@ -240,7 +240,7 @@ class Page {
       el(
         "tr",
         { className: known.has(rowKey(row, step)) ? "" : "odd" },
-        el("td", {}, row.request),
+        el("td", { title: row.request }, short(row.request)),
         el("td", {}, dot(this.trace.colour(row.adapter)), " ", nameOf(row.adapter)),
         el("td", {}, whatOf(row)),
         withTokens && el("td", {}, (step.tokens[row.request] ?? "").toString()),
@@ -282,7 +282,7 @@ function eventsOf(step) {
     ...step.loads.map((name) => [of(name), " was read from disk"]),
     ...step.evictions.map((event) => [of(event.adapter), ` was evicted from slot ${event.slot}`]),
     ...step.activations.map((event) => [of(event.adapter), ` came into slot ${event.slot}`]),
-    ...step.preempted.map((request) => [`${request} was preempted: it waits again`]),
+    ...step.preempted.map((request) => [`${short(request)} was preempted: it waits again`]),
   ];
 }
 
@@ -297,7 +297,7 @@ function queueLines(step) {
   const skipped = new Map(step.skipped.map((skip) => [skip.request, skip]));
   const named = step.waiting.map((request) => {
     const skip = skipped.get(request);
-    return skip ? [`${request} `, { adapter: skip.adapter }, ` ${reasonOf(skip.reason)}`] : [`${request}: its turn has not come`];
+    return skip ? [`${short(request)} `, { adapter: skip.adapter }, ` ${reasonOf(skip.reason)}`] : [`${short(request)}: its turn has not come`];
   });
   return step.more_waiting ? [...named, [`and ${step.more_waiting} more`]] : named;
 }

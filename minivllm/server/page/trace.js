@@ -82,6 +82,9 @@ const REASONS = {
 };
 const reasonOf = (reason) => REASONS[reason] || reason;
 
+// Ids that a server makes up are long: what is left tells them apart, and the whole is a title away.
+const short = (request) => request.replace(/([0-9a-f]{6})[0-9a-f]{20,}/g, "$1…");
+
 function bytes(number) {
   const units = ["bytes", "KB", "MB", "GB", "TB"];
   const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log2(Math.max(1, number)) / 10)));
@@ -95,7 +98,7 @@ function el(tag, properties = {}, ...children) {
     if (name in made) made[name] = value;
     else if (value !== null && value !== undefined) made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
 

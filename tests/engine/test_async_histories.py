@@ -1,0 +1,117 @@
+"""Random histories of listeners who are patient, slow, impatient or gone, while adapters come and go."""
+
+import asyncio
+import gc
+import random
+import threading
+from collections import Counter
+
+import pytest
+from soak_checks import check_engine, check_slot_contents
+from tiny_engine import greedy, tiny_world
+
+from minivllm import AsyncLLM
+
+PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 20, 21], [30, 31, 32]]
+LENGTH = 24
+REQUESTS = 60
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def expected(world):
+    """(adapter, number of the prompt) -> the tokens of PEFT."""
+    return {
+        (name, i): world.oracle().greedy(name, prompt, LENGTH)
+        for name in [None, *world.names]
+        for i, prompt in enumerate(PROMPTS)
+    }
+
+
+class History:
+    """One of them: what is done is drawn from `rng`."""
+
+    def __init__(self, world, expected, llm, seed):
+        self.world, self.expected, self.llm, self.rng = world, expected, llm, random.Random(seed)
+        self.counts = Counter()
+
+    async def run(self):
+        tasks = [asyncio.create_task(self.listen(str(i))) for i in range(REQUESTS)]
+        changes = asyncio.create_task(self.change_adapters())
+        pending = set(tasks)
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=0.01)
+            if pending and self.rng.random() < 0.3:
+                self.rng.choice(sorted(pending, key=tasks.index)).cancel()
+            if pending and self.rng.random() < 0.2:
+                await self.llm.abort(str(self.rng.randrange(REQUESTS)))
+        await changes
+        for task in tasks:
+            self.counts["cancelled"] += task.cancelled()
+            assert task.cancelled() or task.exception() is None, task.exception()
+        gc.collect()
+        await asyncio.sleep(0.01)
+
+    async def listen(self, request_id):
+        rng = random.Random(f"{request_id} {self.rng.random()}")
+        name = rng.choice([None, *self.world.names])
+        row = rng.randrange(len(PROMPTS))
+        leaves_after = rng.choice([None, None, None, rng.randrange(1, 8)])
+        kind = rng.choice(["delta", "delta", "cumulative", "final"])
+        await asyncio.sleep(rng.random() * 0.2)
+        expected = self.expected[name, row]
+        lora = self.world.request(name, load_inplace=rng.random() < 0.1) if name else None
+        answers = self.llm.generate(PROMPTS[row], greedy(LENGTH), request_id, lora, output_kind=kind)
+        heard = []
+        try:
+            async for output in answers:
+                answer = output.outputs[0]
+                heard += answer.delta_token_ids
+                assert answer.token_ids == expected[: len(answer.token_ids)]
+                assert kind != "delta" or heard == answer.token_ids
+                await asyncio.sleep(rng.choice([0, 0, 0.001, 0.03]))
+                if leaves_after is not None and len(heard) >= leaves_after:
+                    self.counts["left"] += 1
+                    return  # the iterator is dropped, not closed
+        except (ValueError, RuntimeError) as error:
+            # While an adapter is unloaded, or every slot is pinned, nobody can have it.
+            assert "unloaded" in str(error) or "pinned" in str(error), error
+            self.counts["refused"] += 1
+            return
+        self.counts[answer.finish_reason] += 1
+        assert answer.finish_reason != "length" or answer.token_ids == expected
+
+    async def change_adapters(self):
+        for _ in range(25):
+            await asyncio.sleep(self.rng.random() * 0.02)
+            adapter_id = self.rng.randrange(1, 5)
+            request = self.world.request(self.world.names[adapter_id - 1])
+            change = self.rng.choice(["add_lora", "remove_lora", "pin_lora", "unpin_lora"])
+            try:
+                await getattr(self.llm, change)(request if change == "add_lora" else adapter_id)
+            except (ValueError, RuntimeError) as error:
+                assert any(word in str(error) for word in ("unloaded", "pinned", "registered")), error
+        for adapter_id in range(1, 5):
+            await self.llm.unpin_lora(adapter_id)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_left_of_them_and_every_token_is_pefts(world, expected, seed):
+    before = threading.active_count()
+    engine = world.engine(max_num_seqs=8, num_kv_blocks=40, max_cpu_loras=3)
+    llm = AsyncLLM.from_engine(engine)
+    history = History(world, expected, llm, seed)
+
+    asyncio.run(history.run())
+    states = asyncio.run(llm.call(lambda engine: dict(engine.output_processor.states)))
+
+    assert not states and not llm._thread.sinks and not llm._open
+    llm.shutdown()
+    check_engine(engine, [])
+    check_slot_contents(engine)
+    assert threading.active_count() == before
+    assert history.counts["length"] >= 5 and history.counts["cancelled"] and history.counts["left"]

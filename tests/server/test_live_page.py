@@ -1,0 +1,389 @@
+"""The page of a server: what it is fed with, what it costs, and what can be done on it in a real browser."""
+
+import asyncio
+import json
+import random
+import shutil
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import httpx
+import pytest
+from browser import SCREENS, Tab, open_browser
+from tiny_engine import tiny_world
+from tiny_server import BASE_NAME, Answers, serving
+
+from minivllm.labs import Overlay, Source
+from minivllm.server.live import latencies, live_page, message, whose_phases
+from minivllm.server.page import build_page, run_of
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+ASK = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def root(world, tmp_path_factory):
+    """A folder to load from: one adapter, and the same under another name."""
+    folder = tmp_path_factory.mktemp("root")
+    shutil.copytree(world.path("mlp"), folder / "mlp")
+    shutil.copytree(world.path("mlp"), folder / HOSTILE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(world, root):
+    with serving(world, "qv", "all", "patterns", lora_root=str(root), allow_runtime_lora=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def tab(browser, server):
+    tab = Tab(browser)
+    tab.page.goto(server.url)
+    tab.page.wait_for_selector("#playground input[type=checkbox]")
+    yield tab
+    tab.page.close()
+
+
+def ask(server, model, **more):
+    body = {"model": model, "prompt": f"ask {model}", **ASK, **more}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def listeners(server):
+    return len(server.server.state.llm.engine.listeners)
+
+
+def wait_for(condition, seconds=20):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
+
+
+@contextmanager
+def events_of(server, **headers):
+    """The messages of /events, as they come."""
+
+    def messages(response):
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+    with httpx.stream("GET", f"{server.url}/events", headers=headers, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        yield messages(response)
+
+
+def test_the_first_message_says_what_there_is(server):
+    ask(server, "qv")
+
+    with events_of(server) as events:
+        first = next(events)
+
+    assert first["hello"]["model"] == BASE_NAME
+    assert {"qv", "all", "patterns"} <= set(first["hello"]["adapters"])
+    assert (first["hello"]["may_change"], first["hello"]["has_chat"], first["hello"]["yours"]) == (
+        True,
+        True,
+        [],
+    )
+    assert first["hello"]["room"]["kv_blocks"] == 199
+    last = server.server.state.llm.engine.trace.records[-1]
+    assert first["steps"][-1] == json.loads(json.dumps(asdict(last)))
+
+
+def test_each_step_is_told_once_and_in_order(server):
+    engine = server.server.state.llm.engine
+    with events_of(server) as events:
+        told = next(events)["steps"]
+        begun = engine.metrics.steps
+        for model in ("qv", "all", BASE_NAME, "patterns"):
+            assert ask(server, model).status_code == 200
+        while told[-1]["step"] < engine.metrics.steps - 1:
+            told += next(events)["steps"]
+
+    numbers = [step["step"] for step in told]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1)) and numbers[-1] > begun + 40
+    kept = {record.step: json.loads(json.dumps(asdict(record))) for record in engine.trace.records}
+    assert all(step == kept[step["step"]] for step in told)
+
+
+def test_who_has_gone_costs_no_step_anything(server):
+    before = listeners(server)
+
+    with events_of(server) as events, events_of(server) as others:
+        next(events), next(others)
+        assert listeners(server) == before + 2
+
+    wait_for(lambda: listeners(server) == before)
+
+
+def test_a_server_that_ends_does_not_wait_for_pages(world):
+    with serving(world, "qv") as server, events_of(server) as events:
+        next(events)
+        started = time.monotonic()
+        server.server.drain()
+        assert list(events) == []
+        server._thread.join(20)
+
+        assert not server._thread.is_alive()
+        assert time.monotonic() - started < 4  # uvicorn would wait for 5 s
+
+
+def test_a_key_opens_the_events_and_none_is_needed_for_the_page(world):
+    keys = {"api_keys": ("master",), "adapter_keys": {"qv": "only-qv"}}
+    with serving(world, "qv", **keys) as server:
+        page = httpx.get(server.url)
+        without = httpx.get(f"{server.url}/events")
+        of_one = httpx.get(f"{server.url}/events", headers={"authorization": "Bearer only-qv"})
+        with events_of(server, authorization="Bearer master") as events:
+            assert next(events)["hello"]["adapters"] == ["qv"]
+
+    assert (page.status_code, without.status_code, of_one.status_code) == (200, 401, 403)
+    assert "qv" not in page.text and "master" not in page.text
+
+
+def test_the_page_may_not_be_framed_or_kept(server):
+    headers = httpx.get(server.url).headers
+
+    assert headers["x-frame-options"] == "DENY" and headers["cache-control"] == "no-store"
+    assert "/events" not in httpx.get(f"{server.url}/openapi.json").json()["paths"]
+
+
+def test_nothing_in_a_name_ends_its_message(server):
+    hostile = "a\n\ndata: {}\n\n\r\u2028" + HOSTILE
+
+    said = message(server.server.state.server, [], {"model": hostile})
+
+    assert said.count("\n") == 2 and said.endswith("\n\n") and "\r" not in said
+    assert json.loads(said.removeprefix("data: "))["hello"] == {"model": hostile}
+
+
+def test_latencies_are_those_of_the_sorted_list():
+    draw = random.Random(2)
+    for count in (0, 1, 2, 3, 50, 1000):
+        seconds = [draw.expovariate(3) for _ in range(count)]
+        ordered = sorted(seconds)
+
+        found = latencies(seconds)
+
+        assert found["count"] == count
+        for name, part in (("p50", 0.5), ("p99", 0.99)):
+            place = part * (count - 1)
+            low = int(max(place, 0))
+            wanted = None
+            if count:
+                above = ordered[min(low + 1, count - 1)]
+                wanted = pytest.approx(ordered[low] + (above - ordered[low]) * (place - low))
+            assert found[name] == wanted
+
+
+def test_whose_phases_run_is_said(monkeypatch):
+    sources = {
+        "minivllm.a": Source("/x/labs/05_slot_manager/tiers.py", ""),
+        "minivllm.b": Source("/x/labs/05_slot_manager/lru_cache.py", ""),
+        "minivllm.c": Source("/x/labs/03_cpu_punica/by_run.py", ""),
+    }
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Overlay(sources)])
+
+    assert whose_phases() == ["03_cpu_punica", "05_slot_manager"]
+
+
+# ---- in a browser ---------------------------------------------------------------------------------------------
+
+
+def choose(tab, *models):
+    for box in tab.page.locator("#playground input[type=checkbox]").all():
+        wanted = box.get_attribute("value") in models
+        if box.is_checked() != wanted:
+            box.set_checked(wanted)
+
+
+def hold_up(server, seconds):
+    """The engine takes no step for so long."""
+    held = server.server.state.llm.call(lambda engine: time.sleep(seconds))
+    threading.Thread(target=asyncio.run, args=(held,)).start()
+
+
+def test_the_playground_streams_from_base_and_adapters_in_one_batch(tab, server, world):
+    choose(tab, BASE_NAME, "qv", "all")
+    tab.page.fill("textarea", "Who are you?")
+    tab.page.fill("input[type=number]", "9")
+    steps = server.server.state.llm.engine.metrics.steps
+
+    hold_up(server, seconds=0.5)
+    tab.page.click("#ask")
+    tab.page.wait_for_selector("#ask:not([disabled])")
+
+    cards = tab.page.locator(".answer")
+    shown = dict(zip(cards.locator("b").all_text_contents(), cards.locator("pre").all_text_contents()))
+    messages = [{"role": "user", "content": "Who are you?"}]
+    answers = Answers(world)
+    assert shown == {name: answers.chat(name, messages, 9) for name in (BASE_NAME, "qv", "all")}
+    records = [r for r in server.server.state.llm.engine.trace.records if r.step >= steps]
+    assert any({row.adapter for row in record.rows} >= {None, "qv", "all"} for record in records)
+    assert tab.troubles == []
+
+
+def test_an_eviction_is_seen_as_it_happens(tab, server):
+    for model in ("qv", "all", "patterns", "qv", "all"):
+        assert ask(server, model).status_code == 200
+
+    engine = server.server.state.llm.engine
+    tab.until(f"page.trace.at(page.trace.length - 1)?.step === {engine.metrics.steps - 1}")
+    evicted = [r.step for r in engine.trace.records if r.evictions]
+    shown = tab.page.evaluate("page.trace.runs[0].steps.filter((s) => s.evictions.length).map((s) => s.step)")
+    assert shown == evicted[-len(shown) :] and len(shown) >= 2
+    tab.page.evaluate(f"page.go(page.trace.runs[0].steps.findIndex((s) => s.step === {evicted[-1]}))")
+    assert "was evicted from slot" in tab.page.inner_text("#details")
+    assert "[object" not in tab.page.inner_text("body")
+    assert "to the first token, p50" in tab.page.inner_text(".tiles")
+
+
+def test_adapters_are_loaded_pinned_and_unloaded(tab, server):
+    tab.page.fill("#load input >> nth=0", "mine")
+    tab.page.fill("#load input >> nth=1", "mlp")
+    tab.page.click("#load button")
+    row = tab.page.locator("#adapters tr", has_text="mine")
+    row.wait_for()
+    assert ask(server, "mine").status_code == 200
+
+    row.get_by_text("Pin", exact=True).click()
+    row.get_by_text("Unpin").wait_for()
+    assert "pinned" in row.inner_text()
+    row.get_by_text("Unpin").click()
+    row.get_by_text("Pin", exact=True).wait_for()
+    row.get_by_text("Unload").click()
+    row.wait_for(state="detached")
+
+    assert ask(server, "mine").status_code == 404
+    assert "Success: LoRA adapter 'mine' removed" in tab.page.inner_text("#adapters .said")
+    tab.page.fill("#load input >> nth=1", "nowhere")
+    tab.page.click("#load button")
+    tab.page.wait_for_selector("#adapters .said.bad")
+    assert "there is no adapter folder 'nowhere'" in tab.page.inner_text("#adapters .said")
+    # The refusal itself is all that the browser complains of.
+    assert all("404" in trouble for trouble in tab.troubles)
+
+
+def test_a_burst_asks_every_model_six_times(tab, server):
+    counts = httpx.get(f"{server.url}/metrics").text
+    models = tab.page.evaluate("live.models")
+
+    tab.page.fill("textarea", "hi")
+    tab.page.click("#burst")
+    tab.until("document.querySelector('#playground .said').textContent.startsWith('The burst is over')")
+
+    assert f"{6 * len(models)} requests served." in tab.page.inner_text("#playground .said")
+    after = httpx.get(f"{server.url}/metrics").text
+    for model in models:
+        assert requests_of(after, model) == requests_of(counts, model) + 6
+
+
+def requests_of(metrics, model):
+    name = f'minivllm:adapter_requests_total{{adapter="{model}"}} '
+    return float(next(line for line in metrics.splitlines() if line.startswith(name)).removeprefix(name))
+
+
+def test_a_hostile_adapter_is_a_text(tab, server):
+    body = {"lora_name": HOSTILE, "lora_path": HOSTILE}
+    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body).status_code == 200
+    try:
+        assert ask(server, HOSTILE).status_code == 200
+        tab.until(f"page.trace.colours.has({json.dumps(HOSTILE)})")
+        tab.page.reload()
+        tab.page.locator("#adapters tr", has_text=HOSTILE).wait_for()
+        choose(tab, HOSTILE)
+        tab.page.click("#ask")
+        tab.page.wait_for_selector("#ask:not([disabled])")
+
+        for where in ("#head", "#details", "#adapters", "#playground .answers"):
+            assert HOSTILE in tab.page.inner_text(where), where
+        assert tab.page.locator("img").count() == 0
+        assert tab.troubles == []
+    finally:
+        httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": HOSTILE})
+
+
+def test_a_hidden_page_listens_to_nothing_and_wakes_up_again(tab, server):
+    wait_for(lambda: listeners(server) >= 2)
+    before = listeners(server)
+    hide = "(is) => { Object.defineProperty(document, 'hidden', { configurable: true, get: () => is }); " + (
+        "document.dispatchEvent(new Event('visibilitychange')); }"
+    )
+
+    tab.page.evaluate(hide, True)
+    wait_for(lambda: listeners(server) == before - 1)
+    assert ask(server, "qv").status_code == 200
+    time.sleep(2.5)  # longer than a page waits before it asks a lost server again
+    assert listeners(server) == before - 1
+    assert tab.page.inner_text("#live [role=status] >> nth=0") == "asleep"
+    tab.page.evaluate(hide, False)
+
+    wait_for(lambda: listeners(server) == before)
+    newest = server.server.state.llm.engine.metrics.steps - 1
+    tab.until(f"page.trace.at(page.trace.length - 1)?.step === {newest}")
+
+
+def test_a_page_without_the_key_asks_for_it(browser, world):
+    with serving(world, "qv", api_keys=("master",)) as server:
+        tab = Tab(browser, width=400)
+        tab.page.goto(server.url)
+        tab.page.fill("input[type=password]", "master")
+        tab.page.click("text=Use this key")
+
+        tab.page.wait_for_selector("#playground input[type=checkbox]")
+        assert tab.page.locator("#adapters tr", has_text="qv").inner_text()
+        tab.page.close()
+
+
+@pytest.mark.parametrize(("width", "dark"), SCREENS)
+def test_nothing_of_the_live_page_is_cut_off(browser, server, width, dark):
+    tab = Tab(browser, width, dark)
+    tab.page.goto(server.url)
+    tab.page.locator("#adapters tr", has_text="patterns").wait_for()
+    ask(server, "qv")
+    tab.until("page.trace.length > 3")
+    tab.drawn()
+
+    assert tab.page.evaluate("document.documentElement.scrollWidth") == width
+    tab.page.close()
+
+
+def test_the_oldest_steps_of_a_long_day_are_let_go(browser, tmp_path):
+    tab = Tab(browser)
+    steps = [{"step": i, "rows": []} for i in range(1000)]
+    tab.page.goto("about:blank")
+    html = build_page("x", [run_of("live", [])], scripts=["live.js"], live=True)
+    tab.open(html, tmp_path)
+
+    gone = [
+        tab.page.evaluate("(steps) => page.trace.extend(steps)", part) for part in (steps[:500], steps[400:])
+    ]
+
+    assert gone == [0, 400]
+    numbers = tab.page.evaluate("page.trace.runs[0].steps.map((step) => step.step)")
+    assert numbers == list(range(400, 1000))
+    tab.page.evaluate("page.trace.extend([{ step: 3, rows: [] }])")  # a server that was started anew
+    assert tab.page.evaluate("page.trace.length") == 1
+    tab.page.close()
+
+
+def test_the_page_is_the_same_for_everybody():
+    assert live_page() is live_page()
+    assert "sha256-" in live_page()

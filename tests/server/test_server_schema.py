@@ -1,0 +1,69 @@
+"""schemathesis makes up requests from the server's own schema: none may be a 500, none may stop it."""
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from tiny_engine import tiny_world
+from tiny_server import client_of, serving
+
+from minivllm.engine.llm_engine import LLMEngine
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    world = tiny_world(tmp_path_factory)
+    with serving(world, "qv", "all", lora_root=str(world.folder), allow_runtime_lora=True) as server:
+        yield server
+
+
+def search(server, examples):
+    """So many requests to every route; those that fit the schema name a model that is there, so that it has work."""
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    settings = hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    statuses = set()
+    for operation in schema.get_all_operations():
+        operation = operation.ok()
+
+        @settings
+        @hypothesis.given(case=operation.as_strategy(), known=hypothesis.strategies.booleans())
+        def ask(case, known):
+            if known and isinstance(case.body, dict):
+                case.body |= {"model": "qv"} if "model" in case.body else {}
+                case.body |= {"lora_name": "qv"} if "lora_name" in case.body else {}
+            response = case.call(timeout=60)
+            statuses.add(response.status_code)
+            case.validate_response(response, checks=[not_a_server_error])
+
+        ask()
+    return statuses
+
+
+def assert_whole(server):
+    engine: LLMEngine = server.server.state.llm.engine
+    with client_of(server) as client:
+        answer = client.completions.create(model="tiny", prompt="still here", max_tokens=3)
+
+    assert answer.usage.completion_tokens > 0
+    assert not engine.has_unfinished_requests()
+    assert not engine.scheduler.requests
+
+
+def test_made_up_requests_find_no_server_error(server):
+    statuses = search(server, examples=12)
+
+    assert {200, 400, 404} <= statuses
+    assert_whole(server)
+
+
+@pytest.mark.nightly
+def test_many_made_up_requests_find_no_server_error(server):
+    search(server, examples=400)
+
+    assert_whole(server)
