@@ -205,6 +205,7 @@ def _run_tests(job: Job, files: list[Path], limits: tuple[float, float], sender:
     ]
     plugins = [_Recorder(job, sender)]
     sender.send(int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5)
+    os._exit(0)  # threads that tests have left must not hold it up
 
 
 class _Recorder:
