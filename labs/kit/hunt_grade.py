@@ -91,10 +91,9 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
     """Why this is not what a right test does on that engine; None if it is."""
     failed = [result for result in outcome.of("failed", "todo") if "::" in result.test]
     must_fail = engine in (BROKEN, VARIANT)
-    if outcome.trouble and not failed:
-        return f"on {engine}: {outcome.trouble}" + (
-            "; a test has an end of its own: bound its steps" if "no end" in outcome.trouble else ""
-        )
+    endless = next((result.message for result in failed if "no end after" in result.message), outcome.trouble)
+    if endless and (endless != outcome.trouble or not failed):
+        return f"on {engine}: {endless}" + ("; bound its steps or its seconds" if "no end" in endless else "")
     broken_file = [result for result in outcome.of("failed", "todo") if "::" not in result.test]
     if broken_file:
         return f"on {engine} the file cannot be read: {broken_file[0].message}"
