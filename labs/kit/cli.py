@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from labs.kit.hints import hints_of
 from labs.kit.migrate import strays
-from labs.kit.progress import Progress, digest, is_untouched, learners_code, place, reset, shown
+from labs.kit.progress import Progress, digest, has_stub, is_untouched, learners_code, place, reset, shown
 from labs.kit.regions import PHASES, Exercise, read_engine
 from minivllm.labs import LabError, starters
 from minivllm.quiet import quiet_libraries
@@ -77,7 +79,19 @@ def overview(context: typer.Context) -> None:
         for exercise in (e for e in exercises if e.phase == phase):
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {escape(exercise.title)}")
     console.print()
-    say_next(next((e for e in exercises if states[e.number] != "passed"), None))
+    say_next(next_of(exercises, states, progress.last))
+
+
+def next_of(exercises: list[Exercise], states: dict[str, str], last: str | None) -> Exercise | None:
+    """What to do next on the learner's own path: what was begun, else what follows the last pass; side tracks last.
+
+    None when all are solved.   last: the exercise that passed last
+    """
+    numbers = [exercise.number for exercise in exercises]
+    at = numbers.index(last) + 1 if last in numbers else 0
+    ahead = [e for e in exercises[at:] + exercises[:at] if states[e.number] != "passed"]
+    begun = [e for e in exercises if states[e.number] == "started"]
+    return next(iter(begun + [e for e in ahead if not e.is_side_track] + ahead), None)
 
 
 def say_strays() -> None:
@@ -111,12 +125,11 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     from labs.kit.grade import grade
 
     progress, states = Progress(), {}
-    for result in grade(chosen, trace, say_test if console.is_terminal else None):
+    for result in in_order(grade(chosen, trace, say_test if console.is_terminal else None), chosen):
         states[result.exercise.number] = result.state
         say_grade(result, trace)
         if result.state == "passed":
-            progress.passed[result.exercise.number] = result.digest
-            progress.save()
+            progress.remember(result.exercise.number, result.digest)
     if len(chosen) > 1:
         counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
         console.print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['todo']} TODO")
@@ -128,6 +141,15 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     return not left
 
 
+def in_order(grades: Iterable["Grade"], chosen: list[Exercise]) -> Iterator["Grade"]:
+    """The grades in the order of the exercises, each as soon as those before it are there."""
+    waiting, ahead = {}, deque(exercise.number for exercise in chosen)
+    for result in grades:
+        waiting[result.exercise.number] = result
+        while ahead and ahead[0] in waiting:
+            yield waiting.pop(ahead.popleft())
+
+
 def say_test(job: "Job", result: "Result") -> None:
     """On a line that is wiped before the next."""
     name = f"{job.exercise} {result.test.rpartition('::')[2]}"[: console.width - 1]
@@ -135,8 +157,6 @@ def say_test(job: "Job", result: "Result") -> None:
 
 
 def say_grade(result: "Grade", trace: bool) -> None:
-    from labs.kit.grade import misconceptions
-
     if console.is_terminal:
         print(WIPE, end="")
     exercise, outcome = result.exercise, result.outcome
@@ -145,7 +165,7 @@ def say_grade(result: "Grade", trace: bool) -> None:
     said = {
         "passed": f"{tests} test{'s' * (tests != 1)}, {outcome.seconds:.1f} s",
         "failed": f"{len(wrong)} of {tests} tests fail" if wrong else "",
-        "todo": f"TODO {place(exercise)}",
+        "todo": f"TODO {place(exercise)}" + f", {len(wrong)} of {tests} tests fail" * bool(wrong),
     }[result.state]
     console.print(f"{SIGNS[result.state]} {exercise.number} {escape(exercise.title)}  [dim]{said}[/]")
     if outcome.trouble:
@@ -159,9 +179,34 @@ def say_grade(result: "Grade", trace: bool) -> None:
         console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
         yours = f"your code: {test.place}   " if test.place else ""
         console.print(f"      [dim]{yours}asked in {test.asked}[/]")
-    if wrong and not trace:
-        for mutant in misconceptions(result):
-            console.print(f"    [yellow]It looks like this:[/] {escape(mutant.misconception)}")
+    if (wrong or (outcome.trouble and outcome.results)) and not trace:
+        say_mistakes(result)
+
+
+def say_mistakes(result: "Grade") -> None:
+    """Which of the known mistakes it looks like. That takes a while, so it is said first."""
+    from labs.kit.likeness import known_mistakes, likenesses
+
+    known = known_mistakes(result.exercise)
+    if not known:
+        return
+    console.print(
+        f"    [dim]comparing with {len(known)} known mistakes[/]", end="\r" * console.is_terminal or "\n"
+    )
+    found = likenesses(known, result.outcome)
+    if console.is_terminal:
+        print(WIPE, end="")
+    for likeness in found:
+        if likeness.is_all:
+            how = "It looks like this:"
+        elif likeness.is_sure:
+            how = f"Some of it looks like this ({likeness.explained:.0%} of what fails):"
+        else:
+            how = f"The nearest of the known mistakes, {likeness.alike:.0%} alike:"
+        for mistake in likeness.mistakes:
+            console.print(f"    [yellow]{how}[/] {escape(' '.join(mistake.misconception.split()))}")
+    if not found:
+        console.print(f"    [dim]It is none of the {len(known)} known mistakes.[/]")
 
 
 @app.command()
@@ -261,6 +306,8 @@ def run(
     """Run a command on your code, and ours for what you have not begun."""
     yours = labs or begun()
     console.print(f"yours: {yours or 'nothing yet, this is our code'}")
+    if not labs and (left := unfinished()):
+        console.print(f"ours: {left}, of which a part is still TODO")
     try:
         status = subprocess.run(command, env=environment(yours)).returncode
     except OSError as error:
@@ -269,9 +316,13 @@ def run(
 
 
 def begun() -> str:
-    """The exercises that the learner has touched, as MINIVLLM_LABS takes them."""
-    progress = Progress()
-    return ",".join(e.number for e in choose(None) if progress.state(e) != "todo")
+    """The exercises that the learner has written, as MINIVLLM_LABS takes them; of what is TODO nothing can run."""
+    return ",".join(e.number for e in choose(None) if not is_untouched(e) and not has_stub(e))
+
+
+def unfinished() -> str:
+    """Those of which a stub still stands."""
+    return ", ".join(e.number for e in choose(None) if not is_untouched(e) and has_stub(e))
 
 
 def environment(yours: str) -> dict[str, str]:

@@ -525,9 +525,10 @@ class TestTheLoop:
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(6)))
             reading = asyncio.create_task(collect(llm, "b", greedy(6), prompt="text"))
-            loading = asyncio.create_task(llm.add_lora(world.request("qv")))
             while len(held) < 2:
                 await asyncio.sleep(0.001)
+            loading = asyncio.create_task(llm.add_lora(world.request("qv")))
+            await asyncio.sleep(0.01)
             assert not running.done() and not reading.done() and not loading.done()
             go.set()
             return await asyncio.gather(running, reading, loading)

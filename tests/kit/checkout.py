@@ -24,9 +24,10 @@ PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "pyproject.toml")
 class Checkout:
     """root: of the copy. The tests that work on it read the engine's regions from it, too."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *more: str) -> None:
+        """more: what tests of the whole engine need beside `PARTS`"""
         self.root = root
-        for name in PARTS:
+        for name in (*PARTS, *more):
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
