@@ -1,12 +1,13 @@
 """Other right answers. Each is written from the last hint alone, and holds that hint to the code it is about.
 
-`labs/NN_name/variants/N.M.py` has the functions of an exercise, with signatures and bodies, as a learner might write
-them. A variant passes the exercise's tests, and all of them together are an engine that passes its whole suite.
+`labs/NN_name/variants/N.M.toml` has as `code` the functions of an exercise, with signatures and bodies, as a learner
+might write them. A variant passes the exercise's tests, and all together are an engine that passes its whole suite.
 """
 
 import ast
 import builtins
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -21,11 +22,14 @@ _CODE_WORD = re.compile(r"\b[A-Za-z]\w*_\w+|\b_\w+")  # what only code is called
 
 
 def variant_of(exercise: Exercise) -> str:
-    """The functions as they stand in the file. LabError when there is none."""
-    path = ROOT / "labs" / exercise.phase / "variants" / f"{exercise.number}.py"
+    """The functions as they stand in the file. LabError when there is none, or it is not as it should be."""
+    path = ROOT / "labs" / exercise.phase / "variants" / f"{exercise.number}.toml"
     if not path.is_file():
         raise LabError(f"{path.relative_to(ROOT)} is missing")
-    return path.read_text(encoding="utf-8")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))["code"]
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        raise LabError(f"{path.relative_to(ROOT)}: {error}") from None
 
 
 def with_variant(exercise: Exercise, text: str | None = None) -> str:

@@ -62,8 +62,8 @@ class InputBatch:
         Returns
             prompt_lora_mapping   one id a sampled token, sum(num_sampled_tokens) in all
             token_lora_mapping    one id a token, sum(num_scheduled_tokens) in all
-            lora_requests         the adapters of all rows, also of rows without tokens in this step: they
-                                  run, so their adapters must stay
+            lora_requests         the adapters of all rows, one request an id, also of rows without tokens in
+                                  this step: they run, so their adapters must stay
 
         The mappings are tuples of plain ints, in the order of the rows: they become part of a memo's key.
         """

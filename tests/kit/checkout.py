@@ -18,15 +18,16 @@ from minivllm.labs import ROOT, splice
 # Processes that start with torch in them: most of what `lab` and pytest take is its import.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "safetensors.torch", "hypothesis", "pytest"])
-PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "pyproject.toml")
+PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "docs", "pyproject.toml")
 
 
 class Checkout:
     """root: of the copy. The tests that work on it read the engine's regions from it, too."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *more: str) -> None:
+        """more: what tests of the whole engine need beside `PARTS`"""
         self.root = root
-        for name in PARTS:
+        for name in (*PARTS, *more):
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -92,7 +92,7 @@ def test_a_variant_of_each_phase_passes_its_exercises_tests(shared):
 
 def test_a_variant_that_fails_is_an_error(tmp_path):
     checkout = Checkout(tmp_path)
-    path = checkout.file("3.4").parent / "variants/3.4.py"
+    path = checkout.file("3.4").parent / "variants/3.4.toml"
     path.write_text(path.read_text().replace(">= 0", ">= -1"))
 
     result = checkout.lab("variants", "3.4")
@@ -110,7 +110,7 @@ def test_every_variant_passes_its_exercises_tests(shared):
 
 @pytest.mark.nightly
 def test_all_variants_together_are_an_engine(tmp_path):
-    checkout = Checkout(tmp_path)
+    checkout = Checkout(tmp_path, "adapters", "benchmarks")
     checkout.take_variants()
 
     result = checkout.pytest("-n", "2", *SUITE, labs="all")
