@@ -55,7 +55,6 @@ LAYERS = (
         "lora.backend",
         "lora.loops_backend",
         "lora.runs_backend",
-        "lora.make_backend",
     ),
     ("lora.layers",),
     (

@@ -1,5 +1,7 @@
-"""A model's adapters: its wrapped layers, their slots, and the rows of a step. Stands for vllm/lora/model_manager.py
-(v0.22.1)."""
+"""A model's adapters: its wrapped layers, their slots, and the rows of a step.
+
+Stands for vllm/lora/model_manager.py and vllm/lora/punica_wrapper/punica_selector.py (v0.22.1).
+"""
 
 from operator import attrgetter
 from typing import Any
@@ -9,9 +11,11 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.adapter_slots import AdapterSlots
-from minivllm.lora.make_backend import make_backend
+from minivllm.lora.backend import Backend
+from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.mapping import LoRAMapping
-from minivllm.lora.seams import listeners, slot_writers
+from minivllm.lora.runs_backend import RunsBackend
+from minivllm.lora.seams import backends, listeners, slot_writers
 from minivllm.lora.wrapped_modules import WrappedModules
 
 
@@ -80,6 +84,19 @@ class LRUCacheLoRAModelManager(AdapterSlots):
             prepare([self.get_adapter(held) for held in self.lora_index_to_id])
         if self.slot_writer is not None:
             self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
+
+
+def make_backend(
+    max_num_batched_tokens: int, max_batches: int, device: torch.device | str, lora_config: LoRAConfig
+) -> Backend:
+    """The backend that `lora_config.punica_backend` names; "auto" is the quickest one for the device.
+
+    "loops" and "grouped" run anywhere; others are in `seams.backends`, and say themselves where they do not.
+    """
+    name = lora_config.backend_on(device)
+    if name in ("loops", "grouped"):
+        return LoopsBackend(device) if name == "loops" else RunsBackend(device)
+    return backends[name](max_num_batched_tokens, max_batches, device, lora_config)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ async def complete(body: CompletionRequest, call: TheCall) -> Response:
     params = completion_params(body)
     prompts = prompts_of(body, call.server.settings.max_prompts)
     echoes = await texts_of(call, prompts) if body.echo else ()
-    form = CompletionForm(new_id("cmpl"), body.model, echoes=echoes, n=params.n)
+    form = CompletionForm(new_id("cmpl"), body.model, body.return_token_ids, echoes=echoes, n=params.n)
     generation = call.generation(form.id, prompts, params, adapter)
     return await respond(call.request, generation, form, body.stream, include_usage(body))
 
@@ -38,7 +38,9 @@ async def chat(body: ChatRequest, call: TheCall) -> Response:
     params = chat_params(body)
     messages = [message.as_template_takes_it() for message in body.messages]
     prompt = await call.server.llm.chat_prompt(messages, adapter)
-    form = ChatForm(new_id("chatcmpl"), body.model, top_logprobs=body.top_logprobs or 0)
+    form = ChatForm(
+        new_id("chatcmpl"), body.model, body.return_token_ids, top_logprobs=body.top_logprobs or 0
+    )
     generation = call.generation(form.id, [prompt], params, adapter)
     return await respond(call.request, generation, form, body.stream, include_usage(body))
 

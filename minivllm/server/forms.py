@@ -19,11 +19,13 @@ TokenLogprobs = dict[int, Logprob]  # one generated token's: its own first, then
 class Form:
     """What all answers to one HTTP request have in common.
 
-    id, model   as the client sees them
+    id, model        as the client sees them
+    shows_token_ids  whether choices have their `token_ids`, too
     """
 
     id: str
     model: str
+    shows_token_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     whole_object = chunk_object = ""
@@ -48,6 +50,16 @@ class Form:
     def first(self, index: int) -> dict[str, Any] | None:
         """What a stream says of an answer before there is any of it."""
         return None
+
+    def is_news(self, answer: CompletionOutput) -> bool:
+        """Whether a stream has anything to say of an answer now."""
+        shows_tokens = self.shows_token_ids or answer.logprobs is not None
+        return bool(answer.delta_text or answer.finished() or (shows_tokens and answer.delta_token_ids))
+
+    def end(self, answer: CompletionOutput, token_ids: list[int]) -> dict[str, Any]:
+        """The fields that choices of all kinds end with."""
+        shown = {"token_ids": token_ids} if self.shows_token_ids else {}
+        return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason, **shown}
 
     def choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
         """A whole answer."""
@@ -83,25 +95,16 @@ class CompletionForm(Form):
 
     def choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
         logprobs = completion_logprobs(answer.token_ids, answer.logprobs, 0)
-        return self._choice(index, self.echo(index) + answer.text, logprobs, answer)
+        text = self.echo(index) + answer.text
+        return {"index": index, "text": text, "logprobs": logprobs, **self.end(answer, answer.token_ids)}
 
     def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
         ids = answer.delta_token_ids
         logprobs = completion_logprobs(ids, new_logprobs(answer), self.lengths.get(index, 0))
         if logprobs is not None:
             self.lengths[index] = self.lengths.get(index, 0) + sum(map(len, logprobs["tokens"]))
-        return self._choice(index, answer.delta_text, logprobs, answer)
-
-    def _choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, answer: CompletionOutput
-    ) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
+        text = answer.delta_text
+        return {"index": index, "text": text, "logprobs": logprobs, **self.end(answer, ids)}
 
 
 @dataclass
@@ -119,19 +122,18 @@ class ChatForm(Form):
     def choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
         logprobs = chat_logprobs(answer.token_ids, answer.logprobs, self.top_logprobs)
         message = {"role": "assistant", "content": answer.text}
-        return {"index": index, "message": message, **self._rest(logprobs, answer)}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            **self.end(answer, answer.token_ids),
+        }
 
     def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
         logprobs = chat_logprobs(answer.delta_token_ids, new_logprobs(answer), self.top_logprobs)
         delta = {"content": answer.delta_text} if answer.delta_text else {}
-        return {"index": index, "delta": delta, **self._rest(logprobs, answer)}
-
-    def _rest(self, logprobs: dict[str, Any] | None, answer: CompletionOutput) -> dict[str, Any]:
-        return {
-            "logprobs": logprobs,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-        }
+        end = self.end(answer, answer.delta_token_ids)
+        return {"index": index, "delta": delta, "logprobs": logprobs, **end}
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -76,14 +76,14 @@ async def _messages(server: Server) -> AsyncIterator[str]:
 async def _steps(server: Server) -> AsyncGenerator[list[StepRecord], None]:
     """Records as they come; an empty list first, and after each LOOK_AGAIN seconds without one.
 
-    It ends with the engine, or when the server is about to end.
+    It ends with the engine: a page sees how the last requests of a server that ends are finished.
     """
     async with aclosing(server.llm.subscribe()) as batches:
         coming = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0)  # the subscription is on its way to the engine
         try:
             yield []
-            while not server.is_draining:
+            while True:
                 await server.llm.check_health()
                 done, _ = await asyncio.wait([coming], timeout=LOOK_AGAIN)
                 if done:

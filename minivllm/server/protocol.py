@@ -30,7 +30,8 @@ class ResponseFormat(Body):
 class SamplingFields(Body):
     """Fields that completions and chats have in common; `minivllm.sampling_params` says what each means.
 
-    user   accepted, as all clients send it, and of no consequence
+    return_token_ids   each choice has its new `token_ids`, too; a server without a tokenizer has nothing else to say
+    user               accepted, as all clients send it, and of no consequence
     """
 
     model: Name
@@ -52,6 +53,7 @@ class SamplingFields(Body):
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    return_token_ids: bool = False
     response_format: ResponseFormat | None = None
     user: str | None = None
 

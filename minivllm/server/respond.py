@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.server.errors import ApiError, Json, encode, error_body, status_of
 from minivllm.server.forms import Form, usage
 from minivllm.server.generation import Generation
@@ -123,7 +123,7 @@ async def stream_events(
             number, output = numbered
             finals[number] = output
             raise_failure(output)
-            for index, answer in new_answers(output, number * n, ended):
+            for index, answer in new_answers(output, number * n, ended, form):
                 yield event(form.chunk([form.delta(index, answer)], **extra))
             numbered = await anext(rest, None)
         if include_usage:
@@ -133,20 +133,17 @@ async def stream_events(
     yield DONE
 
 
-def new_answers(output: RequestOutput, offset: int, ended: set[int]) -> list[tuple[int, Any]]:
+def new_answers(
+    output: RequestOutput, offset: int, ended: set[int], form: Form
+) -> list[tuple[int, CompletionOutput]]:
     """(index, answer) of those with something new to say.
 
     offset   index of the prompt's first answer
     ended    indices of answers that have said why they ended, which is said once
     """
-    found = []
-    for answer in output.outputs:
-        index = offset + answer.index
-        shows = answer.delta_text or (answer.logprobs is not None and answer.delta_token_ids)
-        if index not in ended and (shows or answer.finished()):
-            found.append((index, answer))
-            if answer.finished():
-                ended.add(index)
+    numbered = [(offset + answer.index, answer) for answer in output.outputs]
+    found = [(index, answer) for index, answer in numbered if index not in ended and form.is_news(answer)]
+    ended.update(index for index, answer in found if answer.finished())
     return found
 
 

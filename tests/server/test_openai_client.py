@@ -194,6 +194,17 @@ def test_a_bias_and_penalties_reach_the_sampler(client, answers):
     assert math.isfinite(biased.choices[0].logprobs.token_logprobs[0])
 
 
+def test_token_ids_come_along_where_they_are_asked_for(client, answers):
+    asked = {**GREEDY, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    ids = answers.tokens("qv", "tokens")
+
+    whole = client.completions.create(model="qv", prompt="tokens", **asked)
+    stream = client.completions.create(model="qv", prompt="tokens", stream=True, **asked)
+
+    assert whole.choices[0].token_ids == ids
+    assert [token for chunk in stream for token in chunk.choices[0].token_ids] == ids
+
+
 def test_models_are_the_base_and_each_adapter_with_its_root(client, world):
     cards = {card.id: card for card in client.models.list()}
 

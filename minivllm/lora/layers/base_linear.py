@@ -15,7 +15,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     """A base linear with room for S adapters. vLLM: `BaseLinearLayerWithLoRA`.
 
     output_slices  widths N_i of the projections that the layer fuses
-    wraps          kinds of base layer it takes -> parts the checkpoint must name, None = any number
+    wraps          kinds of base layer it is for -> parts the checkpoint must name, None = any number
     """
 
     wraps: ClassVar[dict[type[LinearBase], int | None]] = {}
@@ -23,7 +23,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def __init__(self, base_layer: LinearBase) -> None:
         self.output_slices = self._slice_widths(base_layer)
         self.input_size, self.output_size = base_layer.input_size, base_layer.output_size
-        self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
         super().__init__(base_layer, [(base_layer.input_size, width) for width in self.output_slices])
 
     bias = property(attrgetter("base_layer.bias"))

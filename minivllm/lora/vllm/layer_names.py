@@ -3,12 +3,15 @@
 Importing this puts the names on the core's classes.
 """
 
+from operator import attrgetter
+
 import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
 from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from minivllm.lora.layers.linear import MergedColumnParallelLinearVariableSliceWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
@@ -74,6 +77,8 @@ def as_list(weights: object) -> Sides:
 for method in (set_lora, reset_lora, slice_lora_a, slice_lora_b):
     setattr(BaseLayerWithLoRA, method.__name__, method)
 BaseLayerWithLoRA.punica_wrapper = property(punica_wrapper)
+BaseLinearLayerWithLoRA.tp_size = property(attrgetter("base_layer.tp_size"))
+BaseLinearLayerWithLoRA.tp_rank = property(attrgetter("base_layer.tp_rank"))
 BaseLayerWithLoRA.can_replace_layer = classmethod(can_replace_layer)
 MergedColumnParallelLinearVariableSliceWithLoRA.slice_lora_a = share_lora_a
 MergedColumnParallelLinearVariableSliceWithLoRA.slice_lora_b = split_lora_b

@@ -14,20 +14,23 @@ class Chart {
     this.page.go(Math.floor(from + ((event.clientX - box.left) / box.width) * (to - from)));
   }
 
+  // What is drawn stays as it is while only the cursor moves: a long trace is drawn once.
   render(view) {
-    const width = this.canvas.clientWidth, height = this.heightOf(this), ratio = window.devicePixelRatio || 1;
+    const { page, canvas } = this;
+    const width = canvas.clientWidth, height = this.heightOf(this), ratio = window.devicePixelRatio || 1;
     if (!width) return;
-    this.canvas.style.height = `${height}px`;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    const pen = this.canvas.getContext("2d");
-    pen.scale(ratio, ratio);
-    pen.font = "11px system-ui, sans-serif";
-    pen.textBaseline = "middle";
     const column = width / Math.max(1, view.to - view.from);
-    const area = { pen, width, height, column, ...view, x: (c) => (c - view.from) * column, ink: this.page.ink, focus: this.page.focus };
-    this.draw(area, this.page.trace, this.run);
-    this.cursor(area);
+    const area = { width, height, column, ...view, x: (c) => (c - view.from) * column, ink: page.ink, focus: page.focus };
+    const key = [width, height, ratio, view.from, view.to, page.drawn].join();
+    if (key !== this.key) {
+      this.key = key;
+      this.still = document.createElement("canvas");
+      this.draw({ ...area, pen: pen(this.still, area, ratio) }, page.trace, this.run);
+      canvas.style.height = `${height}px`;
+    }
+    const top = pen(canvas, area, ratio);
+    top.drawImage(this.still, 0, 0, width, height);
+    this.cursor({ ...area, pen: top });
   }
 
   cursor({ pen, x, column, height, ink }) {
@@ -38,6 +41,16 @@ class Chart {
     if (column >= 6) pen.strokeRect(at + 0.5, 0.5, column - 1, height - 1);
     else pen.strokeRect(at + column / 2, 0, 0.01, height);
   }
+}
+
+function pen(canvas, { width, height }, ratio) {
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const made = canvas.getContext("2d");
+  made.scale(ratio, ratio);
+  made.font = "11px system-ui, sans-serif";
+  made.textBaseline = "middle";
+  return made;
 }
 
 const SLOT = 24;

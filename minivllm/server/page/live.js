@@ -78,6 +78,7 @@ class Live {
     if (steps.length) this.heardAt = performance.now();
     for (const name of steps.flatMap(adaptersOf)) page.trace.colour(name);
     if (page.known !== page.trace.colours.size) page.legend();
+    if (steps.length) page.drawn += 1;
     page.go(page.follow ? page.trace.length - 1 : page.column - gone, false);
     if (steps.some(isEventful)) this.askForAdapters();
     this.tell();
@@ -86,6 +87,7 @@ class Live {
   greet(hello) {
     this.connected = true;
     this.hello = hello;
+    document.querySelector("h1").textContent = document.title = `${hello.model}, live`;
     this.page.trace.runs[0].room = hello.room;
     this.names([hello.model, ...hello.adapters]);
     this.yours.textContent = hello.yours.length ? `Runs on your code: ${hello.yours.join(", ")}; ours for the rest.` : "";

@@ -15,6 +15,7 @@ class Page {
     this.column = this.follow ? 0 : data.difference?.column ?? 0;
     this.focus = undefined; // of an adapter; null is the base model
     this.ink = {};
+    this.drawn = 0; // how often there was something new to draw
     document.querySelector("main").classList.toggle("two", this.two);
     this.head();
     this.charts = this.figures();
@@ -34,8 +35,9 @@ class Page {
     this.changed();
   }
 
-  // Draw again, once a frame at most.
-  changed() {
+  // Draw again, once a frame at most. fresh: whether more has changed than the place
+  changed(fresh = true) {
+    this.drawn += fresh;
     if (this.drawing) return;
     this.drawing = requestAnimationFrame(() => {
       this.drawing = 0;
@@ -56,7 +58,7 @@ class Page {
     this.column = Math.max(0, Math.min(last, column));
     if (byHand) this.follow = Boolean(this.data.live) && this.column === last;
     this.details();
-    this.changed();
+    this.changed(false);
   }
 
   // ---- above ---------------------------------------------------------------------------------------------

@@ -1,0 +1,174 @@
+"""What the server costs: streams over HTTP beside the same engine without it. See README.md.
+
+    python -m benchmarks.server --model demo --streams 32
+
+One process has the engine. In every round its thread first steps through the requests by itself, then the same requests
+come as streams from a client in another process. Both have the same engine, threads and memory.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.adapters import write_adapters
+from benchmarks.arguments import SHAPE_NAMES, device, run_as_command, whole
+from benchmarks.decode import prompts
+from benchmarks.options import engine_args, model_folder
+from benchmarks.report import Report, default_path
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine_args import EngineArgs
+from minivllm.lora.request import LoRARequest
+from minivllm.models.demo_model import demo_model_path
+from minivllm.sampling_params import SamplingParams
+from minivllm.server.app import build_app
+from minivllm.server.run import ServerThread
+from minivllm.server.settings import ServerSettings
+
+NAME = "python -m benchmarks.server"
+BASE = "base"
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(prog=NAME, description=__doc__.splitlines()[0])
+    shapes = ", ".join(SHAPE_NAMES)
+    parser.add_argument("--model", default="demo", help=f"demo, with its text; or random weights: {shapes}")
+    parser.add_argument("--streams", type=whole(), default=32)
+    parser.add_argument("--adapters", type=whole(0), default=4, help="taken in turns; 0 is the base alone")
+    parser.add_argument("--prompt-tokens", type=whole(), default=32)
+    parser.add_argument("--output-tokens", type=whole(2), default=64)
+    parser.add_argument("--rounds", type=whole(), default=3)
+    parser.add_argument("--rank", type=whole(), default=16)
+    parser.add_argument("--device", type=device, default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=whole(), help="of the engine; as many as are fastest if not given")
+    parser.add_argument("--json", type=Path, help="result file; one that is there grows")
+    parsed = parser.parse_args(arguments)
+    parsed.punica_backend, parsed.target_modules, parsed.max_num_batched_tokens = "auto", None, 8192
+    parsed.max_model_len = parsed.prompt_tokens + parsed.output_tokens
+    return parsed
+
+
+def make_engine(options: Namespace) -> LLMEngine:
+    """The demo model with its tokenizer, or a shape without one."""
+    args = engine_args(options, options.streams, options.max_model_len, options.adapters)
+    if options.is_demo:
+        args = EngineArgs(**{**vars(args), "load_format": "auto", "skip_tokenizer_init": False})
+    return LLMEngine.from_engine_args(args)
+
+
+def run_direct(
+    engine: LLMEngine, token_ids: list[list[int]], adapters: list[LoRARequest], max_tokens: int
+) -> dict[str, float]:
+    """All requests, stepped by whoever calls."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    first: dict[str, float] = {}
+    num_tokens, started = 0, time.perf_counter()
+    for number, ids in enumerate(token_ids):
+        lora = adapters[number % len(adapters)] if adapters else None
+        engine.add_request(f"direct-{number}", ids, params, lora_request=lora)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            first.setdefault(output.request_id, now - started)
+            num_tokens += len(output.outputs[0].delta_token_ids)
+    seconds = time.perf_counter() - started
+    return summary(num_tokens, seconds, list(first.values()))
+
+
+def run_streams(
+    server: ServerThread, token_ids: list[list[int]], adapters: list[LoRARequest], max_tokens: int
+) -> dict[str, float]:
+    """The same requests from another process."""
+    models = [adapter.lora_name for adapter in adapters] or [BASE]
+    asked = {
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    bodies = [
+        {"model": models[number % len(models)], "prompt": ids, **asked}
+        for number, ids in enumerate(token_ids)
+    ]
+    host, port = server.socket.getsockname()
+    command = [sys.executable, "-m", "benchmarks.sse_client", host, str(port)]
+    client = subprocess.run(command, input=json.dumps(bodies), capture_output=True, text=True, check=False)
+    if client.returncode:
+        raise RuntimeError(f"the client failed: {client.stderr.splitlines()[-1]}")
+    streams = json.loads(client.stdout)
+    started = min(stream["sent"] for stream in streams)
+    seconds = max(stream["events"][-1] for stream in streams) - started
+    ttft = [stream["events"][0] - stream["sent"] for stream in streams]
+    return summary(sum(stream["tokens"] for stream in streams), seconds, ttft)
+
+
+def summary(num_tokens: int, seconds: float, ttft: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(ttft, (50, 99)) * 1e3
+    return {"tokens_per_second": num_tokens / seconds, "ttft_p50_ms": float(p50), "ttft_p99_ms": float(p99)}
+
+
+def measure(options: Namespace, report: Report, folder: Path) -> None:
+    """Rounds of both, after one of each that is not counted; then their medians."""
+    adapters = write_adapters(folder, options.model, options.adapters, options.rank)
+    engine = make_engine(options)
+    vocab_size = engine.config.model_config.get_vocab_size()
+    token_ids = list(prompts(options.streams, options.prompt_tokens, vocab_size))
+    settings = ServerSettings(BASE, adapters=tuple(adapters), max_concurrency=4 * options.streams)
+    llm = AsyncLLM.from_engine(engine)
+    rows: dict[str, list[dict[str, float]]] = {"engine": [], "server": []}
+    try:
+        with ServerThread(build_app(llm, settings), settings) as server:
+            for number in range(-1, options.rounds):
+                work = token_ids, adapters, options.output_tokens
+                found = {
+                    "engine": asyncio.run(llm.call(lambda engine, work=work: run_direct(engine, *work))),
+                    "server": run_streams(server, *work),
+                }
+                for kind, row in found.items() if number >= 0 else ():
+                    rows[kind].append(row)
+                    report.add({"kind": kind, "round": number, **row})
+    finally:
+        llm.shutdown()
+    report.add(compare(rows))
+
+
+def compare(rows: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+    """Medians over the rounds."""
+    middle = {
+        kind: {name: float(np.median([row[name] for row in of])) for name in of[0]}
+        for kind, of in rows.items()
+    }
+    engine, server = middle["engine"], middle["server"]
+    return {
+        "kind": "medians",
+        "engine_tokens_per_second": engine["tokens_per_second"],
+        "server_tokens_per_second": server["tokens_per_second"],
+        "share": server["tokens_per_second"] / engine["tokens_per_second"],
+        "ttft_p50_more_ms": server["ttft_p50_ms"] - engine["ttft_p50_ms"],
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
+    path = options.json or default_path("server", options.device)
+    kept = {key: value for key, value in vars(options).items() if key != "json"}
+    report = Report(path, "server", kept, options.device)
+    options.is_demo = options.model == "demo"
+    options.model = str(demo_model_path()) if options.is_demo else model_folder(options.model)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, report, Path(folder))
+
+
+if __name__ == "__main__":
+    run_as_command(NAME, main)
