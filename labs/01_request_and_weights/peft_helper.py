@@ -18,8 +18,8 @@ class PEFTHelper:
     """An adapter's `adapter_config.json`: the fields that change what is computed. vLLM: `PEFTHelper`.
 
     Unlike vLLM 0.22.1, `rank_pattern` and `alpha_pattern` are honoured, so each module has a scaling of its own. The
-    one place that computes it is `scaling(module_name, rank)`. `vllm_lora_scaling_factor` is the scaling of a module
-    that no pattern names. The adapter's tensors tell which modules it has, not the config.
+    one place that computes it is `scaling(module_name, rank)`. The adapter's tensors tell which modules it has, not the
+    config.
 
     config     all that the file says: `validate_legal` and options (`seams.config_readers`) read more of it
     beside     what options found in it, by the option's name; {} for a plain adapter
@@ -96,10 +96,6 @@ class PEFTHelper:
         raise Todo("lab 1.3: scaling of one module")
 
     # endregion
-
-    @property
-    def vllm_lora_scaling_factor(self) -> float:
-        return self.scaling("", self.r)
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
         """ValueError that lists everything in this adapter that the engine will not serve. vLLM: the same name."""

@@ -3,7 +3,6 @@
 from minivllm.labs import Todo
 import os
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from minivllm.sentences import in_one_sentence
@@ -48,7 +47,3 @@ class LoRARequest:
         raise Todo("lab 1.1: refuse what names no adapter")
 
     # endregion
-
-    name = property(attrgetter("lora_name"))
-    adapter_id = property(attrgetter("lora_int_id"))
-    path = property(attrgetter("lora_path"))

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +17,12 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from labs.kit import hunt_command
 from labs.kit.hints import hints_of
+from labs.kit.hunt import PHASE as HUNTS
+from labs.kit.hunt import Hunt, choose_hunts, is_hunt
 from labs.kit.migrate import strays
-from labs.kit.progress import Progress, digest, is_untouched, learners_code, place, reset, shown
+from labs.kit.progress import Progress, digest, has_stub, is_untouched, learners_code, place, reset, shown
 from labs.kit.regions import PHASES, Exercise, read_engine
 from minivllm.labs import LabError, starters
 from minivllm.quiet import quiet_libraries
@@ -72,12 +78,25 @@ def overview(context: typer.Context) -> None:
     console.print(
         f"{passed} of {len(exercises)} exercises solved. ✓ solved  ~ started or changed since  · TODO\n"
     )
-    for phase in PHASES:
+    for phase in dict.fromkeys(exercise.phase for exercise in exercises):
         console.print(f"[bold]{phase}[/]")
         for exercise in (e for e in exercises if e.phase == phase):
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {escape(exercise.title)}")
+    hunt_command.list_hunts()
     console.print()
-    say_next(next((e for e in exercises if states[e.number] != "passed"), None))
+    say_next(next_of(exercises, states, progress.last))
+
+
+def next_of(exercises: list[Exercise], states: dict[str, str], last: str | None) -> Exercise | None:
+    """What to do next on the learner's own path: what was begun, else what follows the last pass; side tracks last.
+
+    None when all are solved.   last: the exercise that passed last
+    """
+    numbers = [exercise.number for exercise in exercises]
+    at = numbers.index(last) + 1 if last in numbers else 0
+    ahead = [e for e in exercises[at:] + exercises[:at] if states[e.number] != "passed"]
+    begun = [e for e in exercises if states[e.number] == "started"]
+    return next(iter(begun + [e for e in ahead if not e.is_side_track] + ahead), None)
 
 
 def say_strays() -> None:
@@ -100,6 +119,8 @@ def say_next(exercise: Exercise | None) -> None:
 @app.command()
 def check(which: Which = None, trace: Trace = False) -> None:
     """Run the tests of exercises on your code. Exit status 1 unless all pass."""
+    if is_hunt(which):
+        raise typer.Exit(0 if hunt_command.check_hunts(choose_hunts(which)) else 1)
     chosen = choose(which)
     numbers = chosen[0].number if len(chosen) == 1 else f"{chosen[0].number} to {chosen[-1].number}"
     console.print(f"Checking {numbers}: your code in labs/, ours for everything else")
@@ -111,12 +132,11 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     from labs.kit.grade import grade
 
     progress, states = Progress(), {}
-    for result in grade(chosen, trace, say_test if console.is_terminal else None):
+    for result in in_order(grade(chosen, trace, say_test if console.is_terminal else None), chosen):
         states[result.exercise.number] = result.state
         say_grade(result, trace)
         if result.state == "passed":
-            progress.passed[result.exercise.number] = result.digest
-            progress.save()
+            progress.remember(result.exercise.number, result.digest)
     if len(chosen) > 1:
         counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
         console.print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['todo']} TODO")
@@ -128,6 +148,15 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     return not left
 
 
+def in_order(grades: Iterable["Grade"], chosen: list[Exercise]) -> Iterator["Grade"]:
+    """The grades in the order of the exercises, each as soon as those before it are there."""
+    waiting, ahead = {}, deque(exercise.number for exercise in chosen)
+    for result in grades:
+        waiting[result.exercise.number] = result
+        while ahead and ahead[0] in waiting:
+            yield waiting.pop(ahead.popleft())
+
+
 def say_test(job: "Job", result: "Result") -> None:
     """On a line that is wiped before the next."""
     name = f"{job.exercise} {result.test.rpartition('::')[2]}"[: console.width - 1]
@@ -135,8 +164,6 @@ def say_test(job: "Job", result: "Result") -> None:
 
 
 def say_grade(result: "Grade", trace: bool) -> None:
-    from labs.kit.grade import misconceptions
-
     if console.is_terminal:
         print(WIPE, end="")
     exercise, outcome = result.exercise, result.outcome
@@ -145,7 +172,7 @@ def say_grade(result: "Grade", trace: bool) -> None:
     said = {
         "passed": f"{tests} test{'s' * (tests != 1)}, {outcome.seconds:.1f} s",
         "failed": f"{len(wrong)} of {tests} tests fail" if wrong else "",
-        "todo": f"TODO {place(exercise)}",
+        "todo": f"TODO {place(exercise)}" + f", {len(wrong)} of {tests} tests fail" * bool(wrong),
     }[result.state]
     console.print(f"{SIGNS[result.state]} {exercise.number} {escape(exercise.title)}  [dim]{said}[/]")
     if outcome.trouble:
@@ -155,13 +182,45 @@ def say_grade(result: "Grade", trace: bool) -> None:
         if test.message in shown_messages or len(shown_messages) == (1 if trace else 2):
             continue
         shown_messages.add(test.message)
-        console.print(f"    [bold]{escape(test.test.partition('::')[2] or test.test)}[/]")
+        console.print(f"    [bold]{escape(name_of(test.test))}[/]")
         console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
         yours = f"your code: {test.place}   " if test.place else ""
         console.print(f"      [dim]{yours}asked in {test.asked}[/]")
-    if wrong and not trace:
-        for mutant in misconceptions(result):
-            console.print(f"    [yellow]It looks like this:[/] {escape(mutant.misconception)}")
+    if (wrong or (outcome.trouble and outcome.results)) and not trace:
+        say_mistakes(result)
+
+
+def name_of(test: str) -> str:
+    """What a test is called; without its case where nobody has named that: `[ids0-missing0]`."""
+    name, bracket, case = (test.partition("::")[2] or test).partition("[")
+    is_named = not all(re.fullmatch(r"[a-z_]+\d+", part) for part in case.removesuffix("]").split("-"))
+    return f"{name}{bracket}{case}" if is_named else name
+
+
+def say_mistakes(result: "Grade") -> None:
+    """Which of the known mistakes it looks like. That takes a while, so it is said first."""
+    from labs.kit.likeness import known_mistakes, likenesses
+
+    known = known_mistakes(result.exercise)
+    if not known:
+        return
+    console.print(
+        f"    [dim]comparing with {len(known)} known mistakes[/]", end="\r" * console.is_terminal or "\n"
+    )
+    found = likenesses(known, result.outcome)
+    if console.is_terminal:
+        print(WIPE, end="")
+    for likeness in found:
+        if likeness.is_all:
+            how = "It looks like this:"
+        elif likeness.is_sure:
+            how = f"Some of it looks like this ({likeness.explained:.0%} of what fails):"
+        else:
+            how = f"The nearest of the known mistakes, {likeness.alike:.0%} alike:"
+        for mistake in likeness.mistakes:
+            console.print(f"    [yellow]{how}[/] {escape(' '.join(mistake.misconception.split()))}")
+    if not found:
+        console.print(f"    [dim]It is none of the {len(known)} known mistakes.[/]")
 
 
 @app.command()
@@ -192,6 +251,9 @@ def saved_at(chosen: list[Exercise]) -> list[int]:
 @app.command()
 def hint(number: Number) -> None:
     """The next of three hints: a nudge, the approach, pseudocode."""
+    if is_hunt(number):
+        hunt_command.hint(only_hunt(number))
+        return
     exercise, progress = choose_one(number), Progress()
     hints = hints_of(exercise)
     if not hints:
@@ -203,11 +265,41 @@ def hint(number: Number) -> None:
     console.print(hints.hints[given - 1].strip("\n"), markup=False)
 
 
+def only_hunt(number: str) -> Hunt:
+    """LabError for the number of their phase."""
+    [first, *others] = choose_hunts(number)
+    if others:
+        raise LabError(f"{number} is a phase; name one hunt, such as {first.number}")
+    return first
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def hunt(
+    number: Annotated[str | None, typer.Argument(help="A hunt, such as 7; none: all of them.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Run it on the broken engine, such as `-- pytest FILE`.")
+    ] = None,
+    grade_it: Annotated[bool, typer.Option("--check", help="Grade your test, and then your fix.")] = False,
+    spoil: Annotated[bool, typer.Option("--spoil", help="Show what was broken.")] = False,
+) -> None:
+    """An incident of a real server: its symptom, and an engine with that fault in it."""
+    if number is None:
+        return hunt_command.list_hunts()
+    hunt = only_hunt(f"8.{number.removeprefix('8.')}")
+    if command:
+        raise typer.Exit(hunt_command.run_broken(hunt, command))
+    if grade_it:
+        raise typer.Exit(0 if hunt_command.check_hunts([hunt]) else 1)
+    return (hunt_command.spoil if spoil else hunt_command.tell)(hunt)
+
+
 @app.command()
 def diff(
     number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
 ) -> None:
     """Your code beside ours."""
+    if is_hunt(number):
+        raise LabError(f"`lab hunt {only_hunt(number).id} --spoil` shows what was broken")
     exercise = choose_one(number)
     if not spoil and Progress().state(exercise) != "passed":
         raise LabError(
@@ -232,6 +324,13 @@ def reset_command(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Put the stub back. What was there is kept under .lab/backup."""
+    if is_hunt(number):
+        hunts = choose_hunts(number)
+        if not yes and not typer.confirm(f"Put back {'all hunts' if number == '8' else f'hunt {number}'}?"):
+            raise typer.Exit(1)
+        for path in hunt_command.reset(hunts):
+            console.print(f"kept: {shown(path)}")
+        return
     chosen = choose(number)
     is_phase = "." not in number
     what = f"all of labs/{chosen[0].phase}" if is_phase else f"lab {number} in {shown(chosen[0].starter)}"
@@ -261,6 +360,8 @@ def run(
     """Run a command on your code, and ours for what you have not begun."""
     yours = labs or begun()
     console.print(f"yours: {yours or 'nothing yet, this is our code'}")
+    if not labs and (left := unfinished()):
+        console.print(f"ours: {left}, of which a part is still TODO")
     try:
         status = subprocess.run(command, env=environment(yours)).returncode
     except OSError as error:
@@ -269,9 +370,13 @@ def run(
 
 
 def begun() -> str:
-    """The exercises that the learner has touched, as MINIVLLM_LABS takes them."""
-    progress = Progress()
-    return ",".join(e.number for e in choose(None) if progress.state(e) != "todo")
+    """The exercises that the learner has written, as MINIVLLM_LABS takes them; of what is TODO nothing can run."""
+    return ",".join(e.number for e in choose(None) if not is_untouched(e) and not has_stub(e))
+
+
+def unfinished() -> str:
+    """Those of which a stub still stands."""
+    return ", ".join(e.number for e in choose(None) if not is_untouched(e) and has_stub(e))
 
 
 def environment(yours: str) -> dict[str, str]:
@@ -342,6 +447,8 @@ def notebook(
 
 def phase_of(which: str | None) -> str:
     """The phase of an exercise or a number; of the next exercise to solve, if none is given."""
+    if is_hunt(which):
+        return HUNTS
     progress, chosen = Progress(), choose(which)
     left = [exercise for exercise in chosen if progress.state(exercise) != "passed"]
     return (left or chosen[-1:])[0].phase
@@ -369,7 +476,7 @@ def grade_command(
     """For instructors: points for every exercise."""
     from labs.kit.grade import grade, report, write_junit
 
-    points = report(list(grade(choose(which))))
+    points = hunt_command.report(which) if is_hunt(which) else report(list(grade(choose(which))))
     if junit:
         write_junit(points, junit)
     if as_json:

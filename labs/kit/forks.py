@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -13,16 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 
 from labs.kit.plugin import exercises_of, steady_hypothesis
 from minivllm.labs import ROOT, Overlay, Source
+from minivllm.quiet import quiet_libraries
 
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 LIMIT = 60.0  # seconds that an exercise's tests may compute
+PATIENCE = 10.0  # how many times as long they may take in all
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 WANTED_BY_SOME = ("transformers", "peft")
 
@@ -48,6 +52,9 @@ class Job:
 
     key     what the caller knows the job by
     trace   messages are whole tracebacks
+    only    the names of the tests to run; None = all
+    files   files of tests, in the place of those that have the exercise's mark
+    names   of the test functions in these files that count, or `FILE.py::*`; none: all
     """
 
     key: Any
@@ -55,6 +62,16 @@ class Job:
     sources: dict[str, Source]
     stop_at_first: bool = False
     trace: bool = False
+    only: frozenset[str] | None = None
+    files: tuple[Path, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def wants(self, item: pytest.Item) -> bool:
+        """Whether a test is one of the job's."""
+        if not self.files:
+            return self.exercise in exercises_of(item) and (self.only is None or item.nodeid in self.only)
+        known = {getattr(item, "originalname", item.name), f"{item.path.name}::*"}
+        return not self.names or not known.isdisjoint(self.names)
 
 
 @dataclass
@@ -86,11 +103,16 @@ def run(
     on_test: Callable[[Job, Result], None] | None = None,
     limit: float = LIMIT,
     at_a_time: int | None = None,
+    patience: float = PATIENCE,
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Every job in a fork of its own; yielded as they end.   at_a_time: None = as many as there are cores"""
+    """Every job in a fork of its own; yielded as they end.
+
+    limit       seconds that a job's tests may compute    patience   how many times as long they may take in all
+    at_a_time   None = as many as there are cores
+    """
     at_a_time = at_a_time or os.cpu_count() or 1
     _import(WANTED_BY_ALL)
-    waiting = [(job, test_files(job.exercise)) for job in jobs]
+    waiting = [(job, list(job.files) or test_files(job.exercise)) for job in jobs]
     running: dict[Connection, _Child] = {}
     used = 0
     try:
@@ -100,7 +122,7 @@ def run(
                 used += any(re.search("peft|tiny_", path.read_text(encoding="utf-8")) for path in files)
                 if used > 2:  # from here on it pays to import them once, in this process
                     _import(WANTED_BY_SOME)
-                child = _Child(job, files, limit)
+                child = _Child(job, files, limit, patience)
                 running[child.receiver] = child
             for receiver in wait(running):
                 child = running[receiver]
@@ -119,6 +141,7 @@ def _import(names: tuple[str, ...]) -> None:
     """Import here what forks would import. Some of it imports Triton, whose interpreter is chosen before."""
     # Whoever starts to use a GPU cannot be forked; this way nobody has to in order to see that there is one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    quiet_libraries()
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -130,40 +153,45 @@ def _import(names: tuple[str, ...]) -> None:
 class _Child:
     """A fork that runs one job's tests and sends the result of each."""
 
-    def __init__(self, job: Job, files: list[Path], limit: float) -> None:
+    def __init__(self, job: Job, files: list[Path], limit: float, patience: float) -> None:
         context = multiprocessing.get_context("fork")
         self.job = job
         self.limit = limit
         self.outcome = Outcome()
         self.started = time.monotonic()
+        self.begun = ""
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run_tests, args=(job, files, limit, sender), daemon=True)
+        self.process = context.Process(
+            target=_run_tests, args=(job, files, (limit, patience), sender), daemon=True
+        )
         self.process.start()
         sender.close()  # so that the pipe ends where the child does
 
     def receive(self) -> Result | None:
         """A test's result; None when there are no more."""
         with suppress(EOFError):
-            result = self.receiver.recv()
-            if isinstance(result, Result):
-                self.outcome.results.append(result)
-                return result
-            self._end(TROUBLE.get(result))
+            while isinstance(received := self.receiver.recv(), str):
+                self.begun = received
+            if isinstance(received, Result):
+                self.outcome.results.append(received)
+                return received
+            self._end(TROUBLE.get(received))
             return None
-        self._end("the tests' process ended before they did")
+        self.process.join()
+        is_late = self.process.exitcode in (-signal.SIGXCPU, -signal.SIGALRM)
+        why = f"no end after {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
+        self._end(f"{why}, in {self.begun}" if self.begun else why)
         return None
 
     def _end(self, trouble: str | None) -> None:
         self.process.join()
         self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.started
-        if self.process.exitcode in (-signal.SIGPROF, -signal.SIGALRM):
-            self.outcome.trouble = f"no end after {self.limit:.0f} s"
 
 
-def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) -> None:
-    """What a child does. Signals end it, whoever else has gone: of its own seconds, or of anybody's if it waits."""
-    signal.setitimer(signal.ITIMER_PROF, limit)
-    signal.setitimer(signal.ITIMER_REAL, 10 * limit)
+def _run_tests(job: Job, files: list[Path], limits: tuple[float, float], sender: Connection) -> None:
+    """What a child does."""
+    recorder = _Recorder(job, sender)
+    _set_limits(*limits, recorder)
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
@@ -173,27 +201,56 @@ def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) ->
     Overlay(job.sources).install()
     steady_hypothesis()
     # Of marks only the exercise's count here, not those that the settings leave out.
-    options = ["-m", "", "-p", "no:cacheprovider", *["-x"] * job.stop_at_first, *["--tb=long"] * job.trace]
-    plugins = [_Recorder(job.exercise, job.trace, sender)]
-    sender.send(int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5)
+    options = [
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "labs.kit.plugin",
+        *["-x"] * job.stop_at_first,
+        *["--tb=long"] * job.trace,
+    ]
+    sender.send(int(pytest.main([*map(str, files), *options], plugins=[recorder])) if files else 5)
+    os._exit(0)  # threads that tests have left must not hold it up
+
+
+def _set_limits(limit: float, patience: float, recorder: "_Recorder") -> None:
+    """A test that has computed too long fails where it is. Signals end the process if that does not help, or if it
+    waits, whoever else has gone."""
+
+    def fail(number: int, frame: FrameType | None) -> None:
+        recorder.session.shouldstop = "no end"
+        pytest.fail(f"no end after {limit:.0f} s of computing")
+
+    signal.signal(signal.SIGPROF, fail)
+    signal.setitimer(signal.ITIMER_PROF, limit, 1)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 5, int(limit) + 10))
+    signal.setitimer(signal.ITIMER_REAL, patience * limit)
 
 
 class _Recorder:
-    """A pytest plugin: of all tests only the exercise's, and the result of each through the pipe."""
+    """A pytest plugin: of all tests only the job's, and what becomes of each through the pipe: name, then result."""
 
-    def __init__(self, exercise: str, trace: bool, sender: Connection) -> None:
-        self.exercise = exercise
-        self.trace = trace
+    def __init__(self, job: Job, sender: Connection) -> None:
+        self.job = job
         self.sender = sender
+        self.session: pytest.Session | None = None
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.session = session
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self.exercise in exercises_of(item)]
+        items[:] = [item for item in items if self.job.wants(item)]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.sender.send(nodeid.partition("::")[2])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             outcome = "todo" if getattr(report, "todo", None) else report.outcome
-            message = report.longreprtext if self.trace else getattr(report, "message", "")
+            message = report.longreprtext if self.job.trace else getattr(report, "message", "")
             place, asked = getattr(report, "place", None), getattr(report, "asked", "")
             self.sender.send(Result(report.nodeid, outcome, message, place, asked))
 

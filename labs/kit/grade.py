@@ -1,17 +1,14 @@
 """Grades exercises: the learner's code for one at a time, ours for all others."""
 
-import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from labs.kit.forks import Job, Outcome, Result, run
-from labs.kit.mutants import Mutant, mutants_of
-from labs.kit.progress import digest, is_untouched, learners_exercise
+from labs.kit.progress import digest, has_stub, is_untouched, learners_exercise
 from labs.kit.regions import Exercise, sort_key
 from minivllm.labs import LabError
 
@@ -54,27 +51,8 @@ def grade(
         except LabError as error:
             yield Grade(exercise, "failed", Outcome(trouble=str(error)), "")
     for job, outcome in run(jobs, on_test) if jobs else ():
-        is_todo = outcome.of("todo") and not outcome.of("failed") and not outcome.trouble
-        state = "passed" if outcome.passed else "todo" if is_todo else "failed"
+        state = "passed" if outcome.passed else "todo" if has_stub(job.key[0]) else "failed"
         yield Grade(job.key[0], state, outcome, job.key[1])
-
-
-def misconceptions(grade: Grade) -> list[Mutant]:
-    """The classic mistakes that fail the same tests with the same words."""
-    jobs = []
-    for mutant in mutants_of(grade.exercise):
-        with suppress(LabError):  # `lab mutants` is where that is said
-            jobs.append(Job(mutant, grade.exercise.number, mutant.sources()))
-    mine = _signature(grade.outcome)
-    alike = [job.key.name for job, outcome in run(jobs, limit=20) if _signature(outcome) == mine]
-    return [mutant for mutant in mutants_of(grade.exercise) if mutant.name in alike]
-
-
-def _signature(outcome: Outcome) -> Any:
-    wrong = {
-        result.test: re.sub("0x[0-9a-f]+", "", result.message) for result in outcome.of("failed", "todo")
-    }
-    return wrong, outcome.trouble
 
 
 def report(grades: list[Grade]) -> dict[str, Any]:

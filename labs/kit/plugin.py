@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from labs.kit import sentences
 from minivllm.labs import ROOT, Todo, active
 
 _TITLE = re.compile(r"lab \d+\.\d+: [^\"'\n]+")
@@ -34,6 +35,13 @@ def steady_hypothesis() -> None:
         "labs", deadline=None, derandomize=True, database=None, report_multiple_bugs=False, print_blob=False
     )
     settings.load_profile("labs")
+
+
+def pytest_assertrepr_compare(
+    config: pytest.Config, op: str, left: object, right: object
+) -> list[str] | None:
+    """How two things that a test compares differ. None: pytest says it."""
+    return sentences.of_comparison(op, left, right) if config.stash.get(IS_SHORT, False) else None
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -66,7 +74,9 @@ def message_of(error: BaseException) -> str:
     if type(error).__module__.startswith("triton") and error.__cause__:
         error = error.__cause__
     text = str(error)
-    if not isinstance(error, AssertionError | pytest.fail.Exception):
+    if isinstance(error, AssertionError | pytest.fail.Exception):
+        text = sentences.of_assertion(text, error.__traceback__)
+    else:
         text = f"{type(error).__name__}: {text}"
     lines = [
         *text.splitlines(),

@@ -8,7 +8,7 @@ from typing import Any
 
 from labs.kit.regions import Exercise, code_of, read_engine, starter
 from labs.kit.sync import sha256
-from minivllm.labs import ROOT, LabError, Source, compile_source, learners_sources, read, splice
+from minivllm.labs import ROOT, LabError, Source, compile_source, learners_sources, read, splice, unsolved
 
 FOLDER = ROOT / ".lab"
 
@@ -18,7 +18,7 @@ def shown(path: Path) -> str:
 
 
 class Progress:
-    """passed: exercise -> hash of the code that passed; hints: exercise -> how many were given"""
+    """passed: exercise -> hash of the code that passed, the latest last; hints: exercise -> how many were given"""
 
     def __init__(self) -> None:
         self.file = FOLDER / "progress.json"
@@ -29,6 +29,17 @@ class Progress:
     def save(self) -> None:
         FOLDER.mkdir(exist_ok=True)
         self.file.write_text(json.dumps({"passed": self.passed, "hints": self.hints}, indent=1))
+
+    @property
+    def last(self) -> str | None:
+        """The exercise that passed last."""
+        return next(reversed(self.passed), None)
+
+    def remember(self, number: str, digest: str) -> None:
+        """This code of the exercise has passed."""
+        self.passed.pop(number, None)
+        self.passed[number] = digest
+        self.save()
 
     def state(self, exercise: Exercise) -> str:
         """passed, if this very code did; todo, if the stub stands untouched; else started."""
@@ -53,6 +64,14 @@ def is_untouched(exercise: Exercise) -> bool:
     """Whether the stub stands as it was generated."""
     try:
         return learners_code(exercise) == code_of(stubs(exercise), exercise.number, exercise.module)
+    except LabError:
+        return False
+
+
+def has_stub(exercise: Exercise) -> bool:
+    """Whether a part of it is still to do: one of its stubs stands, though the rest be solved."""
+    try:
+        return exercise.number in unsolved(learners_code(exercise))
     except LabError:
         return False
 

@@ -3,7 +3,7 @@
 A step must not cost more because many wait, so it never walks the queue: all that it looks up is kept in order.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +20,13 @@ class AdapterQueue:
     arrivals        arrival orders of its requests
     since           `WaitingQueue.step` when it was passed over; None while it does not wait for a slot
     steps_before    steps of its waits that have ended
+    places          the queue's orders that it is in, and its key in each
     """
 
     arrivals: SortedList = field(default_factory=SortedList)
     since: int | None = None
     steps_before: int = 0
+    places: list[tuple[SortedList, Any]] = field(default_factory=list)
 
 
 class WaitingQueue:
@@ -151,23 +153,21 @@ class WaitingQueue:
     def _changed(self, adapter_id: int) -> Iterator[AdapterQueue]:
         """Around a change of an adapter's first arrival, or of its wait: they are its keys in the orders above."""
         queue = self._of_adapter.setdefault(adapter_id, AdapterQueue())
-        self._list(queue, SortedList.remove)
+        for order, key in queue.places:
+            order.remove(key)
         yield queue
-        self._list(queue, SortedList.add)
+        queue.places = []
+        for first in queue.arrivals[:1]:
+            if queue.since is None:
+                queue.places = [(self.fresh, first)]
+            else:
+                queue.places = [(self.passed_over, (queue.since, first)), (self.passed_over_arrivals, first)]
+        for order, key in queue.places:
+            order.add(key)
         if queue.since is not None and not queue.arrivals:
             self._left_empty.add(adapter_id)
         elif not queue.arrivals:
             del self._of_adapter[adapter_id]
-
-    def _list(self, queue: AdapterQueue, put: Callable[[SortedList, Any], None]) -> None:
-        if not queue.arrivals:
-            return
-        first = queue.arrivals[0]
-        if queue.since is None:
-            put(self.fresh, first)
-        else:
-            put(self.passed_over, (queue.since, first))
-            put(self.passed_over_arrivals, first)
 
 
 def after(keys: SortedList, key: Any) -> Iterator[Any]:

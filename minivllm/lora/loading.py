@@ -90,10 +90,8 @@ class AdapterLoader:
             lora = LoRAModel.from_local_checkpoint(folder, **options)
         else:
             lora = seams.request_readers["lora_tensors"](lora_request, lora_config, longest, **options)
-        if shapes_only:
-            self.manager.wrapped.judge(lora)
-        else:
-            self.manager.wrapped.accept(lora)
+        take_in = self.manager.wrapped.judge if shapes_only else self.manager.wrapped.accept
+        take_in(lora)
         lora.name = lora_request.lora_name
         return lora
 

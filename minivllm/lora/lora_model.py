@@ -47,15 +47,6 @@ class LoRAModel:
         """The weights of one module, None where the adapter leaves it alone."""
         return self.loras.get(module_name)
 
-    def check_lora_name(self, lora_name: str) -> bool:
-        return lora_name in self.loras
-
-    def clone(self, lora_model_id: int) -> "LoRAModel":
-        """The same tensors under another id, and a load_id of its own."""
-        twin = type(self)(lora_model_id, self.rank, self.loras.copy())
-        twin.name, twin.beside, twin.is_accepted = self.name, self.beside.copy(), self.is_accepted
-        return twin
-
     @classmethod
     def from_lora_tensors(
         cls,

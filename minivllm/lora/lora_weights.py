@@ -1,18 +1,13 @@
 """The A and B of one module, alone or packed. Stands for vllm/lora/lora_weights.py (v0.22.1)."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 
 from minivllm.lora.module_weights import LoRALayerWeights
 
 __all__ = ["LoRALayerWeights", "PackedLoRALayerWeights"]
-
-
-def _by_part(name: str) -> property:
-    """One field of all parts."""
-    return property(lambda packed: [part and getattr(part, name) for part in packed.parts])
 
 
 class PackedLoRALayerWeights:
@@ -22,11 +17,8 @@ class PackedLoRALayerWeights:
     parts   one entry a slice, None where the adapter leaves that slice alone. A part of E experts has A (E, r, K)
             and B (E, N, r)
 
-    vLLM stores four lists; `lora_alphas`, `lora_a`, `lora_b` and `scaling` give them, None where a part is None.
+    vLLM stores four lists, which are made of the parts for who asks (`minivllm.lora.vllm.weight_names`).
     """
-
-    is_packed: ClassVar[bool] = True
-    lora_alphas, lora_a, lora_b, scaling = map(_by_part, ("lora_alpha", "lora_a", "lora_b", "scaling"))
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 
@@ -29,8 +29,6 @@ class LoRALayerWeights:
     scaling: float | None = None
     beside: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    is_packed: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         if self.scaling is None:
             self.scaling = self.lora_alpha / self.rank
@@ -52,14 +50,6 @@ class LoRALayerWeights:
     def parts(self) -> list["LoRALayerWeights"]:
         """One entry a slice: a module that is not fused has one."""
         return [self]
-
-    @property
-    def input_dim(self) -> int:
-        return self.lora_a.shape[1]
-
-    @property
-    def output_dim(self) -> int:
-        return self.lora_b.shape[0]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -92,12 +82,3 @@ class LoRALayerWeights:
         rank, asked_by = rank or peft_helper.r, peft_helper.asked_as(module_name)
         scaling = peft_helper.scaling(asked_by, rank)
         return cls(module_name, rank, peft_helper.alpha(asked_by), None, None, scaling)
-
-    @classmethod
-    def create_dummy_lora_weights(
-        cls, module_name: str, input_dim: int, output_dim: int, rank: int, dtype: torch.dtype, device: str
-    ) -> Self:
-        """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
-        lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
-        lora_b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
-        return cls(module_name, rank, 1, lora_a, lora_b, scaling=1)

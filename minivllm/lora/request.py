@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from minivllm.sentences import in_one_sentence
@@ -62,7 +61,3 @@ class LoRARequest:
             )
 
     # endregion
-
-    name = property(attrgetter("lora_name"))
-    adapter_id = property(attrgetter("lora_int_id"))
-    path = property(attrgetter("lora_path"))

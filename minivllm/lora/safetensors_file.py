@@ -12,28 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors.torch import _TYPES as DTYPES  # name in the format -> torch's type
 
 from minivllm.lora.limits import HEADER_BYTES, LONGEST_TENSOR_NAME, MOST_DIMENSIONS, MOST_TENSORS
-
-# The format's types that are read. `lora_model` decides which of them adapters may have.
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 
 
 class StoredTensor(NamedTuple):

@@ -50,7 +50,7 @@ class AdapterTiers:
         return dict(self._active_adapters)
 
     def get_free_slots(self) -> list[int]:
-        """Slots that hold nothing."""
+        """Slots that no adapter is in."""
         return sorted(set(range(self.lora_slots)).difference(self._active_adapters.values()))
 
     @property
@@ -124,6 +124,6 @@ class AdapterTiers:
     # endregion
 
     def has_room_for(self, adapter_id: int) -> bool:
-        """Whether `_find_slot` would find one for it, or it has one."""
+        """Whether the adapter has a slot, or `_find_slot` would find one."""
         in_slots = self._active_adapters.keys()
         return adapter_id in in_slots or len(in_slots) < self.lora_slots or not in_slots <= self.kept

@@ -92,9 +92,7 @@ def read_weights(
     try:
         with open_file(path) as file:
             stored = find(path, file, most_tensors)
-            wanted = {
-                name: stored[name] for name in sorted(stored) if not (is_left_out and is_left_out(name))
-            }
+            wanted = {n: stored[n] for n in sorted(stored) if not (is_left_out and is_left_out(n))}
             if shapes_only:
                 return {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in wanted.items()}
             return {name: _read_tensor(path, file, place) for name, place in wanted.items()}

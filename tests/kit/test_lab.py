@@ -118,6 +118,67 @@ def test_a_mistake_of_ones_own_is_not(checkout):
 
     assert "✗ 3.2" in result.stdout
     assert "It looks like this" not in result.stdout
+    assert "comparing with 2 known mistakes\n" in result.stdout
+    assert "It is none of the 2 known mistakes." in result.stdout
+
+
+def test_two_mistakes_at_once_are_both_recognised(checkout):
+    checkout.answer(
+        "7.1",
+        ("ids.repeat(num_scheduled_tokens)", "ids"),
+        ('        entries.sort(key=attrgetter("request.adapter_id"))\n', ""),
+    )
+
+    said = checkout.lab("check", "7.1").stdout
+
+    assert "looks like this: One id a request is too few" in said.replace("It l", "l")
+    assert "In the order of adapters the rows of one adapter are a run" in said
+
+
+def test_grades_are_told_in_the_order_of_the_exercises(checkout):
+    checkout.solve("3.1", "3.4")
+    checkout.answer("3.3", ("kept + expanded", "expanded"))
+
+    said = checkout.lab("check", "3").stdout
+
+    told = [line[2:5] for line in said.split("\n") if line[:1] in ("✓", "✗", "·")]
+    assert told == ["3.1", "3.2", "3.3", "3.4", "3.5", "3.6"]
+
+
+def test_what_is_solved_in_part_is_todo_for_the_grader_and_for_a_run(checkout):
+    checkout.solve("3.5", "5.1")
+    path = checkout.file("3.5")
+    text = path.read_text()
+    begin = text.index("    lora_b = matrices(lora_b)[:, :slice_size]")
+    end = text.index("# endregion")
+    path.write_text(text[:begin] + '    raise Todo("lab 3.5: the other half")\n\n\n' + text[end:])
+
+    checked = checkout.lab("check", "3.5").stdout
+    ran = checkout.lab("run", "--", "python", "-c", "import os; print(os.environ['MINIVLLM_LABS'])").stdout
+
+    assert (
+        f"· 3.5 shrink and expand, a run at a time  TODO {checkout.place('3.5', '# region lab 3.5')}"
+        in checked
+    )
+    assert ran == "yours: 5.1\nours: 3.5, of which a part is still TODO\n5.1\n"
+
+
+def test_what_comes_next_is_on_the_learners_own_path(checkout):
+    checkout.solve("1.6", "3.2")
+    checkout.lab("check", "3.2")
+    checkout.lab("check", "1.6")
+
+    def proposed():
+        return next(line for line in checkout.lab().stdout.split("\n") if line.startswith("Next: "))
+
+    after_a_pass = proposed()
+    checkout.solve("5.1")
+    begun = proposed()
+    checkout.lab("check", "5.1")
+
+    assert after_a_pass.startswith("Next: lab 2.1,"), "1.6 passed last, and 1.7 is a side track"
+    assert begun.startswith("Next: lab 5.1,"), "5.1 has been begun"
+    assert proposed().startswith("Next: lab 5.2,"), "5.1 passed last, and what is solved is not proposed"
 
 
 def test_a_trace_is_shown_when_it_is_asked_for(checkout):
@@ -136,16 +197,18 @@ def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
 
     result = checkout.lab("check", "3.2")
 
-    assert "the tests' process ended before they did" in result.stdout
+    assert "the tests' process ended before they did, in test_shrink_writes" in result.stdout
 
     checkout.forget()
     checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
     code = (
         "from labs.kit.forks import Job, run\nfrom minivllm.labs import learners_sources\n"
         "job = Job(None, '3.2', learners_sources('3.2'))\n"
-        "print([o.trouble for _, o in run([job], limit=2)])"
+        "[[result]] = [outcome.results for _, outcome in run([job], limit=2)]\n"
+        "print(result.message, result.test.partition('::')[2][:19], result.place)"
     )
-    assert checkout.run("-c", code).stdout == "['no end after 2 s']\n"
+    place = checkout.place("3.2", "while True: pass")
+    assert checkout.run("-c", code).stdout == f"no end after 2 s of computing test_shrink_writes_ {place}\n"
 
 
 def test_an_exercise_is_graded_by_the_tests_that_carry_its_mark(checkout):

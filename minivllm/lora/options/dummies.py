@@ -1,7 +1,9 @@
 """Adapters of zeros, to warm up. Stands for a part of vllm/lora/model_manager.py and worker_manager.py (v0.22.1).
 
-Importing this gives the managers vLLM's methods for them.
+Importing this gives weights and managers vLLM's methods for them.
 """
+
+import torch
 
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -9,6 +11,21 @@ from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.lora.wrapped_modules import WrappedModules
+
+
+def create_dummy_lora_weights(
+    cls: type[LoRALayerWeights],
+    module_name: str,
+    input_dim: int,
+    output_dim: int,
+    rank: int,
+    dtype: torch.dtype,
+    device: str,
+) -> LoRALayerWeights:
+    """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
+    lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
+    lora_b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
+    return cls(module_name, rank, 1, lora_a, lora_b, scaling=1)
 
 
 def dummy_adapter(wrapped: WrappedModules, lora_id: int, rank: int) -> LoRAModel:
@@ -44,5 +61,6 @@ def add_dummy_lora(self: LRUCacheWorkerLoRAManager, lora_request: LoRARequest, r
     return self.manager.add_adapter(dummy)
 
 
+LoRALayerWeights.create_dummy_lora_weights = classmethod(create_dummy_lora_weights)
 LRUCacheLoRAModelManager.create_dummy_lora = create_dummy_lora
 LRUCacheWorkerLoRAManager.add_dummy_lora = add_dummy_lora

@@ -49,8 +49,8 @@ def _stack_experts(loras: Sequence[LoRALayerWeights | None]) -> LoRALayerWeights
     if len({lora.scaling for lora in present.values()}) > 1:
         present = {expert: lora.optimize() for expert, lora in present.items()}
     first, rank = next(iter(present.values())), max(len(lora.lora_a) for lora in present.values())
-    lora_a = first.lora_a.new_zeros(len(loras), rank, first.input_dim)  # (E, r, K)
-    lora_b = first.lora_b.new_zeros(len(loras), first.output_dim, rank)  # (E, N, r)
+    lora_a = first.lora_a.new_zeros(len(loras), rank, first.lora_a.shape[1])  # (E, r, K)
+    lora_b = first.lora_b.new_zeros(len(loras), first.lora_b.shape[0], rank)  # (E, N, r)
     for expert, lora in present.items():
         lora_a[expert, : len(lora.lora_a)] = lora.lora_a
         lora_b[expert, :, : len(lora.lora_a)] = lora.lora_b

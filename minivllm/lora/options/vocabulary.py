@@ -32,7 +32,7 @@ def pad_to_slots(weights: LoRALayerWeights, side: str, vocab_size: int, size: in
         return weights
     added = len(weights.beside.get(EMBEDDINGS, ()))
     known = sorted({vocab_size, vocab_size + added})
-    found = weights.input_dim if side == "lora_a" else weights.output_dim
+    found = weights.lora_a.shape[1] if side == "lora_a" else weights.lora_b.shape[0]
     if found not in known:
         raise ValueError(
             f"{weights.module_name} has lora_A {tuple(weights.lora_a.shape)} and lora_B "
