@@ -1,7 +1,9 @@
 """Adapters that come and go over HTTP while requests are in flight."""
 
+import asyncio
 import shutil
 import threading
+import time
 
 import httpx
 import pytest
@@ -181,6 +183,30 @@ def test_requests_in_flight_end_as_they_began_when_their_adapter_is_unloaded(htt
     assert text == answers.text("mlp", "bye", 60)
     order(http, "load", "leaving", "patterns").raise_for_status()
     assert text_of(client, "leaving") == answers.text("patterns", "a tale")
+
+
+def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, http):
+    order(http, "load", "temporary", "mlp").raise_for_status()
+    llm = server.server.state.llm
+    held, let_go = threading.Event(), threading.Event()
+    holder = threading.Thread(target=lambda: asyncio.run(llm.beside(lambda: (held.set(), let_go.wait(30)))))
+    holder.start()
+    held.wait(30)
+    late = []
+    body = {"model": "temporary", "prompt": "is read after the unload"}
+    asking = threading.Thread(target=lambda: late.append(http.post("/v1/completions", json=body)))
+    asking.start()
+    while llm._tokenizing._work_queue.empty():
+        time.sleep(0.001)
+
+    gone = order(http, "unload", "temporary")
+    let_go.set()
+    asking.join()
+    holder.join()
+
+    assert (gone.status_code, late[0].status_code) == (200, 400)
+    assert "temporary" not in llm.engine.adapters.by_name
+    order(http, "load", "temporary", "patterns").raise_for_status()
 
 
 def test_a_pinned_adapter_keeps_its_slot(http, client):
