@@ -248,15 +248,19 @@ def test_adapters_are_described(http, client):
     assert set(found) == {"name", "path", "state", "slot", "pinned", "bytes", "last_used"}
 
 
-def test_many_loads_of_one_name_at_once_serve_it_once(http):
+def test_many_loads_of_one_name_at_once_serve_it_once(server, http):
     responses = []
-
-    def load():
-        responses.append(order(http, "load", "twin", "mlp").status_code)
-
-    threads = [threading.Thread(target=load) for _ in range(8)]
+    let_go = threading.Event()
+    llm = server.server.state.llm
+    threads = [threading.Thread(target=lambda: asyncio.run(llm.call(lambda engine: let_go.wait(30))))]
+    threads += [
+        threading.Thread(target=lambda: responses.append(order(http, "load", "twin", "mlp").status_code))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
+    time.sleep(0.3)  # all are with the server, and the engine has heard of none
+    let_go.set()
     for thread in threads:
         thread.join()
 
