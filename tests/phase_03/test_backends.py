@@ -203,7 +203,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("name", ["loops", "op by op", GRADED[0]])
-@pytest.mark.parametrize(("model_dtype", "lora_dtype"), PRECISIONS, ids="-".join)
+@pytest.mark.parametrize(("model_dtype", "lora_dtype"), PRECISIONS, ids=list(map("-".join, PRECISIONS)))
 def test_adapters_may_be_of_another_precision_than_the_model(name, model_dtype, lora_dtype):
     base = QKVParallelLinear(30, 4, 4, 2, params_dtype=getattr(torch, model_dtype))
     mixed = MixedLayer(make_backend(name), base, ["q", "k", "v"], lora_dtype=lora_dtype)
