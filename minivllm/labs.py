@@ -198,7 +198,13 @@ def read(path: Path) -> str:
 
 
 def learners_sources(selection: str) -> dict[str, Source]:
-    """What `MINIVLLM_LABS=selection` loads: module name -> source. LabError for what is no selection."""
+    """What `MINIVLLM_LABS=selection` loads: module name -> source. LabError for what is no selection.
+
+    A selection that ends in .json is a file: module name -> text. `lab hunt` writes one.
+    """
+    if selection.endswith(".json"):
+        texts = json.loads(read(Path(selection)))
+        return {module: Source(f"{engine_file(module)} [hunt]", text) for module, text in texts.items()}
     wanted = {item.strip() for item in selection.split(",")}
     known, sources = {"all"}, {}
     for module, path in starters().items():

@@ -24,7 +24,7 @@ Found = dict[str, dict[str, LoRALayerWeights]]
 
 
 class WrappedModules:
-    """Wraps a model's layers; routes an adapter's weights to them by name; judges, takes and writes all or none.
+    """Wraps a model's layers; routes an adapter's weights to them by name; judges, accepts and writes all or none.
 
     modules   module name -> wrapped layer; a layer with several names is here under its first
     claims    every name that adapters may use, of slices and of whole fused modules -> module name
@@ -35,7 +35,7 @@ class WrappedModules:
     before_step  called before every step with the adapter in each slot, None = free
     others       what options have wrapped that has no slots; its `tables` are what it has allocated
 
-    Raises ValueError when the model has no linear, a layer that no wrapper takes, or not what `target_modules`
+    Raises ValueError when the model has no linear, a layer that no wrapper fits, or not what `target_modules`
     names.
     """
 
@@ -73,7 +73,7 @@ class WrappedModules:
         return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)
 
     def _wrap(self, model: nn.Module, name: str, layer: nn.Module) -> BaseLayerWithLoRA:
-        """A layer's wrapper, with empty slots where the backend wants them. ValueError where none takes it."""
+        """A layer's wrapper, with empty slots where the backend wants them. ValueError where none fits."""
         config, parts = self.lora_config, self.packed_mapping.get(end_of(name), [])
         if plugged := plugged_wrapper(model, name, layer):
             wrapped = plugged.around(model, name, layer, config.max_loras, config)
@@ -95,14 +95,14 @@ class WrappedModules:
     def judge(self, lora: LoRAModel) -> dict[str, Parts]:
         """Module name -> what its layer finds in the adapter (its `judge`); the adapter stays as it is.
 
-        `claims` say which module takes what. What an option found of the whole adapter (`beside`) goes to the layers
+        `claims` say whose each name is. What an option found of the whole adapter (`beside`) goes to the layers
         first, through `givers`. ValueError, worded by `unmatched` for all of them together, for names that no module
-        takes: the adapter would lose those weights in silence. Layers raise their own.
+        has: the adapter would lose those weights in silence. Layers raise their own.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
     def accept(self, lora: LoRAModel) -> None:
-        """Give an adapter's weights the form in which slots take them (`pack`), by module name; once.
+        """Give an adapter's weights the form in which slots are written (`pack`), by module name; once.
 
         ValueError as in `judge`, before the adapter has changed. What `givers` gave to layers leaves `beside`.
         """

@@ -51,7 +51,7 @@ class AdapterTiers:
         return dict(self._active_adapters)
 
     def get_free_slots(self) -> list[int]:
-        """Slots that hold nothing."""
+        """Slots that no adapter is in."""
         return sorted(set(range(self.lora_slots)).difference(self._active_adapters.values()))
 
     @property
@@ -60,10 +60,11 @@ class AdapterTiers:
         return self.in_use | self.pinned_adapters
 
     @property
-    def residents(self) -> tuple[list[tuple[int, int]], ...]:
-        """(id, load_id) of all in memory and (id, slot) of all in slots, in the order of use, and who is in use."""
-        loads = [(adapter_id, lora.load_id) for adapter_id, lora in self._registered_adapters.items()]
-        return loads, list(self._active_adapters.items()), sorted(self.in_use)
+    def residents(self) -> tuple:
+        """Who is in memory, and who in which slot, both in the order of use; the loads in slots; who is in use."""
+        memory, slots = self._registered_adapters, self._active_adapters
+        loads = [memory[adapter_id].load_id for adapter_id in slots if adapter_id in memory]
+        return list(memory), list(slots.items()), loads, self.in_use
 
     def touch_adapter(self, adapter_id: int) -> None:
         """Mark as just used, wherever it is."""
@@ -114,6 +115,6 @@ class AdapterTiers:
     # endregion
 
     def has_room_for(self, adapter_id: int) -> bool:
-        """Whether `_find_slot` would find one for it, or it has one."""
+        """Whether the adapter has a slot, or `_find_slot` would find one."""
         in_slots = self._active_adapters.keys()
         return adapter_id in in_slots or len(in_slots) < self.lora_slots or not in_slots <= self.kept

@@ -40,9 +40,9 @@ class LoRAModelRunnerMixin(DummyLoRAs):
         pad_to                 rows of the CUDA graph that the step runs in, 0 = none; those past the batch are
                                base rows, in both mappings (`_pad`)
 
-        All of it is one call of the manager's `set_active_adapters`, which keeps the order: ids that are
-        translated first would be translated to the slots as they were before this step's evictions. It gets
-        adapter *ids*, as a `LoRAMapping` with `is_prefill=True`, as in vLLM; no backend here asks.
+        All of it is one call of the manager's `set_active_adapters`, which keeps the order. Ids that are translated
+        first would lead to the slots as they were before this step's evictions. It gets adapter *ids*, as a
+        `LoRAMapping` with `is_prefill=True`, as in vLLM; no backend here asks.
 
         RuntimeError when LoRA is off (`_manager`).
         """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,10 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from labs.kit import hunt_command
 from labs.kit.hints import hints_of
+from labs.kit.hunt import PHASE as HUNTS
+from labs.kit.hunt import Hunt, choose_hunts, is_hunt
 from labs.kit.migrate import strays
 from labs.kit.progress import Progress, digest, has_stub, is_untouched, learners_code, place, reset, shown
 from labs.kit.regions import PHASES, Exercise, read_engine
@@ -74,10 +78,11 @@ def overview(context: typer.Context) -> None:
     console.print(
         f"{passed} of {len(exercises)} exercises solved. ✓ solved  ~ started or changed since  · TODO\n"
     )
-    for phase in PHASES:
+    for phase in dict.fromkeys(exercise.phase for exercise in exercises):
         console.print(f"[bold]{phase}[/]")
         for exercise in (e for e in exercises if e.phase == phase):
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {escape(exercise.title)}")
+    hunt_command.list_hunts()
     console.print()
     say_next(next_of(exercises, states, progress.last))
 
@@ -114,6 +119,8 @@ def say_next(exercise: Exercise | None) -> None:
 @app.command()
 def check(which: Which = None, trace: Trace = False) -> None:
     """Run the tests of exercises on your code. Exit status 1 unless all pass."""
+    if is_hunt(which):
+        raise typer.Exit(0 if hunt_command.check_hunts(choose_hunts(which)) else 1)
     chosen = choose(which)
     numbers = chosen[0].number if len(chosen) == 1 else f"{chosen[0].number} to {chosen[-1].number}"
     console.print(f"Checking {numbers}: your code in labs/, ours for everything else")
@@ -175,12 +182,19 @@ def say_grade(result: "Grade", trace: bool) -> None:
         if test.message in shown_messages or len(shown_messages) == (1 if trace else 2):
             continue
         shown_messages.add(test.message)
-        console.print(f"    [bold]{escape(test.test.partition('::')[2] or test.test)}[/]")
+        console.print(f"    [bold]{escape(name_of(test.test))}[/]")
         console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
         yours = f"your code: {test.place}   " if test.place else ""
         console.print(f"      [dim]{yours}asked in {test.asked}[/]")
     if (wrong or (outcome.trouble and outcome.results)) and not trace:
         say_mistakes(result)
+
+
+def name_of(test: str) -> str:
+    """What a test is called; without its case where nobody has named that: `[ids0-missing0]`."""
+    name, bracket, case = (test.partition("::")[2] or test).partition("[")
+    is_named = not all(re.fullmatch(r"[a-z_]+\d+", part) for part in case.removesuffix("]").split("-"))
+    return f"{name}{bracket}{case}" if is_named else name
 
 
 def say_mistakes(result: "Grade") -> None:
@@ -237,6 +251,9 @@ def saved_at(chosen: list[Exercise]) -> list[int]:
 @app.command()
 def hint(number: Number) -> None:
     """The next of three hints: a nudge, the approach, pseudocode."""
+    if is_hunt(number):
+        hunt_command.hint(only_hunt(number))
+        return
     exercise, progress = choose_one(number), Progress()
     hints = hints_of(exercise)
     if not hints:
@@ -248,11 +265,41 @@ def hint(number: Number) -> None:
     console.print(hints.hints[given - 1].strip("\n"), markup=False)
 
 
+def only_hunt(number: str) -> Hunt:
+    """LabError for the number of their phase."""
+    [first, *others] = choose_hunts(number)
+    if others:
+        raise LabError(f"{number} is a phase; name one hunt, such as {first.number}")
+    return first
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def hunt(
+    number: Annotated[str | None, typer.Argument(help="A hunt, such as 7; none: all of them.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Run it on the broken engine, such as `-- pytest FILE`.")
+    ] = None,
+    grade_it: Annotated[bool, typer.Option("--check", help="Grade your test, and then your fix.")] = False,
+    spoil: Annotated[bool, typer.Option("--spoil", help="Show what was broken.")] = False,
+) -> None:
+    """An incident of a real server: its symptom, and an engine with that fault in it."""
+    if number is None:
+        return hunt_command.list_hunts()
+    hunt = only_hunt(f"8.{number.removeprefix('8.')}")
+    if command:
+        raise typer.Exit(hunt_command.run_broken(hunt, command))
+    if grade_it:
+        raise typer.Exit(0 if hunt_command.check_hunts([hunt]) else 1)
+    return (hunt_command.spoil if spoil else hunt_command.tell)(hunt)
+
+
 @app.command()
 def diff(
     number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
 ) -> None:
     """Your code beside ours."""
+    if is_hunt(number):
+        raise LabError(f"`lab hunt {only_hunt(number).id} --spoil` shows what was broken")
     exercise = choose_one(number)
     if not spoil and Progress().state(exercise) != "passed":
         raise LabError(
@@ -277,6 +324,13 @@ def reset_command(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Put the stub back. What was there is kept under .lab/backup."""
+    if is_hunt(number):
+        hunts = choose_hunts(number)
+        if not yes and not typer.confirm(f"Put back {'all hunts' if number == '8' else f'hunt {number}'}?"):
+            raise typer.Exit(1)
+        for path in hunt_command.reset(hunts):
+            console.print(f"kept: {shown(path)}")
+        return
     chosen = choose(number)
     is_phase = "." not in number
     what = f"all of labs/{chosen[0].phase}" if is_phase else f"lab {number} in {shown(chosen[0].starter)}"
@@ -393,6 +447,8 @@ def notebook(
 
 def phase_of(which: str | None) -> str:
     """The phase of an exercise or a number; of the next exercise to solve, if none is given."""
+    if is_hunt(which):
+        return HUNTS
     progress, chosen = Progress(), choose(which)
     left = [exercise for exercise in chosen if progress.state(exercise) != "passed"]
     return (left or chosen[-1:])[0].phase
@@ -420,7 +476,7 @@ def grade_command(
     """For instructors: points for every exercise."""
     from labs.kit.grade import grade, report, write_junit
 
-    points = report(list(grade(choose(which))))
+    points = hunt_command.report(which) if is_hunt(which) else report(list(grade(choose(which))))
     if junit:
         write_junit(points, junit)
     if as_json:

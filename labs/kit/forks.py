@@ -26,6 +26,7 @@ from minivllm.quiet import quiet_libraries
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 LIMIT = 60.0  # seconds that an exercise's tests may compute
+PATIENCE = 10.0  # how many times as long they may take in all
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 WANTED_BY_SOME = ("transformers", "peft")
 
@@ -52,6 +53,8 @@ class Job:
     key     what the caller knows the job by
     trace   messages are whole tracebacks
     only    the names of the tests to run; None = all
+    files   files of tests, in the place of those that have the exercise's mark
+    names   of the test functions in these files that count, or `FILE.py::*`; none: all
     """
 
     key: Any
@@ -60,6 +63,15 @@ class Job:
     stop_at_first: bool = False
     trace: bool = False
     only: frozenset[str] | None = None
+    files: tuple[Path, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def wants(self, item: pytest.Item) -> bool:
+        """Whether a test is one of the job's."""
+        if not self.files:
+            return self.exercise in exercises_of(item) and (self.only is None or item.nodeid in self.only)
+        known = {getattr(item, "originalname", item.name), f"{item.path.name}::*"}
+        return not self.names or not known.isdisjoint(self.names)
 
 
 @dataclass
@@ -91,11 +103,16 @@ def run(
     on_test: Callable[[Job, Result], None] | None = None,
     limit: float = LIMIT,
     at_a_time: int | None = None,
+    patience: float = PATIENCE,
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Every job in a fork of its own; yielded as they end.   at_a_time: None = as many as there are cores"""
+    """Every job in a fork of its own; yielded as they end.
+
+    limit       seconds that a job's tests may compute    patience   how many times as long they may take in all
+    at_a_time   None = as many as there are cores
+    """
     at_a_time = at_a_time or os.cpu_count() or 1
     _import(WANTED_BY_ALL)
-    waiting = [(job, test_files(job.exercise)) for job in jobs]
+    waiting = [(job, list(job.files) or test_files(job.exercise)) for job in jobs]
     running: dict[Connection, _Child] = {}
     used = 0
     try:
@@ -105,7 +122,7 @@ def run(
                 used += any(re.search("peft|tiny_", path.read_text(encoding="utf-8")) for path in files)
                 if used > 2:  # from here on it pays to import them once, in this process
                     _import(WANTED_BY_SOME)
-                child = _Child(job, files, limit)
+                child = _Child(job, files, limit, patience)
                 running[child.receiver] = child
             for receiver in wait(running):
                 child = running[receiver]
@@ -136,7 +153,7 @@ def _import(names: tuple[str, ...]) -> None:
 class _Child:
     """A fork that runs one job's tests and sends the result of each."""
 
-    def __init__(self, job: Job, files: list[Path], limit: float) -> None:
+    def __init__(self, job: Job, files: list[Path], limit: float, patience: float) -> None:
         context = multiprocessing.get_context("fork")
         self.job = job
         self.limit = limit
@@ -144,7 +161,9 @@ class _Child:
         self.started = time.monotonic()
         self.begun = ""
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run_tests, args=(job, files, limit, sender), daemon=True)
+        self.process = context.Process(
+            target=_run_tests, args=(job, files, (limit, patience), sender), daemon=True
+        )
         self.process.start()
         sender.close()  # so that the pipe ends where the child does
 
@@ -169,10 +188,10 @@ class _Child:
         self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.started
 
 
-def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) -> None:
+def _run_tests(job: Job, files: list[Path], limits: tuple[float, float], sender: Connection) -> None:
     """What a child does."""
     recorder = _Recorder(job, sender)
-    _set_limits(limit, recorder)
+    _set_limits(*limits, recorder)
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
@@ -182,11 +201,21 @@ def _run_tests(job: Job, files: list[Path], limit: float, sender: Connection) ->
     Overlay(job.sources).install()
     steady_hypothesis()
     # Of marks only the exercise's count here, not those that the settings leave out.
-    options = ["-m", "", "-p", "no:cacheprovider", *["-x"] * job.stop_at_first, *["--tb=long"] * job.trace]
+    options = [
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "labs.kit.plugin",
+        *["-x"] * job.stop_at_first,
+        *["--tb=long"] * job.trace,
+    ]
     sender.send(int(pytest.main([*map(str, files), *options], plugins=[recorder])) if files else 5)
+    os._exit(0)  # threads that tests have left must not hold it up
 
 
-def _set_limits(limit: float, recorder: "_Recorder") -> None:
+def _set_limits(limit: float, patience: float, recorder: "_Recorder") -> None:
     """A test that has computed too long fails where it is. Signals end the process if that does not help, or if it
     waits, whoever else has gone."""
 
@@ -197,7 +226,7 @@ def _set_limits(limit: float, recorder: "_Recorder") -> None:
     signal.signal(signal.SIGPROF, fail)
     signal.setitimer(signal.ITIMER_PROF, limit, 1)
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 5, int(limit) + 10))
-    signal.setitimer(signal.ITIMER_REAL, 10 * limit)
+    signal.setitimer(signal.ITIMER_REAL, patience * limit)
 
 
 class _Recorder:
@@ -213,12 +242,7 @@ class _Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        only = self.job.only
-        items[:] = [
-            item
-            for item in items
-            if self.job.exercise in exercises_of(item) and (only is None or item.nodeid in only)
-        ]
+        items[:] = [item for item in items if self.job.wants(item)]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.sender.send(nodeid.partition("::")[2])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from labs.kit.hunt import read_hunts
 from labs.kit.regions import Exercise, read_engine, starter
 from minivllm.labs import ROOT, LabError
 
@@ -26,6 +27,8 @@ def sync(root: Path = ROOT, write: bool = True) -> tuple[list[str], list[str]]:
     """
     exercises = read_engine(root)
     files, left_alone = _starters(root, exercises)
+    # A learner's test is told from a starter by nobody but its hunt, so what is there stays.
+    files |= {h.test_file: h.starter for h in read_hunts(root).values() if not h.test_file.is_file()}
     for path, text in _documents(root, exercises):
         files[path] = text
     stale = {path: text for path, text in files.items() if _text(path) != text}

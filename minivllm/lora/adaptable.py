@@ -36,7 +36,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def plugged_wrapper(model: nn.Module, name: str, layer: nn.Module) -> Any:
-    """The option's wrapper that takes a layer which is no plain linear."""
+    """The option's wrapper for a layer that is no plain linear; None if there is none."""
     if is_plain(layer):
         return None
     return next((w for w in wrappers if w.parts_in(model, name, layer) is not None), None)

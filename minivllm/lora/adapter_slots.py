@@ -12,7 +12,7 @@ class AdapterSlots(AdapterTiers):
     """Brings adapters into memory and into the slots of a model's layers, and keeps them there while they are pinned.
 
     wrapped       the model's layers, which judge, pack and write weights
-    slot_writer   what writes slots in their place, on a GPU; else None
+    slot_writer   what writes slots instead of the layers, on a GPU; else None
     """
 
     def __init__(self, lora_config: LoRAConfig, wrapped: WrappedModules, slot_writer: object | None) -> None:
@@ -21,7 +21,7 @@ class AdapterSlots(AdapterTiers):
         self.slot_writer = slot_writer
 
     def add_adapter(self, adapter: LoRAModel) -> bool:
-        """Register: give it the form of slots, keep it in memory. False, and just used, if the id is there already.
+        """Accept an adapter and keep it in memory. False, and just used, if the id is there already.
 
         ValueError when it does not fit the model, RuntimeError when nobody in memory may go; nothing has changed.
         """
@@ -35,7 +35,7 @@ class AdapterSlots(AdapterTiers):
         return True
 
     def _take(self, adapter: LoRAModel) -> None:
-        """For a GPU: into memory that it can copy from."""
+        """For a GPU: move the weights into memory that it can copy from."""
         if self.slot_writer is not None:
             self.slot_writer.take(adapter)
 

@@ -101,16 +101,16 @@ class Backend(ABC):
     # ---- what managers and layers tell it -------------------------------------------------------------------
 
     def place(self, slots: Slots, base: LinearBase | None) -> Slots:
-        """Where a layer's slots shall be, called once a layer: these, or others that hold what these do.
+        """Say where a layer's slots shall be; called once a layer. Gives these, or others with the same contents.
 
-        base   what `linear` will be called with, which may change hands, too; None for a layer that only adds
+        base   what `linear` will be called with, whose weights may move, too; None for a layer that only adds
         """
         return slots
 
     def begin_step(self, mapping: LoRAMapping, slot_table: list[int | None]) -> None:
-        """Take in whose each row of the coming step is, and which adapter sits in each of the S slots.
+        """Note which adapter each row of the coming step has, and which adapter is in each of the S slots.
 
-        ValueError for an adapter that sits in none; nothing has changed then.
+        ValueError for an adapter that is in none; nothing has changed then.
         """
         tokens = slots_of(mapping.index_mapping, slot_table)
         samples = slots_of(mapping.prompt_mapping, slot_table)
@@ -120,4 +120,4 @@ class Backend(ABC):
         self.no_lora = not self.runs
 
     def sync_slots(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Called before a forward pass when anything has changed: the moment to take in which slots have."""
+        """Called before a forward pass when anything has changed: the moment to note which slots have."""

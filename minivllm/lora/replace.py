@@ -15,12 +15,12 @@ def from_layer(
     packed_modules_list: list[str],
     model_config: object | None = None,
 ) -> nn.Module:
-    """The layer wrapped, with empty slots; or the layer itself where no wrapper takes it. vLLM: `from_layer`.
+    """The layer wrapped, with empty slots; or the layer itself where no wrapper fits. vLLM: `from_layer`.
 
     max_loras             how many slots
     packed_modules_list   the parts of the layer that the checkpoint names one by one, [] for one that is not fused
 
-    It is the first that takes the layer (`takes`, told how many parts there are): of `LINEAR_WRAPPERS`, then of those
+    It is the first that says it can (`takes`, told how many parts there are): of `LINEAR_WRAPPERS`, then of those
     that are plugged in (`seams.wrappers`).
     """
     for wrapper in (*LINEAR_WRAPPERS, *wrappers):

@@ -8,7 +8,7 @@ that it cannot read, a path that is no folder. So a plain adapter on a CPU never
 from collections.abc import Callable
 from typing import Any
 
-# Wrapper classes that `from_layer` asks, in order, when no plain one takes a layer.
+# Wrapper classes that `from_layer` asks, in order, when no plain one fits a layer.
 wrappers: list[type] = []
 
 # Called once with (model, wrapped modules, LoRAConfig) when a model's linears have been wrapped.

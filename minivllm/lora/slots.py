@@ -1,4 +1,4 @@
-"""The places for adapters in one wrapped layer. Stands for the buffers in vllm/lora/layers/base_linear.py (v0.22.1)."""
+"""Room for adapters in one wrapped layer. Stands for the buffers in vllm/lora/layers/base_linear.py (v0.22.1)."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ class Slots:
     a           n buffers (S, E, R, K_i); a slot's A in rows 0..r-1, zeros past them. E is 1 but for experts
     b           n buffers (S, E, N_i, R), likewise in columns 0..r-1
     beside      what options keep in a slot beside A and B: name -> n tables (S, rows, columns). {} for most layers
-    live_ranks  [slice][slot] rank in use, 0 where the slot holds nothing for this slice
+    live_ranks  [slice][slot] rank in use, 0 where the slot has nothing for this slice
 
-    A backend may take a subclass with buffers elsewhere (`Backend.place`): they need not be contiguous, nor separate.
+    A backend may use a subclass with buffers elsewhere (`Backend.place`): they need not be contiguous, nor separate.
     """
 
     # region lab 2.1: room for S adapters
     def __init__(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
-        """Take n buffers each, all zeros; nothing is live, and nothing beside them."""
+        """n buffers each, all zeros: nothing is live, and nothing is beside them."""
         self.a, self.b = tuple(a), tuple(b)
         self.beside: dict[str, tuple[torch.Tensor, ...]] = {}
         self.live_ranks = [[0] * len(buffer) for buffer in self.a]
@@ -49,7 +49,7 @@ class Slots:
     # endregion
 
     def take_over(self, other: "Slots") -> "Slots":
-        """Hold what other slots of the same sizes hold, and return self."""
+        """Copy what is in other slots of the same sizes, and return self."""
         for mine, its in zip((*self.a, *self.b), (*other.a, *other.b), strict=True):
             mine.copy_(its)
         self.beside, self.live_ranks = other.beside, other.live_ranks
@@ -62,7 +62,7 @@ class Slots:
 
     # region lab 2.2: write and clear a slot
     def write(self, slot: int, parts: Sequence[LoRALayerWeights | None]) -> None:
-        """Put an adapter into a slot in the place of what is there, and say so (`changed`) when all is written.
+        """Write an adapter into a slot, over what is there, and say so (`changed`) when all is written.
 
         parts   the n slices' weights, of any rank up to R each; None where the adapter leaves a slice alone
 
@@ -102,7 +102,7 @@ class Slots:
     # endregion
 
     def _write_beside(self, slot: int, parts: Sequence[LoRALayerWeights | None]) -> None:
-        """What the parts have beside A and B, zeros past it."""
+        """Write what the parts have beside A and B, and zeros past it."""
         for name, tables in self.beside.items():
             for table, part in zip(tables, parts):
                 tensor = part.beside.get(name) if part is not None else None
@@ -112,7 +112,7 @@ class Slots:
                 table[slot, rows:] = 0
 
     def live(self, slot: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Columns of y, A (K, r) and B (r, N_i) of each slice that holds something, r being its live rank. E is 1.
+        """Columns of y, A (K, r) and B (r, N_i) of each slice that has something there, r being its live rank. E is 1.
 
         A and B are views, kept until the slot changes.
         """

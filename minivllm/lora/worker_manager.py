@@ -15,7 +15,7 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
     _last_step: tuple | None = None  # requests, mapping, and the `residents` as they were after it
 
     def _distinct(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
-        """One request for each adapter by id, in the order of ids: sets have none of their own.
+        """One request for each adapter by id, in the order of ids, since a set has no order.
 
         RuntimeError when they and the pinned ones are more than the slots.
         """
@@ -33,12 +33,14 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         """Bring every requested adapter into a slot, *then* translate the batch's ids to slots.
 
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
-        loading pass through, put down to their adapter (`adapter_at_fault`). A step like the one before it finds all
-        as it left it, unless somebody writes slots beside steps.
+        loading pass through, put down to their adapter (`adapter_at_fault`).
+
+        If a step is like the last one, and the `residents` are the same, everything is in its slot: only the hits
+        are told. Not so on a GPU, where slots are written beside steps.
         """
         requests = list(requests)
         step = requests, mapping, self.manager.residents
-        if self._last_step == step and self.manager.slot_writer is None:
+        if self.manager.slot_writer is None and self._last_step == step:
             for adapter_id in sorted({request.lora_int_id for request in requests if request}):
                 self.manager.tell("hit", adapter_id)
             return

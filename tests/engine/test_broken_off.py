@@ -1,16 +1,12 @@
 """Calls of the engine that broke off: nobody waits for ever, loses words, or hears weights that were not promised."""
 
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from small_engine import SmallWorld, write_adapter
 from tiny_engine import greedy, run, tokens_of
 
 from minivllm.guards.turns import Turns
-
-sys.path.append(str(Path(__file__).parents[1] / "phase_07"))
-from small_engine import SmallWorld, write_adapter
 
 PROMPT = [5, 6, 7, 8, 9]
 

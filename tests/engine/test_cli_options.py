@@ -103,7 +103,9 @@ class TestMessages:
         assert "pass max_lora_rank=64 from Python" in capsys.readouterr().err
 
     def test_every_option_that_the_engine_names_is_one_of_some_command(self):
-        known = {option for name in ("generate", "inspect") for option in options_of(ROOT.commands[name])}
+        known = {
+            option for name in ("generate", "inspect", "serve") for option in options_of(ROOT.commands[name])
+        }
         package = Path(minivllm.__file__).parent
         named = {
             option

@@ -1,14 +1,10 @@
 """Decisions do not depend on who listens: without counters, log and trace, steps, slots and tokens are the same."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-from tiny_engine import greedy, tokens_of
-
-sys.path.append(str(Path(__file__).parents[1] / "phase_07"))
 from small_engine import SmallWorld, write_adapter
+from tiny_engine import greedy, tokens_of
 
 
 def history(world, seed, listens):

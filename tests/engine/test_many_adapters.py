@@ -1,22 +1,18 @@
 """What thousands of registered adapters cost: at the door, at a request's end, and in memory when they are idle."""
 
 import gc
-import sys
 import tracemalloc
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_engine import SmallWorld
 
 from minivllm import SamplingParams
 from minivllm.engine import recorder
 from minivllm.lora.options import tokenizers as adapter_tokenizers
 from minivllm.lora.options.tokenizers import AdapterTokenizers
 from minivllm.lora.request import LoRARequest
-
-sys.path.append(str(Path(__file__).parents[1] / "phase_07"))
-from small_engine import SmallWorld
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from minivllm.labs import ROOT, splice
 # Processes that start with torch in them: most of what `lab` and pytest take is its import.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "safetensors.torch", "hypothesis", "pytest"])
-PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "pyproject.toml")
+PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "docs", "pyproject.toml")
 
 
 class Checkout:

@@ -15,7 +15,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     """A base linear with room for S adapters. vLLM: `BaseLinearLayerWithLoRA`.
 
     output_slices  widths N_i of the projections that the layer fuses
-    wraps          kinds of base layer it takes -> parts the checkpoint must name, None = any number
+    wraps          kinds of base layer it is for -> parts the checkpoint must name, None = any number
     """
 
     wraps: ClassVar[dict[type[LinearBase], int | None]] = {}

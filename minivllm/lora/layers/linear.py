@@ -80,7 +80,7 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
         return is_wide and parts in (0, 1, len(layer.output_sizes))
 
 
-# At most one of them takes a layer.
+# At most one of them fits a layer.
 LINEAR_WRAPPERS: tuple[type[BaseLinearLayerWithLoRA], ...] = (
     ColumnParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,

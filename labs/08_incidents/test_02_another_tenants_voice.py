@@ -1,0 +1,13 @@
+"""Hunt 8.2: A request is answered with another tenant's adapter
+
+`lab hunt 2` tells the symptom, `lab hint 8.2` helps, `lab hunt 2 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_02(world):
+    raise Todo("lab 8.2: A request is answered with another tenant's adapter")

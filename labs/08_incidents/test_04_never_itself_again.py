@@ -1,0 +1,13 @@
+"""Hunt 8.4: After one error an adapter is never itself again
+
+`lab hunt 4` tells the symptom, `lab hint 8.4` helps, `lab hunt 4 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_04(world):
+    raise Todo("lab 8.4: After one error an adapter is never itself again")

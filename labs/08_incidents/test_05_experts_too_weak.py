@@ -1,0 +1,13 @@
+"""Hunt 8.5: Experts that were trained with rsLoRA are too weak
+
+`lab hunt 5` tells the symptom, `lab hint 8.5` helps, `lab hunt 5 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_05(world):
+    raise Todo("lab 8.5: Experts that were trained with rsLoRA are too weak")

@@ -1,0 +1,13 @@
+"""Hunt 8.9: Modules with a rank of their own are off
+
+`lab hunt 9` tells the symptom, `lab hint 8.9` helps, `lab hunt 9 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_09(world):
+    raise Todo("lab 8.9: Modules with a rank of their own are off")

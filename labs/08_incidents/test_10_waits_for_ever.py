@@ -1,0 +1,13 @@
+"""Hunt 8.10: The third tenant waits for ever
+
+`lab hunt 10` tells the symptom, `lab hint 8.10` helps, `lab hunt 10 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_10(world):
+    raise Todo("lab 8.10: The third tenant waits for ever")

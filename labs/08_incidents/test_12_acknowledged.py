@@ -1,0 +1,13 @@
+"""Hunt 8.12: 200 OK for a path with nothing in it
+
+`lab hunt 12` tells the symptom, `lab hint 8.12` helps, `lab hunt 12 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_12(world):
+    raise Todo("lab 8.12: 200 OK for a path with nothing in it")

@@ -1,0 +1,13 @@
+"""Hunt 8.15: The disk is read at every step
+
+`lab hunt 15` tells the symptom, `lab hint 8.15` helps, `lab hunt 15 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_15(world):
+    raise Todo("lab 8.15: The disk is read at every step")

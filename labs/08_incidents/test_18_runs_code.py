@@ -1,0 +1,13 @@
+"""Hunt 8.18: An adapter that runs code
+
+`lab hunt 18` tells the symptom, `lab hint 8.18` helps, `lab hunt 18 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_18(world):
+    raise Todo("lab 8.18: An adapter that runs code")

@@ -1,0 +1,13 @@
+"""Hunt 8.25: One request stops the whole server
+
+`lab hunt 25` tells the symptom, `lab hint 8.25` helps, `lab hunt 25 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_25(world):
+    raise Todo("lab 8.25: One request stops the whole server")

@@ -1,0 +1,13 @@
+"""Hunt 8.28: Two callers, one engine
+
+`lab hunt 28` tells the symptom, `lab hint 8.28` helps, `lab hunt 28 --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_28(world):
+    raise Todo("lab 8.28: Two callers, one engine")

@@ -1,0 +1,217 @@
+"""Bug hunts: incidents of released servers as faults of this engine, and what a learner writes against each."""
+
+import ast
+import codecs
+import hashlib
+import json
+import re
+import tomllib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from minivllm.labs import ROOT, LabError, Source, engine_file
+
+if TYPE_CHECKING:
+    from labs.kit.progress import Progress
+
+PHASE = "08_incidents"
+_TEST = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)")  # as docs/incidents.md cites one
+_MARKERS = re.compile(r"^ *# (region lab .*|endregion)\n", re.MULTILINE)
+
+STARTER = '''"""Hunt {number}: {title}
+
+`lab hunt {id}` tells the symptom, `lab hint {number}` helps, `lab hunt {id} --check` grades this file.
+What there is to use stands in tests/helpers/hunting.py.
+"""
+
+from minivllm.labs import Todo
+
+pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
+
+
+def test_hunt_{id:02}(world):
+    raise Todo("lab {number}: {title}")
+'''
+
+
+class Edit(NamedTuple):
+    """`old` is in the module exactly once; `new` takes its place."""
+
+    module: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One form of a mistake.   what: the mistake, in a sentence"""
+
+    name: str
+    what: str
+    edits: list[Edit]
+
+    def sources(self) -> dict[str, Source]:
+        """Every module that it changes, with the mistake in it. LabError where an edit does not fit the engine."""
+        texts: dict[str, str] = {}
+        for module, old, new in self.edits:
+            text = texts.get(module) or engine_file(module).read_text(encoding="utf-8")
+            if text.count(old) != 1:
+                raise LabError(
+                    f"fault {self.name}: its old text is in {module} {text.count(old)} times, not once"
+                )
+            texts[module] = text.replace(old, new)
+        for module, text in texts.items():
+            try:
+                ast.parse(text)
+            except SyntaxError as error:
+                raise LabError(
+                    f"fault {self.name}: it leaves a {module} that does not parse: {error}"
+                ) from error
+        return {
+            # No such file: it is read from linecache.
+            module: Source(f"{engine_file(module)} [hunt]", _MARKERS.sub("", text))
+            for module, text in texts.items()
+        }
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """number: such as `8.7`, where 7 is the incident's in docs/incidents.md
+
+    slug        names the learner's files
+    difficulty  1 to 3
+    symptom     as its users reported it
+    """
+
+    number: str
+    title: str
+    slug: str
+    difficulty: int
+    minutes: int
+    symptom: str
+    hints: list[str]
+    root: Path = field(default=ROOT, repr=False)
+
+    phase = PHASE
+
+    @property
+    def id(self) -> int:
+        return int(self.number.partition(".")[2])
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "labs" / PHASE
+
+    @property
+    def test_file(self) -> Path:
+        """Where the learner writes the failing test."""
+        return self.folder / f"test_{self.id:02}_{self.slug}.py"
+
+    @property
+    def starter(self) -> str:
+        """What that file holds at the start."""
+        return STARTER.format(number=self.number, title=self.title, id=self.id)
+
+    @cached_property
+    def _sealed(self) -> dict[str, Any]:
+        path = self.folder / "faults" / f"{self.id:02}.rot13"
+        return tomllib.loads(codecs.decode(path.read_text(encoding="utf-8"), "rot13"))
+
+    @cached_property
+    def faults(self) -> list[Fault]:
+        """The incident first, then other forms of the same mistake."""
+        return [
+            Fault(
+                f"{self.number} {table['name']}",
+                table["what"],
+                [Edit(e["module"], e["old"], e["new"]) for e in table.get("edit") or [table]],
+            )
+            for table in self._sealed["fault"]
+        ]
+
+    @property
+    def kin(self) -> list[int]:
+        """Hunts whose fault a right test of this one may meet as well."""
+        return self._sealed.get("kin", [])
+
+    def own_tests(self) -> list[tuple[str, str]]:
+        """(file, function) of tests that a fix must pass: the incident's, and those of what it may not break.
+
+        A function `*` is all of a file.
+        """
+        page = (self.root / "docs" / "incidents.md").read_text(encoding="utf-8")
+        row = re.search(rf"^\| {self.id} \|.*$", page, re.MULTILINE)[0]
+        cited = [(path, name) for name, path in _TEST.findall(row) if not path.startswith("tests/gpu")]
+        return cited + [tuple(test.split("::")) for test in self._sealed.get("keeps", [])]
+
+    def broken(self) -> dict[str, Source]:
+        """The engine's modules with the incident's fault in them."""
+        return self.faults[0].sources()
+
+    def fix_file(self, module: str) -> Path:
+        """Where the learner mends a module."""
+        return self.folder / "fixes" / f"{self.id:02}_{module.rpartition('.')[2]}.py"
+
+    def fixes(self) -> dict[str, Source]:
+        """The learner's copies of the broken modules, as far as they are there."""
+        files = {module: self.fix_file(module) for module in self.broken()}
+        return {
+            module: Source(str(path), path.read_text(encoding="utf-8"))
+            for module, path in files.items()
+            if path.is_file()
+        }
+
+    def hand_out(self) -> list[Path]:
+        """Write a copy of each broken module for the learner to mend, unless there is one. Returns all of them."""
+        for module, source in self.broken().items():
+            path = self.fix_file(module)
+            path.parent.mkdir(exist_ok=True)
+            if not path.exists():
+                path.write_text(source.text, encoding="utf-8")
+        return [self.fix_file(module) for module in self.broken()]
+
+    def test_text(self) -> str:
+        try:
+            return self.test_file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise LabError(
+                f"{self.test_file.relative_to(self.root)} is missing; `lab reset {self.number}` writes it"
+            ) from None
+
+    def digest(self, with_fixes: bool = True) -> str:
+        """Of all that the learner has written for it, or of the test alone."""
+        texts = [self.test_text(), *(s.text for s in self.fixes().values() if with_fixes)]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+    def state(self, progress: "Progress") -> str:
+        """todo, while the starter stands untouched; passed, if these very files did; else started."""
+        if not self.test_file.is_file() or self.test_text() == self.starter:
+            return "todo"
+        return "passed" if progress.passed.get(self.number) == self.digest() else "started"
+
+
+def read_hunts(root: Path = ROOT) -> dict[str, Hunt]:
+    """Every hunt by its number, in order."""
+    path = root / "labs" / PHASE / "hints.toml"
+    if not path.is_file():
+        return {}
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    hunts = {number: Hunt(number, **table, root=root) for number, table in tables.items()}
+    return dict(sorted(hunts.items(), key=lambda item: item[1].id))
+
+
+def choose_hunts(which: str) -> list[Hunt]:
+    """Those of the phase for `8`, one for `8.7`. LabError for what is neither."""
+    hunts = read_hunts()
+    found = [hunt for number, hunt in hunts.items() if which in ("8", number)]
+    if not found:
+        numbers = ", ".join(str(hunt.id) for hunt in hunts.values())
+        raise LabError(f"there is no hunt '{which.removeprefix('8.')}': there are {numbers}")
+    return found
+
+
+def is_hunt(which: str | None) -> bool:
+    """Whether somebody who names this means phase 8, or a hunt of it."""
+    return which is not None and which.partition(".")[0] == "8"

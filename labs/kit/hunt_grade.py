@@ -1,0 +1,143 @@
+"""Grades hunts: the learner's test on sound and broken engines, then the learner's fix on the incident's tests."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from labs.kit.forks import Job, Outcome, run
+from labs.kit.hunt import Hunt, read_hunts
+from minivllm.labs import ROOT, LabError, Source, compile_source
+
+SECONDS = 15.0  # that a test of a learner's may compute, on one engine
+OWN_SECONDS = 60.0  # that the project's own tests of an incident may
+PATIENCE = 3.0  # in multiples of these: how long it may take in all
+SOUND, BROKEN, VARIANT, OTHER, FIX = (
+    "the sound engine",
+    "the broken engine",
+    "a variant",
+    "another fault",
+    "your fix",
+)
+
+
+@dataclass(frozen=True)
+class HuntGrade:
+    """What came of one hunt.
+
+    state     passed, failed or todo
+    step      "test" or "fix": what was graded last
+    problems  why it did not pass, in sentences; [] for what is todo
+    """
+
+    hunt: Hunt
+    state: str
+    step: str
+    problems: list[str]
+    digest: str = ""
+    seconds: float = 0.0
+
+
+def grade_hunt(hunt: Hunt, is_right: bool = False) -> HuntGrade:
+    """Both steps, the second once the first is done. Then, too, the broken modules are handed out.
+
+    is_right   the test, as it stands, was found right before
+    """
+    if hunt.test_text() == hunt.starter:
+        return HuntGrade(hunt, "todo", "test", [])
+    problems, seconds = ([], 0.0) if is_right else grade_test(hunt, hunt.test_file)
+    if problems:
+        return HuntGrade(hunt, "failed", "test", problems, seconds=seconds)
+    hunt.hand_out()
+    fixes = hunt.fixes()
+    if all(fixes[module].text == source.text for module, source in hunt.broken().items()):
+        return HuntGrade(hunt, "todo", "fix", [], seconds=seconds)
+    problems, more = grade_fix(hunt, fixes)
+    state = "failed" if problems else "passed"
+    return HuntGrade(hunt, state, "fix", problems, hunt.digest(), seconds + more)
+
+
+def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str], float]:
+    """What is wrong with a test for a hunt, and the seconds that its runs took together.
+
+    It passes on the sound engine. It fails on the broken one and its variants. It passes with other faults.
+    limit   seconds that it may compute on one engine
+    """
+    problems, seconds = _judge([_job(SOUND, {}, path), _job(BROKEN, hunt.broken(), path)], limit)
+    if problems:
+        return problems, seconds
+    jobs = [_job(VARIANT, fault.sources(), path) for fault in hunt.faults[1:]]
+    for other in read_hunts().values():
+        if other.id != hunt.id and other.id not in hunt.kin:
+            jobs.append(_job(f"{OTHER} (hunt {other.id})", other.broken(), path))
+    problems, more = _judge(jobs, limit)
+    return problems, seconds + more
+
+
+def _job(engine: str, sources: dict[str, Source], path: Path) -> Job:
+    return Job(engine, path.stem, sources, stop_at_first=True, files=(path,))
+
+
+def _judge(jobs: Iterable[Job], limit: float) -> tuple[list[str], float]:
+    """What is wrong with the outcomes, each sentence once, and the seconds of all."""
+    said, seconds = [], 0.0
+    for job, outcome in run(jobs, limit=limit, patience=PATIENCE):
+        said.append(problem_of(job.key, outcome))
+        seconds += outcome.seconds
+    return [text for text in dict.fromkeys(said) if text], seconds
+
+
+def problem_of(engine: str, outcome: Outcome) -> str | None:
+    """Why this is not what a right test does on that engine; None if it is."""
+    failed = [result for result in outcome.of("failed", "todo") if "::" in result.test]
+    must_fail = engine in (BROKEN, VARIANT)
+    endless = next((result.message for result in failed if "no end after" in result.message), outcome.trouble)
+    if endless and (endless != outcome.trouble or not failed):
+        return f"on {engine}: {endless}" + ("; bound its steps or its seconds" if "no end" in endless else "")
+    broken_file = [result for result in outcome.of("failed", "todo") if "::" not in result.test]
+    if broken_file:
+        return f"on {engine} the file cannot be read: {broken_file[0].message}"
+    if must_fail:
+        what = {BROKEN: "the broken engine", VARIANT: "another form of the same fault"}[engine]
+        return None if failed else f"your test passes on {what}, and must fail there"
+    if failed:
+        name = failed[0].test.rpartition("::")[2]
+        return f"{name} fails on {engine}, and must pass there: {failed[0].message}"
+    return None if outcome.of("passed") else f"on {engine} no test ran"
+
+
+def grade_fix(hunt: Hunt, fixes: dict[str, Source]) -> tuple[list[str], float]:
+    """What is wrong with a fix, and the seconds: it passes the learner's test, and the tests in the project."""
+    for source in fixes.values():
+        try:
+            compile(compile_source(source), source.path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise LabError(f"{Path(source.path).relative_to(ROOT)}:{error.lineno}: {error.msg}") from None
+    jobs = [_job(FIX, fixes, hunt.test_file)] if hunt.test_text() != hunt.starter else []
+    return _judge([*jobs, incident_job(hunt, FIX, fixes)], OWN_SECONDS)
+
+
+def incident_job(hunt: Hunt, key: str, sources: dict[str, Source]) -> Job:
+    """The project's own tests of the incident, on an engine."""
+    tests = hunt.own_tests()
+    files = tuple(ROOT / path for path in dict.fromkeys(path for path, _ in tests))
+    names = frozenset(f"{Path(path).name}::*" if name == "*" else name for path, name in tests)
+    return Job(key, hunt.number, sources, stop_at_first=True, files=files, names=names)
+
+
+def spoiler(hunt: Hunt) -> str:
+    """What the fault and its variants change, as diffs."""
+    parts = []
+    for fault in hunt.faults:
+        parts.append(f"# {fault.what}")
+        for edit in fault.edits:
+            lines = difflib.unified_diff(
+                edit.old.splitlines(),
+                edit.new.splitlines(),
+                edit.module,
+                f"{edit.module}, broken",
+                lineterm="",
+            )
+            parts += lines
+        parts.append("")
+    return "\n".join(parts)

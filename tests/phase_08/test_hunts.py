@@ -1,0 +1,211 @@
+"""Bug hunts: each fault applies and is seen, and the grader takes right tests and right fixes alone."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from labs.kit.hunt import PHASE, read_hunts
+from labs.kit.mutants import picked
+from minivllm.labs import LabError, engine_file
+
+sys.path.append(str(Path(__file__).parents[1] / "kit"))
+from checkout import Checkout
+
+ROOT = Path(__file__).resolve().parents[2]
+HUNTS = read_hunts()
+SOLUTIONS = ROOT / "solutions" / PHASE
+each = pytest.mark.parametrize("hunt", HUNTS.values(), ids=lambda hunt: hunt.number)
+# By a hash, so that nobody chose them; nightly all.
+SAMPLE = [picked(HUNTS), picked(HUNTS.keys() - {picked(HUNTS)})]
+some_nightly_all = pytest.mark.parametrize(
+    "chosen", [SAMPLE, pytest.param(list(HUNTS), marks=pytest.mark.nightly)], ids=len
+)
+
+
+def reference(hunt):
+    """Our own test for a hunt."""
+    return SOLUTIONS / "tests" / hunt.test_file.name
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("hunts"))
+
+
+def ask(checkout, code):
+    """What Python says to some code, line by line. A process of its own: no module of the engine is loaded in it."""
+    result = checkout.run("-c", code)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip().split("\n")
+
+
+def test_there_is_a_hunt_for_every_incident_of_the_page():
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "incidents.md").read_text(), re.MULTILINE)
+
+    # 24 needs several GPUs, 27 a server with hundreds of adapters.
+    assert [hunt.id for hunt in HUNTS.values()] == [int(row) for row in rows if row not in ("24", "27")]
+
+
+@each
+def test_a_hunt_has_all_that_its_hunter_needs(hunt):
+    assert len(hunt.symptom.split()) >= 20
+    assert 1 <= hunt.difficulty <= 3
+    assert 10 <= hunt.minutes <= 60
+    assert len(hunt.hints) == 3
+    assert all(hint.strip() for hint in hunt.hints)
+
+
+@each
+def test_every_form_of_a_fault_fits_the_engine_and_changes_it(hunt):
+    names = [fault.name for fault in hunt.faults]
+
+    for fault in hunt.faults:
+        for module, source in fault.sources().items():
+            assert source.text != engine_file(module).read_text(), fault.name
+        assert fault.what.endswith(".")
+    assert len(names) == len(set(names)) <= 3
+
+
+@each
+def test_the_starter_is_generated_and_tells_nothing_of_the_fault(hunt):
+    starter = hunt.starter
+
+    assert f'raise Todo("lab {hunt.number}: ' in starter
+    assert not any(module.rpartition(".")[2] in starter for module in hunt.broken())
+
+
+def test_faults_are_not_read_by_accident():
+    for path in (ROOT / "labs" / PHASE / "faults").iterdir():
+        assert "fault" not in path.read_text()
+
+
+def test_a_fault_that_does_not_fit_any_more_is_named():
+    hunt = HUNTS["8.7"]
+    [edit] = hunt.faults[0].edits
+    stale = type(hunt.faults[0])("8.7 stale", "It was.", [edit._replace(old="no such line\n")])
+
+    with pytest.raises(
+        LabError, match=r"8\.7 stale: its old text is in minivllm\.core\.prefix_cache 0 times"
+    ):
+        stale.sources()
+
+
+@some_nightly_all
+def test_of_our_tests_exactly_those_of_a_hunt_fail_with_its_fault(checkout, chosen):
+    code = (
+        "from labs.kit.forks import Job, run\n"
+        "from labs.kit.hunt import read_hunts\n"
+        f"files = tuple(sorted((read_hunts()['8.7'].root / 'solutions/{PHASE}/tests').glob('test_*.py')))\n"
+        "jobs = [Job(('sound', 'sound', []), '8', {}, files=files)]\n"
+        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
+        "    for fault in hunt.faults:\n"
+        "        kin = [k.id for k in read_hunts().values() if hunt.id in k.kin or fault != hunt.faults[0]]\n"
+        "        jobs.append(Job((hunt.id, fault.name, kin), '8', fault.sources(), files=files))\n"
+        "for job, outcome in run(jobs):\n"
+        "    failed = {int(r.test.split('test_')[1][:2]) for r in outcome.of('failed', 'todo')}\n"
+        "    print(job.key[:2], sorted(failed - set(job.key[2]) - {job.key[0]}), job.key[0] in failed,\n"
+        "          len(outcome.results) >= len(files), outcome.trouble)\n"
+    )
+
+    lines = ask(checkout, code)
+
+    assert len(lines) == 1 + sum(len(HUNTS[number].faults) for number in chosen)
+    for line in lines:
+        caught = "False" if "sound" in line else "True"
+        assert line.endswith(f" [] {caught} True None"), line
+
+
+@some_nightly_all
+def test_the_incidents_own_test_fails_with_the_fault(checkout, chosen):
+    code = (
+        "from labs.kit.forks import run\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_grade import incident_job\n"
+        "jobs = []\n"
+        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
+        "    hunt._sealed.pop('keeps', None)\n"
+        "    jobs.append(incident_job(hunt, hunt.number, hunt.broken()))\n"
+        "for job, outcome in run(jobs):\n"
+        "    print(job.key, bool(outcome.of('failed')))\n"
+    )
+
+    lines = ask(checkout, code)
+
+    assert sorted(lines) == sorted(f"{number} True" for number in chosen)
+
+
+WRONG = {
+    "always_passes": ("assert True", "passes on the broken engine"),
+    "always_fails": ("assert False, 'no'", "fails on the sound engine"),
+    "fails_on_everything": (
+        "from minivllm.labs import active\n    assert not active()",
+        "fails on another fault",
+    ),
+    "never_ends": ("while True:\n        pass", "no end after"),
+    "cannot_be_read": ("import nothing_of_this_name", "fails on the sound engine"),
+}
+
+
+@pytest.fixture(scope="module")
+def judged(checkout):
+    """What is said of wrong tests."""
+    paths = []
+    for name, (body, _) in WRONG.items():
+        paths.append(checkout.root / f"test_{name}.py")
+        paths[-1].write_text(f"def test_{name}():\n    {body}\n")
+    code = (
+        "from pathlib import Path\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_grade import grade_test\n"
+        f"for path in {list(map(str, paths))}:\n"
+        "    print(' / '.join(grade_test(read_hunts()['8.17'], Path(path), limit=4)[0]).replace('\\n', ' '))\n"
+    )
+    return dict(zip(WRONG, ask(checkout, code), strict=True))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_test_that_is_wrong_is_told_why(judged, name):
+    assert WRONG[name][1] in judged[name]
+
+
+def test_a_hunt_is_done_with_a_right_test_and_then_a_right_fix(checkout):
+    hunt = read_hunts(checkout.root)["8.17"]
+    [module] = hunt.broken()
+    assert "TODO" in checkout.lab("hunt", "17", "--check").stdout
+
+    hunt.test_file.write_text(reference(hunt).read_text())
+    first = checkout.lab("check", "8.17")
+
+    assert first.returncode == 1
+    assert "Your test is right" in first.stdout
+    fix = hunt.fix_file(module)
+    assert fix.read_text() == hunt.broken()[module].text
+    fix.write_text(hunt.faults[1].sources()[module].text)
+    assert "fails on your fix" in checkout.lab("hunt", "17", "--check").stdout
+    fix.write_text(engine_file(module).read_text())
+    last = checkout.lab("hunt", "17", "--check")
+    assert last.returncode == 0, last.stdout
+    assert "✓ 8.17" in checkout.lab().stdout
+
+
+def test_a_command_runs_on_the_broken_engine(checkout):
+    path = reference(HUNTS["8.9"]).relative_to(ROOT)
+
+    broken = checkout.lab("hunt", "9", "--", "pytest", "-p", "no:cacheprovider", str(path))
+
+    assert broken.returncode == 1
+    assert checkout.pytest(str(path)).returncode == 0
+
+
+def test_reset_puts_the_starter_back_and_keeps_what_was_there(checkout):
+    hunt = read_hunts(checkout.root)["8.3"]
+    hunt.test_file.write_text("mine\n")
+    hunt.hand_out()
+
+    said = checkout.lab("reset", "8.3", "--yes").stdout
+
+    assert hunt.test_file.read_text() == hunt.starter
+    assert hunt.fixes() == {}
+    assert said.count("kept: ") == 2

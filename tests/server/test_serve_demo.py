@@ -1,0 +1,76 @@
+"""The command's options, and the demo model with its four adapters behind the openai client."""
+
+import pytest
+from openai import OpenAI
+
+from minivllm.commands.serve import adapters_of, api_keys, pair
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine_args import EngineArgs
+from minivllm.server.app import build_app
+from minivllm.server.run import ServerThread, bind
+from minivllm.server.settings import ServerSettings
+
+QUESTION = [{"role": "user", "content": "How many employees live in Oslo?"}]
+
+
+@pytest.mark.parametrize("text", ["x", "=x", "x=", ""])
+def test_a_pair_needs_a_name_and_a_value(text):
+    with pytest.raises(ValueError, match=f"--lora-modules '{text}' is not of the form NAME=VALUE"):
+        pair("--lora-modules", text)
+
+
+def test_a_key_of_the_command_line_counts_before_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_API_KEY", "from the environment")
+
+    assert api_keys(None) == ["from the environment"]
+    assert api_keys(["given", "another"]) == ["given", "another"]
+
+
+def test_a_port_that_is_taken_is_said():
+    with (
+        bind("127.0.0.1", 0, 1) as taken,
+        pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{taken.getsockname()[1]}.*--port"),
+    ):
+        bind("127.0.0.1", taken.getsockname()[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model_name": "m", "adapters": adapters_of(["m=x"], None)}, "two models are called 'm'"),
+        ({"model_name": "m", "adapters": adapters_of(["a=x", "a=y"], None)}, "two models are called 'a'"),
+        ({"model_name": "m", "allow_runtime_lora": True}, "--lora-root"),
+        ({"model_name": "m", "max_concurrency": 0}, "max_concurrency must be at least 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        ServerSettings(**settings)
+
+
+@pytest.mark.nightly
+def test_the_demo_model_answers_the_openai_client_as_it_answers_llm():
+    from minivllm import LLM, SamplingParams
+    from minivllm.models.demo_model import demo_model_path
+
+    adapters = tuple(adapters_of(["demo"], None))
+    options = {"model": str(demo_model_path()), "enable_lora": True, "max_lora_rank": 32, "threads": 2}
+    names = ["SmolLM2-135M-Instruct", *(adapter.lora_name for adapter in adapters)]
+    outputs = LLM(**options).chat(
+        [QUESTION] * 5, SamplingParams(temperature=0, max_tokens=24), lora_request=[None, *adapters]
+    )
+    expected = [output.outputs[0].text for output in outputs]
+
+    llm = AsyncLLM.from_engine_args(EngineArgs(**options))
+    settings = ServerSettings(names[0], adapters=adapters)
+    with ServerThread(build_app(llm, settings), settings) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        chats = [
+            client.chat.completions.create(model=name, messages=QUESTION, temperature=0, max_tokens=24)
+            for name in names
+        ]
+    llm.shutdown()
+
+    assert names[1:] == ["bullets", "dates", "json", "sql"]
+    assert [chat.choices[0].message.content for chat in chats] == expected
+    assert expected[-1].startswith("SELECT COUNT(")
