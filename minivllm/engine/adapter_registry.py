@@ -19,12 +19,14 @@ class AdapterRegistry(AdapterPins):
     """The records of all adapters that requests may name: the one class that changes them.
 
     with_tokenizers   whether requests are text, so that adapters' own tokenizers are of use
+    loading           ids of the adapters that are read beside the steps, kept by whoever reads them
     """
 
     def __init__(
         self, scheduler: Scheduler, worker: LRUCacheWorkerLoRAManager, with_tokenizers: bool = False
     ) -> None:
         super().__init__(scheduler, worker)
+        self.loading: set[int] = set()
         self._traits_readers = [reader(self.manager, with_tokenizers) for reader in traits_readers]
 
     # ---- naming ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from minivllm.engine.trace import StepRecord
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.serving.adapter_reader import AdapterReader
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.errors import Draining, QueueFull
 from minivllm.serving.streams import OutputKind, Stream, output_stream, wake
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 # Until all requests have ended, `drain` looks every so many seconds.
 LOOK_AGAIN = 0.02
+# Adapters that are read from disk at the same time, unless it is said otherwise.
+PARALLEL_READS = 2
 
 
 class AsyncLLM:
@@ -31,11 +34,14 @@ class AsyncLLM:
 
     No method holds up the loop for a step, a load or a prompt's tokens. Requests come from any loop of any thread.
 
-    max_queued   requests that may be in the engine beside the `max_num_seqs` that can run at once; None = any number
-    engine       for what one operation reads; all else goes through `call`
+    max_queued       requests that may be in the engine beside the `max_num_seqs` that can run at once; None = no limit
+    parallel_reads   adapters that are read from disk at the same time, beside the steps
+    engine           for what one operation reads; all else goes through `call`
     """
 
-    def __init__(self, engine: LLMEngine, *, max_queued: int | None = None) -> None:
+    def __init__(
+        self, engine: LLMEngine, *, max_queued: int | None = None, parallel_reads: int = PARALLEL_READS
+    ) -> None:
         self.engine = engine
         self._most = None if max_queued is None else max_queued + engine.config.scheduler_config.max_num_seqs
         self._open: set[Stream] = set()  # of requests that somebody waits for
@@ -43,18 +49,23 @@ class AsyncLLM:
         self._thread = EngineThread(engine)
         # One thread: tokenizers are not made for several.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer")
+        self._reader = None
+        if engine.adapters is not None:
+            thread = self._thread
+            self._reader = AdapterReader(engine, parallel_reads, lambda: thread.call(lambda engine: None))
+            thread.is_held_up = lambda reader=self._reader: reader.is_reading
         # It runs at the end of the process, too: a thread in the middle of a step would be cut off.
-        self._stop = weakref.finalize(self, _stop, self._thread, self._tokenizing)
+        self._stop = weakref.finalize(self, _stop, self._thread, self._tokenizing, self._reader)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *, max_queued: int | None = None) -> "AsyncLLM":
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> "AsyncLLM":
         """Load model and tokenizer; errors as in `LLMEngine.from_engine_args`. It blocks until the engine is there."""
-        return cls(LLMEngine.from_engine_args(engine_args), max_queued=max_queued)
+        return cls(LLMEngine.from_engine_args(engine_args), **options)
 
     @classmethod
-    def from_engine(cls, engine: LLMEngine, *, max_queued: int | None = None) -> "AsyncLLM":
+    def from_engine(cls, engine: LLMEngine, **options: Any) -> "AsyncLLM":
         """Take an engine over: nobody else may call it from now on."""
-        return cls(engine, max_queued=max_queued)
+        return cls(engine, **options)
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -158,8 +169,17 @@ class AsyncLLM:
     # ---- adapters -------------------------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLMEngine.add_lora`."""
-        return await self.call(lambda engine: engine.add_lora(lora_request))
+        """As `LLMEngine.add_lora`. A reload that waits for requests is read when they have finished."""
+        reader = self._reader
+        if reader is None:
+            return await self.call(lambda engine: engine.add_lora(lora_request))
+        try:
+            if read := await self.call(lambda engine: reader.begin_ahead(lora_request)):
+                # What it raises the engine raises again.
+                await asyncio.gather(asyncio.wrap_future(read.future), return_exceptions=True)
+            return await self.call(lambda engine: engine.add_lora(lora_request))
+        finally:
+            self._thread.call(lambda engine: reader.end_ahead(lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.remove_lora`."""
@@ -226,6 +246,8 @@ def _tell(engine: LLMEngine, stream: Stream[list[StepRecord]], scheduled: Schedu
         wake([stream])
 
 
-def _stop(thread: EngineThread, tokenizing: ThreadPoolExecutor) -> None:
+def _stop(thread: EngineThread, tokenizing: ThreadPoolExecutor, reader: AdapterReader | None) -> None:
     thread.stop()
     tokenizing.shutdown(wait=False, cancel_futures=True)
+    if reader is not None:
+        reader.close()

@@ -119,12 +119,14 @@ class AdapterState(Enum):
     """Where an adapter is, by its record and the manager's tables; for people. The later of two that are true counts.
 
     KNOWN       requests may name it; a step that needs it reads it
+    LOADING     it is read beside the steps
     FAILED      a reload has failed, and the requests that waited for it do not know yet
     RELOADING   a reload waits for requests
     LEAVING     an unload waits for requests; new ones are refused
     """
 
     KNOWN = "known"
+    LOADING = "loading"
     IN_MEMORY = "in memory"
     IN_A_SLOT = "in a slot"
     FAILED = "failed"
@@ -136,6 +138,7 @@ def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
     """KeyError for an id that no adapter has."""
     adapter, manager = adapters.adapters[adapter_id], adapters.manager
     told = {
+        AdapterState.LOADING: adapter_id in adapters.loading,
         AdapterState.IN_MEMORY: adapter_id in manager.list_adapters(),
         AdapterState.IN_A_SLOT: adapter_id in manager.list_active_adapters(),
         AdapterState.FAILED: adapter.failures,

@@ -32,13 +32,17 @@ class EngineLoop:
 
     engine   other threads may read of it what one operation reads
     sinks    request id -> where its outputs go, until its last one
+    is_held_up   whether something comes that will end in a call, so that after a step that did nothing none need be
+                 taken before that
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self.hand_over: HandOver[LLMEngine] = HandOver()
         self.sinks: dict[str, Sink] = {}
+        self.is_held_up: Callable[[], bool] = lambda: False
         self._failed_steps = 0  # in a row
+        self._did_nothing = False  # the last step
 
     @property
     def is_idle(self) -> bool:
@@ -57,7 +61,8 @@ class EngineLoop:
 
         Raises what is no fault, and what raises again and again.
         """
-        self.hand_over.run(self.engine, wait=wait and not self.sinks)
+        nothing_to_do = not self.sinks or (self._did_nothing and self.is_held_up())
+        self.hand_over.run(self.engine, wait=wait and nothing_to_do)
         if self.sinks:
             self._step()
 
@@ -82,6 +87,7 @@ class EngineLoop:
         wake([sink for sink in sinks.values() if sink.put(error)])
 
     def _step(self) -> None:
+        steps = self.engine.metrics.steps
         try:
             outputs = self.engine.step(of=self.sinks)
             self._failed_steps = 0
@@ -92,6 +98,7 @@ class EngineLoop:
                 raise
             logger.warning("a step raised an error, and is taken again", exc_info=error)
             return
+        self._did_nothing = not outputs and steps == self.engine.metrics.steps
         self._deliver(outputs)
         if self.sinks and not self.engine.has_unfinished_requests():
             self._deliver([aborted(i, None) for i in self.sinks])  # somebody aborted them behind our back

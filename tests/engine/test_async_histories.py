@@ -113,5 +113,8 @@ def test_nothing_is_left_of_them_and_every_token_is_pefts(world, expected, seed)
     llm.shutdown()
     check_engine(engine, [])
     check_slot_contents(engine)
+    for thread in threading.enumerate():
+        if thread.name.startswith("minivllm"):
+            thread.join(timeout=10)
     assert threading.active_count() == before
     assert history.counts["length"] >= 5 and history.counts["cancelled"] and history.counts["left"]

@@ -1,0 +1,130 @@
+"""Adapters are read from disk beside the steps. Nothing in vllm/v1/ (v0.22.1) does that: a step there waits."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from minivllm.core.request import Request
+from minivllm.engine.adapter import Adapter
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.request import LoRARequest
+
+# Why a request may not join yet: its adapter is being read.
+LOADING = "loading"
+
+
+@dataclass(frozen=True)
+class Read:
+    """An adapter that is being read, or has been.
+
+    record   the adapter's when it began, for requests that wait: an adapter that comes anew has another one, and so
+             has each order to reload. None: somebody is about to load it
+    future   the adapter, and the seconds that reading took
+    """
+
+    request: LoRARequest
+    record: Adapter | None
+    future: "Future[tuple[LoRAModel, float]]"
+
+
+class AdapterReader:
+    """Reads what waiting requests need, in threads of its own. The step that admits them finds it in memory's stead.
+
+    It stands in two places of an engine: the scheduler asks it who `may_run`, and the worker has it load. All but the
+    reading itself is done in the engine's thread, and so is a load that nobody began here: nothing can get stuck.
+
+    most        adapters that are read at the same time, and that may have been read for requests that still wait
+    read_done   is called in a reading thread: the engine may be waiting
+    """
+
+    def __init__(self, engine: LLMEngine, most: int, read_done: Callable[[], object]) -> None:
+        self.scheduler, self.worker, self.registry = engine.scheduler, engine.adapters.worker, engine.adapters
+        self.most, self._read_done = most, read_done
+        self._reads: dict[int, Read] = {}  # by adapter id
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix="minivllm-reader")
+        self._may_run = self.scheduler.may_run
+        self.scheduler.may_run = self.may_run
+        self._load, self.worker._timed_load = self.worker._timed_load, self.load
+
+    def close(self) -> None:
+        """The engine reads by itself again."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._reads.clear()
+        self.registry.loading.clear()
+        self.scheduler.may_run, self.worker._timed_load = self._may_run, self._load
+
+    @property
+    def is_reading(self) -> bool:
+        return any(not read.future.done() for read in self._reads.values())
+
+    def may_run(self, request: Request) -> str | None:
+        """As `AdapterRegistry.may_run`; LOADING while the request's adapter is being read, which begins here."""
+        if reason := self._may_run(request):
+            return reason
+        adapter_id = request.adapter_id
+        if not adapter_id or self.worker.manager.get_adapter(adapter_id) is not None:
+            return None
+        read, record = self._reads.get(adapter_id), self.registry.adapters.get(adapter_id)
+        if read is None or read.record is not record:
+            self._forget_unwanted()
+            if len(self._reads) >= self.most:
+                # Those that have been read wait for slots: the step reads this one, if it can join.
+                return LOADING if self.is_reading else None
+            read = self._begin(request.lora_request, record)
+        return None if read.future.done() else LOADING
+
+    def load(self, lora_request: LoRARequest) -> LoRAModel:
+        """As `AdapterLoader._timed_load`, of what was read here if it is that."""
+        read = self._reads.get(lora_request.lora_int_id)
+        if read is None or not self._is_for(read, lora_request):
+            return self._load(lora_request)
+        self._forget(read)
+        if read.future.cancelled():  # it had not begun
+            return self._load(lora_request)
+        lora, seconds = read.future.result()
+        self.worker.manager.tell("load", lora.id, seconds=seconds, name=lora_request.lora_name)
+        return lora
+
+    def begin_ahead(self, lora_request: LoRARequest) -> Read | None:
+        """Have an adapter read that somebody is about to load (`end_ahead`). None if it need not be read."""
+        adapter_id = lora_request.lora_int_id
+        in_memory = self.worker.manager.get_adapter(adapter_id) is not None
+        if in_memory and not lora_request.load_inplace:
+            return None
+        read = self._reads.get(adapter_id)
+        is_same = read is not None and self._is_for(read, lora_request)
+        return read if is_same else self._begin(lora_request)
+
+    def end_ahead(self, lora_request: LoRARequest) -> None:
+        """It is loaded by now, or nobody is about to load it any more."""
+        read = self._reads.get(lora_request.lora_int_id)
+        if read is not None and read.record is None and read.request == lora_request:
+            self._forget(read)
+
+    def _is_for(self, read: Read, lora_request: LoRARequest) -> bool:
+        record = self.registry.adapters.get(lora_request.lora_int_id)
+        return read.request == lora_request and (read.record is None or read.record is record)
+
+    def _begin(self, lora_request: LoRARequest, record: Adapter | None = None) -> Read:
+        read = Read(lora_request, record, self._pool.submit(self._timed_read, lora_request))
+        read.future.add_done_callback(lambda future: self._read_done())
+        self._reads[lora_request.lora_int_id] = read
+        self.registry.loading.add(lora_request.lora_int_id)
+        return read
+
+    def _forget_unwanted(self) -> None:
+        for adapter_id, read in list(self._reads.items()):
+            if read.record is not None and adapter_id not in self.scheduler.in_flight:
+                self._forget(read)
+
+    def _forget(self, read: Read) -> None:
+        read.future.cancel()
+        del self._reads[read.request.lora_int_id]
+        self.registry.loading.discard(read.request.lora_int_id)
+
+    def _timed_read(self, lora_request: LoRARequest) -> tuple[LoRAModel, float]:
+        started = time.perf_counter()
+        lora = self.worker._load_adapter(lora_request)
+        return lora, time.perf_counter() - started

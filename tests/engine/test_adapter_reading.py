@@ -1,0 +1,275 @@
+"""Adapters are read beside the steps: who does not need them goes on."""
+
+import asyncio
+import shutil
+import threading
+import time
+
+import pytest
+from soak_checks import check_engine, check_slot_contents
+from tiny_adapters import ADAPTERS, save_adapter
+from tiny_engine import greedy, run, tiny_world, tokens_of
+
+from minivllm import AsyncLLM, LoRARequest
+from minivllm.engine.metrics import AdapterState, state_of
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def serve(world):
+    made, before = [], threading.active_count()
+
+    def make(parallel_reads=2, **options):
+        made.append(AsyncLLM.from_engine(world.engine(**options), parallel_reads=parallel_reads))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()
+        check_engine(llm.engine, [])
+        check_slot_contents(llm.engine)
+        assert not llm.engine.adapters.loading
+    for thread in threading.enumerate():
+        if thread.name.startswith("minivllm"):
+            thread.join(timeout=10)
+    assert threading.active_count() == before
+
+
+class Disk:
+    """The worker's reads wait until they may go on; it knows how many there were, and at once."""
+
+    def __init__(self, llm, monkeypatch):
+        self.go = threading.Event()
+        self.reading, self.most_at_once, self.threads = 0, 0, []
+        worker = llm.engine.adapters.worker
+        self._read, self._lock = worker._load_adapter, threading.Lock()
+        monkeypatch.setattr(worker, "_load_adapter", self.read)
+
+    def read(self, lora_request, shapes_only=False):
+        if shapes_only:
+            return self._read(lora_request, shapes_only)
+        with self._lock:
+            self.reading += 1
+            self.most_at_once = max(self.most_at_once, self.reading)
+            self.threads.append(threading.current_thread().name.partition("_")[0])
+        assert self.go.wait(30)
+        with self._lock:
+            self.reading -= 1
+        return self._read(lora_request)
+
+
+@pytest.fixture
+def slow(serve, monkeypatch):
+    """An engine and its disk."""
+
+    def make(**options):
+        llm = serve(**options)
+        return llm, Disk(llm, monkeypatch)
+
+    return make
+
+
+async def collect(llm, request_id, length, lora=None):
+    return [o async for o in llm.generate(PROMPT, greedy(length), request_id, lora)]
+
+
+async def until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        await asyncio.sleep(0.001)
+
+
+def test_who_needs_another_adapter_or_none_goes_on_while_one_is_read(world, slow):
+    llm, disk = slow()
+
+    async def main():
+        waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
+        await until(lambda: disk.reading)
+        assert await llm.call(lambda engine: state_of(engine.adapters, 1)) == AdapterState.LOADING
+        others = await collect(llm, "b", 20)
+        assert not waiting.done()
+        reasons = {s.reason for record in llm.engine.trace.records for s in record.skipped}
+        disk.go.set()
+        return await waiting, others, reasons
+
+    outputs, others, reasons = asyncio.run(main())
+    assert tokens_of(outputs[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+    assert tokens_of(others[-1]) == world.oracle().greedy(None, PROMPT, 20)
+    assert reasons == {"loading"} and disk.threads == ["minivllm-reader"]
+    assert llm.engine.adapters.manager.stats.loads == 1
+
+
+def test_no_step_is_taken_while_nothing_but_a_read_can_come(world, slow, monkeypatch):
+    llm, disk = slow()
+    step, steps = llm.engine.step, []
+    monkeypatch.setattr(llm.engine, "step", lambda **options: steps.append(1) or step(**options))
+
+    async def main():
+        waiting = asyncio.create_task(collect(llm, "a", 4, world.request("qv")))
+        await until(lambda: disk.reading)
+        await asyncio.sleep(0.1)
+        disk.go.set()
+        return await waiting
+
+    assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 4)
+    assert len(steps) <= 4 + 4
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_are_read_at_once_than_may_be(world, slow, most):
+    llm, disk = slow(parallel_reads=most, max_loras=4)
+
+    async def main():
+        tasks = [asyncio.create_task(collect(llm, n, 6, world.request(n))) for n in world.names]
+        await until(lambda: disk.reading == most)
+        await asyncio.sleep(0.02)
+        disk.go.set()
+        return await asyncio.gather(*tasks)
+
+    for name, outputs in zip(world.names, asyncio.run(main())):
+        assert tokens_of(outputs[-1]) == world.oracle().greedy(name, PROMPT, 6)
+    assert disk.most_at_once == most
+
+
+def test_more_adapters_than_slots_and_memory_are_served_in_turn(world, serve):
+    llm = serve(max_loras=1, max_cpu_loras=1)
+
+    async def main():
+        names = world.names * 3
+        return names, await asyncio.gather(
+            *(collect(llm, f"{i}", 5, world.request(n)) for i, n in enumerate(names))
+        )
+
+    for name, outputs in zip(*asyncio.run(main())):
+        assert tokens_of(outputs[-1]) == world.oracle().greedy(name, PROMPT, 5)
+
+
+def test_one_that_cannot_be_read_ends_its_requests_alone(world, slow, tmp_path):
+    llm, disk = slow()
+    save_adapter(tmp_path / "bad", world.base, 1, **ADAPTERS["qv"])
+    bad = LoRARequest("bad", 9, str(tmp_path / "bad"))
+
+    async def main():
+        failing = asyncio.create_task(collect(llm, "a", 6, bad))
+        await until(lambda: disk.reading)
+        (tmp_path / "bad" / "adapter_model.safetensors").write_bytes(b"nothing of the kind")
+        disk.go.set()
+        return await failing, await collect(llm, "b", 6, world.request("qv"))
+
+    failed, served = asyncio.run(main())
+    assert failed[-1].outputs[0].finish_reason == "error" and "adapter 'bad'" in failed[-1].error
+    assert tokens_of(served[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+    assert 9 not in llm.engine.adapters.adapters
+
+
+def test_what_nobody_waits_for_any_more_is_read_anew_for_the_next(world, slow, tmp_path):
+    """The folder has changed since."""
+    llm, disk = slow()
+    folder = tmp_path / "changing"
+    save_adapter(folder, world.base, 1, **ADAPTERS["qv"])
+    adapter = LoRARequest("changing", 9, str(folder))
+
+    async def main():
+        gone = asyncio.create_task(collect(llm, "a", 6, adapter))
+        await until(lambda: disk.reading)
+        gone.cancel()
+        await asyncio.wait([gone])
+        disk.go.set()
+        await until(lambda: not disk.reading)
+        shutil.copytree(world.path("qv"), folder, dirs_exist_ok=True)
+        return await collect(llm, "b", 6, adapter)
+
+    assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+
+
+class TestALoadAhead:
+    def test_holds_up_no_step(self, world, slow):
+        llm, disk = slow()
+
+        async def main():
+            loads = [asyncio.create_task(llm.add_lora(world.request("qv"))) for _ in range(2)]
+            await until(lambda: disk.reading)
+            await collect(llm, "a", 20)
+            assert not any(load.done() for load in loads)
+            disk.go.set()
+            assert await asyncio.gather(*loads) == [True, True]
+            return await collect(llm, "b", 6, "qv")
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert disk.threads == ["minivllm-reader"]
+
+    def test_again_is_read_again(self, world, slow):
+        llm, disk = slow()
+        disk.go.set()
+
+        async def main():
+            assert await llm.add_lora(world.request("qv"))
+            assert await llm.add_lora(world.request("qv", load_inplace=True))
+            assert await llm.add_lora(world.request("qv"))
+            return await collect(llm, "b", 6, "qv")
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert disk.threads == ["minivllm-reader"] * 2
+
+    def test_that_fails_says_what_the_engine_says(self, world, serve, tmp_path):
+        llm, engine = serve(), world.engine()
+        missing = LoRARequest("missing", 9, str(tmp_path / "missing"))
+        with pytest.raises(FileNotFoundError) as expected:
+            engine.add_lora(missing)
+
+        with pytest.raises(FileNotFoundError) as error:
+            asyncio.run(llm.add_lora(missing))
+
+        assert str(error.value) == str(expected.value)
+
+    def test_that_is_cancelled_leaves_nothing(self, world, slow):
+        llm, disk = slow()
+
+        async def main():
+            load = asyncio.create_task(llm.add_lora(world.request("qv")))
+            await until(lambda: disk.reading)
+            load.cancel()
+            await asyncio.wait([load])
+            disk.go.set()
+            assert await llm.list_loras() == set()
+            assert not llm.engine.adapters.loading
+
+        asyncio.run(main())
+
+
+def test_a_pin_reads_at_once_what_was_only_ordered(world, slow):
+    """One is read, another waits for the one thread; no step can wait for it."""
+    llm, disk = slow(parallel_reads=1)
+
+    async def main():
+        loads = [asyncio.create_task(llm.add_lora(world.request(n))) for n in ("qv", "all")]
+        await until(lambda: len(llm.engine.adapters.loading) == 2)
+        running = asyncio.create_task(collect(llm, "a", 6, world.request("all")))
+        await until(lambda: 2 in llm.engine.adapters.adapters)
+        pin = asyncio.create_task(llm.pin_lora(2))
+        await until(lambda: disk.reading == 2)
+        disk.go.set()
+        assert await pin and await asyncio.gather(*loads) == [True, True]
+        return await running
+
+    assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("all", PROMPT, 6)
+    assert disk.threads[:2] == ["minivllm-reader", "minivllm-engine"]
+
+
+def test_an_engine_that_is_given_back_reads_by_itself(world, slow):
+    llm, disk = slow()
+    disk.go.set()
+    llm.shutdown()
+
+    llm.engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
+    outputs = run(llm.engine)
+
+    assert tokens_of(outputs["a"]) == world.oracle().greedy("qv", PROMPT, 6)
+    assert disk.threads == [threading.current_thread().name]
