@@ -130,11 +130,11 @@ def test_what_is_no_request_at_all_is_refused(client, content):
 
 
 def test_text_that_no_encoding_has_is_shown_as_it_was_sent(client):
-    body = json.dumps({**COMPLETION, "half \ud800": 1})
+    body = json.dumps({**COMPLETION, "logit_bias": {"half \ud800": 1}})
 
     error = assert_is_an_error(client.post("/v1/completions", content=body, headers=JSON), 400)
 
-    assert error["message"].startswith("'half \ud800' is not supported")
+    assert error["message"].startswith("logit_bias.half \ud800")
 
 
 def test_a_form_of_a_web_page_is_no_request(client):
