@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -181,12 +182,19 @@ def say_grade(result: "Grade", trace: bool) -> None:
         if test.message in shown_messages or len(shown_messages) == (1 if trace else 2):
             continue
         shown_messages.add(test.message)
-        console.print(f"    [bold]{escape(test.test.partition('::')[2] or test.test)}[/]")
+        console.print(f"    [bold]{escape(name_of(test.test))}[/]")
         console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
         yours = f"your code: {test.place}   " if test.place else ""
         console.print(f"      [dim]{yours}asked in {test.asked}[/]")
     if (wrong or (outcome.trouble and outcome.results)) and not trace:
         say_mistakes(result)
+
+
+def name_of(test: str) -> str:
+    """What a test is called; without its case where nobody has named that: `[ids0-missing0]`."""
+    name, bracket, case = (test.partition("::")[2] or test).partition("[")
+    is_named = not all(re.fullmatch(r"[a-z_]+\d+", part) for part in case.removesuffix("]").split("-"))
+    return f"{name}{bracket}{case}" if is_named else name
 
 
 def say_mistakes(result: "Grade") -> None:

@@ -17,7 +17,7 @@ LOOKED_AT = 5  # failures that every mistake is compared by at first
 CLOSER = 5  # mistakes that are then compared by all
 PAIRED = 3  # of these are tried together, two at a time
 MOST_NAMED = 3
-LIMIT = 20.0  # seconds that the tests of a mistake may compute
+LIMIT = 5.0  # seconds that the tests of a mistake may compute
 
 _ADDRESS = re.compile("0x[0-9a-f]+")
 _NUMBER = re.compile(r"(?<![A-Za-z_])-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan\b|inf\b)")

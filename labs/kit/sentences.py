@@ -63,10 +63,15 @@ def of_assertion(text: str, traceback: TracebackType | None) -> str:
 
 def _values(lines: list[str], told: str) -> list[str]:
     """What was expected and got, unless both are told already."""
-    values = [line.strip() for line in lines if not _WHERE.match(line)]
+    values = [_without_bracket(line.strip()) for line in lines if not _WHERE.match(line)]
     if all(value.partition(" ")[2].strip() in told for value in values[:2]):
         return []
     return [f"  {value}" for value in values]
+
+
+def _without_bracket(value: str) -> str:
+    """Without the last bracket of an `and` or `or` around the comparison."""
+    return value.removesuffix(")") if value.count(")") > value.count("(") else value
 
 
 def shown(value: object) -> str:

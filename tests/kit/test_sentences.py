@@ -3,6 +3,7 @@
 import pytest
 from checkout import Checkout
 
+from labs.kit.cli import name_of
 from labs.kit.sentences import of_comparison, shown
 
 TESTS = """
@@ -114,6 +115,20 @@ def test_where_two_collections_differ_is_said(left, right, more):
 )
 def test_every_comparison_has_words_of_its_own(op, lines):
     assert of_comparison(op, 1, [2])[1:] == lines
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        ("tests/a.py::test_one", "test_one"),
+        ("tests/a.py::Test::test_one[ids0-missing0]", "Test::test_one"),
+        ("tests/a.py::test_one[bgmv-float32]", "test_one[bgmv-float32]"),
+        ("tests/a.py::test_one[3-2]", "test_one[3-2]"),
+        ("tests/a.py", "tests/a.py"),
+    ],
+)
+def test_a_case_is_named_where_somebody_has_named_it(test, name):
+    assert name_of(test) == name
 
 
 def test_a_long_value_is_cut_and_an_object_is_its_class():
