@@ -60,10 +60,11 @@ class AdapterTiers:
         return self.in_use | self.pinned_adapters
 
     @property
-    def residents(self) -> tuple[list[tuple[int, int]], ...]:
-        """(id, load_id) of all in memory and (id, slot) of all in slots, in the order of use, and who is in use."""
-        loads = [(adapter_id, lora.load_id) for adapter_id, lora in self._registered_adapters.items()]
-        return loads, list(self._active_adapters.items()), sorted(self.in_use)
+    def residents(self) -> tuple:
+        """Who is in memory, and who in which slot, both in the order of use; the loads in slots; who is in use."""
+        memory, slots = self._registered_adapters, self._active_adapters
+        loads = [memory[adapter_id].load_id for adapter_id in slots if adapter_id in memory]
+        return list(memory), list(slots.items()), loads, self.in_use
 
     def touch_adapter(self, adapter_id: int) -> None:
         """Mark as just used, wherever it is."""

@@ -41,7 +41,7 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         """
         requests = list(requests)
         step = requests, mapping, self.manager.residents
-        if self._last_step == step and self.manager.slot_writer is None:
+        if self.manager.slot_writer is None and self._last_step == step:
             for adapter_id in sorted({request.lora_int_id for request in requests if request}):
                 self.manager.tell("hit", adapter_id)
             return

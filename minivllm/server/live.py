@@ -54,6 +54,7 @@ async def events(server: Managing) -> StreamingResponse:
     Each has `steps`, trace records, and `ttft`, see `latencies`. The first one also says what there is: `hello`.
     While nobody reads, no step does anything for it.
     """
+    await server.llm.check_health()
     headers = {**HEADERS, "X-Accel-Buffering": "no"}
     return StreamingResponse(_messages(server), media_type="text/event-stream", headers=headers)
 

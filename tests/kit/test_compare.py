@@ -272,6 +272,9 @@ def test_the_page_shows_both_and_goes_to_the_difference(recorded, tmp_path):
         [dropped] = recorded[name].steps[found.column]["drops"]
         marked = tab.page.locator("#details li.odd").all_inner_texts()
         assert [line.replace("\n", "") for line in marked] == [f"{dropped} left memory for another"]
+        step = recorded["ours"].steps[found.column]
+        cells = tab.page.locator("#details .sides > div").last.locator("tr td:last-child").all_inner_texts()
+        assert cells == [str(step["tokens"].get(row["request"], "")) for row in step["rows"]]
         tab.page.evaluate("page.go(0)")
         tab.page.locator("#verdict button").click()
         assert tab.page.evaluate("page.column") == found.column

@@ -513,3 +513,72 @@ def test_embeddings_have_the_models_dtype_whatever_the_slots():
     assert y.dtype == torch.float32
     expected = torch.stack([base.weight[4], base.weight[7], new.float()])
     assert_rows_equal(y, expected, labels=["a token", "a base token", "an added token"], what="embeddings")
+
+
+both_ends = pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(Embedding, marks=pytest.mark.lab("2.8")),
+        pytest.param(Logits, marks=pytest.mark.lab("2.9")),
+    ],
+)
+
+
+def assert_some_answers(layer, slots):
+    """Of rows with these slots, the same tokens or hidden states whatever the slots are."""
+    if isinstance(layer, Logits):
+        layer.assert_answers(randn(len(slots), HIDDEN, seed=4), slots)
+    else:
+        layer.assert_answers([2, 5, 9, 7, 3][: len(slots)], slots)
+
+
+@both_ends
+def test_slot_0_is_one_like_the_others(end):
+    layer = end(extra=EXTRA)
+    layer.a[0], layer.b[0], layer.new[0] = 2 * layer.a[4], -layer.b[4], 3 * layer.new[4]
+    layer.write(0, layer.a[0], layer.b[0], layer.new[0])
+
+    assert_some_answers(layer, [0, -1, 1, 0])
+    if end is Embedding:
+        layer.assert_answers([VOCAB + 1, 4, VOCAB], [0, -1, 1])
+
+
+@both_ends
+def test_a_batch_may_have_fewer_rows_than_the_step_was_told_of(end):
+    """A step that was captured is told of as many rows as its graph has."""
+    layer = end(extra=EXTRA)
+    told, slots = [4, -1, 1, 2, 3], [4, -1, 1]
+    layer.step(told)
+
+    layer.step = lambda *slots: None
+    assert_some_answers(layer, slots)
+
+
+@both_ends
+def test_the_backend_is_asked_about_the_slots_of_this_layer(end):
+    layer = end(extra=EXTRA)
+    layer.punica.reaches = lambda slots: slots is layer.layer.slots
+
+    assert_some_answers(layer, [4, -1, 1])
+
+
+@pytest.mark.lab("2.9")
+def test_logits_have_the_models_dtype_whatever_the_slots():
+    config = LoRAConfig(RANK, 2, lora_extra_vocab_size=EXTRA, lora_dtype="float64")
+    head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=torch.float32)
+    head.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=torch.float32)
+    layer = LogitsProcessorWithLoRA(LogitsProcessor(VOCAB), HIDDEN, torch.float32, torch.device("cpu"), None)
+    layer.create_lora_weights(2, config)
+    layer.set_mapping(NaivePunica([1, -1]))
+    new, hidden_states = randn(HIDDEN, seed=2), randn(2, HIDDEN, seed=3, dtype=torch.float32)
+    lora_a, lora_b = randn(1, HIDDEN, seed=4), torch.zeros(VOCAB + EXTRA, 1, dtype=torch.float64)
+    weights = LoRALayerWeights("end", 1, 1, lora_a, lora_b, scaling=1)
+    weights.beside |= {"embeddings": new[None], "is_added": torch.ones(1, 1, dtype=torch.float64)}
+    layer.slots.write(1, [weights])
+
+    logits = layer._get_logits(hidden_states, head, None)
+
+    assert logits.dtype == torch.float32
+    assert_rows_equal(logits[:, :VOCAB], hidden_states @ head.weight.T, tolerance=1e-6, what="logits")
+    expected = [(hidden_states[0].double() @ new).item(), -torch.inf]
+    assert logits[:, VOCAB].tolist() == pytest.approx(expected), "logits of the added token, by row"

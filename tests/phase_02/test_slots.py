@@ -158,6 +158,27 @@ def test_new_slots_have_nothing_beside_them():
 
 
 @pytest.mark.lab("2.1")
+def test_nothing_is_live_in_a_new_slot():
+    slots, others = (wrapped("row").slots for _ in range(2))
+
+    assert [slots.live(slot) for slot in range(SLOTS)] == [[], [], []]
+    slots.write(1, [biased_part(2, seed=1)])
+    assert len(slots.live(1)) == 1
+    assert others.live(1) == [], "what is live in one layer's slot is so in another's"
+
+
+@pytest.mark.lab("2.1")
+def test_whoever_made_the_buffers_may_change_his_list_of_them():
+    a, b = [torch.zeros(SLOTS, 1, RANK, WIDTH)], [torch.zeros(SLOTS, 1, 7, RANK)]
+
+    slots = Slots(a, b)
+    a.clear()
+    b.clear()
+
+    assert (len(slots.a), len(slots.b)) == (1, 1)
+
+
+@pytest.mark.lab("2.1")
 def test_every_expert_has_a_matrix_in_a_slot():
     slots = Slots.empty(SLOTS, RANK, [(10, 7), (7, 5)], torch.float32, "cpu", experts=4)
 

@@ -87,6 +87,35 @@ def test_base_rows_are_untouched(backend, ids):
     assert same == wanted, f"adapters of the rows: {ids}; rows that are the base layer's: {same}"
 
 
+@pytest.mark.lab("3.6")
+def test_a_batch_without_adapters_pays_for_nothing_but_the_base_layer():
+    mixed = small_layer(make_backend("grouped"))
+    x = mixed.inputs(3)
+    mixed.step([0, 0, 0])
+
+    y = mixed.punica.linear(x, mixed.base, None)  # whoever looks at the slots fails
+
+    assert_rows_equal(y, mixed.base_output(x), what="base rows")
+
+
+@pytest.mark.lab("3.6")
+@pytest.mark.parametrize("lora_dtype", ["float64", "bfloat16"])
+def test_slots_of_another_precision_are_left_to_add(lora_dtype):
+    backend = make_backend("grouped")
+    mixed = small_layer(backend, torch.float32, lora_dtype=lora_dtype)
+    ids, added = [11, 0, 12, 12, 11], []
+    x = mixed.inputs(len(ids))
+    mixed.step([*ids, 0, 12])  # a captured step is told of more rows than a batch has
+    plain, backend.add = backend.add, lambda y, x, *rest: (added.append(len(x)), plain(y, x, *rest))
+
+    y = mixed.run(x)
+
+    mixed.step(ids)
+    assert_rows_equal(y, mixed.run(x), tolerance=1e-5, what="the output of a step with rows to spare")
+    assert added == [5, 5], f"rows that were left to add: {added}"
+    mixed.assert_answers(x, ids, 1e-5 if lora_dtype == "float64" else 2**-7)
+
+
 @pytest.mark.parametrize("order_seed", range(6))
 def test_the_order_of_rows_does_not_change_a_row(backend, order_seed):
     """INCIDENTS 17: unsorted, repeated and non-contiguous adapters, in float64 and float32."""

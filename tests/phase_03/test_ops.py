@@ -48,6 +48,27 @@ DTYPES = {
 DTYPE_IDS = ["-".join(str(t).removeprefix("torch.") for t in dtypes) for dtypes in DTYPES]
 
 
+def shrink_a_run(inputs, lora_a, output, slots):
+    shrink_runs(inputs, lora_a, output, [(0, slice(0, len(slots)))])
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [
+        pytest.param(bgmv_shrink, marks=pytest.mark.lab("3.2")),
+        pytest.param(shrink_a_run, marks=pytest.mark.lab("3.5")),
+    ],
+)
+def test_inputs_are_not_squeezed_into_a_dtype_that_cannot_hold_them(shrink):
+    """In float16 100,000 is infinite; the sum is not."""
+    inputs, lora_a = torch.tensor([[1e5, -1e5, 3.0]]), torch.tensor([[[1.0, 1.0, 2.0]]], dtype=torch.float16)
+    output = torch.zeros(1, 1, dtype=torch.float16)
+
+    shrink(inputs, lora_a, output, torch.tensor([0]))
+
+    assert output.tolist() == [[6.0]]
+
+
 def segments(slots, generator):
     """What sgmv ops take: pieces of neighbouring rows with one slot, base rows among them, as requests would be.
 

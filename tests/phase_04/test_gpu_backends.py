@@ -115,6 +115,29 @@ def test_every_row_gets_its_own_adapter(backend, kind, dtype, tokens):
     linear.assert_answers(x, token_slots, TOLERANCE[dtype])
 
 
+@pytest.mark.lab("4.4")
+def test_a_step_that_samples_nobody_has_an_empty_index_of_whole_numbers():
+    linear = Linear("triton")
+
+    linear.step(torch.tensor([2, -1]), torch.tensor([], dtype=torch.long))
+
+    indices = linear.punica.token_lora_indices, linear.punica.sampler_indices
+    assert [(index.tolist(), index.dtype) for index in indices] == [([2, -1], torch.long), ([], torch.long)]
+
+
+@pytest.mark.lab("4.4")
+def test_a_step_without_adapters_makes_no_tile_lists(monkeypatch):
+    linear, made = Linear("triton"), []
+    for meta in (linear.punica.token_meta, linear.punica.prompt_meta):
+        monkeypatch.setattr(type(meta), "prepare_tensors", lambda self, slots: made.append(slots.tolist()))
+
+    linear.step(torch.tensor([-1, -1]))
+    assert made == []
+    linear.step(torch.tensor([-1, 0]), torch.tensor([0]))
+
+    assert made == [[-1, 0], [0]]
+
+
 @pytest.mark.parametrize("rank", [5, 16, 40])
 def test_any_rank_will_do(backend, rank):
     linear, token_slots = Linear(backend, "gate_up", rank=rank), some_slots(20)

@@ -227,6 +227,81 @@ def test_an_expand_may_begin_at_a_later_column():
 
 
 @pytest.mark.lab("4.2")
+def test_a_shrink_that_is_told_no_ranks_reads_all_rows_of_a():
+    batch = Batch((5, 2, 8, 16, [20]), torch.float32)
+    full = [[batch.rank] * batch.slots]
+
+    h = shrink(guarded(batch.x), [guarded(a) for a in batch.a], batch.tiles).sum(0)
+
+    expected = exact_shrink(batch.x, batch.a, batch.token_slots, full)
+    rows = batch.is_adapter
+    assert_rows_close(by_row(h)[rows], by_row(expected)[rows], batch.token_slots[rows], 2e-6, "h")
+
+
+@pytest.mark.lab("4.3")
+def test_an_expand_that_is_told_no_ranks_reads_all_columns_of_b():
+    batch = Batch((5, 2, 8, 16, [20, 9]), torch.float32)
+    full = [[batch.rank] * batch.slots] * 2
+
+    y = guarded(batch.y)
+    expand(guarded(batch.h[None]), [guarded(b) for b in batch.b], y, batch.tiles)
+
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, full)
+    assert_rows_close(y, expected, batch.token_slots, 3e-6)
+
+
+@pytest.mark.lab("4.3")
+def test_slices_that_fill_their_blocks_have_no_block_more():
+    from minivllm.lora.ops.triton_ops.tuning import expand_tiles
+
+    block = expand_tiles(3, 4, 1).block_n
+    batch = Batch((3, 2, 4, 16, [block, 2 * block, block]), torch.float32)
+
+    y = guarded(batch.y)
+    expand(guarded(batch.live_h(batch.h)[None]), batch.live_b, y, batch.tiles, on_device(batch.ranks))
+
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, 3e-6)
+
+
+def with_rubbish(tiles):
+    """A tile list in which what is no tile (slot -1) names rows all the same: it may."""
+    numbers = tiles.tiles.clone()
+    numbers[1:, numbers[0] < 0] = torch.tensor([[0], [2]], dtype=numbers.dtype, device=numbers.device)
+    assert (numbers[0, : tiles.count] < 0).any(), "every tile that is launched has rows"
+    return tiles._replace(tiles=numbers)
+
+
+@pytest.mark.lab("4.2")
+def test_a_shrink_of_what_is_no_tile_writes_nothing():
+    batch = Batch((20, 3, 8, 32, [24]), torch.float32, base_share=0.6)
+    h = guard(torch.full((1, 1, 20, 8), float("nan")))
+
+    shrink(
+        guarded(batch.x),
+        batch.live_a,
+        with_rubbish(batch.tiles),
+        on_device(batch.ranks),
+        h=h.view.view(1, 1, 20, 8),
+    )
+
+    expected = exact_shrink(batch.x, batch.a, batch.token_slots, batch.ranks)
+    expected[:, ~batch.is_adapter] = float("nan")
+    assert_rows_close(by_row(h.view.view(1, 20, 8)), by_row(expected), batch.token_slots, 2e-6, "h")
+
+
+@pytest.mark.lab("4.3")
+def test_an_expand_of_what_is_no_tile_writes_nothing():
+    batch = Batch((20, 3, 8, 32, [24]), torch.float32, base_share=0.6)
+    y = guarded(batch.y)
+
+    expand(guarded(batch.h[None]), batch.live_b, y, with_rubbish(batch.tiles), on_device(batch.ranks))
+
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, 3e-6)
+
+
+@pytest.mark.lab("4.2")
 @pytest.mark.lab("4.3")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_in_another_order_give_the_same_bits(dtype):

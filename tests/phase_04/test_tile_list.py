@@ -114,6 +114,30 @@ def test_nothing_is_asked_of_the_device():
     assert (tiles.shape, tiles.dtype, tiles.device) == ((3, 20), torch.int64, token_slots.device)
 
 
+@pytest.mark.lab("4.1")
+def test_all_of_it_is_made_where_the_rows_are():
+    """On the device "meta", which has shapes only, as a stand-in for a GPU."""
+    with NewTensors() as made:
+        rows, tiles = build_tiles(torch.empty(9, dtype=torch.long, device="meta"), 4, 12, 16)
+
+    assert (rows.device.type, tiles.device.type) == ("meta", "meta")
+    assert set(made.devices) == {"meta"}, f"new tensors are made on {made.devices}"
+
+
+class NewTensors(TorchFunctionMode):
+    """Notes where tensors are made out of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ in ("arange", "zeros", "ones", "full", "empty", "tensor"):
+            self.devices.append(result.device.type)
+        return result
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 16, 100, 512, 513, 700])
 @pytest.mark.parametrize("slots", [1, 8, 40])
 def test_the_launched_tiles_are_enough_for_any_mixture(tokens, slots):

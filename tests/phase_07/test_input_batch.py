@@ -178,3 +178,23 @@ def test_a_row_samples_only_if_its_tokens_reach_the_end():
     batch = InputBatch.from_scheduler_output(make_output((part, 3), (whole, 4)))
 
     assert batch.num_sampled_tokens.tolist() == [0, 1]
+
+
+@lab
+def test_the_schedulers_own_lists_stay_as_they_are():
+    busy, idle = make_request("busy", [1, 2], lora(4)), make_request("idle", [1], lora(2))
+    output = make_output((busy, 2), idle=[idle])
+
+    InputBatch.from_scheduler_output(output)
+
+    assert [entry.request for entry in output.scheduled] == [busy], "who has tokens in this step"
+    assert output.running == [busy, idle]
+
+
+@lab
+def test_counts_are_whole_numbers():
+    """Who samples is said as true and false; what is counted with is 1 and 0."""
+    batch = InputBatch.from_scheduler_output(make_output((make_request("r", [1, 2], lora(4)), 2)))
+
+    counts = batch.num_scheduled_tokens, batch.num_sampled_tokens
+    assert [(count.tolist(), count.dtype) for count in counts] == [([2], np.int64), ([1], np.int64)]

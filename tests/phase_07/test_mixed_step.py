@@ -1,9 +1,15 @@
 """One forward pass for a batch that mixes adapters, base, prompts, chunks and decodes (lab 7.3)."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hand_made_steps import make_output, make_request
 from tiny_engine import tiny_world
 from tiny_models import token_ids
+
+from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.step_runner import StepRunner
 
 lab = pytest.mark.lab("7.3")
 
@@ -62,6 +68,20 @@ def test_every_row_gets_the_token_of_its_own_adapter(world, steps):
     expected = {str(name): world.oracle().greedy(name, prompt, 1)[0] for name in [None, *world.names]}
     assert {name: token for name, (token, _) in sampled.items()} == expected
     assert len(set(expected.values())) > 2, "the adapters do not differ here"
+
+
+@lab
+def test_what_the_model_is_given_lies_on_the_runners_device():
+    """On the device "meta", which has shapes only, as a stand-in for a GPU. Nobody samples here."""
+    request = make_request("chunk", [5, 6, 7], block_ids=[1])
+    batch = InputBatch.from_scheduler_output(make_output((request, 2)))
+    runner = SimpleNamespace(device=torch.device("meta"), _build_attention=lambda *lists: lists)
+
+    input_ids, positions, attn, last_rows = StepRunner._prepare_inputs(runner, batch)
+
+    made = [(tensor.device.type, tensor.dtype, len(tensor)) for tensor in (input_ids, positions, last_rows)]
+    assert made == [("meta", torch.int64, 2), ("meta", torch.int64, 2), ("meta", torch.int64, 0)]
+    assert attn == ([2], [2], [[1]]), "tokens, context lengths and block tables of the rows"
 
 
 @lab

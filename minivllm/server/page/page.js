@@ -245,7 +245,7 @@ class Page {
         el("td", { title: row.request }, short(row.request)),
         el("td", {}, dot(this.trace.colour(row.adapter)), " ", nameOf(row.adapter)),
         el("td", {}, whatOf(row)),
-        withTokens && el("td", {}, (step.tokens[row.request] ?? "").toString()),
+        withTokens && el("td", {}, givenTo(row.request, step)),
       ),
     );
     const names = ["request", "adapter", "computes", ...(withTokens ? ["gives"] : [])];
@@ -273,6 +273,11 @@ const whatOf = (row) => {
   if (row.kind === "decode") return "decode";
   const tokens = `${row.tokens} token${row.tokens === 1 ? "" : "s"} of prompt`;
   return row.cached ? `${tokens}; ${row.cached} were cached` : tokens;
+};
+// The token a request got: its text, or its id where there is no tokenizer.
+const givenTo = (request, step) => {
+  const text = step.texts?.[request], token = step.tokens[request];
+  return text !== undefined ? JSON.stringify(text) : token === undefined ? "" : String(token);
 };
 const rowKey = (row, step) => JSON.stringify([row.request, row.adapter, row.slot, row.tokens, row.kind, row.cached, step.tokens?.[row.request]]);
 const textOf = (line) => JSON.stringify(line);
