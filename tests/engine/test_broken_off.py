@@ -98,7 +98,7 @@ class TestAStep:
         raise_once(monkeypatch, engine.scheduler, "update_from_output")
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        raise_once(monkeypatch, engine.scheduler, "_queue", error)
+        raise_once(monkeypatch, engine.scheduler, "add_request", error)
         with pytest.raises(error):
             engine.abort_request("nobody")
 

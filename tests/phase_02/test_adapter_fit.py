@@ -211,6 +211,19 @@ def test_what_a_layer_has_no_room_for_beside_a_and_b_is_refused(wrapped, module)
 
 
 @pytest.mark.lab("2.7")
+def test_an_adapter_that_was_judged_is_as_it_was(wrapped):
+    name = "layers.0.attn.qkv_proj"
+    lora = adapter_of({name: ((2, 12), (32, 2)), "layers.1.router": ((2, 12), (3, 2))})
+    before = {module: (weights, weights.lora_b, weights.scaling) for module, weights in lora.loras.items()}
+
+    judged = wrapped.judge(lora)
+
+    after = {module: (weights, weights.lora_b, weights.scaling) for module, weights in lora.loras.items()}
+    assert {module: len(parts) for module, parts in judged.items()} == {name: 3, "layers.1.router": 1}
+    assert after == before and not lora.is_accepted
+
+
+@pytest.mark.lab("2.7")
 def test_an_adapter_of_which_one_module_does_not_fit_is_left_as_it_was(wrapped):
     lora = adapter_of({"layers.0.router": ((2, 12), (3, 2)), "layers.1.router": ((2, 12), (4, 2))})
 

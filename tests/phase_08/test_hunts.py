@@ -58,6 +58,17 @@ def test_a_hunt_has_all_that_its_hunter_needs(hunt):
 
 
 @each
+def test_a_hunt_has_a_post_mortem(hunt):
+    text = (SOLUTIONS / "README.md").read_text()
+    part = re.search(rf"^## {re.escape(hunt.number)} .*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    row = re.search(rf"^\| {hunt.id} \|.*$", (ROOT / "docs/incidents.md").read_text(), re.MULTILINE)[0]
+
+    assert part, "no post-mortem"
+    assert len(part[0].split()) >= 80
+    assert [number for number in re.findall(r"\[#(\d+)\]", row) if f"#{number}" not in part[0]] == []
+
+
+@each
 def test_every_form_of_a_fault_fits_the_engine_and_changes_it(hunt):
     names = [fault.name for fault in hunt.faults]
 

@@ -2,6 +2,7 @@
 
 const MOST_STEPS = 600;
 const RETRY = 2000; // milliseconds until a lost server is asked again
+const MOST_IN_BURST = 12; // models
 const MOST_ANSWERS = 5; // a browser opens six connections to one server, and one of them brings the steps
 
 Trace.prototype.extend = function (steps) {
@@ -257,11 +258,11 @@ class Live {
     return { path: "/v1/completions", body: { ...common, prompt }, textOf: (choice) => choice.text };
   }
 
-  // Six prompts to every model, longer ones later.
+  // Six prompts to each of the first models, longer ones later.
   async burst() {
     this.say(this.played, "A burst is under way.");
     const prompt = this.prompt.value || "Hello";
-    const bodies = this.models.map((model) => ({ model, prompt: [...Array(6).keys()].map((i) => `${i} ${prompt} `.repeat(i + 1)), max_tokens: 24, temperature: 0 }));
+    const bodies = this.models.slice(0, MOST_IN_BURST).map((model) => ({ model, prompt: [...Array(6).keys()].map((i) => `${i} ${prompt} `.repeat(i + 1)), max_tokens: 24, temperature: 0 }));
     const done = await Promise.allSettled(bodies.map((body) => this.post("/v1/completions", body).then((response) => response.json())));
     const refused = done.filter((each) => each.status === "rejected").map((each) => each.reason.message);
     const served = 6 * (done.length - refused.length);
