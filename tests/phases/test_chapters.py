@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import chapter_sentences
 import pytest
 import torch
 import vllm_names
@@ -88,3 +89,25 @@ def test_relative_links_lead_somewhere(path):
     ]
 
     assert [target for target in targets if target and not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=short)
+def test_a_chapter_holds_no_answer(path):
+    """An exercise's code stands in solutions/, one link away: nobody reads it by accident."""
+    assert "```python" not in path.read_text()
+
+
+def test_sentences_that_are_too_long_only_become_fewer():
+    """`python tests/helpers/chapter_sentences.py` lists them; with `--write` it writes their number."""
+    owed = json.loads(chapter_sentences.DEBT.read_text())
+
+    assert chapter_sentences.counts() == owed
+
+
+def test_a_sentence_ends_where_the_next_begins_and_code_is_one_word():
+    text = "One `a.b(c, d)` is\ntwo; three. `four` is here. vLLM says: 3.5 is one!\n\n```\nno words here\n```\n| five | six |\n|---|---|\n"
+
+    found = list(chapter_sentences.sentences(text))
+
+    assert found == ["One … is two; three.", "… is here.", "vLLM says: 3.5 is one!", "five", "six"]
+    assert [chapter_sentences.words(sentence) for sentence in found] == [5, 3, 5, 1, 1]
