@@ -31,6 +31,11 @@ hints = ["a nudge", "the approach", '''
 for token, slot in ...:
     y = A @ x'''
 ]
+
+["3.3"]
+track = "side"
+minutes = 15
+hints = ["a nudge", "the approach", "pseudocode"]
 """
 
 
