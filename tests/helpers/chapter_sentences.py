@@ -26,7 +26,7 @@ def chapters() -> list[Path]:
 
 
 def sentences(markdown: str) -> Iterator[str]:
-    """Of paragraphs, lists, tables and folded answers. A name in backticks is `…`, one word; blocks of code are none."""
+    """Of paragraphs, lists, tables, folded answers. A name in backticks is `…`, one word; blocks of code are none."""
     for token in MarkdownIt("commonmark").enable("table").parse(markdown):
         if token.type == "inline":
             text = "".join(map(_as_text, token.children or ()))

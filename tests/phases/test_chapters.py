@@ -11,9 +11,12 @@ import torch
 import vllm_names
 from vllm_names import CODE_BLOCK, PATH, ROOT, cited, looks_like_a_name, pages, parts_of
 
+from labs.kit.regions import read_engine
+
 CHAPTERS = sorted(ROOT.glob("phases/*/README.md"))
 PARTS = ["Idea", "In vLLM", "Mini-build", "Labs", "Check yourself"]
 VLLM = json.loads(vllm_names.FILE.read_text())
+DEFINED = re.compile(r"def (\w+)\(")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -94,18 +97,32 @@ def test_relative_links_lead_somewhere(path):
 @pytest.mark.parametrize("path", CHAPTERS, ids=short)
 def test_a_chapter_holds_no_answer(path):
     """An exercise's code stands in solutions/, one link away: nobody reads it by accident."""
-    assert "```python" not in path.read_text()
+    asked = {name for exercise in read_engine().values() for name in DEFINED.findall(exercise.code())}
+
+    shown = {name for block in CODE_BLOCK.findall(path.read_text()) for name in DEFINED.findall(block)}
+
+    assert asked
+    assert shown & asked == set()
 
 
 def test_sentences_that_are_too_long_only_become_fewer():
     """`python tests/helpers/chapter_sentences.py` lists them; with `--write` it writes their number."""
     owed = json.loads(chapter_sentences.DEBT.read_text())
 
-    assert chapter_sentences.counts() == owed
+    grown = {
+        chapter: number
+        for chapter, number in chapter_sentences.counts().items()
+        if number > owed.get(chapter, 0)
+    }
+
+    assert grown == {}
 
 
 def test_a_sentence_ends_where_the_next_begins_and_code_is_one_word():
-    text = "One `a.b(c, d)` is\ntwo; three. `four` is here. vLLM says: 3.5 is one!\n\n```\nno words here\n```\n| five | six |\n|---|---|\n"
+    text = (
+        "One `a.b(c, d)` is\ntwo; three. `four` is here. vLLM says: 3.5 is one!\n\n```\nno words here\n```\n"
+    )
+    text += "| five | six |\n|---|---|\n"
 
     found = list(chapter_sentences.sentences(text))
 
