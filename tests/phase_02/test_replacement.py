@@ -1,5 +1,7 @@
 """Which wrapper takes which linear (labs 2.3 and 2.4), and wrapping a whole model (lab 2.5)."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from naive_punica import NaivePunica
@@ -49,6 +51,12 @@ class SpecialMerged(MergedColumnParallelLinear):
     """Likewise, of two parts."""
 
 
+class WrapsTwoKinds(ColumnParallelLinearWithLoRA):
+    """A wrapper that takes one kind of linear whole and another in two parts."""
+
+    wraps: ClassVar = {QKVParallelLinear: 1, MergedColumnParallelLinear: 2}
+
+
 # Base linear, what the checkpoint calls its parts -> the one wrapper that takes it.
 TAKEN_BY = [
     (ColumnParallelLinear(4, 6), [], ColumnParallelLinearWithLoRA),
@@ -93,6 +101,9 @@ def test_a_wrapper_takes_its_own_linear_with_its_number_of_parts(layer, parts, t
         (ColumnParallelLinearWithLoRA, MergedColumnParallelLinear(4, [5, 2]), (7,)),
         (RowParallelLinearWithLoRA, RowParallelLinear(4, 6), (6,)),
         (MergedColumnParallelLinearWithLoRA, SpecialMerged(4, [5, 2]), (5, 2)),
+        (WrapsTwoKinds, MergedColumnParallelLinear(4, [5, 2]), (5, 2)),
+        (WrapsTwoKinds, QKVParallelLinear(4, 3, 4, 2), (24,)),
+        (WrapsTwoKinds, ReplicatedLinear(4, 6), (6,)),
     ],
 )
 def test_a_linear_has_one_slice_for_each_adapter(wrapper, base, slices):
