@@ -7,7 +7,6 @@ from minivllm.lora.layers.linear import LINEAR_WRAPPERS
 from minivllm.lora.seams import wrappers
 
 
-# region lab 2.4: the right wrapper for a layer
 def from_layer(
     layer: nn.Module,
     max_loras: int,
@@ -29,9 +28,6 @@ def from_layer(
             wrapped.create_lora_weights(max_loras, lora_config)
             return wrapped
     return layer
-
-
-# endregion
 
 
 def replace_submodule(model: nn.Module, module_name: str, new_module: nn.Module) -> nn.Module:

@@ -35,7 +35,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         """Base output plus each row's own adapter, in the base layer's form.   input_: (T, K) -> (T, N), None"""
         return self.backend.linear(input_, self.base_layer, self.slots), None
 
-    # region lab 2.3: fused linears, with an adapter for each part or one for all
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:
         """Whether this class wraps that layer, as `wraps` says: its kind, and the number of parts for that kind.
@@ -60,5 +59,3 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         if parts is None or parts == 1:
             return (base_layer.output_size,)
         return tuple(base_layer.output_sizes)
-
-    # endregion
