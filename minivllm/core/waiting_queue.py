@@ -1,6 +1,6 @@
 """Who waits, for which adapter, and since when. Stands for vllm/v1/core/sched/request_queue.py (v0.22.1).
 
-A step must not cost more because many wait, so it never walks the queue: all that it looks up is kept in order.
+A step must not cost more because many wait. So it never walks the queue: all that it looks up is kept in order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -120,7 +120,7 @@ class WaitingQueue:
         return self.step - self._of_adapter[adapter_id].since if self.is_passed_over(adapter_id) else 0
 
     def wait_steps(self, request: Request) -> int:
-        """Steps that a request has waited for its adapter to get a slot: a statistic, counted when it is asked for."""
+        """Steps that a request has waited for its adapter to get a slot. A statistic: it is counted when asked for."""
         if request not in self:
             return request.lora_wait_steps
         steps = self._steps_waited(self._of_adapter[request.adapter_id])

@@ -163,8 +163,8 @@ class AdapterRegistry(AdapterPins):
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.
 
-        With `load_inplace` it is read again: at once, or when the requests that use it have finished, and then False
-        is the answer. RuntimeError when all that memory holds is pinned or in use.
+        With `load_inplace` it is read again: at once, or when the requests that use it have finished. In the latter
+        case the answer is False. RuntimeError when all that memory holds is pinned or in use.
         """
         request, generation = self.register(lora_request, "add_lora", self.examine(lora_request))
         adapter = self.adapters[request.lora_int_id]
@@ -186,7 +186,7 @@ class AdapterRegistry(AdapterPins):
 
 
 def at_hand(lora_request: LoRARequest) -> LoRARequest:
-    """The request as steps load it: without its order to reload, and a hub id replaced by its folder of now.
+    """The request as steps load it: with no order to reload, and with the folder its path leads to now.
 
     So no step waits for a network, or gets a newer version.
     """
@@ -198,7 +198,7 @@ def at_hand(lora_request: LoRARequest) -> LoRARequest:
 
 
 def folder_of(lora_request: LoRARequest) -> str:
-    """Paths with the same result are the same adapter: the real path of a folder, or the hub id as it is."""
+    """The real path of a request's folder, or its hub id as it is. Two that are equal are the same adapter."""
     path = os.path.expanduser(lora_request.lora_path)
     if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
         return lora_request.lora_path  # one string, not two that are equal

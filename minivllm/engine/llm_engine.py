@@ -52,8 +52,8 @@ class LLMEngine(AdapterCalls, EngineReports):
         prompt         text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
         lora_request   an adapter, or the name of one that the engine knows or a resolver finds; None is the base
 
-        Raises ValueError (FileNotFoundError for an adapter that is not there, TypeError for an argument of another
-        kind) for what can never be served; the engine is then as it was.
+        ValueError: what can never be served. FileNotFoundError: an adapter that is not there. TypeError: an argument of
+        another kind. The engine is then as it was.
         """
         check_arguments(request_id, params, arrival_time, lora_request, self.config)
         if isinstance(lora_request, str):
