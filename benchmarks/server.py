@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.adapters import write_adapters
-from benchmarks.arguments import SHAPE_NAMES, device, run_as_command, whole
+from benchmarks.arguments import SHAPE_NAMES, device, number, run_as_command, whole
 from benchmarks.decode import prompts
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
+from benchmarks.stand_in import take_time
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
@@ -50,6 +51,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--device", type=device, default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=whole(), help="of the engine; as many as are fastest if not given")
+    parser.add_argument(
+        "--step-ms", type=number(above=True), help="stand in for a GPU whose steps of one token a stream take so long"
+    )
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     parsed = parser.parse_args(arguments)
     parsed.punica_backend, parsed.target_modules, parsed.max_num_batched_tokens = "auto", None, 8192
@@ -62,7 +66,10 @@ def make_engine(options: Namespace) -> LLMEngine:
     args = engine_args(options, options.streams, options.max_model_len, options.adapters)
     if options.is_demo:
         args = EngineArgs(**{**vars(args), "load_format": "auto", "skip_tokenizer_init": False})
-    return LLMEngine.from_engine_args(args)
+    engine = LLMEngine.from_engine_args(args)
+    if options.step_ms is not None:
+        take_time(engine, 1e-3 * options.step_ms)
+    return engine
 
 
 def run_direct(
