@@ -78,7 +78,7 @@ def run_direct(
     """All requests, stepped by whoever calls."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     first: dict[str, float] = {}
-    num_tokens, started = 0, time.perf_counter()
+    num_tokens, started, cpu = 0, time.perf_counter(), time.process_time()
     for number, ids in enumerate(token_ids):
         lora = adapters[number % len(adapters)] if adapters else None
         engine.add_request(f"direct-{number}", ids, params, lora_request=lora)
@@ -89,7 +89,8 @@ def run_direct(
             first.setdefault(output.request_id, now - started)
             num_tokens += len(output.outputs[0].delta_token_ids)
     seconds = time.perf_counter() - started
-    return summary(num_tokens, seconds, list(first.values()))
+    cpu = time.process_time() - cpu
+    return summary(num_tokens, seconds, list(first.values()), cpu)
 
 
 def run_streams(
@@ -110,6 +111,7 @@ def run_streams(
     ]
     host, port = server.socket.getsockname()
     command = [sys.executable, "-m", "benchmarks.sse_client", host, str(port)]
+    cpu = time.process_time()
     client = subprocess.run(command, input=json.dumps(bodies), capture_output=True, text=True, check=False)
     if client.returncode:
         raise RuntimeError(f"the client failed: {client.stderr.splitlines()[-1]}")
@@ -117,12 +119,18 @@ def run_streams(
     started = min(stream["sent"] for stream in streams)
     seconds = max(stream["events"][-1] for stream in streams) - started
     ttft = [stream["events"][0] - stream["sent"] for stream in streams]
-    return summary(sum(stream["tokens"] for stream in streams), seconds, ttft)
+    return summary(sum(stream["tokens"] for stream in streams), seconds, ttft, time.process_time() - cpu)
 
 
-def summary(num_tokens: int, seconds: float, ttft: list[float]) -> dict[str, float]:
+def summary(num_tokens: int, seconds: float, ttft: list[float], cpu_seconds: float) -> dict[str, float]:
+    """cpu_seconds: of the process that has the engine"""
     p50, p99 = np.percentile(ttft, (50, 99)) * 1e3
-    return {"tokens_per_second": num_tokens / seconds, "ttft_p50_ms": float(p50), "ttft_p99_ms": float(p99)}
+    return {
+        "tokens_per_second": num_tokens / seconds,
+        "ttft_p50_ms": float(p50),
+        "ttft_p99_ms": float(p99),
+        "cpu_us_per_token": 1e6 * cpu_seconds / num_tokens,
+    }
 
 
 def measure(options: Namespace, report: Report, folder: Path) -> None:
@@ -163,6 +171,7 @@ def compare(rows: dict[str, list[dict[str, float]]]) -> dict[str, object]:
         "server_tokens_per_second": server["tokens_per_second"],
         "share": server["tokens_per_second"] / engine["tokens_per_second"],
         "ttft_p50_more_ms": server["ttft_p50_ms"] - engine["ttft_p50_ms"],
+        "cpu_us_more_per_token": server["cpu_us_per_token"] - engine["cpu_us_per_token"],
     }
 
 
