@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.adapters import write_adapters
-from benchmarks.arguments import SHAPE_NAMES, device, number, run_as_command, whole
+from benchmarks.arguments import SHAPE_NAMES, device, run_as_command, whole
 from benchmarks.decode import prompts
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=whole(), help="of the engine; as many as are fastest if not given")
     parser.add_argument(
-        "--step-ms", type=number(above=True), help="stand in for a GPU whose steps of one token a stream take so long"
+        "--step-ms", type=whole(), help="stand in for a GPU whose steps of one token a stream take so long"
     )
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     parsed = parser.parse_args(arguments)
