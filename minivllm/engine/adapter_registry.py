@@ -9,6 +9,7 @@ from dataclasses import replace
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterTraits
 from minivllm.engine.adapter_pins import AdapterPins
+from minivllm.guards.refusals import all_pinned
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
@@ -82,6 +83,13 @@ class AdapterRegistry(AdapterPins):
     def _is_elsewhere(self, lora_request: LoRARequest, adapter: Adapter) -> bool:
         is_as_given = lora_request.lora_path == adapter.request.lora_path
         return not is_as_given and folder_of(lora_request) != adapter.folder
+
+    def check_slots(self, lora_request: LoRARequest) -> None:
+        """ValueError if every slot is pinned for another adapter."""
+        others = self.pinned - {lora_request.lora_int_id}
+        if len(others) >= self.manager.lora_slots:
+            names = ", ".join(f"'{self.name_of(adapter_id)}'" for adapter_id in sorted(others))
+            raise ValueError(all_pinned(lora_request.lora_name, len(others), names))
 
     def register(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
