@@ -59,7 +59,7 @@ class LoRALayerWeights:
         self.beside = {name: replaced(tensor) for name, tensor in self.beside.items()}
 
     def split(self, names: Sequence[str], heights: Sequence[int]) -> list["LoRALayerWeights"]:
-        """One for each of several layers with one input: A is shared, B (ΣN, r) is split at the heights N.
+        """One for each of several slices: A is shared, and B (ΣN, r) is split into their heights N.
 
         ValueError where B is not as tall as all of them."""
         if len(self.lora_b) != sum(heights):

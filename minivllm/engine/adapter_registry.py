@@ -9,6 +9,7 @@ from dataclasses import replace
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterTraits
 from minivllm.engine.adapter_pins import AdapterPins
+from minivllm.guards.refusals import all_pinned
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
@@ -82,6 +83,13 @@ class AdapterRegistry(AdapterPins):
     def _is_elsewhere(self, lora_request: LoRARequest, adapter: Adapter) -> bool:
         is_as_given = lora_request.lora_path == adapter.request.lora_path
         return not is_as_given and folder_of(lora_request) != adapter.folder
+
+    def check_slots(self, lora_request: LoRARequest) -> None:
+        """ValueError if every slot is pinned for another adapter."""
+        others = self.pinned - {lora_request.lora_int_id}
+        if len(others) >= self.manager.lora_slots:
+            names = ", ".join(f"'{self.name_of(adapter_id)}'" for adapter_id in sorted(others))
+            raise ValueError(all_pinned(lora_request.lora_name, len(others), names))
 
     def register(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
@@ -163,8 +171,8 @@ class AdapterRegistry(AdapterPins):
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.
 
-        With `load_inplace` it is read again: at once, or when the requests that use it have finished, and then False
-        is the answer. RuntimeError when all that memory holds is pinned or in use.
+        With `load_inplace` it is read again: at once, or when the requests that use it have finished. In the latter
+        case the answer is False. RuntimeError when all that memory holds is pinned or in use.
         """
         request, generation = self.register(lora_request, "add_lora", self.examine(lora_request))
         adapter = self.adapters[request.lora_int_id]
@@ -186,7 +194,7 @@ class AdapterRegistry(AdapterPins):
 
 
 def at_hand(lora_request: LoRARequest) -> LoRARequest:
-    """The request as steps load it: without its order to reload, and a hub id replaced by its folder of now.
+    """The request as steps load it: with no order to reload, and with the folder its path leads to now.
 
     So no step waits for a network, or gets a newer version.
     """
@@ -198,7 +206,7 @@ def at_hand(lora_request: LoRARequest) -> LoRARequest:
 
 
 def folder_of(lora_request: LoRARequest) -> str:
-    """Paths with the same result are the same adapter: the real path of a folder, or the hub id as it is."""
+    """The real path of a request's folder, or its hub id as it is. Two that are equal are the same adapter."""
     path = os.path.expanduser(lora_request.lora_path)
     if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
         return lora_request.lora_path  # one string, not two that are equal

@@ -19,8 +19,8 @@ def from_layer(
     max_loras             how many slots
     packed_modules_list   the parts of the layer that the checkpoint names one by one, [] for one that is not fused
 
-    It is the first that says it can (`takes`, told how many parts there are): of `LINEAR_WRAPPERS`, then of those
-    that are plugged in (`seams.wrappers`).
+    `LINEAR_WRAPPERS` are asked first, then those that are plugged in (`seams.wrappers`). The first that can wrap it
+    does; `takes` says so, told how many parts there are.
     """
     for wrapper in (*LINEAR_WRAPPERS, *wrappers):
         if wrapper.takes(layer, len(packed_modules_list)):

@@ -85,8 +85,8 @@ def read_weights(
     is_left_out   says by a tensor's name that not even its shape is wanted
     most_tensors  a file of more is refused
 
-    ValueError names a file that cannot be read, is damaged or cut short, holds code, or is beyond our limits
-    (`limits`). The tensors are copies: later changes of the file do not reach them.
+    ValueError names a file that cannot be read, is damaged or cut short, or holds code. It does so for one beyond our
+    limits (`limits`), too. The tensors are copies: later changes of the file do not reach them.
     """
     find = find_safetensors if path.suffix == ".safetensors" else seams.file_formats[path.suffix]
     try:

@@ -52,8 +52,8 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def _slice_widths(self, base_layer: LinearBase) -> tuple[int, ...]:
         """Widths N_i of the slices that adapters are written to.
 
-        Where `wraps` asks for several parts of such a layer, or of one derived from it, each has a slice of its own,
-        whose widths are the layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all.
+        Where `wraps` asks for several parts of such a layer (kinds derived from it count), each has a slice. Their
+        widths are the layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all.
         """
         parts = next((n for kind, n in self.wraps.items() if isinstance(base_layer, kind)), None)
         if parts is None or parts == 1:
