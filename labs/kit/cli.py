@@ -23,9 +23,19 @@ from labs.kit.hunt import PHASE as HUNTS
 from labs.kit.hunt import Hunt, choose_hunts, is_hunt
 from labs.kit.migrate import strays
 from labs.kit.path import TRACKS, counts, mark, next_of, track_of
-from labs.kit.progress import Progress, digest, has_stub, is_untouched, learners_code, place, reset, shown
+from labs.kit.progress import (
+    Progress,
+    digest,
+    has_stub,
+    is_untouched,
+    learners_code,
+    learners_exercise,
+    place,
+    reset,
+    shown,
+)
 from labs.kit.regions import PHASES, Exercise, read_engine
-from minivllm.labs import LabError, starters
+from minivllm.labs import ROOT, LabError, starters
 from minivllm.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -357,6 +367,22 @@ def run(
     except OSError as error:
         raise LabError(f"'{command[0]}' cannot be run: {error.strerror}") from None
     raise typer.Exit(status)
+
+
+@app.command()
+def demo(number: Number) -> None:
+    """After an exercise: the smallest visible thing that it changes, on your code."""
+    exercise = choose_one(number)
+    if track_of(exercise) == "side":
+        raise LabError(f"lab {number} is a side track, and has no demo; `lab` shows what is on the core path")
+    learners_exercise(exercise)  # says so where Python cannot read it
+    if has_stub(exercise):
+        console.print(f"{SIGNS['todo']} {number} {escape(exercise.title)}  [dim]TODO {place(exercise)}[/]")
+        raise typer.Exit(1)
+    console.print(f"[bold]lab {number}: {escape(exercise.title)}[/], on your code")
+    sys.stdout.flush()
+    program = [sys.executable, "-m", "labs.demos", number]
+    raise typer.Exit(subprocess.run(program, env=environment(number), cwd=ROOT).returncode)
 
 
 def begun() -> str:
