@@ -1,4 +1,4 @@
-"""Writes what is generated from the regions: starters, their hashes, and the code in solutions and chapters."""
+"""Writes what is generated from the regions: starters, their hashes, and the code in solutions."""
 
 import hashlib
 import json
@@ -98,8 +98,8 @@ def _open_starters(root: Path) -> dict[Path, str]:
 
 
 def _documents(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Path, str]]:
-    """Every chapter and solution, its `code` blocks filled from the regions."""
-    for path in sorted([*root.glob("solutions/*/README.md"), *root.glob("phases/*/README.md")]):
+    """Every solution, its `code` blocks filled from the regions. Chapters have none: an answer is one link away."""
+    for path in sorted(root.glob("solutions/*/README.md")):
         where, text = path.relative_to(root), path.read_text(encoding="utf-8")
 
         def fill(match: re.Match, where: Path = where) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from code_lines import code_lines, function_lines
 from imports import import_circles
+from prose import long_sentences
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minivllm"
@@ -100,6 +101,12 @@ def long_starters() -> Excess:
     return found
 
 
+def hard_sentences() -> Excess:
+    """Of docstrings and comments in the books: those of more words than are read at once."""
+    files = [path for files in books().values() for path in files]
+    return {name_of(path): found for path in files if (found := long_sentences(path))}
+
+
 def imports_outwards() -> Excess:
     """By the core, those for annotations and inside functions counted.
 
@@ -168,7 +175,9 @@ def compare(rule: str, found: Excess, debt: Excess) -> list[str]:
     return said
 
 
-RULES = (length_of_books, long_files, long_functions, long_starters, imports_outwards, circles)
+RULES = (
+    *(length_of_books, long_files, long_functions, long_starters, hard_sentences, imports_outwards, circles),
+)
 
 
 def as_toml(rule: str, excess: Excess) -> str:

@@ -292,7 +292,7 @@ def test_a_shrink_of_what_is_no_tile_writes_nothing():
 
 @pytest.mark.lab("4.3")
 def test_an_expand_of_what_is_no_tile_writes_nothing():
-    batch = Batch((20, 3, 8, 32, [24]), torch.float32, base_share=0.6)
+    batch = Batch((20, 3, 8, 32, [24, 9]), torch.float32, base_share=0.6)
     y = guarded(batch.y)
 
     expand(guarded(batch.h[None]), batch.live_b, y, with_rubbish(batch.tiles), on_device(batch.ranks))
