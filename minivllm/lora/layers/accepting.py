@@ -79,7 +79,7 @@ class AcceptsWeights:
             # The first n targets are those of the layer's first name, in the order of slices; there may be none.
             names = list(self.targets)[: self.n_slices] or [whole] * self.n_slices
             return found[whole].split(names, heights)
-        parts: Parts = [None] * self.n_slices
+        parts: Parts = [None] * len(self.slice_sizes)
         for name, weights in found.items():
             parts[self.targets[name]] = weights
         return parts
