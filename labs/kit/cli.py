@@ -17,15 +17,25 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from labs.kit import hunt_command
+from labs.kit import hunt_command, open_command
 from labs.kit.hints import hints_of
 from labs.kit.hunt import PHASE as HUNTS
 from labs.kit.hunt import Hunt, choose_hunts, is_hunt
 from labs.kit.migrate import strays
 from labs.kit.path import TRACKS, counts, mark, next_of, track_of
-from labs.kit.progress import Progress, digest, has_stub, is_untouched, learners_code, place, reset, shown
+from labs.kit.progress import (
+    Progress,
+    digest,
+    has_stub,
+    is_untouched,
+    learners_code,
+    learners_exercise,
+    place,
+    reset,
+    shown,
+)
 from labs.kit.regions import PHASES, Exercise, read_engine
-from minivllm.labs import LabError, starters
+from minivllm.labs import ROOT, LabError, starters
 from minivllm.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -84,6 +94,8 @@ def overview(context: typer.Context) -> None:
             title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {title}")
     hunt_command.list_hunts()
+    console.print("[bold]open exercises[/]")
+    open_command.list_open()
     console.print()
     say_next(next_of(exercises, states, progress.last))
 
@@ -283,6 +295,16 @@ def hunt(
     return (hunt_command.spoil if spoil else hunt_command.tell)(hunt)
 
 
+@app.command("open")
+def open_exercise(
+    which: Annotated[str | None, typer.Argument(help="A phase, such as 5; none: all of them.")] = None,
+) -> None:
+    """Judge your answer to a phase's open exercise beside ours. Exit status 1 if it misses the budget."""
+    if which is None:
+        return open_command.list_open()
+    raise typer.Exit(0 if open_command.judge_open(which) else 1)
+
+
 @app.command()
 def diff(
     number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
@@ -357,6 +379,22 @@ def run(
     except OSError as error:
         raise LabError(f"'{command[0]}' cannot be run: {error.strerror}") from None
     raise typer.Exit(status)
+
+
+@app.command()
+def demo(number: Number) -> None:
+    """After an exercise: the smallest visible thing that it changes, on your code."""
+    exercise = choose_one(number)
+    if track_of(exercise) == "side":
+        raise LabError(f"lab {number} is a side track, and has no demo; `lab` shows what is on the core path")
+    learners_exercise(exercise)  # says so where Python cannot read it
+    if has_stub(exercise):
+        console.print(f"{SIGNS['todo']} {number} {escape(exercise.title)}  [dim]TODO {place(exercise)}[/]")
+        raise typer.Exit(1)
+    console.print(f"[bold]lab {number}: {escape(exercise.title)}[/], on your code")
+    sys.stdout.flush()
+    program = [sys.executable, "-m", "labs.demos", number]
+    raise typer.Exit(subprocess.run(program, env=environment(number), cwd=ROOT).returncode)
 
 
 def begun() -> str:
@@ -467,6 +505,8 @@ def grade_command(
     from labs.kit.grade import grade, report, write_junit
 
     points = hunt_command.report(which) if is_hunt(which) else report(list(grade(choose(which))))
+    if not is_hunt(which):
+        points["open"] = open_command.grades(which)
     if junit:
         write_junit(points, junit)
     if as_json:
@@ -478,6 +518,9 @@ def grade_command(
     for track, part in points.get("tracks", {}).items():
         console.print(f"{part['points']} of {part['of']} points {TRACKS[track]}")
     console.print(f"{points['points']} of {points['of']} points")
+    for entry in points.get("open", []):
+        count = "" if entry["count"] is None else f"  {entry['count']:.4g} of {entry['budget']:g}"
+        console.print(f"{SIGNS[entry['state']]} {entry['exercise']} {escape(entry['title'])}{count}")
 
 
 @app.command()

@@ -129,9 +129,8 @@ class WaitingQueue:
     def place(self, adapter_id: int) -> tuple[int, int] | None:
         """Its key in `passed_over`, if it is there."""
         queue = self._of_adapter.get(adapter_id)
-        return (
-            (queue.since, queue.arrivals[0]) if queue and queue.arrivals and queue.since is not None else None
-        )
+        waits = queue and queue.arrivals and queue.since is not None
+        return (queue.since, queue.arrivals[0]) if waits else None
 
     def end_step(self) -> None:
         """A step was computed. Adapters that no request waits for any more do not wait, either."""

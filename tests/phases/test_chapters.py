@@ -11,7 +11,7 @@ import torch
 import vllm_names
 from vllm_names import CODE_BLOCK, PATH, ROOT, cited, looks_like_a_name, pages, parts_of
 
-from labs.kit.regions import read_engine
+from labs.kit.regions import PHASES, read_engine
 
 CHAPTERS = sorted(ROOT.glob("phases/*/README.md"))
 PARTS = ["Idea", "In vLLM", "Mini-build", "Labs", "Check yourself"]
@@ -128,3 +128,20 @@ def test_a_sentence_ends_where_the_next_begins_and_code_is_one_word():
 
     assert found == ["One … is two; three.", "… is here.", "vLLM says: 3.5 is one!", "five", "six"]
     assert [chapter_sentences.words(sentence) for sentence in found] == [5, 3, 5, 1, 1]
+
+
+@pytest.mark.parametrize("path", [path for path in CHAPTERS if path.parent.name in PHASES], ids=short)
+def test_a_chapter_leads_through_vllms_source_and_a_test_proves_each_answer(path):
+    section = path.read_text().split("### Reading vLLM\n")[1].split("\n## ")[0]
+    tests = "".join(
+        test.read_text() for test in (ROOT / "tests" / f"phase_{path.parent.name[:2]}").glob("test_*.py")
+    )
+
+    answers = section.split("<summary>answer</summary>")[1:]
+
+    assert re.search(r"Open `vllm/[\w/]+\.py`", section), "the file to begin with"
+    assert len(answers) >= 2
+    for answer in answers:
+        named = re.findall(r"`(test_\w+)`", answer)
+        assert named, answer
+        assert [name for name in named if f"def {name}(" not in tests] == []
