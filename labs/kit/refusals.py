@@ -80,8 +80,8 @@ def _refused(node: ast.AST, modules: set[str], calls_of_os: set[str], bound: set
             return f".{name}"
         case ast.Constant(value=str(name)) if _is_dunder(name) or name in NAMES | ATTRIBUTES:
             return repr(name)
-        case ast.FunctionDef(name=name) if _is_dunder(name):
-            return f"a method {name}"
+        case ast.FunctionDef(name=name) | ast.Name(id=name) if _is_dunder(name):
+            return name
         case ast.Call(func=ast.Name(id="getattr" | "setattr" | "delattr"), args=[_, key, *_]):
             return None if isinstance(key, ast.Constant) else f"{node.func.id} with a name that is worked out"
         case ast.Attribute(ctx=ast.Store() | ast.Del(), value=value) if _root(value) in bound:

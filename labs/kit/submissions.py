@@ -106,11 +106,11 @@ def _jobs_of_ours(exercises: list[Exercise], memory: int) -> Iterator[Job]:
 
 def state_of(outcome: Outcome, ours: Outcome, has_stub: bool) -> str:
     """passed, failed or todo. Tests that ended otherwise than with our code were skipped, or left out."""
-    if outcome.passed and not outcome.trouble:
-        if {(r.test, r.outcome) for r in outcome.results} == {(r.test, r.outcome) for r in ours.results}:
-            return "passed"
-        outcome.trouble = "not all tests were run"
-    return "todo" if has_stub and not outcome.passed else "failed"
+    if outcome.passed and {r[:2] for r in outcome.results} == {r[:2] for r in ours.results}:
+        return "passed"
+    if not outcome.trouble and not any(result.message for result in outcome.of("failed", "todo")):
+        outcome.trouble = "not all tests were run to their end"
+    return "todo" if has_stub else "failed"
 
 
 def why(outcome: Outcome) -> str:
