@@ -2,7 +2,6 @@
 
 from minivllm.labs import Todo
 from collections.abc import Iterable
-from typing import Any
 
 from minivllm.faults import as_fault, put_down_to
 from minivllm.lora.loading import AdapterLoader
@@ -96,9 +95,3 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
     def list_adapters(self) -> set[int]:
         """Ids of the adapters in memory."""
         return set(self.manager.list_adapters())
-
-
-def __getattr__(name: str) -> Any:
-    from minivllm.lora.vllm import managers
-
-    return getattr(managers, name)

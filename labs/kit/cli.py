@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from labs.kit import hunt_command
+from labs.kit import hunt_command, open_command
 from labs.kit.hints import hints_of
 from labs.kit.hunt import PHASE as HUNTS
 from labs.kit.hunt import Hunt, choose_hunts, is_hunt
@@ -94,6 +94,8 @@ def overview(context: typer.Context) -> None:
             title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {title}")
     hunt_command.list_hunts()
+    console.print("[bold]open exercises[/]")
+    open_command.list_open()
     console.print()
     say_next(next_of(exercises, states, progress.last))
 
@@ -291,6 +293,16 @@ def hunt(
     if grade_it:
         raise typer.Exit(0 if hunt_command.check_hunts([hunt]) else 1)
     return (hunt_command.spoil if spoil else hunt_command.tell)(hunt)
+
+
+@app.command("open")
+def open_exercise(
+    which: Annotated[str | None, typer.Argument(help="A phase, such as 5; none: all of them.")] = None,
+) -> None:
+    """Judge your answer to a phase's open exercise beside ours. Exit status 1 if it misses the budget."""
+    if which is None:
+        return open_command.list_open()
+    raise typer.Exit(0 if open_command.judge_open(which) else 1)
 
 
 @app.command()
@@ -501,7 +513,8 @@ def grade_command(
     elif is_hunt(which):
         reports = {"minivllm labs": hunt_command.report(which)}
     else:
-        reports = {"minivllm labs": report(list(grade(choose(which))))}
+        points = report(list(grade(choose(which))))
+        reports = {"minivllm labs": {**points, "open": open_command.grades(which)}}
     if junit:
         write_junit(reports, junit)
     if as_json:
@@ -535,6 +548,9 @@ def say_points(points: dict) -> None:
     for track, part in points.get("tracks", {}).items():
         console.print(f"{part['points']} of {part['of']} points {TRACKS[track]}")
     console.print(f"{points['points']} of {points['of']} points")
+    for entry in points.get("open", []):
+        count = "" if entry["count"] is None else f"  {entry['count']:.4g} of {entry['budget']:g}"
+        console.print(f"{SIGNS[entry['state']]} {entry['exercise']} {escape(entry['title'])}{count}")
 
 
 def say_sums(student: str, points: dict) -> None:

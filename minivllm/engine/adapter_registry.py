@@ -107,10 +107,10 @@ class AdapterRegistry(AdapterPins):
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
         if adapter is None:
-            adapter = Adapter(at_hand(lora_request), owner, folder_of(lora_request), traits)
+            adapter = Adapter(as_steps_load_it(lora_request), owner, folder_of(lora_request), traits)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
-            adapter = self._changed(adapter, lora_request, traits)
+            adapter = self._with_order(adapter, lora_request, traits)
         if name not in adapter.names:
             adapter.names += (name,)
         # All of a change at once: an interrupt may come between any two lines.
@@ -120,9 +120,9 @@ class AdapterRegistry(AdapterPins):
         self.by_name[name] = adapter_id
         return adapter.request, adapter.generation
 
-    def _changed(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
-        """The record with a reload that is to come, and what the next requests find of it."""
-        request, names = at_hand(order), adapter.names
+    def _with_order(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
+        """A copy of the record with one more reload to come, and what new requests find of it."""
+        request, names = as_steps_load_it(order), adapter.names
         at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
         if order.lora_name in names or not self._is_elsewhere(order, adapter):
             request = replace(request, lora_name=adapter.request.lora_name)
@@ -193,7 +193,7 @@ class AdapterRegistry(AdapterPins):
                 self.release_unused(adapter.id)
 
 
-def at_hand(lora_request: LoRARequest) -> LoRARequest:
+def as_steps_load_it(lora_request: LoRARequest) -> LoRARequest:
     """The request as steps load it: with no order to reload, and with the folder its path leads to now.
 
     So no step waits for a network, or gets a newer version.

@@ -79,6 +79,6 @@ class LoRALayerWeights:
 
         rank   of the module's tensors, None = the config's r
         """
-        rank, asked_by = rank or peft_helper.r, peft_helper.asked_as(module_name)
-        scaling = peft_helper.scaling(asked_by, rank)
-        return cls(module_name, rank, peft_helper.alpha(asked_by), None, None, scaling)
+        rank, pattern_name = rank or peft_helper.r, peft_helper.pattern_name(module_name)
+        scaling = peft_helper.scaling(pattern_name, rank)
+        return cls(module_name, rank, peft_helper.alpha(pattern_name), None, None, scaling)

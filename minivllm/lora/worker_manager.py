@@ -1,7 +1,6 @@
 """From requests to adapters in slots. Stands for vllm/lora/worker_manager.py (v0.22.1)."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from minivllm.faults import as_fault, put_down_to
 from minivllm.lora.loading import AdapterLoader
@@ -117,9 +116,3 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
     def list_adapters(self) -> set[int]:
         """Ids of the adapters in memory."""
         return set(self.manager.list_adapters())
-
-
-def __getattr__(name: str) -> Any:
-    from minivllm.lora.vllm import managers
-
-    return getattr(managers, name)

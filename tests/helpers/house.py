@@ -108,10 +108,7 @@ def hard_sentences() -> Excess:
 
 
 def imports_outwards() -> Excess:
-    """By the core, those for annotations and inside functions counted.
-
-    The composition root may import all, and a module's `__getattr__` may fetch vLLM's names.
-    """
+    """By the core, those for annotations and inside functions counted. The composition root may import all."""
     found: Excess = {}
     for path in [path for files in books().values() for path in files if path != COMPOSITION_ROOT]:
         for module in outward(path.read_text(encoding="utf-8")):
@@ -136,8 +133,6 @@ def _path_of(module: str) -> Path:
 def outward(text: str) -> list[str]:
     """The modules of other rings that a module of the core imports."""
     tree = ast.parse(text)
-    old_names = [node for node in tree.body if getattr(node, "name", "") == "__getattr__"]
-    allowed = {id(inner) for node in old_names for inner in ast.walk(node)}
     found = set()
     for node in ast.walk(tree):
         names = []
@@ -146,9 +141,7 @@ def outward(text: str) -> list[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         for name in names:
-            found |= {
-                ring for ring in OUTSIDE if f"{name}.".startswith(f"{ring}.") and id(node) not in allowed
-            }
+            found |= {ring for ring in OUTSIDE if f"{name}.".startswith(f"{ring}.")}
     return sorted(found)
 
 

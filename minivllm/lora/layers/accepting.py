@@ -76,7 +76,9 @@ class AcceptsWeights:
                     f"the adapter has weights for {whole} and for {', '.join(also)}, a part of it; give either"
                 )
             heights = [height for _, height in self.part_sizes]
-            return found[whole].split(list(self.targets)[: self.n_slices] or [whole] * self.n_slices, heights)
+            # The first n targets are those of the layer's first name, in the order of slices; there may be none.
+            names = list(self.targets)[: self.n_slices] or [whole] * self.n_slices
+            return found[whole].split(names, heights)
         parts: Parts = [None] * len(self.part_sizes)
         for name, weights in found.items():
             parts[self.targets[name]] = weights
