@@ -32,6 +32,18 @@ class BytesMoved(TorchDispatchMode):
         return result
 
 
+class Products(TorchDispatchMode):
+    """How many matrix products PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "mm" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
 def peak_bytes(run: Callable[[], Any]) -> tuple[Any, int]:
     """What `run` returns, and the most bytes that PyTorch's allocator had out for it at one time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
