@@ -292,10 +292,10 @@ def test_a_command_runs_on_what_was_begun(checkout):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["check", "9"], "there is no lab '9': give a phase, 1 to 7, or an exercise, 1.1 to 7."),
-        (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 7, or an exercise, 3.1 to 3."),
+        (["check", "12"], "there is no lab '12': give a phase, 1 to 9, or an exercise, 1.1 to 9."),
+        (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 9, or an exercise, 3.1 to 3."),
         (["hint", "foo"], "there is no lab 'foo'"),
-        (["notebook", "9"], "there is no lab '9': give a phase, 1 to 7"),
+        (["notebook", "12"], "there is no lab '12': give a phase, 1 to 9"),
         (["hint", "3"], "3 is a phase; name one exercise, such as 3.1"),
         (["hint", "4.1"], "there are no hints for lab 4.1 yet"),
         (["reset", "x", "--yes"], "there is no lab 'x'"),
