@@ -11,7 +11,7 @@ from minivllm.serving.hand_over import HandOver
 
 pytestmark = pytest.mark.lab("9.1")
 
-SOON = 10  # seconds, until what must come is given up
+SOON = 4  # seconds, until what must come is given up
 GONE = EngineDeadError("it has ended")
 
 
@@ -32,12 +32,29 @@ def ended(thread):
     return not thread.is_alive()
 
 
+def turn(hand_over, engine=None, wait=False):
+    """Run the calls there are, in a thread, which must come back; what it raises is raised here. Returns its id."""
+    raised = []
+
+    def run():
+        try:
+            hand_over.run(engine, wait=wait)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = in_a_thread(run)
+    assert ended(thread), "the engine's thread waits for a call that nobody makes"
+    if raised:
+        raise raised[0]
+    return thread.ident
+
+
 class TestCalls:
     def test_wait_until_they_are_run_and_get_what_they_asked_for(self, hand_over):
         futures = [hand_over.call(lambda engine, i=i: (engine, i)) for i in range(3)]
         assert not any(future.done() for future in futures)
 
-        hand_over.run("the engine", wait=False)
+        turn(hand_over, "the engine")
 
         assert [future.result(SOON) for future in futures] == [("the engine", i) for i in range(3)]
 
@@ -46,15 +63,15 @@ class TestCalls:
         for i in range(20):
             hand_over.call(lambda engine, i=i: seen.append((i, threading.get_ident())))
 
-        hand_over.run(None, wait=True)
+        thread_id = turn(hand_over, wait=True)
 
-        assert seen == [(i, threading.get_ident()) for i in range(20)]
+        assert seen == [(i, thread_id) for i in range(20)]
 
     def test_of_calls_are_run_in_the_same_turn(self, hand_over):
         seen = []
         hand_over.call(lambda engine: hand_over.call(lambda engine: seen.append("inner")))
 
-        hand_over.run(None, wait=False)
+        turn(hand_over)
 
         assert seen == ["inner"]
         assert not hand_over.waits
@@ -79,9 +96,9 @@ class TestCalls:
 
 class TestARun:
     def test_without_calls_does_nothing(self, hand_over):
-        runner = in_a_thread(lambda: hand_over.run(None, wait=False))
+        turn(hand_over)
 
-        assert ended(runner)
+        assert not hand_over.waits
 
     def test_waits_for_one_call_and_for_no_second(self, hand_over):
         runner = in_a_thread(lambda: hand_over.run("engine", wait=True))
@@ -101,7 +118,7 @@ class TestAnError:
             raise error
 
         bad, good = hand_over.call(fail), hand_over.call(lambda engine: 7)
-        hand_over.run(None, wait=False)
+        turn(hand_over)
 
         assert bad.exception(SOON) is error
         assert good.result(SOON) == 7
@@ -115,7 +132,7 @@ class TestAnError:
 
         future, behind = hand_over.call(interrupted), hand_over.call(lambda engine: 7)
         with pytest.raises(kind):
-            hand_over.run(None, wait=False)
+            turn(hand_over)
 
         assert isinstance(future.exception(SOON), EngineDeadError)
         assert isinstance(future.exception(SOON).__cause__, kind)
@@ -128,7 +145,7 @@ class TestACancelledCall:
         futures = [hand_over.call(lambda engine, i=i: seen.append(i)) for i in range(3)]
 
         assert futures[1].cancel()
-        hand_over.run(None, wait=False)
+        turn(hand_over)
 
         assert seen == [0, 2]
         assert futures[2].done()
@@ -137,7 +154,7 @@ class TestACancelledCall:
         futures = []
         futures.append(hand_over.call(lambda engine: futures[0].cancel()))
 
-        hand_over.run(None, wait=False)
+        turn(hand_over)
 
         assert futures[0].result(SOON) is False
 

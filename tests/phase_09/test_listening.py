@@ -16,11 +16,11 @@ from minivllm.serving.streams import output_stream, wake
 
 pytestmark = pytest.mark.lab("9.3")
 
-SOON = 5  # seconds, until what must come is given up
+SOON = 4  # seconds, until what must come is given up
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 3 * SOON))
+    return asyncio.run(asyncio.wait_for(coroutine, 2 * SOON))
 
 
 class FakeLoop:

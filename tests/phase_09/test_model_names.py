@@ -17,12 +17,12 @@ from minivllm.server.settings import ServerSettings
 
 pytestmark = pytest.mark.lab("9.4")
 
-SOON = 10  # seconds, until what must come is given up
+SOON = 4  # seconds, until what must come is given up
 ANYBODY = Holder()
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 2 * SOON))
+    return asyncio.run(asyncio.wait_for(coroutine, SOON))
 
 
 class FakeLLM:

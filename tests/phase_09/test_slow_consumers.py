@@ -12,7 +12,7 @@ from minivllm.serving.streams import Stream, merged, wake
 
 pytestmark = pytest.mark.lab("9.2")
 
-SOON = 10  # seconds, until what must come is given up
+SOON = 4  # seconds, until what must come is given up
 
 
 def joined(earlier, later):
@@ -23,7 +23,7 @@ def in_a_loop(test):
     """Run a coroutine function of a stream of lists."""
 
     async def main():
-        await asyncio.wait_for(test(Stream(asyncio.get_running_loop(), joined)), 2 * SOON)
+        await asyncio.wait_for(test(Stream(asyncio.get_running_loop(), joined)), SOON)
 
     asyncio.run(main())
 
