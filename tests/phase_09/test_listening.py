@@ -19,8 +19,8 @@ pytestmark = pytest.mark.lab("9.3")
 SOON = 4  # seconds, until what must come is given up
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 2 * SOON))
+def run(coroutine, limit=2 * SOON):
+    return asyncio.run(asyncio.wait_for(coroutine, limit))
 
 
 class FakeLoop:
@@ -203,6 +203,7 @@ def llm(tmp_path):
     llm.shutdown()
 
 
+WITH_AN_ENGINE = 60  # seconds
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 
 
@@ -223,7 +224,7 @@ def test_nothing_of_those_who_left_stays_in_the_engine(llm):
             await outputs.aclose()
         return before, await llm.call(left)
 
-    before, after = run(main())
+    before, after = run(main(), WITH_AN_ENGINE)
     assert len(before[0]) == 6 and before[1] > 0
     assert after == ([], 0)
 
@@ -236,7 +237,7 @@ def test_who_was_refused_an_id_leaves_its_owner_alone(llm):
             await anext(llm.generate([5, 6, 7], LONG, "same"))
         return [output async for output in first][-1]
 
-    last = run(main())
+    last = run(main(), WITH_AN_ENGINE)
     assert last.outputs[0].finish_reason == "length"
     assert len(last.outputs[0].token_ids) == 90
 

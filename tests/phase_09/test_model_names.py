@@ -21,8 +21,8 @@ SOON = 4  # seconds, until what must come is given up
 ANYBODY = Holder()
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, SOON))
+def run(coroutine, limit=2 * SOON):
+    return asyncio.run(asyncio.wait_for(coroutine, limit))
 
 
 class FakeLLM:
@@ -303,6 +303,7 @@ class TestWhatTheEngineIsTold:
 
 # ---- with an engine ---------------------------------------------------------------------------------------------
 
+WITH_AN_ENGINE = 60  # seconds
 PROMPT = [5, 6, 7, 8]
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -344,7 +345,7 @@ def test_a_request_in_flight_outlives_the_unload_and_newcomers_do_not(served):
         in_flight = [output async for output in runs][-1].outputs[0].token_ids
         return expected, in_flight, await names.llm.list_loras()
 
-    expected, in_flight, loras = run(main())
+    expected, in_flight, loras = run(main(), WITH_AN_ENGINE)
     assert in_flight == expected and loras == set()
 
 
@@ -364,6 +365,6 @@ def test_a_reload_leaves_a_request_in_flight_its_weights_and_gives_others_the_ne
         in_flight = [output async for output in runs][-1].outputs[0].token_ids
         return expected, in_flight, await later
 
-    expected, in_flight, later = run(main())
+    expected, in_flight, later = run(main(), WITH_AN_ENGINE)
     assert expected["one"] != expected["two"]
     assert (in_flight, later) == (expected["one"], expected["two"])
