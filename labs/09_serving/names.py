@@ -40,9 +40,9 @@ class ModelNames(ServedNames):
 
         holder   of the request's key: what it may not use (`check`), it is refused before anything is looked up
 
-        What is not served is looked for by resolvers (`_resolve`): once, however many ask for it at the same time
-        (`_lock`), and whoever waited looks again. ApiError 404 for a name that nobody knows; errors of
-        `AsyncLLM.add_lora`.
+        What is served is found at once, also while it is read again. What is not is looked for by resolvers
+        (`_resolve`): once, however many ask for it at the same time (`_lock`), and whoever waited looks again.
+        ApiError 404 for a name that nobody knows; errors of `AsyncLLM.add_lora`.
         """
         raise Todo("lab 9.4: a name to an adapter")
 

@@ -1,5 +1,5 @@
 """Whoever stops listening ends his request. Stands for the ends of `AsyncLLM.generate` in vllm/v1/engine/async_llm.py,
-and for `with_cancellation` of vllm/entrypoints/utils.py (v0.22.1).
+and for `with_cancellation` around its handlers (v0.22.1).
 """
 
 import asyncio

@@ -314,6 +314,22 @@ class TestProgress:
 
         assert watched.record.first_token_at == 50.5
 
+    def test_without_the_engines_account_notes_when_somebody_saw_it(self):
+        watched = Watched()
+
+        watched.observe(1.5, 1)
+
+        assert watched.record.first_token_at == 51.5
+
+    def test_of_several_prompts_adds_up_in_the_record_of_all(self):
+        watched = Watched()
+        another = Progress(watched.metrics, watched.record, "sql", clock=lambda: watched.now)
+
+        watched.observe(1, 1, prompt=3)
+        another.observe(output(2, prompt=5), True)
+
+        assert (watched.record.prompt_tokens, watched.record.completion_tokens) == (8, 3)
+
     def test_to_the_end_counts_the_request_as_finished_and_not_as_aborted(self):
         watched = Watched()
 

@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from minivllm.labs import LabError
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.hand_over import HandOver
 
@@ -123,7 +124,7 @@ class TestAnError:
         assert bad.exception(SOON) is error
         assert good.result(SOON) == 7
 
-    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, LabError])
     def test_that_is_nobodys_fault_is_raised_and_its_caller_hears_that_the_engine_ended(
         self, hand_over, kind
     ):

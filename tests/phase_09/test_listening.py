@@ -257,6 +257,7 @@ class Connection:
         try:
             await self.closed.wait()
         finally:
+            await asyncio.sleep(0.01)  # it takes a moment to end
             self.num_waiting -= 1
         return {"type": "http.disconnect"}
 

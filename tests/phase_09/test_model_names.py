@@ -150,6 +150,27 @@ class TestAName:
 
         assert run(main()) == (of("nowhere", "/allowed/x"), ["nowhere"] * 2)
 
+    def test_that_is_read_again_is_still_found_at_once(self):
+        async def main():
+            llm = FakeLLM()
+            names = Names(llm, adapters=(of("sql"),))
+            llm.gate.clear()
+            reload = asyncio.ensure_future(names.load(order("sql", "/new", load_inplace=True)))
+            await asyncio.sleep(0.01)
+            found = await asyncio.wait_for(names.find("sql", ANYBODY), SOON)
+            llm.gate.set()
+            await reload
+            return found
+
+        assert run(main()) == of("sql")
+
+    def test_that_the_key_opens_is_found(self):
+        async def main():
+            names = Names(FakeLLM(), adapters=(of("sql"), of("dates")))
+            return await names.find("sql", Holder(frozenset({"sql"})))
+
+        assert run(main()) == of("sql")
+
     @pytest.mark.parametrize("name", ["base", "sql", "found it", "nowhere"])
     def test_that_the_key_does_not_open_is_a_403_and_nobody_looks(self, name):
         async def main():
@@ -255,6 +276,7 @@ class TestAnUnload:
             llm = FakeLLM()
             with pytest.raises(ApiError) as error:
                 await Names(llm, adapters=(of("sql"),)).unload("dates")
+            assert "'dates'" in str(error.value)
             return status_of(error), llm.told
 
         assert run(main()) == (404, [])
