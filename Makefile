@@ -47,6 +47,7 @@ nightly: setup
 	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 4 --dist worksteal --durations 20 --disable-warnings
 	$(BIN)/python tests/engine/malformed.py --adapters 10000 --seed 0
 	$(BIN)/python tests/engine/interrupts.py --interrupts 1000 --seed 0
+	$(BIN)/python tests/server/server_soak.py --seed 0
 
 lint: setup
 	$(BIN)/ruff check .

@@ -87,11 +87,16 @@ def demo(
     quantization: Quantization = None,
     threads: Threads = None,
     out: Annotated[Path, typer.Option(help="Folder for demo.json, slots.png and trace.html.")] = Path("out"),
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="A tiny random model instead, on Triton's kernels, without a GPU too."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
     with Console().status("starting"):  # PyTorch takes some seconds to import
         from minivllm.commands.demo import run_demo
+        from minivllm.commands.tiny_demo import run_tiny_demo
 
     options = {
         "punica_backend": punica,
@@ -100,6 +105,8 @@ def demo(
         "quantization": quantization,
         "threads": threads,
     }
+    if tiny:
+        raise typer.Exit(0 if run_tiny_demo(min(max_tokens, 12), options, as_json) else 1)
     run_demo(max_loras, max_tokens, per_adapter, options, out, as_json)
 
 

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import house
+import prose
 import pytest
 from code_lines import code_lines, function_lines
 from imports import import_circles
@@ -165,6 +166,30 @@ def test_what_grows_is_new_or_is_settled_is_said():
     ]
 
 
+def test_long_sentences_are_found_in_docstrings_and_in_comments(tmp_path):
+    many, some = " ".join(["word"] * 20), " ".join(["word"] * 19)
+    text = f'''"""First {some}. Second {many}.
+
+name     third {many}, `which counts once (x, y)`
+another  fourth {some}.
+"""
+# Fifth {some}
+# and more.
+# Sixth {some}.
+text = "{many} {many}"
+'''
+    path = tmp_path / "module.py"
+    path.write_text(text)
+
+    found = prose.long_sentences(path)
+
+    assert {start.split()[0]: number for start, number in found.items()} == {
+        "Second": 21,
+        "third": 22,
+        "Fifth": 22,
+    }
+
+
 def test_imports_of_other_rings_are_found_wherever_they_stand():
     text = """
 from typing import TYPE_CHECKING
@@ -178,7 +203,8 @@ def __getattr__(name):
     from minivllm.lora import vllm
 """
 
-    assert house.outward(text) == ["minivllm.lora.gpu", "minivllm.lora.io", "minivllm.lora.reports"]
+    rings = ("gpu", "io", "reports", "vllm")
+    assert house.outward(text) == [f"minivllm.lora.{ring}" for ring in rings]
 
 
 def test_circles_of_imports_are_found_wherever_the_imports_stand(tmp_path):

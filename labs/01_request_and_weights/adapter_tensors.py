@@ -18,7 +18,10 @@ Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
 def read_tensor(
     name: str, tensor: torch.Tensor, peft_helper: PEFTHelper
 ) -> tuple[str, str | None, torch.Tensor]:
-    """(name of an A or B, None, the tensor); or (name of a B, what stands beside it, such as "bias", the tensor).
+    """What a tensor is: (name, kind, tensor).
+
+    name   of an A or a B, as `parse_fine_tuned_lora_name` reads it
+    kind   None for A and B themselves; "bias", say, for what belongs beside that B
 
     Options (`seams.tensor_readers`) may give a tensor another name or shape. What they do not know stays as it is.
     """

@@ -36,7 +36,7 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
 
 
 def is_left_out(name: str, skip_prefixes: list[str] | None = None) -> bool:
-    """Whether a tensor is not the adapter's: PEFT's copy of a base embedding, or of a module under a skipped prefix."""
+    """Whether a tensor is not the adapter's: PEFT's copy of a base embedding, or one under a skipped prefix."""
     if f".{name}".endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
         return True
     return any(f".{prefix}" in f".{name}" for prefix in skip_prefixes or ())
@@ -49,8 +49,8 @@ def is_in_target_modules(
 ) -> bool:
     """Whether the server's `target_modules` lets this module be wrapped; None lets all. vLLM: the same name.
 
-    Trainers say `q_proj`, the engine's module is `qkv_proj`: a fused module matches by any of its parts,
-    a part by the fused module it belongs to. Options may know further parts, such as those of each expert.
+    Trainers say `q_proj`, the engine's module is `qkv_proj`. So a fused module matches by any of its parts, and a
+    part by its fused module. Options may know further parts, such as those of each expert.
     """
     if target_modules is None:
         return True

@@ -23,7 +23,7 @@ class PEFTHelper:
 
     config     all that the file says: `validate_legal` and options (`seams.config_readers`) read more of it
     beside     what options found in it, by the option's name; {} for a plain adapter
-    asked_as   module name -> the name that patterns know; an option may say that they differ
+    pattern_name   module name -> the name that patterns know; an option may say that they differ
 
     ValueError names a field that is not what its type says. `validate_legal` refuses what is not served.
     """
@@ -45,7 +45,7 @@ class PEFTHelper:
         self._patterns = TimedPatterns(fields_of_keys) if fields_of_keys else None
         self.ranks = sorted({self.r, *self.rank_pattern.values()})
         self.beside: dict[str, Any] = {}
-        self.asked_as: Callable[[str], str] = str
+        self.pattern_name: Callable[[str], str] = str
         for name, read in seams.config_readers.items():
             if (value := self.config.get(name)) not in (None, False):
                 read(self, value)

@@ -10,7 +10,7 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 
 
 class Slots:
-    """S slots of one layer, for an adapter each: n pairs of A and B, all in memory that stays where it is.
+    """S slots of one layer, for an adapter each: n pairs of A and B, in memory that never moves.
 
     a           n buffers (S, E, R, K_i); a slot's A in rows 0..r-1, zeros past them. E is 1 but for experts
     b           n buffers (S, E, N_i, R), likewise in columns 0..r-1
@@ -76,7 +76,7 @@ class Slots:
     def _clear_past(self, slot: int, i: int, rank: int) -> None:
         """Zero what slice i of a slot has live beyond `rank`, which is its live rank from then on.
 
-        An adapter of rank 4 does not overwrite all of one of rank 16: 12 rows of A and 12 columns of B are left.
+        An adapter of rank 4 does not overwrite all of one of rank 16. It leaves 12 rows of A and 12 columns of B.
         """
         raise Todo("lab 2.2: write and clear a slot")
 
@@ -93,9 +93,9 @@ class Slots:
                 table[slot, rows:] = 0
 
     def live(self, slot: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Columns of y, A (K, r) and B (r, N_i) of each slice that has something there, r being its live rank. E is 1.
+        """Columns of y, A (K, r) and B (r, N_i) of each slice that has something in the slot.
 
-        A and B are views, kept until the slot changes.
+        r is the slice's live rank, E is 1. A and B are views, kept until the slot changes.
         """
         if slot not in self._live:
             ends = list(itertools.accumulate(b.shape[2] for b in self.b))

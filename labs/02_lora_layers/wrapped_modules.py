@@ -60,10 +60,11 @@ class WrappedModules:
 
         layers   every layer of the model that may be adapted -> its names; it has several where modules share it
 
-        A layer is wanted if any of its names is. It gets one wrapper (`_wrap`), which then stands under all of its
-        names (`place_of`); `modules` has it under the first. For each name the wrapper's `targets` get what adapters
-        may call its slices (`_names_of_slices`), with their numbers. `claims` get these and what the wrapper is
-        `also_called`, all for the first name.
+        A layer is wanted if any of its names is. It gets one wrapper (`_wrap`), which stands in the model wherever the
+        layer did (`place_of` each name). Afterwards:
+        modules           the layer's first name -> its wrapper
+        wrapper.targets   what adapters may call a slice, under any name of the layer (`_names_of_slices`) -> its number
+        claims            these, and what the wrapper is `also_called` under any name -> the first name
         """
         raise Todo("lab 2.5: wrap every layer of a model, once")
 
@@ -96,8 +97,8 @@ class WrappedModules:
         """Module name -> what its layer finds in the adapter (its `judge`); the adapter stays as it is.
 
         `claims` say whose each name is. What an option found of the whole adapter (`beside`) goes to the layers
-        first, through `givers`. ValueError, worded by `unmatched` for all of them together, for names that no module
-        has: the adapter would lose those weights in silence. Layers raise their own.
+        first, through `givers`. Names that no module has would be lost in silence: one ValueError, worded by
+        `unmatched`, has them all. Layers raise their own.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 

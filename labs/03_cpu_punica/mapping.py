@@ -54,7 +54,7 @@ def compute_runs(token_slots: list[int]) -> list[tuple[int, slice]]:
 
     token_slots: (T,) slot of each row, -1 = base
 
-    A run is as long as it can be: [2, 2, -1, 2] has two, (2, slice(0, 2)) and (2, slice(3, 4)).
+    A run is as long as it can be: `[2, 2, -1, 2]` has two, `(2, slice(0, 2))` and `(2, slice(3, 4))`.
     """
     raise Todo("lab 3.4: runs of rows with the same slot")
 

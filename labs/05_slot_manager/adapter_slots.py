@@ -31,14 +31,14 @@ class AdapterSlots(AdapterTiers):
             return False
         self.wrapped.accept(adapter)
         self._make_room_in_memory()
-        self._take(adapter)
+        self._stage(adapter)
         self._registered_adapters.put(adapter.id, adapter)
         return True
 
-    def _take(self, adapter: LoRAModel) -> None:
-        """For a GPU: move the weights into memory that it can copy from."""
+    def _stage(self, adapter: LoRAModel) -> None:
+        """For a GPU: move the weights into page-locked memory, which it can copy from."""
         if self.slot_writer is not None:
-            self.slot_writer.take(adapter)
+            self.slot_writer.stage(adapter)
 
     def _write(self, adapter: LoRAModel, slot: int) -> None:
         (self.slot_writer or self.wrapped).write(adapter, slot)
@@ -74,9 +74,9 @@ class AdapterSlots(AdapterTiers):
     def replace_adapter(self, adapter: LoRAModel) -> None:
         """Put other weights under a registered id, in memory and, if it has a slot, there; a pin holds on.
 
-        ValueError that names an unknown id or what does not fit, and nothing has changed. What fits is taken (`_take`)
-        first, as by `add_adapter`. If copying fails the old weights are served on: they are back in memory and, if
-        pinned, in a slot.
+        ValueError that names an unknown id or what does not fit, and nothing has changed. What fits is staged
+        (`_stage`) first, as by `add_adapter`. If copying fails the old weights are served on: they are back in memory
+        and, if pinned, in a slot.
         """
         raise Todo("lab 5.6: other weights under the same id")
 

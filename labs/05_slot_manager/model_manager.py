@@ -5,7 +5,6 @@ Stands for vllm/lora/model_manager.py and vllm/lora/punica_wrapper/punica_select
 
 from minivllm.labs import Todo
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,9 +90,3 @@ def make_backend(
     if name in ("loops", "grouped"):
         return LoopsBackend(device) if name == "loops" else RunsBackend(device)
     return backends[name](max_num_batched_tokens, max_batches, device, lora_config)
-
-
-def __getattr__(name: str) -> Any:
-    from minivllm.lora.vllm import managers
-
-    return getattr(managers, name)

@@ -61,7 +61,7 @@ class AdapterTiers:
 
     @property
     def residents(self) -> tuple:
-        """Who is in memory, and who in which slot, both in the order of use; the loads in slots; who is in use."""
+        """Ids in memory, and id and slot of those in slots, by use; the load ids of these; `in_use`."""
         memory, slots = self._registered_adapters, self._active_adapters
         loads = [memory[adapter_id].load_id for adapter_id in slots if adapter_id in memory]
         return list(memory), list(slots.items()), loads, self.in_use

@@ -2,7 +2,6 @@
 
 from minivllm.labs import Todo
 from collections.abc import Iterable
-from typing import Any
 
 from minivllm.faults import as_fault, put_down_to
 from minivllm.lora.loading import AdapterLoader
@@ -36,8 +35,8 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
         loading pass through, put down to their adapter (`adapter_at_fault`).
 
-        If a step is like the last one, and the `residents` are the same, everything is in its slot: only the hits
-        are told. Not so on a GPU, where slots are written beside steps.
+        A step like the last one, with the same `residents`, finds everything in its slot: only the hits are told.
+        Not so on a GPU, where slots are written beside steps.
         """
         requests = list(requests)
         step = requests, mapping, self.manager.residents
@@ -61,7 +60,7 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
     def _claim(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
         """The step's adapters by id, as `_distinct` has them. They are `in_use` from here on, and only they.
 
-        With slots [1, 2, 3] and a step that wants 4, 1 and 5, loading 4 would else evict 1, only for 1 to be
+        Say the slots have 1, 2 and 3, and a step wants 4, 1 and 5. Loading 4 would else evict 1, only for 1 to be
         copied in again. A step that is refused leaves `in_use` as it was.
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
@@ -96,9 +95,3 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
     def list_adapters(self) -> set[int]:
         """Ids of the adapters in memory."""
         return set(self.manager.list_adapters())
-
-
-def __getattr__(name: str) -> Any:
-    from minivllm.lora.vllm import managers
-
-    return getattr(managers, name)

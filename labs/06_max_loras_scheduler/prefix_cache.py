@@ -27,8 +27,8 @@ def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: 
 
     parent      key of the block before, which stands for all tokens up to it; None for the first block
     token_ids   the block's own, int64
-    identity    0 for base, else the number of this *load* of the adapter. vLLM 0.22.1 puts the
-                adapter's name here, and serves stale keys and values once other weights come under it.
+    identity    0 for base, else the number of this *load* of the adapter. In vLLM 0.22.1 it is the
+                adapter's name, and other weights under it are served stale keys and values
 
     Equal arguments give equal keys; any difference gives another key.
     """
@@ -41,8 +41,8 @@ def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: 
 class PrefixCache:
     """The finding half of the `KVCacheManager`.
 
-    adapter_identity    lora_int_id -> a number that is new for each load of the adapter, >= 1, or None
-                        when it is not loaded: then nothing can be found yet
+    adapter_identity    lora_int_id -> a number, >= 1, that is new for each load of the adapter. None = it is not
+                        loaded, and nothing can be found yet
     """
 
     def __init__(self, cache_config: CacheConfig, adapter_identity: Callable[[int], int | None]) -> None:
@@ -57,8 +57,8 @@ class PrefixCache:
         """Blocks that hold the longest known prefix of a request which has none yet; [] with caching off.
 
         Never the whole of it: the last token is computed, or there would be no logits to sample from. Blocks
-        are found one after the other (`_block_hashes`), up to the first that is not there. Nothing can be
-        found for an adapter that is not loaded; else the request is bound (`_bind`) to the present load first.
+        are found one after the other (`_block_hashes`), up to the first that is not there. For an adapter that is not
+        loaded there are none. Else the request is bound (`_bind`) to the present load first.
         """
         raise Todo("lab 6.5: whose keys and values these are")
 
@@ -78,7 +78,7 @@ class PrefixCache:
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Let others find the blocks that `num_computed_tokens` fill; call it before the count is advanced.
 
-        Once an adapter is loaded anew under a running request, the rest of its blocks belong to no one
+        An adapter may be loaded anew under a running request. The rest of the request's blocks then belong to no one
         load, and are never found.
         """
         first, last = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size

@@ -25,18 +25,18 @@ class EngineCore(EngineParts):
 
     # region lab 7.4: one step of the engine
     def _step(self, outputs: list[RequestOutput]) -> None:
-        """One step; what is new of a request goes into `outputs` at once, and so is not lost if the rest fails.
+        """One step. What is new of a request goes into `outputs` at once: it is not lost if the rest fails.
 
         First reloads and unloads are settled (`_settle_adapters`), then the scheduler decides. The output
         processor hears of each request that was admitted (`mark_scheduled`): `cached_tokens` has their ids. The
         refused are finished (`_finish`). A step in which nothing is scheduled ends here.
 
         Then the adapters are read (`_prepare_adapters`). Requests whose adapter cannot be loaded end with
-        finish_reason "error", and the step is dropped with them: the others go on with the next one.
+        finish_reason "error". The step is dropped with them, and the others go on with the next one.
 
-        Between the launch (`_launch`) and the sampling (`_sample`) of what was launched the `listeners` hear of the
-        step and the adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
-        `update_from_output` takes request id -> [token], and whoever it names gets an output with its logprobs.
+        It is launched (`_launch`), and what was launched is sampled (`_sample`). In between the `listeners` hear of the
+        step, and the adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
+        `update_from_output` takes request id -> [token]. Whoever it names gets an output with its logprobs.
         `metrics.observe_step` counts the step, the seconds from its beginning, and those from launch to tokens.
         """
         raise Todo("lab 7.4: one step of the engine")

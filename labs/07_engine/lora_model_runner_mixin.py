@@ -37,8 +37,8 @@ class LoRAModelRunnerMixin(DummyLoRAs):
 
         num_scheduled_tokens   (P,) int, tokens of each row of the batch
         num_sampled_tokens     (P,) int; None = every row samples one
-        pad_to                 rows of the CUDA graph that the step runs in, 0 = none; those past the batch are
-                               base rows, in both mappings (`_pad`)
+        pad_to                 rows of the CUDA graph that the step runs in, 0 = none. Those past the batch are base
+                               rows, in both mappings (`_pad`)
 
         All of it is one call of the manager's `set_active_adapters`, which keeps the order. Ids that are translated
         first would lead to the slots as they were before this step's evictions. It gets adapter *ids*, as a

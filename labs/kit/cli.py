@@ -17,14 +17,25 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from labs.kit import hunt_command
+from labs.kit import hunt_command, open_command
 from labs.kit.hints import hints_of
 from labs.kit.hunt import PHASE as HUNTS
 from labs.kit.hunt import Hunt, choose_hunts, is_hunt
 from labs.kit.migrate import strays
-from labs.kit.progress import Progress, digest, has_stub, is_untouched, learners_code, place, reset, shown
+from labs.kit.path import TRACKS, counts, mark, next_of, track_of
+from labs.kit.progress import (
+    Progress,
+    digest,
+    has_stub,
+    is_untouched,
+    learners_code,
+    learners_exercise,
+    place,
+    reset,
+    shown,
+)
 from labs.kit.regions import PHASES, Exercise, read_engine
-from minivllm.labs import LabError, starters
+from minivllm.labs import ROOT, LabError, starters
 from minivllm.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -75,29 +86,19 @@ def overview(context: typer.Context) -> None:
         return
     progress, exercises = Progress(), choose(None)
     states = {exercise.number: progress.state(exercise) for exercise in exercises}
-    passed = sum(state == "passed" for state in states.values())
-    console.print(
-        f"{passed} of {len(exercises)} exercises solved. ✓ solved  ~ started or changed since  · TODO\n"
-    )
+    solved = counts([(track_of(e), states[e.number] == "passed") for e in exercises])
+    said = [f"{done} of {of} {TRACKS[track]}" for track, (done, of) in solved.items()]
+    console.print(f"{', '.join(said)} solved.\n✓ solved  ~ started or changed since  · TODO\n")
     for phase in dict.fromkeys(exercise.phase for exercise in exercises):
         console.print(f"[bold]{phase}[/]")
         for exercise in (e for e in exercises if e.phase == phase):
-            console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {escape(exercise.title)}")
+            title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
+            console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {title}")
     hunt_command.list_hunts()
+    console.print("[bold]open exercises[/]")
+    open_command.list_open()
     console.print()
     say_next(next_of(exercises, states, progress.last))
-
-
-def next_of(exercises: list[Exercise], states: dict[str, str], last: str | None) -> Exercise | None:
-    """What to do next on the learner's own path: what was begun, else what follows the last pass; side tracks last.
-
-    None when all are solved.   last: the exercise that passed last
-    """
-    numbers = [exercise.number for exercise in exercises]
-    at = numbers.index(last) + 1 if last in numbers else 0
-    ahead = [e for e in exercises[at:] + exercises[:at] if states[e.number] != "passed"]
-    begun = [e for e in exercises if states[e.number] == "started"]
-    return next(iter(begun + [e for e in ahead if not e.is_side_track] + ahead), None)
 
 
 def say_strays() -> None:
@@ -113,7 +114,7 @@ def say_next(exercise: Exercise | None) -> None:
         return
     hints = hints_of(exercise)
     minutes = f", about {hints.minutes} minutes" if hints else ""
-    console.print(f"Next: lab {exercise.number}, {escape(exercise.title)}{minutes}")
+    console.print(f"Next: lab {exercise.number}, {escape(exercise.title)}{mark(exercise)}{minutes}")
     console.print(f"  {place(exercise)}\n  lab check {exercise.number}    lab hint {exercise.number}")
 
 
@@ -175,7 +176,8 @@ def say_grade(result: "Grade", trace: bool) -> None:
         "failed": f"{len(wrong)} of {tests} tests fail" if wrong else "",
         "todo": f"TODO {place(exercise)}" + f", {len(wrong)} of {tests} tests fail" * bool(wrong),
     }[result.state]
-    console.print(f"{SIGNS[result.state]} {exercise.number} {escape(exercise.title)}  [dim]{said}[/]")
+    title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
+    console.print(f"{SIGNS[result.state]} {exercise.number} {title}  [dim]{said}[/]")
     if outcome.trouble:
         console.print(f"    [red]{escape(outcome.trouble)}[/]")
     shown_messages = set()
@@ -294,6 +296,16 @@ def hunt(
     return (hunt_command.spoil if spoil else hunt_command.tell)(hunt)
 
 
+@app.command("open")
+def open_exercise(
+    which: Annotated[str | None, typer.Argument(help="A phase, such as 5; none: all of them.")] = None,
+) -> None:
+    """Judge your answer to a phase's open exercise beside ours. Exit status 1 if it misses the budget."""
+    if which is None:
+        return open_command.list_open()
+    raise typer.Exit(0 if open_command.judge_open(which) else 1)
+
+
 @app.command()
 def diff(
     number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
@@ -368,6 +380,22 @@ def run(
     except OSError as error:
         raise LabError(f"'{command[0]}' cannot be run: {error.strerror}") from None
     raise typer.Exit(status)
+
+
+@app.command()
+def demo(number: Number) -> None:
+    """After an exercise: the smallest visible thing that it changes, on your code."""
+    exercise = choose_one(number)
+    if track_of(exercise) == "side":
+        raise LabError(f"lab {number} is a side track, and has no demo; `lab` shows what is on the core path")
+    learners_exercise(exercise)  # says so where Python cannot read it
+    if has_stub(exercise):
+        console.print(f"{SIGNS['todo']} {number} {escape(exercise.title)}  [dim]TODO {place(exercise)}[/]")
+        raise typer.Exit(1)
+    console.print(f"[bold]lab {number}: {escape(exercise.title)}[/], on your code")
+    sys.stdout.flush()
+    program = [sys.executable, "-m", "labs.demos", number]
+    raise typer.Exit(subprocess.run(program, env=environment(number), cwd=ROOT).returncode)
 
 
 def begun() -> str:
@@ -478,6 +506,8 @@ def grade_command(
     from labs.kit.grade import grade, report, write_junit
 
     points = hunt_command.report(which) if is_hunt(which) else report(list(grade(choose(which))))
+    if not is_hunt(which):
+        points["open"] = open_command.grades(which)
     if junit:
         write_junit(points, junit)
     if as_json:
@@ -486,7 +516,12 @@ def grade_command(
     for entry in points["exercises"]:
         sign = SIGNS[entry["state"]]
         console.print(f"{sign} {entry['exercise']} {escape(entry['title'])}  {entry['points']}/{entry['of']}")
+    for track, part in points.get("tracks", {}).items():
+        console.print(f"{part['points']} of {part['of']} points {TRACKS[track]}")
     console.print(f"{points['points']} of {points['of']} points")
+    for entry in points.get("open", []):
+        count = "" if entry["count"] is None else f"  {entry['count']:.4g} of {entry['budget']:g}"
+        console.print(f"{SIGNS[entry['state']]} {entry['exercise']} {escape(entry['title'])}{count}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.kit.forks import Job, Outcome, Result, run
+from labs.kit.path import counts, track_of
 from labs.kit.progress import digest, has_stub, is_untouched, learners_exercise
 from labs.kit.regions import Exercise, sort_key
 from minivllm.labs import LabError
@@ -56,12 +57,13 @@ def grade(
 
 
 def report(grades: list[Grade]) -> dict[str, Any]:
-    """For instructors: points of every exercise and in all."""
+    """For instructors: points of every exercise, of every track, and in all."""
     exercises = [
         {
             "exercise": grade.exercise.number,
             "title": grade.exercise.title,
             "phase": grade.exercise.phase,
+            "track": track_of(grade.exercise),
             "state": grade.state,
             "points": grade.points,
             "of": 1,
@@ -71,7 +73,13 @@ def report(grades: list[Grade]) -> dict[str, Any]:
         }
         for grade in sorted(grades, key=lambda grade: sort_key(grade.exercise.number))
     ]
-    return {"points": sum(grade.points for grade in grades), "of": len(grades), "exercises": exercises}
+    tracks = counts([(entry["track"], entry["points"] == 1) for entry in exercises])
+    return {
+        "points": sum(grade.points for grade in grades),
+        "of": len(grades),
+        "tracks": {track: {"points": points, "of": of} for track, (points, of) in tracks.items()},
+        "exercises": exercises,
+    }
 
 
 def write_junit(grades: dict[str, Any], path: Path) -> None:

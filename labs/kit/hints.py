@@ -1,4 +1,4 @@
-"""What the course says about an exercise: how long it takes, and three hints."""
+"""What the course says about an exercise: its track, how long it takes, and three hints."""
 
 import tomllib
 from typing import NamedTuple
@@ -8,10 +8,14 @@ from minivllm.labs import ROOT, LabError
 
 
 class Hints(NamedTuple):
-    """minutes: for a good engineer to whom this is new; hints: a nudge, the approach, pseudocode"""
+    """minutes: for a good engineer to whom this is new; hints: a nudge, the approach, pseudocode
+
+    track: core, on the way to the engine; kernels, the path of phase 4; serving, that of phase 9; side, about options
+    """
 
     minutes: int
     hints: list[str]
+    track: str = "core"
 
 
 def hints_of(exercise: Exercise) -> Hints | None:
@@ -21,6 +25,6 @@ def hints_of(exercise: Exercise) -> Hints | None:
         return None
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get(exercise.number)
-        return table and Hints(table["minutes"], table["hints"])
+        return table and Hints(table["minutes"], table["hints"], table.get("track", "core"))
     except (tomllib.TOMLDecodeError, KeyError) as error:
         raise LabError(f"{path.relative_to(ROOT)}: {error}") from None

@@ -23,10 +23,6 @@ PHASES = (
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-# About options that most adapters do not have: nobody's path needs them.
-SIDE_TRACKS = ("1.7", "2.8", "2.9")
-
-
 @dataclass
 class Exercise:
     """number: such as `3.2`; text: of the whole module, as the engine has it"""
@@ -39,10 +35,6 @@ class Exercise:
     @property
     def phase(self) -> str:
         return named_phase(self.number)
-
-    @property
-    def is_side_track(self) -> bool:
-        return self.number in SIDE_TRACKS
 
     @property
     def title(self) -> str:

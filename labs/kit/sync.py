@@ -1,4 +1,4 @@
-"""Writes what is generated from the regions: starters, their hashes, and the code in solutions and chapters."""
+"""Writes what is generated from the regions: starters, their hashes, and the code in solutions."""
 
 import hashlib
 import json
@@ -9,6 +9,17 @@ from pathlib import Path
 from labs.kit.hunt import read_hunts
 from labs.kit.regions import Exercise, read_engine, starter
 from minivllm.labs import ROOT, LabError
+
+# The open exercise of each phase: its files are named open_NAME*.py, and its judge labs.kit.judges.NAME.
+OPEN = {
+    "02_lora_layers": "packing",
+    "03_cpu_punica": "mixed_batch",
+    "04_triton_sgmv": "shrink",
+    "05_slot_manager": "eviction",
+    "06_max_loras_scheduler": "turns",
+    "07_engine": "waiting_line",
+}
+OURS = ("naive", "good", "best")
 
 _BLOCK = re.compile(r"(<!-- code: lab (\S+) -->\n)(.*?)(<!-- /code -->)", re.DOTALL)
 
@@ -29,6 +40,7 @@ def sync(root: Path = ROOT, write: bool = True) -> tuple[list[str], list[str]]:
     files, left_alone = _starters(root, exercises)
     # A learner's test is told from a starter by nobody but its hunt, so what is there stays.
     files |= {h.test_file: h.starter for h in read_hunts(root).values() if not h.test_file.is_file()}
+    files |= _open_starters(root)
     for path, text in _documents(root, exercises):
         files[path] = text
     stale = {path: text for path, text in files.items() if _text(path) != text}
@@ -68,9 +80,26 @@ def _starters(root: Path, exercises: dict[str, Exercise]) -> tuple[dict[Path, st
     return files, left_alone
 
 
+def _open_starters(root: Path) -> dict[Path, str]:
+    """Every open exercise's starter, which is our naive answer, unless somebody has worked on it; and their hashes."""
+    index = root / "labs" / "open_starters.json"
+    recorded, files = json.loads(_text(index) or "{}"), {}
+    naive = {
+        f"{phase}/open_{name}": _text(root / f"solutions/{phase}/open_{name}_naive.py")
+        for phase, name in OPEN.items()
+    }
+    for stem, wanted in naive.items():
+        path = root / "labs" / f"{stem}.py"
+        found = _text(path)
+        if wanted is not None and (found is None or sha256(found) == recorded.get(stem)):
+            files[path] = wanted
+    hashes = {stem: sha256(text) for stem, text in naive.items() if text is not None}
+    return files | ({index: json.dumps(hashes, indent=2) + "\n"} if hashes else {})
+
+
 def _documents(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Path, str]]:
-    """Every chapter and solution, its `code` blocks filled from the regions."""
-    for path in sorted([*root.glob("solutions/*/README.md"), *root.glob("phases/*/README.md")]):
+    """Every solution, its `code` blocks filled from the regions. Chapters have none: an answer is one link away."""
+    for path in sorted(root.glob("solutions/*/README.md")):
         where, text = path.relative_to(root), path.read_text(encoding="utf-8")
 
         def fill(match: re.Match, where: Path = where) -> str:

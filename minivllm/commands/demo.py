@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -52,6 +53,7 @@ def run_demo(
     options: further `EngineArgs`
     """
     # First: better to fail now than after the work.
+    refuse_kernels_without_gpu(options)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     out.mkdir(parents=True, exist_ok=True)
     requests = demo_requests(per_adapter)
@@ -83,6 +85,17 @@ def run_demo(
         print_json(report)
     else:
         show(report, out)
+
+
+def refuse_kernels_without_gpu(options: dict[str, Any]) -> None:
+    """ValueError for kernels where there is no GPU: the interpreter would take hours."""
+    kernels, device = options.get("punica_backend"), options.get("device", "auto")
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if kernels in ("triton", "folded") and not on_gpu:
+        raise ValueError(
+            f"--punica {kernels} needs a GPU for the demo model; without one, try `minivllm demo --tiny`: a tiny "
+            "model, in Triton's interpreter"
+        )
 
 
 def demo_requests(per_adapter: int) -> list[DemoRequest]:

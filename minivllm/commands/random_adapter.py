@@ -24,8 +24,10 @@ def linear_shapes(arch: ModelArchitecture) -> dict[str, tuple[int, int]]:
     }
 
 
-def save_random_adapter(folder: Path, model: str, rank: int, seed: int, dtype: torch.dtype) -> Path:
-    """Make the adapter folder: small numbers, no A (r, K) and no B (N, r) all zeros."""
+def save_random_adapter(
+    folder: Path, model: str, rank: int, seed: int, dtype: torch.dtype, alpha: int | None = None
+) -> Path:
+    """Make the adapter folder: small numbers, no A (r, K) and no B (N, r) all zeros. alpha: the rank if not given."""
     arch = ModelArchitecture.from_folder(model)
     shapes = linear_shapes(arch)
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +45,7 @@ def save_random_adapter(folder: Path, model: str, rank: int, seed: int, dtype: t
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": rank,
-        "lora_alpha": rank,
+        "lora_alpha": alpha or rank,
         "target_modules": [name.rpartition(".")[2] for name in shapes],
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))

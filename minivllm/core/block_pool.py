@@ -10,8 +10,8 @@ NULL_BLOCK = 0
 class BlockPool:
     """Who owns which block, and which free blocks still hold something worth finding. vLLM: `BlockPool`.
 
-    A block is used by `ref_cnt` requests or it is free. A free block keeps its contents and its hash
-    until it is handed out again, oldest first, so that a finished request's prefix can be found.
+    A block is used by `ref_cnt` requests, or it is free. A free block keeps its contents and its hash until it is
+    handed out again, oldest first. So a finished request's prefix can be found.
     """
 
     def __init__(self, num_blocks: int) -> None:

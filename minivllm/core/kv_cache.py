@@ -22,7 +22,7 @@ class KVCacheManager(PrefixCache):
         start = request.num_computed_tokens + len(computed_blocks) * self.block_size
         held = len(request.block_ids) + len(computed_blocks)
         if start + num_new_tokens <= held * self.block_size and not computed_blocks:
-            return True
+            return True  # the request's last block has room: so it is in most steps
         num_new_blocks = max(0, self.num_blocks_for(start + num_new_tokens) - held)
         if num_new_blocks > self._num_free_besides(computed_blocks):
             return False

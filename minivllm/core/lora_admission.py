@@ -1,8 +1,9 @@
 """The max_loras rule. Stands for `scheduled_loras` in vllm/v1/core/sched/scheduler.py (v0.22.1).
 
-vLLM counts the adapters of the requests scheduled in this step. Here an adapter holds a slot as long as one
-of its requests runs, scheduled in this step or not, and as long as it is pinned. vLLM lets a request whose
-adapter does not fit wait while others pass it, without end. Here its wait is bounded.
+vLLM counts the adapters of the requests that are scheduled in this step. Here a request's adapter holds a slot as long
+as the request runs, scheduled or not. A pinned one holds its slot without any.
+
+In vLLM a request whose adapter does not fit waits while others pass it, without end. Here its wait is bounded.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ class LoRAAdmission:
     held[a]     how long adapter a has had one, since it brought its first token
 
     An adapter is due once it has waited `max_wait_steps`. It then takes the slot of an adapter that has held
-    one for as long. So nobody waits without end, and nobody loses a slot before it was of use: adapters that
+    one for as long. So nobody waits without end, and nobody loses a slot before it was of use. Adapters that
     want the same slot have it in turns.
 
     What a step begins with, and what it changes as it goes:
@@ -78,9 +79,9 @@ class LoRAAdmission:
         waiting     adapters that were passed over and would run if they had a slot, the longest wait first.
                     Many may wait: it is read no further than to the first that is not due
 
-        First, while more slots are taken than there are (a pin came in under running requests), the cheapest
-        adapter makes way, however short its turn was. Then every waiting adapter that is due takes a slot, in
-        its turn: one that is free, else that of the cheapest adapter which has had its turn. Where there is
+        First, while more slots are taken than there are, the cheapest adapter makes way, however short its turn was.
+        It is so when a pin came in under running requests. Then every waiting adapter that is due takes a slot, the
+        longest wait first. It is a free one, else that of the cheapest adapter which has had its turn. Where there is
         neither, those that are left wait on. `_victim` says who is cheapest, `_evict` frees its slot.
         """
         evicted = []
@@ -113,8 +114,7 @@ class LoRAAdmission:
     def _victim(self, min_held: int) -> int | None:
         """The adapter that is cheapest to preempt: fewest running requests, then the longest turn.
 
-        Only adapters with running requests and no pin, which have held their slot for `min_held` steps; None if
-        there is none.
+        Only adapters with running requests and no pin that have held their slot for `min_held` steps. None without any.
         """
         candidates = [
             adapter_id

@@ -17,11 +17,10 @@ from minivllm.guards.refusals import all_pinned, lacks_blocks, lora_is_off
 class Scheduler(StepPolicy):
     """Continuous batching under a token budget, KV blocks, max_num_seqs and max_loras. vLLM: `Scheduler`.
 
-    `schedule` decides and `update_from_output` commits. schedule() moves requests between the queues,
-    gives and takes KV blocks, sets `num_computed_tokens` of a request it admits to what the prefix cache
-    holds, or of one it preempts to 0, and notes whose wait for a slot begins or ends. It never counts a token as
-    computed, lets no block be found, and moves no clock. So a step that failed is simply dropped: finish the
-    requests at fault and schedule again.
+    `schedule` decides, and `update_from_output` commits. Deciding moves requests between the queues, and gives and
+    takes KV blocks. It notes whose wait for a slot begins or ends. It sets `num_computed_tokens`: of whom it admits to
+    what the prefix cache holds, of whom it preempts to 0. It never counts a token as computed, lets no block be found,
+    and moves no clock. So a step that failed is simply dropped: finish the requests at fault and schedule again.
 
     waiting     by arrival; a preempted request goes back to its place
     running     by admission, so that prompts in the making come after all who already answer
@@ -72,7 +71,7 @@ class Scheduler(StepPolicy):
         self.waiting.add(request)
 
     def check_request(self, request: Request) -> None:
-        """ValueError if its id is in use, LoRA is off, or an empty KV cache all to itself would not hold it."""
+        """ValueError if its id is in use, LoRA is off, or an empty KV cache would not hold it."""
         if request.request_id in self.requests:
             raise ValueError(f"request id '{request.request_id}' is in use; give every request its own")
         if request.lora_request and not self.lora.max_loras:

@@ -31,8 +31,8 @@ class StepPolicy:
         """Give running requests their next tokens, in order, while the budget lasts (`_budget_left`).
 
         Each gets all tokens it has that are not computed, or what the budget has left; `_give` notes them.
-        If `kv_cache.allocate_slots` lacks blocks for them, the request admitted last is preempted, as often as
-        it takes, and `halted_by` becomes NO_BLOCKS. If that was the request itself, nobody is left to serve.
+        If `kv_cache.allocate_slots` lacks blocks for them, `halted_by` becomes NO_BLOCKS. Then the request admitted
+        last is preempted, as often as it takes. If that was the request itself, nobody is left to serve.
         """
         position = 0
         while position < len(self.running) and (budget := self._budget_left(output)):
@@ -53,10 +53,11 @@ class StepPolicy:
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
         """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
 
-        Who may not join yet is skipped, and the reason noted for its adapter in `output.passed_over`: the adapter is
-        about to change (`may_run` says why), or does not fit (MAX_LORAS; from now on it waits, `lora.pass_over`),
-        or comes into its slot beside this step (`_prefetches`: ADAPTER_COPY). Who lacks blocks (`_admit` is False)
-        ends it: blocks come free one by one, and were small requests to pass, a big one might wait for ever.
+        Who may not join yet is skipped. `output.passed_over` has the reason, by adapter: the first of these that holds.
+        what `may_run` says   the adapter is about to change
+        MAX_LORAS             it does not fit (`lora.fits`), and from now on it waits (`lora.pass_over`)
+        ADAPTER_COPY          it comes into its slot beside this step (`_prefetches`)
+        NO_BLOCKS ends it, where `_admit` is False. Blocks come free one by one: a big request might wait for ever.
         """
         for request in self._line(output):
             output.halted_by = self._full(output)
@@ -78,8 +79,8 @@ class StepPolicy:
     def _line(self, output: SchedulerOutput) -> Iterator[Request]:
         """Waiting requests, those left out whose answer is known: a step costs what it admits, whoever waits.
 
-        First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free, then
-        those that have one. Then the others by arrival. If one cannot join, no later one of its adapter can.
+        First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free.
+        With none free it is those that have one. The others follow by arrival. In each adapter the oldest is first.
         """
         for adapter_id in self._adapters_in_line():
             output.asked.append(self.waiting.place(adapter_id))
@@ -99,7 +100,7 @@ class StepPolicy:
         yield from sorted(with_a_slot, key=self.waiting.place)
 
     def _prefetches(self, adapter_id: int, output: SchedulerOutput) -> bool:
-        """Whether an adapter that fits comes into its slot beside this step, rather than hold up all who run in it.
+        """Whether an adapter that fits comes into its slot beside this step. So it holds up nobody who runs in it.
 
         For one step only: whatever became of the copy, the next one does not wait for it.
         """

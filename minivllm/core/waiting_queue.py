@@ -1,6 +1,6 @@
 """Who waits, for which adapter, and since when. Stands for vllm/v1/core/sched/request_queue.py (v0.22.1).
 
-A step must not cost more because many wait, so it never walks the queue: all that it looks up is kept in order.
+A step must not cost more because many wait. So it never walks the queue: all that it looks up is kept in order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -120,7 +120,7 @@ class WaitingQueue:
         return self.step - self._of_adapter[adapter_id].since if self.is_passed_over(adapter_id) else 0
 
     def wait_steps(self, request: Request) -> int:
-        """Steps that a request has waited for its adapter to get a slot: a statistic, counted when it is asked for."""
+        """Steps that a request has waited for its adapter to get a slot. A statistic: it is counted when asked for."""
         if request not in self:
             return request.lora_wait_steps
         steps = self._steps_waited(self._of_adapter[request.adapter_id])
@@ -129,9 +129,8 @@ class WaitingQueue:
     def place(self, adapter_id: int) -> tuple[int, int] | None:
         """Its key in `passed_over`, if it is there."""
         queue = self._of_adapter.get(adapter_id)
-        return (
-            (queue.since, queue.arrivals[0]) if queue and queue.arrivals and queue.since is not None else None
-        )
+        waits = queue and queue.arrivals and queue.since is not None
+        return (queue.since, queue.arrivals[0]) if waits else None
 
     def end_step(self) -> None:
         """A step was computed. Adapters that no request waits for any more do not wait, either."""

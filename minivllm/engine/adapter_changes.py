@@ -15,14 +15,14 @@ from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 
 class AdapterChanges:
-    """Adapters by id, and the changes of them that are ordered now and done when no request stands in the way.
+    """Adapters by id, and their changes: ordered now, done when no request stands in the way.
 
     worker     reads, removes and pins adapters
     manager    the same adapters in memory and in slots
     adapters   id -> record
     by_name    each of its names -> id
     noted      ids of the adapters that may have a reload, a failure or an unload: nobody has to walk through all
-    pinned     ids of the adapters that are to keep a slot, whether they have one yet or not; the scheduler reads it
+    pinned     ids of the adapters that are to keep a slot, in one yet or not. `manager.pinned_adapters` are in one
     """
 
     def __init__(self, scheduler: Scheduler, worker: LRUCacheWorkerLoRAManager) -> None:
@@ -45,8 +45,8 @@ class AdapterChanges:
     def may_run(self, request: Request) -> str | None:
         """None, or why a waiting request may not be admitted: RELOAD_PENDING.
 
-        That is so while the reload that begins its generation is to come (`reloads`), and while unfinished requests
-        of its adapter are of an earlier generation. Base has no record.
+        It may not while the reload that begins its generation is to come (`reloads`). It may not, either, while
+        unfinished requests of its adapter are of an earlier generation. Base has no record.
         """
         adapter = self.adapters.get(request.adapter_id)
         if adapter is None:
@@ -58,7 +58,7 @@ class AdapterChanges:
     def _with_reload(self, adapter: Adapter, order: LoRARequest) -> Adapter:
         """A copy of the record (`replace`) with one generation more, and the order of its reload in `reloads`.
 
-        The record itself stays as it is: an interrupt may come between any two lines, and half an order is none.
+        The record itself stays as it is. An interrupt may come between any two lines, and half an order is none.
         """
         generation = adapter.generation + 1
         return replace(adapter, generation=generation, reloads={**adapter.reloads, generation: order})
@@ -80,7 +80,7 @@ class AdapterChanges:
         """Do the reloads, by generation, and then the unload that no request stands in the way of, of all `_noted`.
 
         A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`), and
-        then its order is gone. An unload waits for all unfinished requests of its adapter; then the worker removes it
+        then its order is gone. An unload waits for all unfinished requests of its adapter. Then the worker removes it
         from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`).
         """
         for adapter in self._noted():
@@ -98,8 +98,8 @@ class AdapterChanges:
         What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
 
         After any error (`as_fault`) the worker still has the old weights. The error is kept in `failures` for the
-        requests of this generation. From then on the adapter's own is at least the one after it, so that whoever
-        comes next does not share their fate.
+        requests of this generation. The adapter's own is then at least the one after it: whoever comes next does not
+        share their fate.
         """
         if adapter.id not in self.manager.list_adapters():
             return
@@ -113,8 +113,8 @@ class AdapterChanges:
     def _in_flight(self, adapter: Adapter, before: int | None = None) -> bool:
         """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
 
-        The scheduler counts them in `in_flight`, also those that wait or were preempted: under an adapter's id are
-        the generations of which there are any, if there is one.
+        The scheduler counts them in `in_flight`, also those that wait or were preempted. It has adapter id ->
+        generation -> count, and no entry where there are none.
         """
         generations = self.scheduler.in_flight.get(adapter.id, ())
         return any(before is None or generation < before for generation in generations)

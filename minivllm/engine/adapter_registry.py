@@ -9,6 +9,7 @@ from dataclasses import replace
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterTraits
 from minivllm.engine.adapter_pins import AdapterPins
+from minivllm.guards.refusals import all_pinned
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
@@ -83,6 +84,13 @@ class AdapterRegistry(AdapterPins):
         is_as_given = lora_request.lora_path == adapter.request.lora_path
         return not is_as_given and folder_of(lora_request) != adapter.folder
 
+    def check_slots(self, lora_request: LoRARequest) -> None:
+        """ValueError if every slot is pinned for another adapter."""
+        others = self.pinned - {lora_request.lora_int_id}
+        if len(others) >= self.manager.lora_slots:
+            names = ", ".join(f"'{self.name_of(adapter_id)}'" for adapter_id in sorted(others))
+            raise ValueError(all_pinned(lora_request.lora_name, len(others), names))
+
     def register(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits
     ) -> tuple[LoRARequest, int]:
@@ -99,10 +107,10 @@ class AdapterRegistry(AdapterPins):
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
         if adapter is None:
-            adapter = Adapter(at_hand(lora_request), owner, folder_of(lora_request), traits)
+            adapter = Adapter(as_steps_load_it(lora_request), owner, folder_of(lora_request), traits)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
-            adapter = self._changed(adapter, lora_request, traits)
+            adapter = self._with_order(adapter, lora_request, traits)
         if name not in adapter.names:
             adapter.names += (name,)
         # All of a change at once: an interrupt may come between any two lines.
@@ -112,9 +120,9 @@ class AdapterRegistry(AdapterPins):
         self.by_name[name] = adapter_id
         return adapter.request, adapter.generation
 
-    def _changed(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
-        """The record with a reload that is to come, and what the next requests find of it."""
-        request, names = at_hand(order), adapter.names
+    def _with_order(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
+        """A copy of the record with one more reload to come, and what new requests find of it."""
+        request, names = as_steps_load_it(order), adapter.names
         at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
         if order.lora_name in names or not self._is_elsewhere(order, adapter):
             request = replace(request, lora_name=adapter.request.lora_name)
@@ -163,8 +171,8 @@ class AdapterRegistry(AdapterPins):
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.
 
-        With `load_inplace` it is read again: at once, or when the requests that use it have finished, and then False
-        is the answer. RuntimeError when all that memory holds is pinned or in use.
+        With `load_inplace` it is read again: at once, or when the requests that use it have finished. In the latter
+        case the answer is False. RuntimeError when all that memory holds is pinned or in use.
         """
         request, generation = self.register(lora_request, "add_lora", self.examine(lora_request))
         adapter = self.adapters[request.lora_int_id]
@@ -185,8 +193,8 @@ class AdapterRegistry(AdapterPins):
                 self.release_unused(adapter.id)
 
 
-def at_hand(lora_request: LoRARequest) -> LoRARequest:
-    """The request as steps load it: without its order to reload, and a hub id replaced by its folder of now.
+def as_steps_load_it(lora_request: LoRARequest) -> LoRARequest:
+    """The request as steps load it: with no order to reload, and with the folder its path leads to now.
 
     So no step waits for a network, or gets a newer version.
     """
@@ -198,7 +206,7 @@ def at_hand(lora_request: LoRARequest) -> LoRARequest:
 
 
 def folder_of(lora_request: LoRARequest) -> str:
-    """Paths with the same result are the same adapter: the real path of a folder, or the hub id as it is."""
+    """The real path of a request's folder, or its hub id as it is. Two that are equal are the same adapter."""
     path = os.path.expanduser(lora_request.lora_path)
     if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
         return lora_request.lora_path  # one string, not two that are equal

@@ -5,11 +5,15 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter import AdapterTraits
-from minivllm.guards.refusals import check_prompt, check_sampling
+from minivllm.guards.refusals import asks_too_much, is_no_prompt, leaves_no_room, unknown_tokens
+from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import tokenize
+from minivllm.validation import is_finite, shown
 
 Prompt = str | dict[str, Any] | list[int]
+
+LONGEST_REQUEST_ID = 1024
 
 
 class InputProcessor:
@@ -21,6 +25,28 @@ class InputProcessor:
     def __init__(self, model_config: ModelConfig, tokenizer: Any = None) -> None:
         self.model_config = model_config
         self.tokenizer = tokenizer
+
+    def check_arguments(self, request_id: str, params: Any, arrival_time: Any, lora_request: Any) -> None:
+        """TypeError for an argument of another kind, ValueError for one that no request may have.
+
+        vLLM: `_validate_params`.
+        """
+        for name, value, kind in (
+            ("request_id", request_id, str),
+            ("params", params, SamplingParams),
+            ("lora_request", lora_request, LoRARequest | str | None),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {shown(value)}")
+        if len(request_id) > LONGEST_REQUEST_ID or not request_id.isprintable():
+            most = f"at most {LONGEST_REQUEST_ID} printable characters"
+            raise ValueError(f"request_id must be {most}, got {shown(request_id)}")
+        if arrival_time is not None and not is_finite(arrival_time):
+            what = f"arrival_time of request '{request_id}' must be a finite number of seconds, or None"
+            raise ValueError(f"{what}, got {shown(arrival_time)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.model_config.max_logprobs > -1:  # -1: all
+                raise asks_too_much(request_id, name, params, self.model_config)
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, traits: AdapterTraits
@@ -42,12 +68,25 @@ class InputProcessor:
         # Positions past the adapter's mean nothing to it.
         positions = int(model.max_position_embeddings * traits.scaling_factor)
         longest = min(self.model_config.max_model_len, positions)
-        check_prompt(request_id, token_ids, longest, self.model_config.max_model_len, vocab_size, traits)
+        self._check_prompt(request_id, token_ids, longest, vocab_size, traits)
         check_sampling(params, vocab_size)
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)
         return text, list(token_ids), params
+
+    def _check_prompt(
+        self, request_id: str, token_ids: Any, longest: int, vocab_size: int, traits: AdapterTraits
+    ) -> None:
+        """ValueError for what is no list of ids below `vocab_size`, empty, or not shorter than `longest`."""
+        if not isinstance(token_ids, list | tuple):
+            raise is_no_prompt(request_id, token_ids)
+        if not token_ids:
+            raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
+        if len(token_ids) >= longest:
+            raise leaves_no_room(request_id, len(token_ids), longest, self.model_config.max_model_len)
+        if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
+            raise unknown_tokens(request_id, wrong, vocab_size, traits)
 
     def _tokenize(self, request_id: str, text: str, traits: AdapterTraits) -> list[int]:
         if self.tokenizer is None:
@@ -58,3 +97,14 @@ class InputProcessor:
     def tokenizer_of(self, traits: AdapterTraits) -> Any:
         """The adapter's own where it has one, else the model's; None where prompts come as token ids."""
         return self.tokenizer if traits.tokenizer is None else traits.tokenizer
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """ValueError for token ids outside `0..vocab_size - 1`, and for more logprobs than there are tokens."""
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        if unknown := [token_id for token_id in ids if token_id >= vocab_size]:
+            usable = f"use ids from 0 to {vocab_size - 1}"
+            raise ValueError(f"{name} {unknown} are unknown to this model; {usable}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(params, name) or 0) > vocab_size:
+            raise ValueError(f"{name} is {wanted} but the vocabulary has only {vocab_size} tokens")

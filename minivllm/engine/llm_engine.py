@@ -9,7 +9,7 @@ from minivllm.engine.metrics import EngineReports
 from minivllm.engine.recorder import Recorder
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.adapter_calls import AdapterCalls
-from minivllm.guards.refusals import check_arguments, check_slots
+from minivllm.guards.refusals import lora_is_off
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
@@ -52,10 +52,12 @@ class LLMEngine(AdapterCalls, EngineReports):
         prompt         text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
         lora_request   an adapter, or the name of one that the engine knows or a resolver finds; None is the base
 
-        Raises ValueError (FileNotFoundError for an adapter that is not there, TypeError for an argument of another
-        kind) for what can never be served; the engine is then as it was.
+        ValueError: what can never be served. FileNotFoundError: an adapter that is not there. TypeError: an argument of
+        another kind. The engine is then as it was.
         """
-        check_arguments(request_id, params, arrival_time, lora_request, self.config)
+        self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
+        if lora_request is not None and self.adapters is None:
+            raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
         if isinstance(lora_request, str):
             lora_request = self._named(lora_request)
         traits = BASE if lora_request is None else self.adapters.examine(lora_request)
@@ -72,7 +74,7 @@ class LLMEngine(AdapterCalls, EngineReports):
             self.parallel.claim(request_id, params.n, self._undelivered)
         self.scheduler.check_request(request)
         if lora_request is not None:
-            check_slots(lora_request, self.adapters.pinned, self.config.lora_config, self.adapters.name_of)
+            self.adapters.check_slots(lora_request)
             request.lora_request, request.adapter_generation = self.adapters.register(
                 lora_request, f"request '{request_id}'", traits
             )

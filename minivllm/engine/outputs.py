@@ -11,13 +11,15 @@ from minivllm.lora.request import LoRARequest
 class CompletionOutput:
     """One generated text; vLLM's CompletionOutput, with what is new since the last step beside it.
 
-    index: which of the request's n answers it is.
-    text: everything that may be shown so far, stop strings cut off unless asked for.
-    token_ids: every generated id, also those whose text a stop string cut off.
-    cumulative_logprob, logprobs: None unless `SamplingParams.logprobs` was given; one dict a token.
-    finish_reason: None while running, then "stop", "length", "abort" or "error".
-    stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
-    delta_text, delta_token_ids: the part that this step added; the deltas of all steps add up to the whole.
+    index               which of the request's n answers it is
+    text                everything that may be shown so far, stop strings cut off unless asked for
+    token_ids           every generated id, also those whose text a stop string cut off
+    cumulative_logprob  None unless `SamplingParams.logprobs` was given
+    logprobs            likewise; one dict a token
+    finish_reason       None while running, then "stop", "length", "abort" or "error"
+    stop_reason         the stop string or stop token id that ended it; None for end-of-sequence
+    delta_text          what this step added; the deltas of all steps add up to the whole
+    delta_token_ids     likewise
     """
 
     index: int
@@ -39,11 +41,11 @@ class CompletionOutput:
 class RequestOutput:
     """One request as it stands after a step; vLLM's RequestOutput.
 
-    prompt: None if the request came as token ids.
-    outputs: `SamplingParams.n` answers, by index.
-    prompt_logprobs: None unless `SamplingParams.prompt_logprobs` was given; one dict a token, None for the first.
-    num_cached_tokens: prompt tokens that the prefix cache answered for.
-    error: why the request failed, if finish_reason is "error".
+    prompt             None if the request came as token ids
+    outputs            `SamplingParams.n` answers, by index
+    prompt_logprobs    None unless `SamplingParams.prompt_logprobs` was given; one dict a token, None for the first
+    num_cached_tokens  prompt tokens that the prefix cache answered for
+    error              why the request failed, if finish_reason is "error"
     """
 
     request_id: str

@@ -29,8 +29,8 @@ class Backend(ABC):
     tables              what it has allocated ahead, beside slots
 
     *Rows* tell `add` and `expand` which adapter each row of y has. A layer gets them from `token_rows`, `sample_rows`
-    or `pair_rows`, and hands them on unread. Here they are a tensor, (rows of y,) int64: s * E + e for expert e of
-    slot s, which is the slot where E is 1; -1 = base. A backend may give them another form (`as_rows`).
+    or `pair_rows`, and hands them on unread. Here they are a tensor, (rows of y,) int64: the slot of each, -1 = base.
+    Where a slot has E experts, expert e of slot s is s * E + e. A backend may give them another form (`as_rows`).
     """
 
     tables: Sequence[torch.Tensor] = ()

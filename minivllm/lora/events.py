@@ -8,14 +8,24 @@ from dataclasses import dataclass, field
 class LoRAEvent:
     """Something that happened to an adapter.
 
-    kind      "load" (read from disk), "activate" (into a slot), "hit" or "miss" (a step found it in a slot, or had
-              it copied there), "evict" (out of a slot, for another one), "drop" (out of memory, for another one),
-              "remove" (out of memory, by order), "pin", "unpin", "refuse" (it cannot be served), "forget" (its id
-              and names are free)
+    kind      one of those below
     slot      of "activate", "evict" and "pin"
     seconds   that a "load" or an "activate" took
     reason    of "refuse", in a sentence
     name      of "load": what its request calls the adapter
+
+    Kinds:
+    load      it was read from disk
+    activate  it was copied into a slot
+    hit       a step found it in a slot
+    miss      a step had to have it copied into one
+    evict     it left a slot, for another adapter
+    drop      it left memory, for another adapter
+    remove    it left memory, by order
+    pin       it keeps its slot
+    unpin     it may be evicted again
+    refuse    it cannot be served
+    forget    its id and names are free
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """How much of an adapter is read at all. vLLM has no such limits: vllm/lora/peft_helper.py reads what is there.
 
-An adapter comes from anybody. Each limit is far above what trainers write and far below what hurts: a refusal takes
-less than a second and less than 256 MB.
+An adapter comes from anybody. Each limit is far above what trainers write, and far below what hurts. So a refusal
+takes less than a second and less than 256 MB.
 """
 
 # PEFT writes 1 KB, and 100 bytes for each entry of a list of targets or of a pattern.

@@ -25,7 +25,7 @@ class AdapterLoader:
     vllm_config   read of it: `.lora_config`, `.model_config.get_vocab_size()`, `.scheduler_config.max_num_seqs` and
                   `.max_num_batched_tokens`
     manager       of memory and slots, once `create_lora_manager` was called
-    reading       how adapters are read for its model, see `what_fits`; likewise
+    reading       how adapters are read for its model, see `reading_parameters`; likewise
     """
 
     _manager_cls = LRUCacheLoRAModelManager
@@ -51,7 +51,7 @@ class AdapterLoader:
             config.lora_config,
             self.device,
         )
-        self.reading = what_fits(self.manager)
+        self.reading = reading_parameters(self.manager)
         return model
 
     def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
@@ -90,8 +90,8 @@ class AdapterLoader:
             lora = LoRAModel.from_local_checkpoint(folder, **options)
         else:
             lora = seams.request_readers["lora_tensors"](lora_request, lora_config, longest, **options)
-        take_in = self.manager.wrapped.judge if shapes_only else self.manager.wrapped.accept
-        take_in(lora)
+        fit = self.manager.wrapped.judge if shapes_only else self.manager.wrapped.accept
+        fit(lora)
         lora.name = lora_request.lora_name
         return lora
 
@@ -108,7 +108,7 @@ class AdapterLoader:
             self.manager.add_adapter(self._timed_load(request))
 
 
-def what_fits(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
+def reading_parameters(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
     """The parameters of `LoRAModel.from_local_checkpoint` that the model decides.
 
     expected_lora_modules   ends of the names that adapters may use: of modules, and of the parts of fused ones

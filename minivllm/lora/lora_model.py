@@ -28,8 +28,8 @@ class LoRAModel:
     name      what the request that loaded it called it; for people, nothing depends on it
     beside    what options found of the whole adapter, by their names for it; {} for a plain one
     is_accepted   whether its weights have the form in which slots take them (`WrappedModules.accept`)
-    load_id   a number no other load ever had. Whatever remembers results of this adapter (the prefix cache)
-              uses it as the key: names and ids may come back with other weights, a load_id does not.
+    load_id   a number that no other load ever had: the key of whatever remembers results, such as the prefix cache.
+              Names and ids may come back with other weights. A load_id does not.
     """
 
     def __init__(self, lora_model_id: int, rank: int, loras: dict[str, LoRALayerWeights]) -> None:

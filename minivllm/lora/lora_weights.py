@@ -31,7 +31,7 @@ class PackedLoRALayerWeights:
     ) -> None:
         self.module_name = module_name
         self.rank = rank
-        # A scaling that is not given is by each part's own rank: the largest would make that of the others too small.
+        # A scaling that is not given goes by the part's own rank. By the largest it would be too small.
         self.parts: list[LoRALayerWeights | None] = [
             None if a is None else LoRALayerWeights(module_name, a.shape[-2], alpha, a, b, factor)
             for alpha, a, b, factor in zip(lora_alphas, lora_a, lora_b, scaling or [None] * len(lora_a))
@@ -49,8 +49,8 @@ class PackedLoRALayerWeights:
     def pack(cls, loras: Sequence[LoRALayerWeights | None]) -> Self:
         """Put the parts of a fused module side by side, each with its own A, B, rank and alpha.
 
-        loras   one entry a part, in the order of the fused module's slices; None for a part without an
-                adapter, but not for all. Each is optimized, so that what is packed needs no scaling any more.
+        loras   one entry a slice, in their order; None where the adapter leaves it alone, but not for all. Each is
+                optimized: what is packed needs no scaling any more.
 
         The result is named after the first part that is there. Its rank is what a slot must have room for.
         """

@@ -61,7 +61,7 @@ class LoRALayerWeights:
         self.beside = {name: replaced(tensor) for name, tensor in self.beside.items()}
 
     def split(self, names: Sequence[str], heights: Sequence[int]) -> list["LoRALayerWeights"]:
-        """One for each of several layers with one input: A is shared, B (ΣN, r) is split at the heights N.
+        """One for each of several slices: A is shared, and B (ΣN, r) is split into their heights N.
 
         ValueError where B is not as tall as all of them."""
         if len(self.lora_b) != sum(heights):
@@ -79,6 +79,6 @@ class LoRALayerWeights:
 
         rank   of the module's tensors, None = the config's r
         """
-        rank, asked_by = rank or peft_helper.r, peft_helper.asked_as(module_name)
-        scaling = peft_helper.scaling(asked_by, rank)
-        return cls(module_name, rank, peft_helper.alpha(asked_by), None, None, scaling)
+        rank, pattern_name = rank or peft_helper.r, peft_helper.pattern_name(module_name)
+        scaling = peft_helper.scaling(pattern_name, rank)
+        return cls(module_name, rank, peft_helper.alpha(pattern_name), None, None, scaling)

@@ -7,7 +7,6 @@ from minivllm.lora.layers.linear import LINEAR_WRAPPERS
 from minivllm.lora.seams import wrappers
 
 
-# region lab 2.4: the right wrapper for a layer
 def from_layer(
     layer: nn.Module,
     max_loras: int,
@@ -20,8 +19,8 @@ def from_layer(
     max_loras             how many slots
     packed_modules_list   the parts of the layer that the checkpoint names one by one, [] for one that is not fused
 
-    It is the first that says it can (`takes`, told how many parts there are): of `LINEAR_WRAPPERS`, then of those
-    that are plugged in (`seams.wrappers`).
+    `LINEAR_WRAPPERS` are asked first, then those that are plugged in (`seams.wrappers`). The first that can wrap it
+    does; `takes` says so, told how many parts there are.
     """
     for wrapper in (*LINEAR_WRAPPERS, *wrappers):
         if wrapper.takes(layer, len(packed_modules_list)):
@@ -29,9 +28,6 @@ def from_layer(
             wrapped.create_lora_weights(max_loras, lora_config)
             return wrapped
     return layer
-
-
-# endregion
 
 
 def replace_submodule(model: nn.Module, module_name: str, new_module: nn.Module) -> nn.Module:

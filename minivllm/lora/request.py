@@ -12,8 +12,8 @@ class LoRARequest:
     """Names one adapter: what it is called, its number, and where its folder is. vLLM: `LoRARequest`.
 
     lora_name       what people call it; not empty
-    lora_int_id     its number in this engine: an int, no bool, from 1 to 2**63 - 1, the largest that a batch mapping
-                    holds; 0 means "base" there
+    lora_int_id     its number in this engine: an int, no bool, from 1 to `2**63 - 1`. A mapping of a batch holds no
+                    larger one, and 0 means "base" there
     lora_path       an adapter folder (PEFT's layout) or a Hugging Face id
     load_inplace    read it again although the id is loaded, once, when this request arrives
     lora_tensors    PEFT's name -> tensor: the adapter itself, instead of a folder. `peft_config` has then what

@@ -20,7 +20,7 @@ from minivllm.lora.limits import HEADER_BYTES, LONGEST_TENSOR_NAME, MOST_DIMENSI
 class StoredTensor(NamedTuple):
     """One tensor in a file.
 
-    start    place of its first byte in the file
+    start    offset of its first byte in the file
     nbytes   from its first byte to its last
     stride   in elements; None = in the order of rows, without gaps
     """
@@ -33,7 +33,7 @@ class StoredTensor(NamedTuple):
 
 
 def find_safetensors(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSORS) -> dict[str, StoredTensor]:
-    """Name -> place of every tensor. Of the file only the header is read.
+    """Name -> where and what, of every tensor. Of the file only the header is read.
 
     path           for error messages
     most_tensors   a file of more is refused
@@ -49,7 +49,7 @@ def find_safetensors(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSOR
             raise ValueError(f"its header has {length} bytes, at most {HEADER_BYTES} are read")
         header = _parse(file.read(length), most_tensors)
         header.pop("__metadata__", None)
-        found = {name: _place(name, entry, 8 + length) for name, entry in header.items()}
+        found = {name: _stored(name, entry, 8 + length) for name, entry in header.items()}
         end = 8 + length
         for start, nbytes, name in sorted((stored.start, stored.nbytes, n) for n, stored in found.items()):
             if start != end:
@@ -77,7 +77,7 @@ def _parse(text: bytes, most_tensors: int) -> dict[str, Any]:
     return header
 
 
-def _place(name: str, entry: Any, base: int) -> StoredTensor:
+def _stored(name: str, entry: Any, base: int) -> StoredTensor:
     if len(name) > LONGEST_TENSOR_NAME:
         raise ValueError(
             f"a tensor's name has {len(name)} characters, at most {LONGEST_TENSOR_NAME} are read"

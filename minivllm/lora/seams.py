@@ -1,7 +1,7 @@
 """Where options, sources, GPU code and old names plug into the core. vLLM (v0.22.1) decides by flags inside vllm/lora/.
 
-The core asks these only where its own way has come to an end: a layer of a class that it does not know, a tensor name
-that it cannot read, a path that is no folder. So a plain adapter on a CPU never runs what is plugged in.
+The core asks these only where its own way has come to an end. A layer of an unknown class is such a place, or a path
+that is no folder. So a plain adapter on a CPU never runs what is plugged in.
 `minivllm.lora` (its `__init__`) imports what there is, and each part adds itself here.
 """
 
@@ -33,8 +33,8 @@ file_formats: dict[str, Callable[..., Any]] = {}
 # Last part of a module's name -> further names that trainers have for parts of it.
 part_names: dict[str, tuple[str, ...]] = {}
 
-# Field of a request that brings an adapter in the place of a folder -> what reads it: (request, LoRAConfig, the
-# model's longest context, parameters of `LoRAModel.from_local_checkpoint`) -> LoRAModel.
+# Field of a request that brings an adapter in the place of a folder -> what reads it into a LoRAModel. It is called
+# with (request, LoRAConfig, the model's longest context) and the parameters of `LoRAModel.from_local_checkpoint`.
 request_readers: dict[str, Callable[..., Any]] = {}
 
 # What makes a local folder of a path that is none, such as a hub id; the first answer counts.
@@ -52,9 +52,9 @@ beside_checks: dict[str, Callable[..., None]] = {}
 # Called once with each new model manager; what it gives hears of every event (`LoRAEvent`). No decision asks it.
 listeners: list[Callable[[Any], Callable[[Any], None]]] = []
 
-# Called with (model manager, whether requests are text); what it gives reads what prompts of an adapter that is not
-# plain may be: `read`, `now`, `keep`, `forget`, see `minivllm.lora.options.traits`.
+# Called with (model manager, whether requests are text). What it gives says what prompts of an adapter that is not
+# plain may be: see `minivllm.lora.options.traits`.
 traits_readers: list[Callable[[Any, bool], Any]] = []
 
-# Called with (name, base model, names that are known) for a name that no adapter has; gives a LoRARequest, or raises.
+# Called with (name, base model, known names) for a name that no adapter has. Gives a LoRARequest, or raises.
 name_finders: list[Callable[..., Any]] = []

@@ -85,8 +85,8 @@ def read_weights(
     is_left_out   says by a tensor's name that not even its shape is wanted
     most_tensors  a file of more is refused
 
-    ValueError names a file that cannot be read, is damaged or cut short, holds code, or is beyond our limits
-    (`limits`). The tensors are copies: later changes of the file do not reach them.
+    ValueError names a file that cannot be read, is damaged or cut short, or holds code. It does so for one beyond our
+    limits (`limits`), too. The tensors are copies: later changes of the file do not reach them.
     """
     find = find_safetensors if path.suffix == ".safetensors" else seams.file_formats[path.suffix]
     try:
@@ -95,7 +95,7 @@ def read_weights(
             wanted = {n: stored[n] for n in sorted(stored) if not (is_left_out and is_left_out(n))}
             if shapes_only:
                 return {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in wanted.items()}
-            return {name: _read_tensor(path, file, place) for name, place in wanted.items()}
+            return {name: _read_tensor(path, file, found) for name, found in wanted.items()}
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error}") from error
 
@@ -103,11 +103,11 @@ def read_weights(
 def _read_tensor(path: Path, file: BinaryIO, stored: StoredTensor) -> torch.Tensor:
     """One tensor in memory of its own. ValueError where the file ends before it: it was cut since it was judged."""
     data = torch.empty(stored.nbytes, dtype=torch.uint8)
-    left, place = memoryview(data.numpy()), stored.start
+    left, offset = memoryview(data.numpy()), stored.start
     while left:
-        if not (count := os.preadv(file.fileno(), [left], place)):
+        if not (count := os.preadv(file.fileno(), [left], offset)):
             raise ValueError(f"'{path}' was cut short while it was read; load the adapter again")
-        left, place = left[count:], place + count
+        left, offset = left[count:], offset + count
     numbers = data.view(stored.dtype)
     if stored.stride is None:
         return numbers.view(stored.shape)

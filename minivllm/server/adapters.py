@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse
 
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.metrics import state_of
-from minivllm.server.context import Managing, TheCall
+from minivllm.server.context import Call, Managing, TheCall
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import AdapterRequest, LoadAdapterRequest
 
@@ -23,19 +23,24 @@ STARTED = int(time.time())
 @router.get("/v1/models")
 async def models(call: TheCall) -> dict[str, Any]:
     """The base model and the adapters that this key may use."""
-    names, settings = call.server.names, call.server.settings
+    return {"object": "list", "data": [card(call, name) for name in call.server.names.visible(call.holder)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, call: TheCall) -> dict[str, Any]:
+    """One of them. vLLM has no route for it; the openai client does."""
+    await call.adapter(name)
+    return card(call, name)
+
+
+def card(call: Call, name: str) -> dict[str, Any]:
+    """What is said of a model that is served."""
     config = call.server.llm.engine.config.model_config
-    cards = []
-    for name in names.visible(call.holder):
-        card = {"id": name, "object": "model", "created": STARTED, "owned_by": "minivllm"}
-        adapter = names.served.get(name)
-        if adapter is None:
-            cards.append(
-                {**card, "root": config.model, "parent": None, "max_model_len": config.max_model_len}
-            )
-        else:
-            cards.append({**card, "root": adapter.lora_path, "parent": settings.model_name})
-    return {"object": "list", "data": cards}
+    known = {"id": name, "object": "model", "created": STARTED, "owned_by": "minivllm"}
+    adapter = call.server.names.served.get(name)
+    if adapter is None:
+        return {**known, "root": config.model, "parent": None, "max_model_len": config.max_model_len}
+    return {**known, "root": adapter.lora_path, "parent": call.server.settings.model_name}
 
 
 @router.get("/v1/adapters")

@@ -74,8 +74,7 @@ class SharedEngine:
             try:
                 self.loop.turn()
             except BaseException as error:  # whatever it is, whoever waits must hear of it
-                if ids := list(self.loop.sinks):
-                    self.loop.call(lambda engine, ids=ids: engine.abort_request(ids))
+                # Each of them ends his requests (`give_up`).
                 self.loop.fail(error if isinstance(error, Exception) else died_of(error))
 
 

@@ -13,8 +13,8 @@ from minivllm.lora.request import LoRARequest
 class InputBatch:
     """One row for every running request, in the order of adapters. vLLM: `InputBatch`.
 
-    vLLM keeps its batch from step to step and patches it; here it is built anew from the scheduler's output,
-    which costs microseconds a request and leaves nothing to go stale.
+    vLLM keeps its batch from step to step and patches it. Here it is built anew from the scheduler's output: that
+    costs microseconds a request, and leaves nothing to go stale.
 
     requests               P rows, base rows first, then by adapter: a run of rows is an adapter
     num_scheduled_tokens   (P,) tokens of each row in this step; 0 for a running request that gets none
@@ -40,8 +40,8 @@ class InputBatch:
     def from_scheduler_output(cls, output: SchedulerOutput) -> "InputBatch":
         """A row for each request of `output.running`, of which there is at least one, in the order of adapters.
 
-        Those in `output.scheduled` have the tokens that the scheduler gave them, and sample if it says so;
-        the others have none of either. Rows of one adapter keep the scheduler's order.
+        Those in `output.scheduled` have the tokens that the scheduler gave them, and sample if it says so. The others
+        have no tokens and do not sample. Rows of one adapter keep the scheduler's order.
         """
         entries = list(output.scheduled)
         if len(entries) < len(output.running):
@@ -62,8 +62,8 @@ class InputBatch:
         Returns
             prompt_lora_mapping   one id a sampled token, sum(num_sampled_tokens) in all
             token_lora_mapping    one id a token, sum(num_scheduled_tokens) in all
-            lora_requests         the adapters of all rows, one request an id, also of rows without tokens in
-                                  this step: they run, so their adapters must stay
+            lora_requests         the adapters of all rows, one request an id. Rows without tokens in this step
+                                  run as well, so their adapters must stay
 
         The mappings are tuples of plain ints, in the order of the rows: they become part of a memo's key.
         """

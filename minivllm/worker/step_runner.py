@@ -28,11 +28,12 @@ class StepRunner(LoRAModelRunnerMixin):
     def launch_model(self, output: SchedulerOutput) -> PendingStep:
         """Start the forward pass. On a GPU it runs on while the caller does something else.
 
-        With LoRA on, the batch's adapters are made active first, padded to the CUDA graph that can run the batch
-        (`decode_graphs.size_for` has its rows, 0 = none). If there is one, it does (`decode_graphs.run`). Else the
-        model runs on all tokens of all rows at once, and logits are computed for the rows that sample, and for no
-        other. Last `score_prompts` sees to prompts whose logprobs are asked for. Returns the logits in the order of
-        the batch, and PendingStep([], None) if no row samples.
+        A CUDA graph may be able to run the batch: `decode_graphs.size_for` has its rows, 0 = none. With LoRA on, the
+        batch's adapters are made active first, padded to these rows. If there is a graph, it runs
+        (`decode_graphs.run`). Else the model runs on all tokens of all rows at once. Logits are computed for the rows
+        that sample, and for no other. Last `score_prompts` sees to prompts whose logprobs are asked for.
+
+        Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
         """
         batch = InputBatch.from_scheduler_output(output)
         graph_size = self.decode_graphs.size_for(batch) if self.decode_graphs else 0
@@ -50,7 +51,7 @@ class StepRunner(LoRAModelRunnerMixin):
     def _prepare_inputs(
         self, batch: InputBatch
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
-        """What the model is given: the rows' new tokens end to end, T in all; rows without tokens are left out.
+        """What the model is given: the rows' new tokens end to end, T in all. Rows without tokens are left out.
 
         Returns
             input_ids   (T,) int64, of each row the tokens that follow those computed

@@ -130,6 +130,7 @@ def test_no_more_are_read_at_once_than_may_be(world, slow, most):
         tasks = [asyncio.create_task(collect(llm, n, 6, world.request(n))) for n in world.names]
         await until(lambda: disk.reading == most)
         await asyncio.sleep(0.02)
+        assert len(llm.engine.adapters.loading) == most
         disk.go.set()
         return await asyncio.gather(*tasks)
 
@@ -187,6 +188,25 @@ def test_what_nobody_waits_for_any_more_is_read_anew_for_the_next(world, slow, t
         return await collect(llm, "b", 6, adapter)
 
     assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+    assert disk.threads == ["minivllm-reader"] * 2
+
+
+def test_what_was_read_and_has_no_slot_keeps_nobody_from_being_read(world, slow, monkeypatch):
+    llm, disk = slow(parallel_reads=1)
+    disk.go.set()
+    fits = llm.engine.scheduler.lora.fits
+
+    async def main():
+        monkeypatch.setattr(llm.engine.scheduler.lora, "fits", lambda adapter_id: adapter_id != 1)
+        waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
+        await until(lambda: disk.threads and not llm._reader.is_reading)
+        outputs = await collect(llm, "b", 6, world.request("all"))
+        assert not waiting.done()
+        monkeypatch.setattr(llm.engine.scheduler.lora, "fits", fits)
+        return outputs, await waiting
+
+    for name, outputs in zip(("all", "qv"), asyncio.run(main())):
+        assert tokens_of(outputs[-1]) == world.oracle().greedy(name, PROMPT, 6)
 
 
 class TestALoadAhead:

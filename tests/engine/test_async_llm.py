@@ -12,6 +12,7 @@ from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 from minivllm import AsyncLLM, SamplingParams
 from minivllm.labs import Todo
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
+from minivllm.serving.streams import Stream, wake
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -255,6 +256,16 @@ class TestWhoStopsListening:
         asyncio.run(main())
         with pytest.raises(StopIteration):
             answers.aclose().send(None)
+
+    def test_by_closing_a_loop_that_was_woken_is_noticed_all_the_same(self):
+        loop = asyncio.new_event_loop()
+        stream = Stream(loop, lambda earlier, later: later)
+        assert stream.put("first") and wake([stream]) == []
+        assert not stream.put("second")
+
+        loop.close()
+
+        assert stream.put("third") and wake([stream]) == [stream]
 
 
 class TestAnAbort:

@@ -4,6 +4,9 @@ Plain: A and B on the seven linears, a local folder, a CPU.
 """
 
 import gc
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import house
@@ -161,3 +164,30 @@ def test_a_slot_for_the_two_ends_adds_their_forward_alone(folders, life):
     more = {name for calls in with_ends.values() for name in calls.functions} - known
     around = {(file, name) for file, name in more if file.startswith(AROUND)}
     assert all(name.endswith(".forward") for _, name in around), around
+
+
+WITHOUT_FACADE = """
+import json, sys, types
+sys.modules["minivllm.lora.vllm"] = types.ModuleType("minivllm.lora.vllm")
+from minivllm import LLM, LoRARequest, SamplingParams
+base, adapter = sys.argv[1:]
+llm = LLM(base, device="cpu", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=32, num_kv_blocks=40)
+greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+[output] = llm.generate([[5, 6, 7, 8]], greedy, lora_request=LoRARequest("mine", 1, adapter), use_tqdm=False)
+loaded = [name for name in sys.modules if name.startswith("minivllm.lora.vllm.")]
+print(json.dumps([output.outputs[0].token_ids, loaded]))
+"""
+
+
+def test_nothing_of_vllms_further_names_is_needed(folders):
+    base, mine, other = map(str, folders)
+
+    ran = [
+        subprocess.run([sys.executable, "-c", WITHOUT_FACADE, base, adapter], capture_output=True, text=True)
+        for adapter in (mine, other)
+    ]
+
+    answers = [json.loads(one.stdout) for one in ran if not one.returncode]
+    assert len(answers) == 2, ran[0].stderr + ran[1].stderr
+    assert [loaded for _, loaded in answers] == [[], []]
+    assert answers[0][0] != answers[1][0], "the adapters make no difference"

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from minivllm.guards.refusals import check_sampling
+from minivllm.engine.input_processor import check_sampling
 from minivllm.sampling_params import SamplingParams
 
 REFUSED = {

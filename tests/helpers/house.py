@@ -10,6 +10,7 @@ from pathlib import Path
 
 from code_lines import code_lines, function_lines
 from imports import import_circles
+from prose import long_sentences
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minivllm"
@@ -100,11 +101,14 @@ def long_starters() -> Excess:
     return found
 
 
-def imports_outwards() -> Excess:
-    """By the core, those for annotations and inside functions counted.
+def hard_sentences() -> Excess:
+    """Of docstrings and comments in the books: those of more words than are read at once."""
+    files = [path for files in books().values() for path in files]
+    return {name_of(path): found for path in files if (found := long_sentences(path))}
 
-    The composition root may import all, and a module's `__getattr__` may fetch vLLM's names.
-    """
+
+def imports_outwards() -> Excess:
+    """By the core, those for annotations and inside functions counted. The composition root may import all."""
     found: Excess = {}
     for path in [path for files in books().values() for path in files if path != COMPOSITION_ROOT]:
         for module in outward(path.read_text(encoding="utf-8")):
@@ -129,8 +133,6 @@ def _path_of(module: str) -> Path:
 def outward(text: str) -> list[str]:
     """The modules of other rings that a module of the core imports."""
     tree = ast.parse(text)
-    old_names = [node for node in tree.body if getattr(node, "name", "") == "__getattr__"]
-    allowed = {id(inner) for node in old_names for inner in ast.walk(node)}
     found = set()
     for node in ast.walk(tree):
         names = []
@@ -139,9 +141,7 @@ def outward(text: str) -> list[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         for name in names:
-            found |= {
-                ring for ring in OUTSIDE if f"{name}.".startswith(f"{ring}.") and id(node) not in allowed
-            }
+            found |= {ring for ring in OUTSIDE if f"{name}.".startswith(f"{ring}.")}
     return sorted(found)
 
 
@@ -168,7 +168,9 @@ def compare(rule: str, found: Excess, debt: Excess) -> list[str]:
     return said
 
 
-RULES = (length_of_books, long_files, long_functions, long_starters, imports_outwards, circles)
+RULES = (
+    *(length_of_books, long_files, long_functions, long_starters, hard_sentences, imports_outwards, circles),
+)
 
 
 def as_toml(rule: str, excess: Excess) -> str:

@@ -15,6 +15,7 @@ def assert_rows_equal(
     labels: Sequence[str] | None = None,
     tolerance: float = 0.0,
     what: str = "rows",
+    nan: str = "",
 ) -> None:
     """Both have the same shape, and every row of `got` is the one expected, NaN where NaN is expected.
 
@@ -22,6 +23,7 @@ def assert_rows_equal(
     labels         T texts that say whose rows they are, such as "request 'b', adapter 2"
     tolerance      how far off a value may be, as a share of the largest value expected; 0 = not at all
     what           what the rows are, in a word or two
+    nan            what it means where the first wrong row has a NaN that it should not have; said in a line of its own
     """
     __tracebackhide__ = True
     got, expected = (torch.as_tensor(t).detach().cpu() for t in (got, expected))
@@ -37,9 +39,10 @@ def assert_rows_equal(
     if is_wrong.any():
         row = is_wrong.nonzero()[0].item()
         label = f", {labels[row]}" if labels is not None else ""
+        meaning = f"\n  nan: {nan}" if nan and (mine[row].isnan() & ~theirs[row].isnan()).any() else ""
         raise AssertionError(
             f"{what}: {is_wrong.sum()} of {len(off)} rows are wrong ({shapes})\n"
-            f"the first is row {row}{label}\n{_values(mine[row], theirs[row], off[row], allowed)}"
+            f"the first is row {row}{label}\n{_values(mine[row], theirs[row], off[row], allowed)}{meaning}"
         )
 
 

@@ -1,11 +1,16 @@
 """What holds for all exercises: each can be solved, fails before it is, and is looked after."""
 
 import ast
+import tomllib
+from pathlib import Path
 
+import house
 import pytest
 from checkout import Checkout
 
+from labs.kit.hints import hints_of
 from labs.kit.mutants import picked
+from labs.kit.path import TRACKS
 from labs.kit.regions import PHASES, read_engine
 from labs.kit.sync import sync
 from minivllm.labs import ROOT, find_regions, splice
@@ -27,11 +32,48 @@ def test_what_is_generated_is_up_to_date():
     assert sync(write=False)[0] == []
 
 
-def test_the_exercises_of_a_phase_are_numbered_without_gaps():
-    for phase in PHASES:
-        numbers = [int(n.partition(".")[2]) for n, e in EXERCISES.items() if e.phase == phase]
+DROPPED = {"2.3", "2.4"}  # their numbers are not used again
+
+
+def test_the_exercises_of_a_phase_are_numbered_without_gaps_but_for_those_that_were_dropped():
+    assert DROPPED.isdisjoint(EXERCISES)
+    for phase in (int(name[:2]) for name in PHASES):
+        known = EXERCISES.keys() | DROPPED
+        numbers = sorted(int(n.partition(".")[2]) for n in known if n.startswith(f"{phase}."))
         assert numbers == list(range(1, len(numbers) + 1))
         assert numbers
+
+
+def test_the_core_path_has_three_to_five_exercises_a_phase_and_lies_in_the_core():
+    tracks = {number: hints_of(exercise).track for number, exercise in EXERCISES.items()}
+    core = [number for number, track in tracks.items() if track == "core"]
+    files = {path.relative_to(ROOT) for book in house.books().values() for path in book}
+
+    assert set(tracks.values()) <= TRACKS.keys()
+    assert 21 <= len(core) <= 27
+    for phase in (1, 2, 3, 5, 6, 7):
+        assert 3 <= sum(number.startswith(f"{phase}.") for number in core) <= 5, f"phase {phase}"
+    assert {number for number, track in tracks.items() if track == "kernels"} == {
+        number for number in EXERCISES if number.startswith("4.")
+    }
+    for number in core:
+        assert Path(EXERCISES[number].module.replace(".", "/") + ".py") in files, number
+        assert (
+            "track"
+            in tomllib.loads((ROOT / "labs" / EXERCISES[number].phase / "hints.toml").read_text())[number]
+        ), number
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_chapter_lists_an_exercise_among_those_of_its_track(number):
+    exercise = EXERCISES[number]
+    labs = (ROOT / "phases" / exercise.phase / "README.md").read_text().partition("\n## Labs\n")[2]
+    path, _, beside = labs.partition("\n## Check yourself")[0].partition("[side track")
+
+    is_beside = hints_of(exercise).track == "side"
+
+    assert (f"\n| {number} |" in beside) == is_beside
+    assert (f"\n| {number} |" in path) != is_beside
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,15 @@ def test_another_shape_is_said_at_once():
 
 def test_rows_may_be_single_numbers():
     assert "the first is row 2\n  expected [0]\n  got      [-1]" in message([1, 2, -1], [1, 2, 0])
+
+
+def test_a_nan_that_was_not_expected_is_explained():
+    got, expected = torch.tensor([[1.0, float("nan")]]), torch.tensor([[1.0, 2.0]])
+
+    said = message(got, expected, nan="read outside a buffer")
+
+    assert said.split("\n")[-1] == "  nan: read outside a buffer"
+    assert "outside" not in message(EXPECTED + 1, EXPECTED, nan="read outside a buffer")
+    assert "outside" not in message(
+        torch.tensor([[float("nan"), 1]]), [[float("nan"), 2]], nan="read outside"
+    )

@@ -119,15 +119,15 @@ def test_the_starter_of_a_module_without_regions_goes(checkout):
     ],
 )
 def test_code_blocks_that_cannot_be_filled_are_refused(checkout, document, problem):
-    write(checkout, "phases/03_cpu_punica/README.md", document)
+    write(checkout, "solutions/03_cpu_punica/README.md", document)
 
-    with pytest.raises(LabError, match=f"^phases/03_cpu_punica/README.md: .*{problem}"):
+    with pytest.raises(LabError, match=f"^solutions/03_cpu_punica/README.md: .*{problem}"):
         sync(checkout)
 
 
 def test_nothing_is_written_when_anything_is_wrong(checkout):
     write(checkout, "minivllm/ops.py", ENGINE.format(2))
-    write(checkout, "phases/03_cpu_punica/README.md", "<!-- code: lab 3.9 -->\n<!-- /code -->\n")
+    write(checkout, "solutions/04_triton_sgmv/README.md", "<!-- code: lab 3.9 -->\n<!-- /code -->\n")
 
     with pytest.raises(LabError):
         sync(checkout)

@@ -1,4 +1,6 @@
-"""Which wrapper takes which linear (labs 2.3 and 2.4), and wrapping a whole model (lab 2.5)."""
+"""Which wrapper takes which linear, and wrapping a whole model (lab 2.5)."""
+
+from typing import ClassVar
 
 import pytest
 import torch
@@ -49,6 +51,12 @@ class SpecialMerged(MergedColumnParallelLinear):
     """Likewise, of two parts."""
 
 
+class WrapsTwoKinds(ColumnParallelLinearWithLoRA):
+    """A wrapper that takes one kind of linear whole and another in two parts."""
+
+    wraps: ClassVar = {QKVParallelLinear: 1, MergedColumnParallelLinear: 2}
+
+
 # Base linear, what the checkpoint calls its parts -> the one wrapper that takes it.
 TAKEN_BY = [
     (ColumnParallelLinear(4, 6), [], ColumnParallelLinearWithLoRA),
@@ -70,7 +78,6 @@ TAKEN_BY = [
 IDS = [f"{type(layer).__name__}-{len(parts)}" for layer, parts, _ in TAKEN_BY]
 
 
-@pytest.mark.lab("2.3")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(("layer", "parts", "taken_by"), TAKEN_BY, ids=IDS)
 def test_a_wrapper_takes_its_own_linear_with_its_number_of_parts(layer, parts, taken_by, wrapper):
@@ -83,7 +90,6 @@ def test_a_wrapper_takes_its_own_linear_with_its_number_of_parts(layer, parts, t
     )
 
 
-@pytest.mark.lab("2.3")
 @pytest.mark.parametrize(
     ("wrapper", "base", "slices"),
     [
@@ -93,6 +99,9 @@ def test_a_wrapper_takes_its_own_linear_with_its_number_of_parts(layer, parts, t
         (ColumnParallelLinearWithLoRA, MergedColumnParallelLinear(4, [5, 2]), (7,)),
         (RowParallelLinearWithLoRA, RowParallelLinear(4, 6), (6,)),
         (MergedColumnParallelLinearWithLoRA, SpecialMerged(4, [5, 2]), (5, 2)),
+        (WrapsTwoKinds, MergedColumnParallelLinear(4, [5, 2]), (5, 2)),
+        (WrapsTwoKinds, QKVParallelLinear(4, 3, 4, 2), (24,)),
+        (WrapsTwoKinds, ReplicatedLinear(4, 6), (6,)),
     ],
 )
 def test_a_linear_has_one_slice_for_each_adapter(wrapper, base, slices):
@@ -102,7 +111,6 @@ def test_a_linear_has_one_slice_for_each_adapter(wrapper, base, slices):
     assert layer.n_slices == len(slices)
 
 
-@pytest.mark.lab("2.3")
 @pytest.mark.parametrize(
     ("wrapper", "widths"),
     [(MergedQKVParallelLinearWithLoRA, [12, 6, 6]), (QKVParallelLinearWithLoRA, [24])],
@@ -125,7 +133,6 @@ def test_a_row_gets_the_adapter_of_each_part_in_that_parts_columns(wrapper, widt
     assert_rows_equal(y, expected, labels=labels, tolerance=1e-12, what="outputs, q then k then v")
 
 
-@pytest.mark.lab("2.4")
 @pytest.mark.parametrize(("layer", "parts", "taken_by"), TAKEN_BY, ids=IDS)
 def test_a_layer_gets_its_wrapper_with_slots_or_stays_what_it_is(layer, parts, taken_by):
     wrapped = from_layer(layer, 2, CONFIG, parts)
@@ -139,7 +146,6 @@ def test_a_layer_gets_its_wrapper_with_slots_or_stays_what_it_is(layer, parts, t
         assert {buffer.shape[0] for buffer in wrapped.slots.a} == {2}
 
 
-@pytest.mark.lab("2.4")
 def test_the_number_of_slots_is_the_callers():
     wrapped = from_layer(RowParallelLinear(4, 6), 5, CONFIG, [])
 
@@ -158,7 +164,6 @@ class Greedier(Greedy):
     """Another one, plugged in after it."""
 
 
-@pytest.mark.lab("2.4")
 def test_options_are_asked_in_their_order_for_what_no_plain_wrapper_takes(monkeypatch):
     monkeypatch.setattr(seams, "wrappers", [Greedy, Greedier])
     monkeypatch.setattr(replace, "wrappers", [Greedy, Greedier])

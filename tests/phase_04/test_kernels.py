@@ -17,6 +17,7 @@ from guarded import (
     random_slots,
 )
 
+import minivllm.lora.ops.triton_ops.lora_expand_op as lora_expand_op
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink
 
 # tokens, slots, rank, K, widths: powers of two and anything but. The first are small, and grade.
@@ -292,7 +293,7 @@ def test_a_shrink_of_what_is_no_tile_writes_nothing():
 
 @pytest.mark.lab("4.3")
 def test_an_expand_of_what_is_no_tile_writes_nothing():
-    batch = Batch((20, 3, 8, 32, [24]), torch.float32, base_share=0.6)
+    batch = Batch((20, 3, 8, 32, [24, 9]), torch.float32, base_share=0.6)
     y = guarded(batch.y)
 
     expand(guarded(batch.h[None]), batch.live_b, y, with_rubbish(batch.tiles), on_device(batch.ranks))
@@ -395,3 +396,79 @@ def test_a_captured_graph_holds_for_another_mixture_of_its_size():
         h = exact_shrink(batch.x, batch.a, token_slots, batch.ranks)
         expected = exact_expand(h, batch.b, batch.y, token_slots, batch.ranks)
         assert_rows_close(y, expected, token_slots, TOLERANCE[torch.bfloat16])
+
+
+def far_apart(weights, folder):
+    """(S, rows, columns) copied into memory where slots are 2**30 elements apart: a file of which little is there.
+
+    An offset that has lost its upper bits leads to zeros: there is as much memory before slot 0 as behind it.
+    """
+    file = folder / "memory"
+    memory = torch.from_file(str(file), shared=True, size=2**32 + 2**20, dtype=torch.float16)
+    file.unlink()  # the memory stays
+    view = memory.as_strided(weights.shape, (2**30, weights.shape[2], 1), storage_offset=2**31)
+    view.copy_(weights)
+    return view
+
+
+def narrow(tiles):
+    """The same list in int32."""
+    return tiles._replace(rows=tiles.rows.int(), tiles=tiles.tiles.int())
+
+
+@pytest.mark.lab("4.2")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is taken when it is asked for")
+def test_a_shrink_finds_slots_whose_offsets_do_not_fit_in_32_bits(tmp_path):
+    batch = Batch((4, 3, 4, 16, [8]), torch.float16)
+
+    h = shrink(
+        batch.x, [far_apart(batch.a[0], tmp_path)], narrow(batch.tiles), on_device(batch.ranks), splits=1
+    )
+
+    expected = exact_shrink(batch.x, batch.a, batch.token_slots, batch.ranks)
+    rows = batch.is_adapter
+    assert_rows_close(by_row(h[0])[rows], by_row(expected)[rows], batch.token_slots[rows], 2e-6, "h")
+
+
+@pytest.mark.lab("4.3")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is taken when it is asked for")
+def test_an_expand_finds_slots_whose_offsets_do_not_fit_in_32_bits(tmp_path):
+    batch = Batch((4, 3, 4, 16, [8]), torch.float16)
+    y = batch.y.clone()
+
+    expand(batch.h[None], [far_apart(batch.b[0], tmp_path)], y, narrow(batch.tiles), on_device(batch.ranks))
+
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, TOLERANCE[torch.float16])
+
+
+@pytest.mark.lab("4.3")
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter runs one program after the other")
+def test_every_program_of_an_expand_waits_and_reads_h_after_that(monkeypatch):
+    """Also those of a tile that is none: what comes after this kernel relies on it."""
+    from triton.runtime import interpreter
+
+    batch = Batch((20, 3, 8, 32, [24, 9]), torch.float32, base_share=0.6)
+    tiles, h, y = with_rubbish(batch.tiles), torch.full_like(batch.h, float("nan")), batch.y.clone()
+    begun, waited = [], []
+    builder = interpreter.interpreter_builder
+    begin = builder.set_grid_idx
+
+    def begin_program(*place):
+        begun.append(place)
+        h.fill_(float("nan"))
+        begin(*place)
+
+    def wait():
+        waited.append(begun[-1])
+        h.copy_(batch.h)
+
+    monkeypatch.setattr(builder, "set_grid_idx", begin_program)
+    monkeypatch.setattr(lora_expand_op.tl.extra.cuda, "gdc_wait", wait)
+    monkeypatch.setattr(lora_expand_op, "can_overlap", lambda device: True)
+
+    expand(h[None], batch.b, y, tiles, on_device(batch.ranks))
+
+    assert set(waited) == set(begun), "each program calls tl.extra.cuda.gdc_wait()"
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, 3e-6)

@@ -170,14 +170,14 @@ def test_an_unknown_id_has_nothing_to_replace():
     assert_memory(manager, [], "3 is not registered, so there is nothing to replace")
 
 
-def test_new_weights_are_taken_to_where_a_gpu_copies_from():
+def test_new_weights_are_staged_where_a_gpu_copies_from():
     """As those of an adapter that is added are; before anything else changes."""
 
     class Writer:
-        taken = ()
+        staged = ()
 
-        def take(self, adapter):
-            self.taken = (*self.taken, (adapter, manager.get_adapter(1)))
+        def stage(self, adapter):
+            self.staged = (*self.staged, (adapter, manager.get_adapter(1)))
 
         def write(self, adapter, slot):
             manager.wrapped.write(adapter, slot)
@@ -187,7 +187,7 @@ def test_new_weights_are_taken_to_where_a_gpu_copies_from():
 
     manager.replace_adapter(new)
 
-    assert manager.slot_writer.taken == ((new, old),), "_take(adapter) once, while the old one is in memory"
+    assert manager.slot_writer.staged == ((new, old),), "_stage(adapter) once, while the old one is in memory"
 
 
 def fail_first_copy(monkeypatch, manager, error):

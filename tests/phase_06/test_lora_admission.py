@@ -157,7 +157,8 @@ def test_a_request_is_refused_exactly_when_the_pins_leave_no_slot_for_its_adapte
             admission.begin_step(running, pinned)
 
             for adapter_id in range(6):
-                assert admission.never_fits(adapter_id) != can_place({*pinned, adapter_id}, max_loras), (
+                is_refused = not can_place({*pinned, adapter_id}, max_loras)
+                assert admission.never_fits(adapter_id) is is_refused, (
                     f"never_fits({adapter_id}) is {admission.never_fits(adapter_id)} with max_loras {max_loras}, "
                     f"requests of {running} running and {pinned or 'nobody'} pinned"
                 )

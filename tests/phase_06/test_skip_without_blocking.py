@@ -140,6 +140,7 @@ def test_requests_for_a_reloaded_adapter_wait_until_those_of_the_old_load_are_do
 
     assert output.running == [old, base]
     assert output.skipped == [Skip(new.request_id, 1, RELOAD_PENDING)]
+    assert output.passed_over == {1: RELOAD_PENDING}, "adapter -> why its requests wait"
     assert world.waited(new) == 0
 
 

@@ -5,14 +5,18 @@ import re
 import tomllib
 from pathlib import Path
 
+import chapter_sentences
 import pytest
 import torch
 import vllm_names
 from vllm_names import CODE_BLOCK, PATH, ROOT, cited, looks_like_a_name, pages, parts_of
 
+from labs.kit.regions import PHASES, read_engine
+
 CHAPTERS = sorted(ROOT.glob("phases/*/README.md"))
 PARTS = ["Idea", "In vLLM", "Mini-build", "Labs", "Check yourself"]
 VLLM = json.loads(vllm_names.FILE.read_text())
+DEFINED = re.compile(r"def (\w+)\(")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -88,3 +92,56 @@ def test_relative_links_lead_somewhere(path):
     ]
 
     assert [target for target in targets if target and not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=short)
+def test_a_chapter_holds_no_answer(path):
+    """An exercise's code stands in solutions/, one link away: nobody reads it by accident."""
+    asked = {name for exercise in read_engine().values() for name in DEFINED.findall(exercise.code())}
+
+    shown = {name for block in CODE_BLOCK.findall(path.read_text()) for name in DEFINED.findall(block)}
+
+    assert asked
+    assert shown & asked == set()
+
+
+def test_sentences_that_are_too_long_only_become_fewer():
+    """`python tests/helpers/chapter_sentences.py` lists them; with `--write` it writes their number."""
+    owed = json.loads(chapter_sentences.DEBT.read_text())
+
+    grown = {
+        chapter: number
+        for chapter, number in chapter_sentences.counts().items()
+        if number > owed.get(chapter, 0)
+    }
+
+    assert grown == {}
+
+
+def test_a_sentence_ends_where_the_next_begins_and_code_is_one_word():
+    text = (
+        "One `a.b(c, d)` is\ntwo; three. `four` is here. vLLM says: 3.5 is one!\n\n```\nno words here\n```\n"
+    )
+    text += "| five | six |\n|---|---|\n"
+
+    found = list(chapter_sentences.sentences(text))
+
+    assert found == ["One … is two; three.", "… is here.", "vLLM says: 3.5 is one!", "five", "six"]
+    assert [chapter_sentences.words(sentence) for sentence in found] == [5, 3, 5, 1, 1]
+
+
+@pytest.mark.parametrize("path", [path for path in CHAPTERS if path.parent.name in PHASES], ids=short)
+def test_a_chapter_leads_through_vllms_source_and_a_test_proves_each_answer(path):
+    section = path.read_text().split("### Reading vLLM\n")[1].split("\n## ")[0]
+    tests = "".join(
+        test.read_text() for test in (ROOT / "tests" / f"phase_{path.parent.name[:2]}").glob("test_*.py")
+    )
+
+    answers = section.split("<summary>answer</summary>")[1:]
+
+    assert re.search(r"Open `vllm/[\w/]+\.py`", section), "the file to begin with"
+    assert len(answers) >= 2
+    for answer in answers:
+        named = re.findall(r"`(test_\w+)`", answer)
+        assert named, answer
+        assert [name for name in named if f"def {name}(" not in tests] == []

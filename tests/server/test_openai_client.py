@@ -4,7 +4,7 @@ import asyncio
 import math
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, NotFoundError
 from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, Answers, client_of, serving
 
@@ -212,6 +212,9 @@ def test_models_are_the_base_and_each_adapter_with_its_root(client, world):
     assert cards["qv"].parent == BASE_NAME
     assert cards["qv"].root == str(world.path("qv"))
     assert cards[BASE_NAME].root == str(world.base)
+    assert client.models.retrieve("qv") == cards["qv"]
+    with pytest.raises(NotFoundError, match="there are: tiny, all, mlp"):
+        client.models.retrieve("nobody")
 
 
 def test_a_chat_answers_until_the_context_is_full_unless_told_otherwise(server, client):

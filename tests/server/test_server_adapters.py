@@ -1,7 +1,9 @@
 """Adapters that come and go over HTTP while requests are in flight."""
 
+import asyncio
 import shutil
 import threading
+import time
 
 import httpx
 import pytest
@@ -183,6 +185,30 @@ def test_requests_in_flight_end_as_they_began_when_their_adapter_is_unloaded(htt
     assert text_of(client, "leaving") == answers.text("patterns", "a tale")
 
 
+def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, http):
+    order(http, "load", "temporary", "mlp").raise_for_status()
+    llm = server.server.state.llm
+    held, let_go = threading.Event(), threading.Event()
+    holder = threading.Thread(target=lambda: asyncio.run(llm.beside(lambda: (held.set(), let_go.wait(30)))))
+    holder.start()
+    held.wait(30)
+    late = []
+    body = {"model": "temporary", "prompt": "is read after the unload"}
+    asking = threading.Thread(target=lambda: late.append(http.post("/v1/completions", json=body)))
+    asking.start()
+    while llm._tokenizing._work_queue.empty():
+        time.sleep(0.001)
+
+    gone = order(http, "unload", "temporary")
+    let_go.set()
+    asking.join()
+    holder.join()
+
+    assert (gone.status_code, late[0].status_code) == (200, 400)
+    assert "temporary" not in llm.engine.adapters.by_name
+    order(http, "load", "temporary", "patterns").raise_for_status()
+
+
 def test_a_pinned_adapter_keeps_its_slot(http, client):
     pinned = order(http, "pin", "qv")
     for name in ("all", "mlp", "patterns", "all"):
@@ -222,15 +248,19 @@ def test_adapters_are_described(http, client):
     assert set(found) == {"name", "path", "state", "slot", "pinned", "bytes", "last_used"}
 
 
-def test_many_loads_of_one_name_at_once_serve_it_once(http):
+def test_many_loads_of_one_name_at_once_serve_it_once(server, http):
     responses = []
-
-    def load():
-        responses.append(order(http, "load", "twin", "mlp").status_code)
-
-    threads = [threading.Thread(target=load) for _ in range(8)]
+    let_go = threading.Event()
+    llm = server.server.state.llm
+    threads = [threading.Thread(target=lambda: asyncio.run(llm.call(lambda engine: let_go.wait(30))))]
+    threads += [
+        threading.Thread(target=lambda: responses.append(order(http, "load", "twin", "mlp").status_code))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
+    time.sleep(0.3)  # all are with the server, and the engine has heard of none
+    let_go.set()
     for thread in threads:
         thread.join()
 

@@ -30,9 +30,12 @@ def test_a_stream_that_runs_is_finished_and_a_new_one_is_refused(world):
     with serving(world, "qv", drain_seconds=30) as server, client_of(server) as client:
         stream = client.completions.create(model="qv", prompt="last", max_tokens=100, stream=True, **GREEDY)
         text = next(iter(stream)).choices[0].text
+        let_go = threading.Event()
+        hold_up(server, let_go)
         drain(server)
         refused = httpx.post(f"{server.url}/v1/completions", json={"model": "qv", "prompt": "x"})
         health = httpx.get(f"{server.url}/health")
+        let_go.set()
         text += "".join(chunk.choices[0].text for chunk in stream)
         server._thread.join(30)
 
@@ -48,7 +51,7 @@ def test_who_takes_longer_than_allowed_is_cut_off_with_an_error(world):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            hold_up(server, seconds=0.5)
+            hold_up(server, threading.Event(), seconds=0.5)
             drain(server)
             events = [line for line in lines if line]
         server._thread.join(30)
@@ -58,9 +61,9 @@ def test_who_takes_longer_than_allowed_is_cut_off_with_an_error(world):
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 503
 
 
-def hold_up(server, seconds):
-    """The engine takes no step for so long."""
-    held = server.server.state.llm.call(lambda engine: time.sleep(seconds))
+def hold_up(server, let_go, seconds=30.0):
+    """The engine takes no step until it is let go, or for so long."""
+    held = server.server.state.llm.call(lambda engine: let_go.wait(seconds))
     threading.Thread(target=asyncio.run, args=(held,)).start()
 
 

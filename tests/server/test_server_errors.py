@@ -7,6 +7,8 @@ import pytest
 from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, serving
 
+from minivllm.server.errors import encode
+
 COMPLETION = {"model": "qv", "prompt": "fine", "max_tokens": 2, "temperature": 0}
 JSON = {"content-type": "application/json"}
 CHAT = {"model": "qv", "messages": [{"role": "user", "content": "fine"}], "max_tokens": 2}
@@ -127,6 +129,14 @@ def test_what_is_no_request_at_all_is_refused(client, content):
 
     assert_is_an_error(response, 400)
     assert_serves(client)
+
+
+def test_text_that_no_encoding_has_stays_escaped():
+    """Whatever an answer quotes, half a character too, the answer itself must be sent."""
+    content = {"quoted": "half \ud800", "whole": "é😀"}
+
+    assert json.loads(encode(content)) == content
+    assert "é😀".encode() in encode(content)
 
 
 def test_a_form_of_a_web_page_is_no_request(client):

@@ -5,9 +5,10 @@ import logging
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_engine import tiny_world
+from tiny_engine import greedy, tiny_world
 from tiny_server import BASE_NAME, client_of, serving
 
+from minivllm.server.engine_metrics import EngineCollector, EngineView
 from minivllm.server.metrics import OTHER, ServerMetrics
 from minivllm.server.record import Record
 
@@ -80,16 +81,19 @@ def test_loads_and_evictions_are_counted_by_adapter(samples):
 
 def test_adapters_with_requests_are_named(tmp_path_factory):
     world = tiny_world(tmp_path_factory)
-    with serving(world, *NAMES) as server, client_of(server) as client:
-        asked = {**GREEDY, "max_tokens": 110, "stream": True}
-        runs = client.completions.create(model="qv", prompt="x", **asked)
-        next(iter(runs))
-        samples = read(server)
-        list(runs)
+    engine = world.engine(max_num_seqs=2)
+    for number, name in enumerate(["qv", None, "all", "mlp", "all"]):
+        engine.add_request(str(number), [5, 6, 7], greedy(), lora_request=world.request(name))
+    engine.step()
+    collector = EngineCollector("tiny")
+    collector.seen = EngineView.of(engine)
 
-    [info] = [dict(labels) for name, labels in samples if name == "vllm:lora_requests_info"]
-    assert info == {"max_lora": "2", "running_lora_adapters": "qv", "waiting_lora_adapters": ""}
-    assert value(samples, "vllm:num_requests_running", model_name=BASE_NAME) == 1
+    samples = {s.name: s for family in collector.collect() for s in family.samples}
+    labels = {"max_lora": "2", "running_lora_adapters": "qv", "waiting_lora_adapters": "all,mlp"}
+    assert samples["vllm:lora_requests_info"].labels == labels
+    assert samples["vllm:num_requests_running"].value == 2
+    assert samples["vllm:num_requests_waiting"].value == 3
+    assert 0 < samples["vllm:kv_cache_usage_perc"].value < 1
 
 
 def test_names_beyond_the_most_share_a_label():

@@ -51,7 +51,7 @@ class SlotWriter:
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
-    def take(self, lora: LoRAModel) -> None:
+    def stage(self, lora: LoRAModel) -> None:
         """Move an accepted adapter into one piece of page-locked memory; its tensors become views of it."""
         tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
         nbytes = sum(_aligned(tensor.numel() * self.dtype.itemsize) for tensor in tensors)

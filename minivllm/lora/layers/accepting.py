@@ -43,8 +43,8 @@ class AcceptsWeights:
     def refuse_misfit(self, weights: LoRALayerWeights, width: int, height: int) -> None:
         """ValueError, naming the module, unless the rank is `max_rank` at most, A is (r, width) and B (height, r).
 
-        For a rank the message has `max_lora_rank` and the option `--max-lora-rank r` that would admit it; for A and
-        B the shapes that they have and should have, as tuples. What is beside A and B its option judges first
+        For a rank the message has `max_lora_rank`, and the option `--max-lora-rank r` that would admit it. For A and
+        B it has their shapes and those expected, as tuples. What is beside A and B its option judges first
         (`beside_checks`).
         """
         for beside in weights.beside:
@@ -65,9 +65,9 @@ class AcceptsWeights:
     # endregion
 
     def by_slice(self, found: dict[str, LoRALayerWeights]) -> Parts:
-        """One entry a slice: an adapter for all of a fused layer has one A, and gives each slice a piece of its B.
+        """One entry a slice. An adapter for a whole fused layer is split: every slice gets its A, and rows of its B.
 
-        ValueError where the adapter has both, or its B is not as tall as the layer.
+        ValueError for weights of the whole beside those of a slice, or for a B of another height.
         """
         whole = next((name for name in found if name not in self.targets), None)
         if whole is not None:
@@ -76,7 +76,9 @@ class AcceptsWeights:
                     f"the adapter has weights for {whole} and for {', '.join(also)}, a part of it; give either"
                 )
             heights = [height for _, height in self.part_sizes]
-            return found[whole].split(list(self.targets)[: self.n_slices] or [whole] * self.n_slices, heights)
+            # The first n targets are those of the layer's first name, in the order of slices; there may be none.
+            names = list(self.targets)[: self.n_slices] or [whole] * self.n_slices
+            return found[whole].split(names, heights)
         parts: Parts = [None] * len(self.part_sizes)
         for name, weights in found.items():
             parts[self.targets[name]] = weights

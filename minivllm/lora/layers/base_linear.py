@@ -35,7 +35,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         """Base output plus each row's own adapter, in the base layer's form.   input_: (T, K) -> (T, N), None"""
         return self.backend.linear(input_, self.base_layer, self.slots), None
 
-    # region lab 2.3: fused linears, with an adapter for each part or one for all
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:
         """Whether this class wraps that layer, as `wraps` says: its kind, and the number of parts for that kind.
@@ -53,12 +52,10 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def _slice_widths(self, base_layer: LinearBase) -> tuple[int, ...]:
         """Widths N_i of the slices that adapters are written to.
 
-        Where `wraps` asks for several parts of such a layer, or of one derived from it, each has a slice of its own,
-        whose widths are the layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all.
+        Where `wraps` asks for several parts of such a layer (kinds derived from it count), each has a slice. Their
+        widths are the layer's `output_sizes`. Otherwise one slice is as wide as the layer: an adapter for all.
         """
         parts = next((n for kind, n in self.wraps.items() if isinstance(base_layer, kind)), None)
         if parts is None or parts == 1:
             return (base_layer.output_size,)
         return tuple(base_layer.output_sizes)
-
-    # endregion

@@ -70,7 +70,7 @@ class MergedQKVParallelLinearWithLoRA(MergedColumnParallelLinearWithLoRA):
 class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinearWithLoRA):
     """Three or more linears in one, with an adapter for each or one for all. vLLM: the same name.
 
-    An adapter for all has one A, which every slice then gets, and a B that is as tall as the layer.
+    An adapter for all has one A, which every slice gets. Its B is as tall as the layer.
     """
 
     @classmethod

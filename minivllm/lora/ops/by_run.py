@@ -1,7 +1,7 @@
 """Shrink and expand, one product for each run of rows with the same adapter.
 
 Stands for vllm/lora/ops/torch_ops (v0.22.1), whose signatures are in lora/vllm. Shapes, dtypes and base rows are as in
-`by_token`; `runs` are (slot, rows) of every run that has an adapter, as `compute_runs` gives them.
+`by_token`. `runs` has (slot, rows) of every run with an adapter (`compute_runs`).
 """
 
 from collections.abc import Iterable

@@ -47,11 +47,11 @@ def read_target_parameters(peft_helper: PEFTHelper, parameters: Any) -> None:
         )
     targets = frozenset(parameters)
 
-    def asked_as(module_name: str) -> str:
+    def pattern_name(module_name: str) -> str:
         weight = f"{module_name}.weight"
         return weight if _is_target(weight, targets) else module_name
 
-    peft_helper.asked_as = asked_as
+    peft_helper.pattern_name = pattern_name
 
 
 def check_target_parameters(parameters: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:

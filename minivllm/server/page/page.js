@@ -219,7 +219,7 @@ class Page {
     const title = `${name}step ${step.step}`.replace(/^./, (first) => first.toUpperCase());
     const parts = [
       el("h2", {}, title),
-      el("p", { className: "soft" }, `${step.rows.length} rows, ${tokens} tokens, after ${step.time_s.toFixed(3)} s`),
+      el("p", { className: "soft" }, `${counted(step.rows.length, "row")}, ${counted(tokens, "token")}, after ${step.time_s.toFixed(3)} s`),
       step.error && el("p", { className: "said bad" }, step.error),
     ];
     const lists = [["Happened", eventsOf], ["Slots", slotLines], ["Queue", queueLines]].map(([heading, linesOf]) => {
@@ -269,9 +269,11 @@ class Page {
   }
 }
 
+const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
+
 const whatOf = (row) => {
   if (row.kind === "decode") return "decode";
-  const tokens = `${row.tokens} token${row.tokens === 1 ? "" : "s"} of prompt`;
+  const tokens = `${counted(row.tokens, "token")} of prompt`;
   return row.cached ? `${tokens}; ${row.cached} were cached` : tokens;
 };
 // The token a request got: its text, or its id where there is no tokenizer.

@@ -1,0 +1,56 @@
+"""What `lab open` says."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from labs.kit.open_exercises import OpenExercise, fresh_seed, leaderboard, open_exercises, report
+from labs.kit.progress import Progress, shown
+
+console = Console(highlight=False, soft_wrap=True)
+SIGNS = {"passed": "[green]✓[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
+
+
+def line_of(exercise: OpenExercise, progress: Progress) -> str:
+    """One line of a list."""
+    return f"  {SIGNS[exercise.state(progress.passed)]} {exercise.key}: {escape(exercise.title)}"
+
+
+def list_open() -> None:
+    """All of them, with what became of each."""
+    progress = Progress()
+    for exercise in open_exercises():
+        console.print(line_of(exercise, progress))
+    console.print("[dim]an interface and a budget, no recipe: `lab open 5` judges that of phase 5[/]")
+
+
+def judge_open(which: str) -> bool:
+    """Judge the learner's answer beside ours, on inputs made now; whether it met the budget."""
+    [exercise] = open_exercises(which)
+    judging, progress, digest = exercise.judge, Progress(), exercise.digest
+    console.print(f"[bold]{exercise.key}: {escape(exercise.title)}[/]")
+    console.print(f"yours: {shown(exercise.file)}, which says what is asked")
+    with console.status("judging yours and ours on fresh inputs"):
+        verdicts = leaderboard(exercise, fresh_seed())
+    if verdicts["yours"].count is None:
+        console.print(f"  [red]✗ yours is refused:[/] {escape(verdicts['yours'].why)}")
+    for who, verdict in sorted(
+        ((who, verdict) for who, verdict in verdicts.items() if verdict.count is not None),
+        key=lambda entry: entry[1].count,
+    ):
+        name = "[bold]yours[/]" if who == "yours" else f"ours, {who}"
+        sign = "[green]✓[/]" if exercise.meets(verdict) else "[red]✗[/]"
+        console.print(f"  {sign} {verdict.count:10.4g}  {name}")
+    console.print(f"    {judging.BUDGET:10.4g}  the budget: {judging.UNIT}")
+    is_met = exercise.meets(verdicts["yours"])
+    if is_met:
+        progress.passed = {exercise.key: digest, **progress.passed}  # first: the path goes on where it was
+        progress.save()
+    console.print(f"[dim]ours: {shown(exercise.ours('best').parent)}/open_{exercise.name}_*.py[/]")
+    return is_met
+
+
+def grades(which: str | None) -> list[dict[str, Any]]:
+    """For instructors: of the phases that `which` names whole; none for an exercise, or a phase without one."""
+    return report([exercise for exercise in open_exercises() if which in (None, exercise.number)])

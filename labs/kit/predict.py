@@ -1,0 +1,78 @@
+"""Predict, then measure: what a notebook asks of its reader, and the picture of what came out."""
+
+import json
+import os
+import subprocess
+import sys
+
+from labs.kit.measures import QUESTIONS, Counts
+from labs.kit.regions import PHASES
+from minivllm.labs import ROOT, Todo, learners_sources
+
+OURS, THEIRS, GUESS = "#0072B2", "#E69F00", "#222222"
+
+
+def is_theirs(phase: str) -> bool:
+    """Whether code of this phase comes from the learner here.   phase: such as `3`"""
+    selection = os.environ.get("MINIVLLM_LABS", "")
+    if not selection or selection.endswith(".json"):  # none, or a hunt's engine
+        return False
+    folder = ROOT / "labs" / PHASES[int(phase) - 1]
+    return any(folder == ROOT.joinpath(s.path).parent for s in learners_sources(selection).values())
+
+
+def measured(phase: str) -> tuple[Counts, Counts | None]:
+    """Our counts, and those of the learner's code: None where the phase is ours, or is still to do."""
+    question = QUESTIONS[phase]
+    if not is_theirs(phase):
+        return question.count(), None
+    command = [sys.executable, "-m", "labs.kit.measures", phase]
+    clean = {**os.environ, "MINIVLLM_LABS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=clean, cwd=ROOT, capture_output=True, text=True, check=True)
+    ours = json.loads(done.stdout)
+    try:
+        return ours, question.count()
+    except Todo as todo:
+        print(f"your code: TODO {todo}")
+        return ours, None
+
+
+def predict(phase: str, guess: float | None) -> None:
+    """Say what came out of our code, and of the learner's where the phase is theirs, and draw both beside the guess.
+
+    phase   such as `3`     guess   None: the reader has not guessed, and no number is given away
+    """
+    question = QUESTIONS[phase]
+    print(question.text)
+    if guess is None:
+        print("Put your number into `my_guess` and run this cell again: then you see what was counted.")
+    ours, theirs = measured(phase)
+    if guess is not None:
+        print(f"your guess: {guess:g} {question.unit}; our code: {ours[question.case]:g}")
+        if theirs:
+            print(f"your code: {theirs[question.case]:g}")
+    draw(phase, guess, ours, theirs)
+
+
+def draw(phase: str, guess: float | None, ours: Counts, theirs: Counts | None) -> None:
+    """Bars for each case. That which is asked for stays hidden until there is a guess."""
+    import matplotlib.pyplot as plt
+
+    question = QUESTIONS[phase]
+    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    places = {case: place for place, case in enumerate(ours)}
+    apart = 0.2 if theirs else 0.0
+    for who, counts, colour, shift in (("ours", ours, OURS, -apart), ("yours", theirs, THEIRS, apart)):
+        shown = {c: n for c, n in (counts or {}).items() if guess is not None or c != question.case}
+        if shown:
+            axes.bar([places[c] + shift for c in shown], list(shown.values()), 0.38, color=colour, label=who)
+    asked = places[question.case]
+    if guess is None:
+        axes.text(asked, 0, "?", ha="center", va="bottom", fontsize=24, color=GUESS)
+    else:
+        axes.plot([asked - 0.45, asked + 0.45], [guess, guess], "--", color=GUESS, label="your guess")
+    axes.set_xticks(range(len(ours)), list(ours))
+    axes.set(ylabel=question.unit, xlim=(-0.6, len(ours) - 0.4), ylim=(0, None))
+    axes.legend(frameon=False, loc="upper left")
+    plt.show()
+    plt.close(figure)

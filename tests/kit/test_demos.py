@@ -1,0 +1,61 @@
+"""`lab demo`: what it prints comes from the code of the exercise."""
+
+import os
+from pathlib import Path
+
+import pytest
+from checkout import SERVER, Checkout
+
+from labs.kit.mutants import mutants_of
+from labs.kit.path import track_of
+from labs.kit.regions import read_engine
+from minivllm.labs import Overlay, Source
+
+EXERCISES = {number: e for number, e in read_engine().items() if track_of(e) != "side"}
+
+
+def tell(number, sources, file):
+    """In a process of its own: write the lines of a demo, and what broke it, if it broke."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    Overlay(sources).install()
+    from labs.demos import demo_of
+
+    lines = []
+    try:
+        lines += demo_of(number)()
+    except Exception as error:  # a mistake may break whatever it likes
+        lines.append(f"{type(error).__name__}: {error}")
+    file.write_text("\n".join(lines))
+
+
+def lines_of(number, file: Path, sources: dict[str, Source] | None = None) -> list[str]:
+    process = SERVER.Process(target=tell, args=(number, sources or {}, file))
+    process.start()
+    process.join()
+    return file.read_text().splitlines()
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_demo_shows_what_a_classic_mistake_changes(number, tmp_path):
+    mistakes = mutants_of(EXERCISES[number])
+
+    ours = lines_of(number, tmp_path / "ours")
+
+    assert 2 <= len(ours) <= 14
+    assert "Error: " not in ours[-1]
+    assert any(lines_of(number, tmp_path / m.name, m.sources()) != ours for m in mistakes), "it shows none"
+
+
+def test_a_demo_runs_on_the_learners_code_once_it_is_there(tmp_path):
+    checkout = Checkout(tmp_path)
+    before = checkout.lab("demo", "2.2")
+    checkout.answer("2.2", ("self.live_ranks[i][slot] = rank", "self.live_ranks[i][slot] = rank + 1"))
+    after = checkout.lab("demo", "2.2")
+    beside = checkout.lab("demo", "2.8")
+
+    assert before.returncode == 1
+    assert "TODO labs/02_lora_layers/slots.py:" in before.stdout
+    assert after.returncode == 0
+    assert "rank 2 follows: live rank 3" in after.stdout
+    assert beside.returncode == 2
+    assert "lab 2.8 is a side track, and has no demo" in beside.stderr

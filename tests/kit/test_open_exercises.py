@@ -1,0 +1,227 @@
+"""Open exercises: our answers and their budgets, the rules, and who tries to get round them."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from labs.kit import open_exercises as kit
+from labs.kit.judges import eviction
+from labs.kit.open_rules import broken_rules
+from labs.kit.sync import OPEN, OURS, sync
+from minivllm.labs import ROOT, LabError
+
+EXERCISES = {exercise.name: exercise for exercise in kit.open_exercises()}
+
+
+def judged(name, text, seed=11):
+    return kit.judge(EXERCISES[name], text, Path(f"/answers/{name}.py"), seed)
+
+
+def naive_of(name):
+    return EXERCISES[name].ours("naive").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_naive_answer_misses_the_budget_and_ours_get_better(name, monkeypatch):
+    monkeypatch.setattr(kit, "ROUNDS", 1)
+    exercise = EXERCISES[name]
+
+    naive, good, best = (judged(name, exercise.ours(which).read_text(encoding="utf-8")) for which in OURS)
+
+    assert (naive.why, good.why, best.why) == ("", "", "")
+    assert naive.count > exercise.judge.BUDGET >= good.count > best.count
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
+    file = EXERCISES[name].file
+
+    is_edited = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", file], cwd=ROOT).returncode == 1
+
+    assert is_edited or file.read_text(encoding="utf-8") == naive_of(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("packing", "def write(*_):\n    pass\n", "A of slice 0 is wrong in the slot, first in row 0"),
+        ("mixed_batch", "def add(*_):\n    pass\n", "y is wrong in "),
+        (
+            "eviction",
+            "class Policy:\n    def __init__(*_): pass\n    def used(*_): pass\n    victim = used\n",
+            "victim() gave None",
+        ),
+        (
+            "turns",
+            "class Policy:\n    def __init__(*_): pass\n    def choose(*_): return []\n",
+            "0 tokens in 500",
+        ),
+        (
+            "waiting_line",
+            "class Line:\n    arrive = leave = lambda *_: None\n    def admit(*_): return []\n",
+            "gave [], and the first in line that fit are",
+        ),
+    ],
+    ids=["packing", "mixed_batch", "eviction", "turns", "waiting_line"],
+)
+def test_who_ignores_the_input_is_refused(name, text, why):
+    verdict = judged(name, text)
+
+    assert verdict.count is None
+    assert why in verdict.why
+
+
+def test_a_kernel_that_computes_nothing_is_refused():
+    text = naive_of("shrink").replace("    tl.store(", "    return\n    tl.store(")
+
+    assert "h is wrong in" in judged("shrink", text).why
+
+
+def test_products_of_the_host_are_no_table():
+    text = naive_of("shrink").replace("torch.tensor(slots)", "torch.ones(3)")
+
+    assert judged("shrink", text).why == "table 0 of plan() is no tensor of integers"
+
+
+REPLAYED = """
+class Policy:
+    victims = {victims}
+
+    def __init__(self, slots):
+        self.left = list(self.victims)
+
+    def used(self, adapter):
+        pass
+
+    def victim(self, cached, wanted):
+        return self.left.pop(0) if self.left else cached[0]
+"""
+
+
+def victims_of_belady(trace):
+    """Who would leave, by who knows the trace."""
+    cached, victims = set(), []
+    for index, adapter in enumerate(trace):
+        if adapter not in cached and len(cached) == eviction.SLOTS:
+            rest = trace[index:]
+            last = max(cached, key=lambda a: (rest.index(a) if a in rest else len(rest), a))
+            cached.remove(last)
+            victims.append(last)
+        cached.add(adapter)
+    return victims
+
+
+def test_answers_worked_out_beforehand_are_of_no_use_on_other_inputs(monkeypatch):
+    monkeypatch.setattr(kit, "ROUNDS", 1)
+    monkeypatch.setattr(eviction, "STEPS", 1500)
+    known = eviction.trace_of(kit.Random(11))
+    text = REPLAYED.format(victims=victims_of_belady(known))
+
+    assert judged("eviction", text, seed=11).count == 0  # it would work, were the inputs known
+    assert "which is not cached" in judged("eviction", text, seed=12).why
+
+
+def test_inputs_differ_from_one_judgement_to_the_next():
+    assert len({kit.fresh_seed() for _ in range(8)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import sys", "may not import sys"),
+        ("import numpy", "may not import numpy"),
+        ("from labs.kit.judges import counting", "may not import labs.kit.judges"),
+        ("import torch.utils._python_dispatch", "may not import torch.utils._python_dispatch"),
+        ("from torch import utils", "may not import utils"),
+        ("x = y.numpy()", "may not use `.numpy`"),
+        ("x = torch.ops.aten.mm", "may not use `.ops`"),
+        ("x = len.__globals__", "may not reach for `__globals__`"),
+        ("x = other._count", "may not reach for `_count`"),
+        ("x = getattr(y, 'numpy')", "may not use `getattr`"),
+        ("x = __import__('gc')", "may not use `__import__`"),
+        ("torch.Tensor.copy_ = 3", "sets attributes of `self` alone, not `torch.Tensor.copy_`"),
+        ("exec('import sys')", "may not use `exec`"),
+        ("def f(:", "invalid syntax"),
+    ],
+)
+def test_what_reaches_the_counter_the_future_or_unseen_arithmetic_is_refused(line, said):
+    [*broken] = broken_rules(f"x = 1\n{line}\n")
+
+    assert broken
+    assert said in broken[0]
+    assert broken[0].startswith("line 2: ")
+
+
+def test_an_answer_that_breaks_a_rule_is_not_run():
+    verdict = judged("eviction", "import gc\n\n\nraise SystemExit\n")
+
+    assert verdict.why.startswith("line 1: an answer may not import gc")
+
+
+def test_what_a_policy_changes_in_its_arguments_changes_nothing():
+    text = naive_of("turns").replace(
+        "        keep = [", "        stalled.clear()\n        held.pop(0, None)\n        keep = ["
+    )
+
+    assert judged("turns", text) == judged("turns", naive_of("turns"))
+
+
+def test_memory_taken_while_the_file_is_loaded_counts():
+    best = EXERCISES["packing"].ours("best").read_text(encoding="utf-8")
+    text = best.replace("\n\ndef write(", "\n\nSCRATCH = torch.empty(1 << 18)\n\n\ndef write(", 1)
+
+    assert judged("packing", text).count > EXERCISES["packing"].judge.BUDGET
+
+
+def test_an_answer_that_raises_is_refused_with_its_line():
+    text = "class Policy:\n    def __init__(self, slots):\n        raise KeyError(slots)\n"
+
+    assert judged("eviction", text).why == "KeyError: 16 (line 3)"
+
+
+def test_an_answer_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(kit, "LIMIT", 1)
+
+    verdict = judged("turns", "while True:\n    pass\n")
+
+    assert verdict.count is None
+    assert verdict.why in ("no end after 1 s", "its process ended before it was judged")
+
+
+def test_a_phase_without_one_is_named():
+    with pytest.raises(LabError, match="phase '9' has no open exercise: give one of 2, 3, 4, 5, 6, 7"):
+        kit.open_exercises("9")
+
+
+@pytest.fixture
+def small_root(tmp_path):
+    """A checkout with nothing but our naive answers."""
+    for phase, name in OPEN.items():
+        path = tmp_path / "solutions" / phase / f"open_{name}_naive.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"# naive {name}\n")
+    (tmp_path / "labs").mkdir()
+    sync(tmp_path)
+    return tmp_path
+
+
+def test_an_untouched_starter_follows_our_naive_answer(small_root):
+    (small_root / "solutions/05_slot_manager/open_eviction_naive.py").write_text("# another\n")
+
+    sync(small_root)
+
+    assert (small_root / "labs/05_slot_manager/open_eviction.py").read_text() == "# another\n"
+    recorded = json.loads((small_root / "labs/open_starters.json").read_text())
+    assert recorded.keys() == {f"{phase}/open_{name}" for phase, name in OPEN.items()}
+
+
+def test_somebodys_answer_is_left_as_it_is(small_root):
+    file = small_root / "labs/05_slot_manager/open_eviction.py"
+    file.write_text("# mine\n")
+    (small_root / "solutions/05_slot_manager/open_eviction_naive.py").write_text("# another\n")
+
+    sync(small_root)
+
+    assert file.read_text() == "# mine\n"
