@@ -23,6 +23,7 @@ from benchmarks.arguments import SHAPE_NAMES, device, run_as_command, whole
 from benchmarks.decode import prompts
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
+from benchmarks.stand_in import take_time
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
@@ -50,6 +51,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--device", type=device, default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=whole(), help="of the engine; as many as are fastest if not given")
+    parser.add_argument(
+        "--step-ms", type=whole(), help="stand in for a GPU whose steps of one token a stream take so long"
+    )
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     parsed = parser.parse_args(arguments)
     parsed.punica_backend, parsed.target_modules, parsed.max_num_batched_tokens = "auto", None, 8192
@@ -62,7 +66,10 @@ def make_engine(options: Namespace) -> LLMEngine:
     args = engine_args(options, options.streams, options.max_model_len, options.adapters)
     if options.is_demo:
         args = EngineArgs(**{**vars(args), "load_format": "auto", "skip_tokenizer_init": False})
-    return LLMEngine.from_engine_args(args)
+    engine = LLMEngine.from_engine_args(args)
+    if options.step_ms is not None:
+        take_time(engine, 1e-3 * options.step_ms)
+    return engine
 
 
 def run_direct(
@@ -71,7 +78,7 @@ def run_direct(
     """All requests, stepped by whoever calls."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     first: dict[str, float] = {}
-    num_tokens, started = 0, time.perf_counter()
+    num_tokens, started, cpu = 0, time.perf_counter(), time.process_time()
     for number, ids in enumerate(token_ids):
         lora = adapters[number % len(adapters)] if adapters else None
         engine.add_request(f"direct-{number}", ids, params, lora_request=lora)
@@ -82,7 +89,8 @@ def run_direct(
             first.setdefault(output.request_id, now - started)
             num_tokens += len(output.outputs[0].delta_token_ids)
     seconds = time.perf_counter() - started
-    return summary(num_tokens, seconds, list(first.values()))
+    cpu = time.process_time() - cpu
+    return summary(num_tokens, seconds, list(first.values()), cpu)
 
 
 def run_streams(
@@ -103,6 +111,7 @@ def run_streams(
     ]
     host, port = server.socket.getsockname()
     command = [sys.executable, "-m", "benchmarks.sse_client", host, str(port)]
+    cpu = time.process_time()
     client = subprocess.run(command, input=json.dumps(bodies), capture_output=True, text=True, check=False)
     if client.returncode:
         raise RuntimeError(f"the client failed: {client.stderr.splitlines()[-1]}")
@@ -110,12 +119,18 @@ def run_streams(
     started = min(stream["sent"] for stream in streams)
     seconds = max(stream["events"][-1] for stream in streams) - started
     ttft = [stream["events"][0] - stream["sent"] for stream in streams]
-    return summary(sum(stream["tokens"] for stream in streams), seconds, ttft)
+    return summary(sum(stream["tokens"] for stream in streams), seconds, ttft, time.process_time() - cpu)
 
 
-def summary(num_tokens: int, seconds: float, ttft: list[float]) -> dict[str, float]:
+def summary(num_tokens: int, seconds: float, ttft: list[float], cpu_seconds: float) -> dict[str, float]:
+    """cpu_seconds: of the process that has the engine"""
     p50, p99 = np.percentile(ttft, (50, 99)) * 1e3
-    return {"tokens_per_second": num_tokens / seconds, "ttft_p50_ms": float(p50), "ttft_p99_ms": float(p99)}
+    return {
+        "tokens_per_second": num_tokens / seconds,
+        "ttft_p50_ms": float(p50),
+        "ttft_p99_ms": float(p99),
+        "cpu_us_per_token": 1e6 * cpu_seconds / num_tokens,
+    }
 
 
 def measure(options: Namespace, report: Report, folder: Path) -> None:
@@ -156,6 +171,7 @@ def compare(rows: dict[str, list[dict[str, float]]]) -> dict[str, object]:
         "server_tokens_per_second": server["tokens_per_second"],
         "share": server["tokens_per_second"] / engine["tokens_per_second"],
         "ttft_p50_more_ms": server["ttft_p50_ms"] - engine["ttft_p50_ms"],
+        "cpu_us_more_per_token": server["cpu_us_per_token"] - engine["cpu_us_per_token"],
     }
 
 

@@ -14,18 +14,18 @@ Parts = list[LoRALayerWeights | None]  # of a layer, one entry a slice
 class AcceptsWeights:
     """The half of a wrapped layer that says which weights fit it (`judge`), and packs them.
 
-    part_sizes  K_i and N_i of each slice, of which there are n
-    targets     what adapters may call a slice -> its number; other names stand for the whole of a fused layer
-    max_rank    R
+    slice_sizes  K_i and N_i of each slice, of which there are n
+    targets      what adapters may call a slice -> its number; other names stand for the whole of a fused layer
+    max_rank     R
     """
 
-    part_sizes: Sequence[tuple[int, int]]
+    slice_sizes: Sequence[tuple[int, int]]
     targets: dict[str, int]
     max_rank: int
 
     @property
     def n_slices(self) -> int:
-        return len(self.part_sizes)
+        return len(self.slice_sizes)
 
     # region lab 2.6: refuse an adapter that does not fit
     def judge(self, found: dict[str, LoRALayerWeights]) -> Parts:
@@ -59,11 +59,11 @@ class AcceptsWeights:
                 raise ValueError(
                     f"the adapter has weights for {whole} and for {', '.join(also)}, a part of it; give either"
                 )
-            heights = [height for _, height in self.part_sizes]
+            heights = [height for _, height in self.slice_sizes]
             # The first n targets are those of the layer's first name, in the order of slices; there may be none.
             names = list(self.targets)[: self.n_slices] or [whole] * self.n_slices
             return found[whole].split(names, heights)
-        parts: Parts = [None] * len(self.part_sizes)
+        parts: Parts = [None] * len(self.slice_sizes)
         for name, weights in found.items():
             parts[self.targets[name]] = weights
         return parts

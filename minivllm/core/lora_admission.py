@@ -82,11 +82,11 @@ class LoRAAdmission:
         First, while more slots are taken than there are, the cheapest adapter makes way, however short its turn was.
         It is so when a pin came in under running requests. Then every waiting adapter that is due takes a slot, the
         longest wait first. It is a free one, else that of the cheapest adapter which has had its turn. Where there is
-        neither, those that are left wait on. `_victim` says who is cheapest, `_evict` frees its slot.
+        neither, those that are left wait on. `_victim` says who is cheapest, `_lose_slot` frees its slot.
         """
-        evicted = []
+        made_way = []
         while len(self.taken) > self.max_loras and (victim := self._victim(min_held=0)) is not None:
-            evicted.append(self._evict(victim))
+            made_way.append(self._lose_slot(victim))
         for adapter_id in waiting:
             if self.waited(adapter_id) < self.max_wait_steps:
                 break
@@ -94,9 +94,9 @@ class LoRAAdmission:
                 victim = self._victim(min_held=self.max_wait_steps)
                 if victim is None:
                     break
-                evicted.append(self._evict(victim))
+                made_way.append(self._lose_slot(victim))
             self.take(adapter_id)
-        return evicted
+        return made_way
 
     # endregion
 
@@ -123,7 +123,7 @@ class LoRAAdmission:
         ]
         return min(candidates, key=lambda a: (self.num_running[a], -self.held.get(a, 0), a), default=None)
 
-    def _evict(self, adapter_id: int) -> int:
+    def _lose_slot(self, adapter_id: int) -> int:
         """Its slot is free, and its wait begins; gives the id back."""
         del self.num_running[adapter_id]
         self.taken.remove(adapter_id)

@@ -15,7 +15,7 @@ class AdapterPins(AdapterChanges):
     """Adapters that keep a slot, and the room in memory that they and the running ones leave."""
 
     def _has_memory_for(self, adapter: Adapter) -> bool:
-        """Whether it is in memory, or could be with nothing evicted that is pinned or in use."""
+        """Whether it is in memory, or could be with nothing dropped that is pinned or in use."""
         self._spare_who_runs()
         held = self.manager.list_adapters().keys()
         return adapter.id in held or len(held) < self.manager.capacity or not held <= self.manager.kept

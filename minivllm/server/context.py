@@ -72,18 +72,21 @@ class Call:
         return Generation(server.llm, server.metrics, self.record, request_id, prompts, params, model, lora)
 
 
-def _server(request: Request) -> Server:
+# Coroutines, although they wait for nothing: FastAPI calls functions in threads of their own.
+
+
+async def _server(request: Request) -> Server:
     return request.app.state.server
 
 
-def _call(request: Request) -> Call:
-    return Call(request, _server(request), request.state.holder, request.state.record)
+async def _call(request: Request) -> Call:
+    return Call(request, request.app.state.server, request.state.holder, request.state.record)
 
 
-def _managing(request: Request) -> Server:
+async def _managing(request: Request) -> Server:
     """ApiError 403 for a key of single adapters."""
     request.state.holder.check_manages()
-    return _server(request)
+    return request.app.state.server
 
 
 TheServer = Annotated[Server, Depends(_server)]

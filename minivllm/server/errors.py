@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
 
 MOST_CHARACTERS = 500
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `json.dumps` makes one for every call
 
 # Status -> what vLLM calls it.
 KINDS = {
@@ -47,8 +48,7 @@ class Json(JSONResponse):
 
 def encode(content: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return COMPACT.encode(content).encode("utf-8", "backslashreplace")
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

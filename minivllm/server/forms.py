@@ -5,10 +5,12 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.layers.sampler import Logprob
+from minivllm.server.errors import encode
 
 LEAST_LOGPROB = -9999.0  # vLLM's: JSON knows no infinity
 
@@ -40,9 +42,14 @@ class Form:
         ]
         return {**self._head(self.whole_object), "choices": choices, "usage": usage(outputs)}
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """One event of a stream."""
-        return {**self._head(self.chunk_object), "choices": choices, **more}
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """One event of a stream, as it is sent."""
+        return self._event_head + encode({"choices": choices, **more})[1:] + b"\n\n"
+
+    @cached_property
+    def _event_head(self) -> bytes:
+        """What all events of a stream begin with, up to their choices."""
+        return b"data: " + encode(self._head(self.chunk_object))[:-1] + b","
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -1,7 +1,9 @@
 """What one request, and all together, may take. Stands for a part of vllm/entrypoints/openai/server_utils.py."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -81,13 +83,38 @@ class Limits:
         """Cuts off whoever reads nothing; OSError, as for a connection that is lost."""
 
         async def send_soon(message: Message) -> None:
+            sending = send(message)
+            try:
+                waits_for = sending.send(None)
+            except (
+                StopIteration
+            ):  # nearly always: the system takes at once what is sent, and no timer is needed
+                return
             try:
                 async with asyncio.timeout(self.settings.write_seconds):
-                    await send(message)
+                    await Begun(sending, waits_for)
             except TimeoutError:
                 raise OSError(f"nothing was read for {self.settings.write_seconds:g} s") from None
 
         return send_soon
+
+
+@dataclass
+class Begun:
+    """The rest of a coroutine that was begun and has to wait.
+
+    waits_for   what it yielded to the event loop
+    """
+
+    coroutine: Coroutine[Any, Any, Any]
+    waits_for: Any
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        try:
+            yield self.waits_for
+            return (yield from self.coroutine.__await__())
+        finally:
+            self.coroutine.close()
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:

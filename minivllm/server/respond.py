@@ -96,7 +96,7 @@ async def stream_events(
     ended: set[int] = set()
     begun = [choice for index in range(n * num_prompts) if (choice := form.first(index))]
     if begun:
-        yield event(form.chunk(begun, **extra))
+        yield form.event(begun, **extra)
     numbered: Numbered | None = first
     try:
         while numbered is not None:
@@ -104,12 +104,12 @@ async def stream_events(
             finals[number] = output
             raise_failure(output)
             for index, answer in new_answers(output, number * n, ended, form):
-                yield event(form.chunk([form.delta(index, answer)], **extra))
+                yield form.event([form.delta(index, answer)], **extra)
             numbered = await anext(rest, None)
         if include_usage:
-            yield event(form.chunk([], usage=usage(list(finals.values()))))
+            yield form.event([], usage=usage(list(finals.values())))
     except (ApiError, EngineDeadError) as error:
-        yield event(error_body(status_of(error), str(error)))
+        yield b"data: " + encode(error_body(status_of(error), str(error))) + b"\n\n"
     yield DONE
 
 
@@ -125,7 +125,3 @@ def new_answers(
     found = [(index, answer) for index, answer in numbered if index not in ended and form.is_news(answer)]
     ended.update(index for index, answer in found if answer.finished())
     return found
-
-
-def event(content: dict[str, Any]) -> bytes:
-    return b"data: " + encode(content) + b"\n\n"

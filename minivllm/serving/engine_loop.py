@@ -43,6 +43,12 @@ class EngineLoop:
         self.is_held_up: Callable[[], bool] = lambda: False
         self._failed_steps = 0  # in a row
         self._did_nothing = False  # the last step
+        self._due: list[Sink] = []  # have outputs, and are not woken yet
+        self._lost: list[Sink] = []  # could not be woken: their event loop is closed
+        # While a GPU computes, this thread waits without the GIL: a good time for others to send what they have.
+        self._wakes_beside_steps = engine.runner.on_gpu
+        if self._wakes_beside_steps:
+            engine.listeners.append(lambda scheduled: self._wake())
 
     @property
     def is_idle(self) -> bool:
@@ -62,6 +68,8 @@ class EngineLoop:
         Raises what is no fault, and what raises again and again.
         """
         nothing_to_do = not self.sinks or (self._did_nothing and self.is_held_up())
+        if nothing_to_do or self.hand_over.waits:
+            self._wake()
         self.hand_over.run(self.engine, wait=wait and nothing_to_do)
         if self.sinks:
             self._step()
@@ -84,6 +92,7 @@ class EngineLoop:
     def fail(self, error: Exception) -> None:
         """Whoever waits for outputs gets this error. The engine keeps the requests."""
         sinks, self.sinks = self.sinks, {}
+        self._wake()
         wake([sink for sink in sinks.values() if sink.put(error)])
 
     def _step(self) -> None:
@@ -98,19 +107,31 @@ class EngineLoop:
                 raise
             logger.warning("a step raised an error, and is taken again", exc_info=error)
             return
+        self._wake()  # it may have launched nothing
         self._did_nothing = not outputs and steps == self.engine.metrics.steps
         self._deliver(outputs)
         if self.sinks and not self.engine.has_unfinished_requests():
             self._deliver([aborted(i, None) for i in self.sinks])  # somebody aborted them behind our back
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        due = []
+        """Hand outputs to their sinks. Whoever has to be woken is woken beside the next step, if one will come."""
         for output in outputs:
             sink = self.sinks.pop(output.request_id) if output.finished else self.sinks[output.request_id]
             if sink.put(output):
-                due.append(sink)
-        if lost := wake(due):
-            gone = [request_id for request_id, sink in self.sinks.items() if sink in lost]
+                self._due.append(sink)
+        if not (self._wakes_beside_steps and self.sinks):
+            self._wake()
+        self._forget_lost()
+
+    def _wake(self) -> None:
+        due, self._due = self._due, []
+        self._lost += wake(due)
+
+    def _forget_lost(self) -> None:
+        """Abort the requests of those whose event loop is closed. Not within a step."""
+        if self._lost:
+            gone = [request_id for request_id, sink in self.sinks.items() if sink in self._lost]
             for request_id in gone:
                 del self.sinks[request_id]
+            self._lost.clear()
             self.engine.abort_request(gone)

@@ -8,7 +8,7 @@ from benchmarks import server
 def test_both_ways_answer_the_same_tokens_and_are_compared(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(
-        server, "summary", lambda tokens, seconds, ttft: counted.append((tokens, len(ttft))) or SUMMARY
+        server, "summary", lambda tokens, seconds, ttft, cpu: counted.append((tokens, len(ttft))) or SUMMARY
     )
     path = tmp_path / "server.json"
 
@@ -21,4 +21,4 @@ def test_both_ways_answer_the_same_tokens_and_are_compared(tmp_path, monkeypatch
     assert rows[-1]["share"] == 1.0
 
 
-SUMMARY = {"tokens_per_second": 10.0, "ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0}
+SUMMARY = {"tokens_per_second": 10.0, "ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "cpu_us_per_token": 3.0}

@@ -1,6 +1,7 @@
 """The `lab` command, as a learner and an instructor use it."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -221,7 +222,7 @@ def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
 
     result = checkout.lab("check", "3.2")
 
-    assert "the tests' process ended before they did, in test_shrink_writes" in result.stdout
+    assert re.search(r"the tests' process ended before they did, in test_\w+", result.stdout)
 
     checkout.forget()
     checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
@@ -229,10 +230,10 @@ def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
         "from labs.kit.forks import Job, run\nfrom minivllm.labs import learners_sources\n"
         "job = Job(None, '3.2', learners_sources('3.2'))\n"
         "[[result]] = [outcome.results for _, outcome in run([job], limit=2)]\n"
-        "print(result.message, result.test.partition('::')[2][:19], result.place)"
+        "print(result.message, result.test.partition('::')[2][:5], result.place)"
     )
     place = checkout.place("3.2", "while True: pass")
-    assert checkout.run("-c", code).stdout == f"no end after 2 s of computing test_shrink_writes_ {place}\n"
+    assert checkout.run("-c", code).stdout == f"no end after 2 s of computing test_ {place}\n"
 
 
 def test_an_exercise_is_graded_by_the_tests_that_carry_its_mark(checkout):

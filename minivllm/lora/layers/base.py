@@ -18,7 +18,7 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     Layers are wrapped once, when the model is loaded. From then on adapters come and go by writing slots. A layer
     judges, packs and writes its own weights; what they add is the backend's to compute.
 
-    part_sizes      K_i and N_i of each slice, of which there are n
+    slice_sizes     K_i and N_i of each slice, of which there are n
     slots           its `Slots`, once `create_lora_weights` was called
     backend         what does the arithmetic, once `set_mapping` was called
     in_cuda_graphs  whether a step that runs the layer may be captured
@@ -26,12 +26,12 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
 
     in_cuda_graphs: ClassVar[bool] = True
 
-    def __init__(self, base_layer: nn.Module, part_sizes: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, base_layer: nn.Module, slice_sizes: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__()
         self.base_layer = base_layer
-        # Read at every step: from here at once, as a submodule only after a search.
+        # Read at every step: an attribute is found at once, a submodule only after a search.
         self.__dict__["base_layer"] = base_layer
-        self.part_sizes = list(part_sizes)
+        self.slice_sizes = list(slice_sizes)
         self.slots: Slots | None = None
         self.backend: Backend | None = None
         self.targets: dict[str, int] = {}
@@ -42,8 +42,8 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     lora_b_stacked = property(attrgetter("slots.b"))
 
     def part_shape(self, part: int) -> tuple[int, int]:
-        """How wide A, and how tall B, of a slice must be: K_i, N_i."""
-        return self.part_sizes[part]
+        """How wide the A of a part must be, and how tall its B."""
+        return self.slice_sizes[part]
 
     # ---- an adapter's weights -------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         """Allocate the slots, all empty, on the base weight's device."""
         weight, self.max_rank = self.base_layer.weight, lora_config.max_lora_rank
         dtype = lora_config.slot_dtype(weight.dtype)
-        self.slots = Slots.empty(max_loras, self.max_rank, self.part_sizes, dtype, weight.device)
+        self.slots = Slots.empty(max_loras, self.max_rank, self.slice_sizes, dtype, weight.device)
 
     def set_mapping(self, punica_wrapper: Backend) -> None:
         """Hand the slots to the backend that does the arithmetic, which may move them."""

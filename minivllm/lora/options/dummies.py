@@ -36,7 +36,7 @@ def dummy_adapter(wrapped: WrappedModules, lora_id: int, rank: int) -> LoRAModel
         for target, part in (module.targets or {name: 0}).items():
             width, height = module.part_shape(part)
             if not module.targets:  # one name for all slices together
-                height = sum(height for _, height in module.part_sizes)
+                height = sum(height for _, height in module.slice_sizes)
             loras[target] = LoRALayerWeights.create_dummy_lora_weights(
                 target, width, height, rank, dtype, "cpu"
             )

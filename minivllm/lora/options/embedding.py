@@ -38,7 +38,7 @@ class VocabParallelEmbeddingWithLoRA(OptionLayer):
         by_token = torch.zeros(max_loras, self.vocab_size + extra, rank, **where)
         b = torch.zeros(max_loras, 1, width, rank, **where)
         self.slots = Slots([by_token.transpose(1, 2)[:, None]], [b])  # (S, 1, R, V + X), (S, 1, H, R)
-        self.max_rank, self.part_sizes = rank, [(self.vocab_size + extra, width)]
+        self.max_rank, self.slice_sizes = rank, [(self.vocab_size + extra, width)]
         if extra:
             self.embeddings_tensors = torch.zeros(max_loras, extra, width, **where)
             self.slots.beside[EMBEDDINGS] = (self.embeddings_tensors,)
@@ -57,7 +57,7 @@ class VocabParallelEmbeddingWithLoRA(OptionLayer):
     def by_slice(self, found: dict[str, LoRALayerWeights]) -> list[LoRALayerWeights | None]:
         """A as wide as the slots' vocabulary."""
         (weights,) = super().by_slice(found)
-        return [pad_to_slots(weights, "lora_a", self.vocab_size, self.part_sizes[0][0])]
+        return [pad_to_slots(weights, "lora_a", self.vocab_size, self.slice_sizes[0][0])]
 
     # region lab 2.8: an embedding with adapters
     def forward(self, x: torch.Tensor) -> torch.Tensor:

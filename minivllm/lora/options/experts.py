@@ -43,7 +43,7 @@ class FusedMoEWithLoRA(OptionLayer):
 
     def part_shape(self, part: int) -> tuple[int, int]:
         """As for a linear. Parts are counted by expert: slice i of expert e is part n_slices * e + i."""
-        return self.part_sizes[part % self.n_slices]
+        return self.slice_sizes[part % self.n_slices]
 
     def create_lora_weights(
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
@@ -51,7 +51,7 @@ class FusedMoEWithLoRA(OptionLayer):
         """Allocate the slots, all empty."""
         weight, self.max_rank = self.base_layer.w13_weight, lora_config.max_lora_rank
         dtype = lora_config.slot_dtype(weight.dtype)
-        sizes, experts = self.part_sizes, self.num_experts
+        sizes, experts = self.slice_sizes, self.num_experts
         self.slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, weight.device, experts)
 
     # ---- an adapter's weights -------------------------------------------------------------------------------

@@ -49,11 +49,11 @@ class HeadSlots(OptionLayer):
     ) -> None:
         """Allocate the slots, all empty."""
         extra, dtype = lora_config.lora_extra_vocab_size, lora_config.slot_dtype(self.dtype)
-        self.max_rank, self.part_sizes = (
+        self.max_rank, self.slice_sizes = (
             lora_config.max_lora_rank,
             [(self.hidden_size, self.vocab_size + extra)],
         )
-        self.slots = Slots.empty(max_loras, self.max_rank, self.part_sizes, dtype, self.device)
+        self.slots = Slots.empty(max_loras, self.max_rank, self.slice_sizes, dtype, self.device)
         if extra:
             self.embeddings_tensors = torch.zeros(
                 max_loras, extra, self.hidden_size, dtype=dtype, device=self.device
@@ -76,4 +76,4 @@ class HeadSlots(OptionLayer):
     def by_slice(self, found: dict[str, LoRALayerWeights]) -> list[LoRALayerWeights | None]:
         """B as tall as the slots' vocabulary."""
         (weights,) = super().by_slice(found)
-        return [pad_to_slots(weights, "lora_b", self.vocab_size, self.part_sizes[0][1])]
+        return [pad_to_slots(weights, "lora_b", self.vocab_size, self.slice_sizes[0][1])]
