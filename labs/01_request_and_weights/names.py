@@ -23,7 +23,7 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
     `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight` -> `("model.layers.0.mlp.up_proj", True)`
     `base_model.model.model.embed_tokens.lora_embedding_B` -> `("model.embed_tokens", False)`
 
-    name             with PEFT's prefix or without it; only what leads the name is the prefix
+    name             with PEFT's prefix or without it; inside a name the same words are no prefix
     weights_mapper   renames what follows the prefix, where the model's names are not Hugging Face's; where it gives
                      None the name stays
 

@@ -68,7 +68,7 @@ class EngineCore(EngineParts):
     def _prepare_adapters(self, scheduled: SchedulerOutput, outputs: list[RequestOutput]) -> bool:
         """Read the adapters that the step needs; end the requests of those that cannot be. True if there were any.
 
-        Who ran before has its adapter in memory, and no pin waits for a slot when there is none.
+        Whoever ran before has its adapter in memory. So a step that admits nobody, with nothing pinned, reads nothing.
         """
         if self.adapters is None or not (scheduled.cached_tokens or self.adapters.pinned):
             return False
@@ -113,7 +113,7 @@ class EngineCore(EngineParts):
     def _settle_what_was_left(self) -> None:
         """Do what waited for the ends of requests, once all outputs are made.
 
-        Before, a request that has got its last token, but no output yet, may be taken back by a Ctrl-C.
+        Until then a Ctrl-C may take a request back that has its last token but no output.
         """
         for adapter_id in self._left_by:
             self.adapters.request_ended(adapter_id)

@@ -64,7 +64,8 @@ def choose(which: str | None) -> list[Exercise]:
     if not found:
         near = [n for n in exercises if n.partition(".")[0] == which.partition(".")[0]] or list(exercises)
         raise LabError(
-            f"there is no lab '{which}': give a phase, 1 to {len(PHASES)}, or an exercise, {near[0]} to {near[-1]}"
+            f"there is no lab '{which}': give a phase, 1 to {int(PHASES[-1][:2])}, or an exercise, "
+            f"{near[0]} to {near[-1]}"
         )
     return found
 
@@ -445,6 +446,36 @@ def compare_command(
     raise typer.Exit(0 if found.column is None else 1)
 
 
+@app.command("read")
+def read_command(
+    phase: Annotated[str | None, typer.Argument(help="A phase, such as 5. None: where you are.")] = None,
+    file: Annotated[int, typer.Argument(help="Which of vLLM's files to open, from 1.")] = 1,
+    vllm: Annotated[Path | None, typer.Option(help="A checkout of vLLM; none: the installed one.")] = None,
+) -> None:
+    """What of vLLM to read beside a phase. Your editor opens the file if vLLM is at hand."""
+    from labs.kit import reading
+
+    found, folder = reading.reading_of(phase_of(phase)), reading.vllm_folder(vllm)
+    console.print(found.text, markup=False)
+    console.print()
+    for number, (name, mentioned) in enumerate(found.files.items(), 1):
+        where = reading.place_of(name, folder) if folder else f"{reading.ONLINE}/{name}"
+        console.print(f"[bold]{number}[/] {escape(str(where))}")
+        for said in reading.names_in(name, mentioned, folder):
+            console.print(f"    {escape(said)}")
+    if folder is None:
+        console.print(f"vLLM is not installed here; name a checkout of {reading.VERSION} with --vllm")
+        return
+    if (version := reading.version_of(folder)) not in (None, reading.VERSION.removeprefix("v")):
+        console.print(f"[yellow]this is vLLM {version}; chapters are about {reading.VERSION}[/]")
+    if not 1 <= file <= len(found.files):
+        raise LabError(f"there is no file {file}; give a number from 1 to {len(found.files)}")
+    if console.is_terminal and not reading.open_in_editor(
+        reading.place_of(list(found.files)[file - 1], folder)
+    ):
+        console.print("[dim]set EDITOR, and it opens there[/]")
+
+
 @app.command()
 def notebook(
     phase: Annotated[str | None, typer.Argument(help="A phase, such as 3. None: where you are.")] = None,
@@ -500,18 +531,48 @@ def grade_command(
     which: Which = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit's XML here too.")] = None,
+    submissions: Annotated[
+        Path | None, typer.Option(help="A folder with a student's labs/ in each of its folders.")
+    ] = None,
+    table: Annotated[Path | None, typer.Option("--csv", help="Of submissions: write CSV here too.")] = None,
 ) -> None:
     """For instructors: points for every exercise."""
     from labs.kit.grade import grade, report, write_junit
 
-    points = hunt_command.report(which) if is_hunt(which) else report(list(grade(choose(which))))
-    if not is_hunt(which):
-        points["open"] = open_command.grades(which)
+    if submissions is not None:
+        reports = grade_all(submissions, which, table)
+    elif is_hunt(which):
+        reports = {"minivllm labs": hunt_command.report(which)}
+    else:
+        points = report(list(grade(choose(which))))
+        reports = {"minivllm labs": {**points, "open": open_command.grades(which)}}
     if junit:
-        write_junit(points, junit)
+        write_junit(reports, junit)
     if as_json:
-        print(json.dumps(points, indent=2))
+        print(json.dumps(reports if submissions is not None else reports["minivllm labs"], indent=2))
         return
+    for student, points in reports.items():
+        say_points(points) if submissions is None else say_sums(student, points)
+
+
+def grade_all(folder: Path, which: str | None, table: Path | None) -> dict[str, dict]:
+    """Student -> points; what comes in between is said on the other stream, as each is graded."""
+    from labs.kit.submissions import grade_submissions, read_submissions, write_csv
+
+    chosen, found = choose(which), read_submissions(folder)
+    aside = Console(stderr=True, highlight=False, soft_wrap=True)
+    aside.print(f"{len(found)} submissions, {len(chosen)} exercises each; our own code is graded first")
+    reports = grade_submissions(
+        found,
+        chosen,
+        on_grade=lambda name, g: aside.print(f"{SIGNS[g.state]} {escape(name)} {g.exercise.number}"),
+    )
+    if table:
+        write_csv(reports, table)
+    return reports
+
+
+def say_points(points: dict) -> None:
     for entry in points["exercises"]:
         sign = SIGNS[entry["state"]]
         console.print(f"{sign} {entry['exercise']} {escape(entry['title'])}  {entry['points']}/{entry['of']}")
@@ -521,6 +582,15 @@ def grade_command(
     for entry in points.get("open", []):
         count = "" if entry["count"] is None else f"  {entry['count']:.4g} of {entry['budget']:g}"
         console.print(f"{SIGNS[entry['state']]} {entry['exercise']} {escape(entry['title'])}{count}")
+
+
+def say_sums(student: str, points: dict) -> None:
+    parts = [f"{part['points']} of {part['of']} {TRACKS[track]}" for track, part in points["tracks"].items()]
+    console.print(f"{escape(student)}: {', '.join(parts)}")
+    for entry in points["exercises"]:
+        if entry["message"]:
+            line = entry["message"].splitlines()[0]
+            console.print(f"  {SIGNS[entry['state']]} {entry['exercise']}: {escape(line)}")
 
 
 @app.command()

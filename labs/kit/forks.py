@@ -2,12 +2,16 @@
 
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import re
 import resource
+import secrets
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,12 +24,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from labs.kit.plugin import exercises_of, steady_hypothesis
+from labs.kit.tampering import judges, replaced
 from minivllm.labs import ROOT, Overlay, Source
 from minivllm.quiet import quiet_libraries
 
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 LIMIT = 60.0  # seconds that an exercise's tests may compute
+LONGEST_MESSAGE = 1 << 22  # bytes of a result
+FOREIGN = "something else than the tests wrote to the grader"
 PATIENCE = 10.0  # how many times as long they may take in all
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 WANTED_BY_SOME = ("transformers", "peft")
@@ -55,6 +62,7 @@ class Job:
     only    the names of the tests to run; None = all
     files   files of tests, in the place of those that have the exercise's mark
     names   of the test functions in these files that count, or `FILE.py::*`; none: all
+    memory  bytes that it may allocate, of code that nobody trusts: it is confined. None = it is trusted
     """
 
     key: Any
@@ -65,6 +73,7 @@ class Job:
     only: frozenset[str] | None = None
     files: tuple[Path, ...] = ()
     names: frozenset[str] = frozenset()
+    memory: int | None = None
 
     def wants(self, item: pytest.Item) -> bool:
         """Whether a test is one of the job's."""
@@ -151,7 +160,10 @@ def _import(names: tuple[str, ...]) -> None:
 
 
 class _Child:
-    """A fork that runs one job's tests and sends the result of each."""
+    """A fork that runs one job's tests and sends the result of each.
+
+    What it sends is JSON with a token that only its recorder has: whoever else writes into the pipe is not believed.
+    """
 
     def __init__(self, job: Job, files: list[Path], limit: float, patience: float) -> None:
         context = multiprocessing.get_context("fork")
@@ -160,42 +172,73 @@ class _Child:
         self.outcome = Outcome()
         self.started = time.monotonic()
         self.begun = ""
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if job.memory else None
         self.receiver, sender = context.Pipe(duplex=False)
+        self.token = secrets.token_hex(16)
+        home = Path(self.folder.name) if self.folder else None
         self.process = context.Process(
-            target=_run_tests, args=(job, files, (limit, patience), sender), daemon=True
+            target=_run_tests, args=(job, files, (limit, patience), (sender, self.token), home), daemon=True
         )
         self.process.start()
         sender.close()  # so that the pipe ends where the child does
+        # Signals end it sooner, unless its code has seen to that they do not.
+        self.last_resort = threading.Timer(patience * limit + 5, self.process.kill)
+        self.last_resort.daemon = True
+        self.last_resort.start()
 
     def receive(self) -> Result | None:
         """A test's result; None when there are no more."""
-        with suppress(EOFError):
-            while isinstance(received := self.receiver.recv(), str):
-                self.begun = received
-            if isinstance(received, Result):
-                self.outcome.results.append(received)
-                return received
-            self._end(TROUBLE.get(received))
-            return None
+        with suppress(EOFError, OSError):
+            while True:
+                kind, said = self._read()
+                if kind == "begun":
+                    self.begun = str(said)
+                elif kind == "result":
+                    self.outcome.results.append(Result(*said))
+                    return self.outcome.results[-1]
+                elif kind == "end":
+                    self._end(TROUBLE.get(said))
+                    return None
+                else:
+                    self.process.kill()
+                    self._end(str(said))
+                    return None
         self.process.join()
-        is_late = self.process.exitcode in (-signal.SIGXCPU, -signal.SIGALRM)
+        is_late = self.process.exitcode in (-signal.SIGXCPU, -signal.SIGALRM, -signal.SIGKILL)
         why = f"no end after {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
         self._end(f"{why}, in {self.begun}" if self.begun else why)
         return None
 
+    def _read(self) -> tuple[str, Any]:
+        """What the recorder has sent: begun, result, end or tampering, and what there is to say of it."""
+        try:
+            token, kind, said = json.loads(self.receiver.recv_bytes(LONGEST_MESSAGE))
+            if token == self.token:
+                return kind, said
+        except (ValueError, TypeError):
+            pass  # no JSON, or not what a recorder sends
+        return "tampering", FOREIGN
+
     def _end(self, trouble: str | None) -> None:
         self.process.join()
+        self.last_resort.cancel()
+        if self.folder:
+            self.folder.cleanup()
         self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.started
 
 
-def _run_tests(job: Job, files: list[Path], limits: tuple[float, float], sender: Connection) -> None:
-    """What a child does."""
-    recorder = _Recorder(job, sender)
+def _run_tests(
+    job: Job, files: list[Path], limits: tuple[float, float], pipe: tuple[Connection, str], home: Path | None
+) -> None:
+    """What a child does.   home: the only folder in which code that nobody trusts may write"""
+    recorder = _Recorder(job, *pipe)
     _set_limits(*limits, recorder)
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
     os.chdir(ROOT)
+    if home is not None:
+        _confine(home, job.memory)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
     Overlay(job.sources).install()
@@ -211,8 +254,17 @@ def _run_tests(job: Job, files: list[Path], limits: tuple[float, float], sender:
         *["-x"] * job.stop_at_first,
         *["--tb=long"] * job.trace,
     ]
-    sender.send(int(pytest.main([*map(str, files), *options], plugins=[recorder])) if files else 5)
+    recorder.send("end", int(pytest.main([*map(str, files), *options], plugins=[recorder])) if files else 5)
     os._exit(0)  # threads that tests have left must not hold it up
+
+
+def _confine(home: Path, memory: int) -> None:
+    from labs.kit.confine import confine
+
+    os.environ.update({"HOME": str(home), "TMPDIR": str(home), "TRITON_CACHE_DIR": str(home / "triton")})
+    tempfile.tempdir = None
+    sys.dont_write_bytecode = True
+    confine(home, memory)
 
 
 def _set_limits(limit: float, patience: float, recorder: "_Recorder") -> None:
@@ -232,10 +284,20 @@ def _set_limits(limit: float, patience: float, recorder: "_Recorder") -> None:
 class _Recorder:
     """A pytest plugin: of all tests only the job's, and what becomes of each through the pipe: name, then result."""
 
-    def __init__(self, job: Job, sender: Connection) -> None:
+    def __init__(self, job: Job, sender: Connection, token: str) -> None:
         self.job = job
-        self.sender = sender
         self.session: pytest.Session | None = None
+        self.judges = judges() if job.memory else {}
+
+        def send(kind: str, said: object) -> None:
+            sender.send_bytes(json.dumps([token, kind, said]).encode())
+
+        self.send = send
+
+    def pytest_runtest_logfinish(self) -> None:
+        """What a test itself has put elsewhere is back by now."""
+        if self.judges and (others := replaced(self.judges)):
+            self.send("tampering", f"{others[0]} was put out of its place")
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.session = session
@@ -245,18 +307,18 @@ class _Recorder:
         items[:] = [item for item in items if self.job.wants(item)]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.sender.send(nodeid.partition("::")[2])
+        self.send("begun", nodeid.partition("::")[2])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             outcome = "todo" if getattr(report, "todo", None) else report.outcome
             message = report.longreprtext if self.job.trace else getattr(report, "message", "")
             place, asked = getattr(report, "place", None), getattr(report, "asked", "")
-            self.sender.send(Result(report.nodeid, outcome, message, place, asked))
+            self.send("result", Result(report.nodeid, outcome, message, place, asked))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             text = "\n".join(
                 line[4:] for line in str(report.longrepr).splitlines() if line.startswith("E   ")
             )
-            self.sender.send(Result(report.nodeid, "todo" if ".Todo: lab " in text else "failed", text))
+            self.send("result", Result(report.nodeid, "todo" if ".Todo: lab " in text else "failed", text))

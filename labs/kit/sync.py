@@ -12,6 +12,7 @@ from minivllm.labs import ROOT, LabError
 
 # The open exercise of each phase: its files are named open_NAME*.py, and its judge labs.kit.judges.NAME.
 OPEN = {
+    "01_request_and_weights": "header",
     "02_lora_layers": "packing",
     "03_cpu_punica": "mixed_batch",
     "04_triton_sgmv": "shrink",

@@ -96,7 +96,7 @@ class Scheduler(StepPolicy):
         return requests
 
     def clear(self) -> None:
-        """No request, no block in use, no clock that runs; counters stay, and the count of arrivals."""
+        """Begin anew: no request, no block in use, no clock that runs. Counters and the count of arrivals stay."""
         self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)
         self.waiting = WaitingQueue()
         self.lora = LoRAAdmission(self.max_loras, self.scheduler_config.max_lora_wait_steps, self.waiting)

@@ -150,7 +150,7 @@ class WaitingQueue:
 
     @contextmanager
     def _changed(self, adapter_id: int) -> Iterator[AdapterQueue]:
-        """Around a change of an adapter's first arrival, or of its wait: they are its keys in the orders above."""
+        """Around a change of an adapter's queue: it leaves the orders before, and joins them by its new keys after."""
         queue = self._of_adapter.setdefault(adapter_id, AdapterQueue())
         for order, key in queue.places:
             order.remove(key)
@@ -170,7 +170,7 @@ class WaitingQueue:
 
 
 def after(keys: SortedList, key: Any) -> Iterator[Any]:
-    """All that are greater, one by one; keys may come and go meanwhile."""
+    """The keys that are greater than `key`, one by one. Keys may come and go meanwhile."""
     while (position := keys.bisect_right(key)) < len(keys):
         key = keys[position]
         yield key

@@ -45,7 +45,7 @@ class OutputProcessor:
         self.states: dict[str, RequestState] = {}
 
     def add_request(self, request: Request, prompt: str | None, tokenizer: Any = None) -> None:
-        """tokenizer: of the request's adapter, if that brings one; None = the model's"""
+        """Begin to keep what is known of a request.   tokenizer: its adapter's own; None = the model's"""
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         answer = None if tokenizer is None else Answer(request, tokenizer)
         metrics = RequestMetrics(request.arrival_time)

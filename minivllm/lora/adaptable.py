@@ -57,8 +57,8 @@ def refuse_targets(
 ) -> None:
     """ValueError unless everything that `target_modules` names is there and may be adapted.
 
-    A typing error would otherwise adapt nothing, and a module of torch's own be left alone in silence. Also where
-    there is nothing to adapt at all.
+    Else a typing error would adapt nothing, and a module of torch's own would be left alone in silence. It is a
+    ValueError, too, where there is nothing to adapt at all.
     """
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer that LoRA could be applied to")

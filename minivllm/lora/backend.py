@@ -120,4 +120,4 @@ class Backend(ABC):
         self.no_lora = not self.runs
 
     def sync_slots(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Called before a forward pass when anything has changed: the moment to note which slots have."""
+        """Called before a forward pass if anything has changed. What a backend keeps of slots it makes anew here."""

@@ -32,7 +32,7 @@ class WrappedModules:
     For options, empty without:
     givers       name in `LoRAModel.beside` -> what adds it to what was found for the layers
     before_step  called before every step with the adapter in each slot, None = free
-    others       what options have wrapped that has no slots; its `tables` are what it has allocated
+    others       layers without slots that options have wrapped; their `tables` are what they have allocated
 
     Raises ValueError when the model has no linear, a layer that no wrapper fits, or not what `target_modules`
     names.

@@ -46,6 +46,7 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
+        ("header", "def shapes(*_):\n    return {}\n", "shapes() is wrong: "),
         ("packing", "def write(*_):\n    pass\n", "A of slice 0 is wrong in the slot, first in row 0"),
         ("mixed_batch", "def add(*_):\n    pass\n", "y is wrong in "),
         (
@@ -64,7 +65,7 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
             "gave [], and the first in line that fit are",
         ),
     ],
-    ids=["packing", "mixed_batch", "eviction", "turns", "waiting_line"],
+    ids=["header", "packing", "mixed_batch", "eviction", "turns", "waiting_line"],
 )
 def test_who_ignores_the_input_is_refused(name, text, why):
     verdict = judged(name, text)
@@ -175,6 +176,14 @@ def test_memory_taken_while_the_file_is_loaded_counts():
     assert judged("packing", text).count > EXERCISES["packing"].judge.BUDGET
 
 
+def test_a_broken_file_may_not_be_taken_for_an_empty_one():
+    text = naive_of("header").replace("raise ValueError", "return {} or str")
+
+    verdict = judged("header", text)
+
+    assert verdict.why.startswith("shapes() takes a file whose header is said to be longer than the file")
+
+
 def test_an_answer_that_raises_is_refused_with_its_line():
     text = "class Policy:\n    def __init__(self, slots):\n        raise KeyError(slots)\n"
 
@@ -191,7 +200,7 @@ def test_an_answer_that_does_not_end_is_ended(monkeypatch):
 
 
 def test_a_phase_without_one_is_named():
-    with pytest.raises(LabError, match="phase '9' has no open exercise: give one of 2, 3, 4, 5, 6, 7"):
+    with pytest.raises(LabError, match="phase '9' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7"):
         kit.open_exercises("9")
 
 

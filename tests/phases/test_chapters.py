@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import chapter_sentences
+import nbformat
 import pytest
 import torch
 import vllm_names
@@ -145,3 +146,14 @@ def test_a_chapter_leads_through_vllms_source_and_a_test_proves_each_answer(path
         named = re.findall(r"`(test_\w+)`", answer)
         assert named, answer
         assert [name for name in named if f"def {name}(" not in tests] == []
+
+
+@pytest.mark.parametrize("chapter", [path for path in CHAPTERS if path.parent.name in PHASES], ids=short)
+def test_what_a_notebook_asks_to_try_has_an_answer_each(chapter):
+    cells = nbformat.read(chapter.parent / "walkthrough.ipynb", as_version=4).cells
+    asked = next(cell.source for cell in cells if cell.source.startswith(("## Try it", "## Your turn")))
+
+    answered = cells[-1].source
+
+    assert answered.startswith("<details><summary>")
+    assert answered.count("\n- ") == asked.count("\n- ")

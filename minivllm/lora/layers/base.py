@@ -29,7 +29,7 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     def __init__(self, base_layer: nn.Module, slice_sizes: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__()
         self.base_layer = base_layer
-        # Read at every step: from here at once, as a submodule only after a search.
+        # Read at every step: an attribute is found at once, a submodule only after a search.
         self.__dict__["base_layer"] = base_layer
         self.slice_sizes = list(slice_sizes)
         self.slots: Slots | None = None
