@@ -83,9 +83,9 @@ class LoRAConfig:
     target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
                     experts
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
-    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "folded" (A as
-                    extra rows of the base weight); "auto" = folded on CUDA, triton there if the base is quantized,
-                    grouped on a CPU
+    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels) or "folded" (A as
+                    extra rows of the base weight). "auto" = grouped on a CPU, folded on CUDA, but triton there if
+                    the base is quantized
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
@@ -164,8 +164,8 @@ class ModelConfig:
     skip_tokenizer_init  no tokenizer: prompts come as token ids and answers have no text
     enforce_eager   no CUDA graphs
     quantization    "torchao" = the linears of the blocks in int8, weights only (its Int8WeightOnlyConfig), as they are
-                    loaded; embeddings, head, router and experts stay in `dtype`. None = nothing is quantized
-    position_factor how many times the model's positions a context may have: the largest rotary factor of adapters
+                    loaded. Embeddings, head, router and experts stay in `dtype`. None = nothing is quantized
+    position_factor  how many times the model's positions a context may have: the largest rotary factor of adapters
     max_logprobs    the most logprobs a request may ask for beside each token; -1 = as many as there are tokens. Each
                     costs time in steps that others wait for, too
     """
@@ -243,7 +243,7 @@ class CacheConfig:
     block_size      tokens a block
     num_blocks      blocks in all; None = what the memory holds, and no more than the engine can use
     memory_bytes    memory for keys and values when num_blocks is None. None = 1 GiB on a CPU, beside weights and
-                    slots; on a GPU what weights, slots and the largest step leave of `gpu_memory_utilization`
+                    slots. On a GPU it is what these and the largest step leave of `gpu_memory_utilization`
     gpu_memory_utilization  share of the GPU's memory that the engine may come to use, in (0, 1]
     """
 

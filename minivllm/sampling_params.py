@@ -10,7 +10,7 @@ from minivllm.validation import LARGEST_INT, is_finite, is_integral, require_boo
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5
 
-# What one request may ask to be looked for in every token of its answer, since all others wait for that.
+# What one request may have looked for in every token of its answer: all others wait for that.
 MOST_STOP_STRINGS = 64
 LONGEST_STOP_STRING = 1024
 MOST_STOP_IDS = 1024

@@ -64,7 +64,8 @@ def choose(which: str | None) -> list[Exercise]:
     if not found:
         near = [n for n in exercises if n.partition(".")[0] == which.partition(".")[0]] or list(exercises)
         raise LabError(
-            f"there is no lab '{which}': give a phase, 1 to {len(PHASES)}, or an exercise, {near[0]} to {near[-1]}"
+            f"there is no lab '{which}': give a phase, 1 to {int(PHASES[-1][:2])}, or an exercise, "
+            f"{near[0]} to {near[-1]}"
         )
     return found
 
@@ -443,6 +444,36 @@ def compare_command(
     page.write_text(found.page(" ".join(command)), encoding="utf-8")
     console.print(f"[dim]both, step by step: {escape(str(page))}[/]")
     raise typer.Exit(0 if found.column is None else 1)
+
+
+@app.command("read")
+def read_command(
+    phase: Annotated[str | None, typer.Argument(help="A phase, such as 5. None: where you are.")] = None,
+    file: Annotated[int, typer.Argument(help="Which of vLLM's files to open, from 1.")] = 1,
+    vllm: Annotated[Path | None, typer.Option(help="A checkout of vLLM; none: the installed one.")] = None,
+) -> None:
+    """What of vLLM to read beside a phase. Your editor opens the file if vLLM is at hand."""
+    from labs.kit import reading
+
+    found, folder = reading.reading_of(phase_of(phase)), reading.vllm_folder(vllm)
+    console.print(found.text, markup=False)
+    console.print()
+    for number, (name, mentioned) in enumerate(found.files.items(), 1):
+        where = reading.place_of(name, folder) if folder else f"{reading.ONLINE}/{name}"
+        console.print(f"[bold]{number}[/] {escape(str(where))}")
+        for said in reading.names_in(name, mentioned, folder):
+            console.print(f"    {escape(said)}")
+    if folder is None:
+        console.print(f"vLLM is not installed here; name a checkout of {reading.VERSION} with --vllm")
+        return
+    if (version := reading.version_of(folder)) not in (None, reading.VERSION.removeprefix("v")):
+        console.print(f"[yellow]this is vLLM {version}; chapters are about {reading.VERSION}[/]")
+    if not 1 <= file <= len(found.files):
+        raise LabError(f"there is no file {file}; give a number from 1 to {len(found.files)}")
+    if console.is_terminal and not reading.open_in_editor(
+        reading.place_of(list(found.files)[file - 1], folder)
+    ):
+        console.print("[dim]set EDITOR, and it opens there[/]")
 
 
 @app.command()

@@ -33,7 +33,7 @@ class GuardedCore(EngineCore):
 
         of    return the outputs of these requests only; those of others come with the next call that wants them
 
-        What one request or its adapter raises ends that request. What the whole step raises is raised here once: no
+        What one request or its adapter raises ends that request. What the whole step raises is raised here once. No
         token is lost, and the next call takes the step again. If that fails, too, the requests of the step end with the
         error. Outputs of a call that raised come with the next one's.
         """
@@ -108,7 +108,7 @@ class GuardedCore(EngineCore):
     def _end_who_is_at_fault(self, error: BaseException) -> None:
         """End the requests of the adapter that made a step fail.
 
-        If no adapter did: raise the error the first time, and end the requests of the step the second time in a row.
+        If no adapter did, raise the error. The second time in a row end the requests of the step instead.
         """
         launched, self._launched = self._launched, None
         if adapter_id := adapter_at_fault(error):

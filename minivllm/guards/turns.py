@@ -1,6 +1,6 @@
 """Who may call an engine, and what a call that broke off has left. Stands for nothing in vLLM (v0.22.1).
 
-vLLM keeps its engine in a process of its own, fed by a queue; there a Ctrl-C never comes between two lines of a step.
+vLLM keeps its engine in a process of its own, fed by a queue. There a Ctrl-C never comes between two lines of a step.
 """
 
 import signal

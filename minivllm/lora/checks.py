@@ -46,7 +46,7 @@ LONGEST_PATTERN = 256
 MOST_OTHER_PATTERNS = 32
 MOST_GROUPS = 6
 # A repeated group: `regex` unrolls it while it compiles, and 30 in each other fill all memory. Or a brace that is no
-# number of repetitions: `re` takes it for a character, `regex` for the mark of a match that need not be exact.
+# number of repetitions. For `re` it is a character, for `regex` the mark of a match that need not be exact.
 _UNROLLED = re.compile(r"\)\{|\{(?!\d{0,2},?\d{0,2}\})")
 
 # Wider than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.

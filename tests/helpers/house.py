@@ -102,8 +102,13 @@ def long_starters() -> Excess:
 
 
 def hard_sentences() -> Excess:
-    """Of docstrings and comments in the books: those of more words than are read at once."""
+    """Of docstrings and comments: those of more words than are read at once.
+
+    In the books, and in what stands around them on a plain adapter's way: configs, refusals, guards.
+    """
     files = [path for files in books().values() for path in files]
+    files += [PACKAGE / name for name in ("config.py", "sampling_params.py", "lora/checks.py")]
+    files += sorted((PACKAGE / "guards").glob("*.py"))
     return {name_of(path): found for path in files if (found := long_sentences(path))}
 
 
