@@ -64,7 +64,8 @@ def choose(which: str | None) -> list[Exercise]:
     if not found:
         near = [n for n in exercises if n.partition(".")[0] == which.partition(".")[0]] or list(exercises)
         raise LabError(
-            f"there is no lab '{which}': give a phase, 1 to {len(PHASES)}, or an exercise, {near[0]} to {near[-1]}"
+            f"there is no lab '{which}': give a phase, 1 to {int(PHASES[-1][:2])}, or an exercise, "
+            f"{near[0]} to {near[-1]}"
         )
     return found
 

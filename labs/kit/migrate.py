@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from labs.kit.regions import Exercise, code_of, functions_in, read_engine, starter
+from labs.kit.regions import Exercise, Function, code_of, functions_in, read_engine, starter
 from labs.kit.sync import sha256
 from minivllm.labs import ROOT, LabError, find_regions, splice, unsolved
 
@@ -210,7 +210,7 @@ def transplant(code: str, fresh: str, number: str) -> str:
     return "\n".join(lines)
 
 
-def _by_signature(functions: Iterable[ast.FunctionDef]) -> dict[tuple[str, int], ast.FunctionDef]:
+def _by_signature(functions: Iterable[Function]) -> dict[tuple[str, int], Function]:
     """Functions by what makes them the same, and which it is of several such: two classes may have a method each."""
     seen: Counter[str] = Counter()
     found = {}
@@ -221,7 +221,7 @@ def _by_signature(functions: Iterable[ast.FunctionDef]) -> dict[tuple[str, int],
     return found
 
 
-def _signature(function: ast.FunctionDef) -> str:
+def _signature(function: Function) -> str:
     """What makes it the same function: decorators, name, parameters; not their annotations and defaults."""
     a = function.args
     groups = [[p.arg for p in group] for group in (a.posonlyargs, a.args, a.kwonlyargs)]
@@ -229,16 +229,16 @@ def _signature(function: ast.FunctionDef) -> str:
     return str(([ast.unparse(d) for d in function.decorator_list], function.name, groups, rest))
 
 
-def _defined(node: ast.AST) -> Iterator[ast.FunctionDef]:
+def _defined(node: ast.AST) -> Iterator[Function]:
     """Functions and methods that are not part of another function."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef):
+        if isinstance(child, Function):
             yield child
         elif isinstance(child, ast.ClassDef):
             yield from _defined(child)
 
 
-def _first(function: ast.FunctionDef) -> ast.stmt:
+def _first(function: Function) -> ast.stmt:
     """What its body begins with behind the docstring. LabError if that is nothing."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     if not body:
@@ -246,7 +246,7 @@ def _first(function: ast.FunctionDef) -> ast.stmt:
     return body[0]
 
 
-def _body(function: ast.FunctionDef, lines: list[str], ours: list[str]) -> str:
+def _body(function: Function, lines: list[str], ours: list[str]) -> str:
     """Its lines behind the docstring, moved to the left, with comments before and after that are not ours."""
     begin = _first(function)
     start, stop = begin.lineno - 1, function.end_lineno

@@ -6,12 +6,17 @@
 from labs.kit.hints import hints_of
 from labs.kit.regions import Exercise
 
-TRACKS = {"core": "on the core path", "kernels": "on the kernel path", "side": "on side tracks"}
-MARKS = {"core": "", "kernels": "", "side": "  (side track)"}  # behind a title
+TRACKS = {
+    "core": "on the core path",
+    "kernels": "on the kernel path",
+    "serving": "on the serving path",
+    "side": "on side tracks",
+}
+MARKS = {"core": "", "kernels": "", "serving": "", "side": "  (side track)"}  # behind a title
 
 
 def track_of(exercise: Exercise) -> str:
-    """core, kernels or side; core where nobody has described the exercise yet."""
+    """core, kernels, serving or side; core where nobody has described the exercise yet."""
     hints = hints_of(exercise)
     return hints.track if hints else "core"
 

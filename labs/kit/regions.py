@@ -17,7 +17,10 @@ PHASES = (
     "05_slot_manager",
     "06_max_loras_scheduler",
     "07_engine",
+    "09_serving",
 )
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Exercise:
 
     @property
     def phase(self) -> str:
-        return PHASES[int(self.number.partition(".")[0]) - 1]
+        return named_phase(self.number)
 
     @property
     def title(self) -> str:
@@ -44,6 +47,12 @@ class Exercise:
     def code(self, text: str | None = None) -> str:
         """The regions' text, moved to the left; of another version of the module if one is given."""
         return code_of(self.text if text is None else text, self.number, self.module)
+
+
+def named_phase(number: str) -> str | None:
+    """The phase of an exercise; None for one that has no such exercises. Phase 08 has hunts."""
+    begin = f"{int(number.partition('.')[0]):02}_"
+    return next((phase for phase in PHASES if phase.startswith(begin)), None)
 
 
 def sort_key(number: str) -> tuple[int, ...]:
@@ -71,7 +80,7 @@ def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
         module = ".".join(path.relative_to(root).with_suffix("").parts)
         for region in find_regions(text, str(path.relative_to(root))):
             number, phase = region.exercise, region.exercise.partition(".")[0]
-            if not 1 <= int(phase) <= len(PHASES):
+            if named_phase(number) is None:
                 raise LabError(f"{module}: lab {number}: there is no phase {phase}")
             if phase_of.setdefault(module, phase) != phase:
                 raise LabError(
@@ -111,12 +120,15 @@ def _stubs(
             )
         is_kernel = any(ast.unparse(d).startswith("triton.jit") for d in function.decorator_list)
         stub = f"tl.static_assert(False, {title})" if is_kernel else f"raise Todo({title})"
+        if isinstance(function, ast.AsyncFunctionDef) and _is_generator(function):
+            # Without it nothing of the stub would run: whoever iterates would be given a coroutine.
+            stub += f"\n{' ' * body[0].col_offset}yield"
         yield body[0].lineno - 1, function.end_lineno, body[0].col_offset, stub
     if functions:
         return
     code = [n for n in range(region.start, region.stop) if lines[n].strip() and lines[n].strip()[0] != "#"]
     inside = any(
-        isinstance(node, ast.FunctionDef) and node.lineno <= region.start and region.stop <= node.end_lineno
+        isinstance(node, Function) and node.lineno <= region.start and region.stop <= node.end_lineno
         for node in ast.walk(tree)
     )
     if not code or not inside:
@@ -126,10 +138,14 @@ def _stubs(
     yield code[0], region.stop, len(lines[code[0]]) - len(lines[code[0]].lstrip()), f"raise Todo({title})"
 
 
-def functions_in(node: ast.AST, region: Region) -> Iterator[ast.FunctionDef]:
+def _is_generator(function: Function) -> bool:
+    return any(isinstance(node, ast.Yield) for node in ast.walk(function))
+
+
+def functions_in(node: ast.AST, region: Region) -> Iterator[Function]:
     """Functions and methods inside the region that are not part of another function."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef):
+        if isinstance(child, Function):
             if region.start < child.lineno and child.end_lineno <= region.stop:
                 yield child
         elif isinstance(child, ast.ClassDef):

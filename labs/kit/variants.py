@@ -15,7 +15,7 @@ from labs.kit.forks import Job, run
 from labs.kit.hints import hints_of
 from labs.kit.migrate import transplant
 from labs.kit.mutants import Verdict, picked
-from labs.kit.regions import Exercise, code_of, read_engine, starter
+from labs.kit.regions import Exercise, Function, code_of, read_engine, starter
 from minivllm.labs import ROOT, LabError, Source, engine_file, splice
 
 _CODE_WORD = re.compile(r"\b[A-Za-z]\w*_\w+|\b_\w+")  # what only code is called
@@ -100,7 +100,7 @@ def _used(code: str) -> set[str]:
     """Names that the code reads and does not make: attributes, functions, constants."""
     tree = ast.parse(code)
     names, made = set(), set()
-    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+    for function in (node for node in tree.body if isinstance(node, Function)):
         made.add(function.name)
         arguments = function.args
         made |= {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
@@ -122,7 +122,7 @@ def _engine_names() -> set[str]:
     names = set()
     for path in (ROOT / "minivllm").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, Function | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names.add(node.attr)

@@ -4,6 +4,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import AdapterReader
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.errors import Draining, QueueFull
+from minivllm.serving.listening import listen
 from minivllm.serving.streams import OutputKind, Stream, output_stream, wake
 from minivllm.text.prompts import chat_prompt, tokenize
 
@@ -89,25 +91,19 @@ class AsyncLLM:
         self._check_room()
         arrival_time = self.engine.clock()
         stream = output_stream(asyncio.get_running_loop(), output_kind)
+
+        async def begin() -> None:
+            read = await self._read(request_id, prompt, lora_request)
+            add = partial(self._thread.begin, stream, request_id, read, sampling_params, arrival_time)
+            await self.call(lambda engine: add(lora_request=lora_request))
+
         self._open.add(stream)
-        finished = False
         try:
-            prompt = await self._read(request_id, prompt, lora_request)
-            begin = self._thread.begin
-            await self.call(
-                lambda engine: begin(
-                    stream, request_id, prompt, sampling_params, arrival_time, lora_request=lora_request
-                )
-            )
-            while not finished:
-                output = await stream.take()
-                finished = output.finished
-                yield output
+            async with aclosing(listen(self._thread, stream, request_id, begin)) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
             self._open.discard(stream)
-            if not finished:
-                # Nobody waits for it: this task may have been cancelled.
-                self._thread.call(lambda engine: self._thread.abort([request_id], stream))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: whoever listens gets a last output with finish_reason "abort". vLLM: `abort`."""

@@ -1,7 +1,6 @@
 """Prompts of one HTTP request on their way through the engine. Stands for a part of vLLM's OpenAIServing (v0.22.1)."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Literal, TypeVar
@@ -11,7 +10,7 @@ from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.metrics import ServerMetrics
+from minivllm.server.metrics import Progress, ServerMetrics
 from minivllm.server.record import Record
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ class Generation:
 
     async def _outputs(self, number: int, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt, request_id = self.prompts[number], f"{self.request_id}-{number}"
-        progress = Progress(self)
+        progress = Progress(self.metrics, self.record, self.model)
         outputs = self.llm.generate(prompt, self.params, request_id, self.adapter, output_kind=kind)
         try:
             async with aclosing(outputs):
@@ -63,47 +62,6 @@ class Generation:
                     yield number, output
         finally:
             progress.end()
-
-
-class Progress:
-    """Tells metrics and record of one request of the engine, output by output."""
-
-    def __init__(self, generation: Generation) -> None:
-        self.metrics, self.record = generation.metrics, generation.record
-        self.model = generation.model
-        self.last_at: float | None = None
-        self.num_tokens = 0
-        self.begun = self.finished = False
-
-    def observe(self, output: RequestOutput, all_are_seen: bool) -> None:
-        """all_are_seen   so that the time between two outputs is that between their tokens"""
-        now = time.monotonic()
-        if not self.begun:
-            self.begun = True
-            self.record.prompt_tokens += len(output.prompt_token_ids)
-            self.metrics.begun(self.model)
-        total = sum(len(answer.token_ids) for answer in output.outputs)
-        if new := total - self.num_tokens:
-            gap = None
-            if all_are_seen and self.last_at is not None:
-                gap = (now - self.last_at) * len(output.outputs) / new
-            self._observe_tokens(new, gap, now, output)
-            self.num_tokens, self.last_at = total, now
-        if output.finished:
-            self.finished = True
-            self.metrics.finished(self.model, output)
-
-    def _observe_tokens(self, new: int, gap: float | None, now: float, output: RequestOutput) -> None:
-        self.metrics.tokens(self.model, new, gap)
-        self.record.completion_tokens += new
-        if self.record.first_token_at is None:
-            times = output.metrics
-            seconds = times.time_to_first_token if times is not None else None
-            self.record.first_token_at = now if seconds is None else times.arrival_time + seconds
-
-    def end(self) -> None:
-        if self.begun and not self.finished:
-            self.metrics.aborted()
 
 
 async def merged(generators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

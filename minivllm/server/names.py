@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
@@ -12,27 +11,20 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.lora.io.by_name import find_by_name
 from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
-from minivllm.server.errors import ApiError
 from minivllm.server.keys import Holder
+from minivllm.server.paths import below_root
 from minivllm.server.protocol import LoadAdapterRequest
+from minivllm.server.served import ServedNames
 from minivllm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-MOST_NAMES_SHOWN = 8
 
-
-class ModelNames:
-    """The base model's name, and those of the adapters that are served. vLLM: `OpenAIServingModels`.
-
-    begin    is called with every name that is new
-
-    served   name -> its adapter: those from the start, those loaded since, and those that a resolver found
-    """
+class ModelNames(ServedNames):
+    """The names that are served, and how they come and go. vLLM: `OpenAIServingModels`."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, begin: Callable[[str], None]) -> None:
-        self.llm, self.settings, self.begin = llm, settings, begin
-        self.served = {adapter.lora_name: adapter for adapter in settings.adapters}
+        super().__init__(llm, settings, begin)
         # One change of a name at a time.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -41,13 +33,15 @@ class ModelNames:
         for adapter in list(self.served.values()):
             await self.llm.add_lora(adapter)
 
+    # region lab 9.4: a name to an adapter
     async def find(self, name: str, holder: Holder) -> LoRARequest | None:
         """The adapter of that name, None for the base model. vLLM: `resolve_lora`.
 
-        holder   of the request's key: what it may not use, it is refused before anything is looked up
+        holder   of the request's key: what it may not use (`check`), it is refused before anything is looked up
 
-        What is not served is looked for by resolvers, has to lie below the root, and is read before anybody may use
-        it. ApiError 404 for a name that nobody knows; errors of `AsyncLLM.add_lora`.
+        What is served is found at once, also while it is read again. What is not is looked for by resolvers
+        (`_resolve`): once, however many ask for it at the same time (`_lock`), and whoever waited looks again.
+        ApiError 404 for a name that nobody knows; errors of `AsyncLLM.add_lora`.
         """
         holder.check(name)
         if name == self.settings.model_name:
@@ -59,7 +53,48 @@ class ModelNames:
                 await self._resolve(name, holder)
             return self.served[name]
 
+    async def load(self, order: LoadAdapterRequest) -> None:
+        """Serve an adapter under a name once the engine has read it. vLLM: `load_lora_adapter`.
+
+        Its id is the name's `stable_id`, its folder what `_allowed_path` says. ApiError 400 for a name that is taken
+        (`_check_free`). Errors of `AsyncLLM.add_lora`: nothing has changed then. No other change of the name comes
+        between (`_lock`).
+
+        An order to read it again is carried out once: what is served (`_serve`) has `load_inplace` off.
+        """
+        name = order.lora_name
+        async with self._lock(name):
+            self._check_free(order)
+            path = await self._allowed_path(order.lora_path)
+            adapter = LoRARequest(name, stable_id(name), path, load_inplace=order.load_inplace)
+            await self.llm.add_lora(adapter)
+            self._serve(replace(adapter, load_inplace=False))
+
+    async def unload(self, name: str) -> None:
+        """Serve it no longer; requests that run end as they began. vLLM: `unload_lora_adapter`.
+
+        From the first moment on nobody finds it; then the engine takes it out (`AsyncLLM.remove_lora`), also what it
+        knows without our serving it. ApiError 404 (`_missing`) for a name that is not known (`is_known`).
+        """
+        async with self._lock(name):
+            if not self.is_known(name):
+                raise self._missing(name)
+            self.served.pop(name, None)
+            await self.llm.remove_lora(stable_id(name))
+
+    def for_engine(self, adapter: LoRARequest | None) -> LoRARequest | str | None:
+        """What a request of it names: the bare name of what the engine knows (`_names_in_engine`).
+
+        The adapter may be unloaded, or read again from elsewhere, before the engine takes the request. With a folder
+        of before it would come back for good.
+        """
+        is_known = adapter is not None and adapter.lora_name in self._names_in_engine()
+        return adapter.lora_name if is_known else adapter
+
+    # endregion
+
     async def _resolve(self, name: str, holder: Holder) -> None:
+        """Serve what a resolver finds; it has to lie below the root, and is read before anybody may use it."""
         try:  # in a thread: resolvers read disks
             found = await asyncio.to_thread(find_by_name, name, self._model(), self.served)
         except ValueError as error:
@@ -71,81 +106,6 @@ class ModelNames:
             await self.llm.add_lora(adapter)
         self._serve(adapter)
 
-    async def load(self, order: LoadAdapterRequest) -> None:
-        """Serve an adapter under a name once the engine has read it. vLLM: `load_lora_adapter`.
-
-        ApiError 400 for a name that is taken, unless it is to be read again; as `below_root` for another place.
-        Errors of `AsyncLLM.add_lora`: nothing has changed then.
-        """
-        name = order.lora_name
-        async with self._lock(name):
-            if name == self.settings.model_name:
-                raise ApiError(400, f"'{name}' is the base model's name; give another one", "lora_name")
-            if self.is_known(name) and not order.load_inplace:
-                raise ApiError(
-                    400,
-                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
-                    "place, set 'load_inplace' to True.",
-                    "lora_name",
-                )
-            path = await self._allowed_path(order.lora_path)
-            adapter = LoRARequest(name, stable_id(name), path, load_inplace=order.load_inplace)
-            await self.llm.add_lora(adapter)
-            self._serve(replace(adapter, load_inplace=False))
-
-    async def unload(self, name: str) -> None:
-        """Serve it no longer; requests that run end as they began. vLLM: `unload_lora_adapter`.
-
-        ApiError 404 for a name that is not known.
-        """
-        async with self._lock(name):
-            if not self.is_known(name):
-                raise self._missing(name)
-            self.served.pop(name, None)
-            await self.llm.remove_lora(stable_id(name))
-
-    def _serve(self, adapter: LoRARequest) -> None:
-        self.served[adapter.lora_name] = adapter
-        self.begin(adapter.lora_name)
-
-    def for_engine(self, adapter: LoRARequest | None) -> LoRARequest | str | None:
-        """What a request of it names: the bare name of what the engine knows.
-
-        The adapter may be unloaded, or read again from elsewhere, before the engine takes the request. With a folder
-        of before it would come back for good.
-        """
-        is_known = adapter is not None and adapter.lora_name in self._names_in_engine()
-        return adapter.lora_name if is_known else adapter
-
-    def is_known(self, name: str) -> bool:
-        """Whether it is served, or the engine still has requests that brought it along."""
-        return name in self.served or name in self._names_in_engine()
-
-    def _names_in_engine(self) -> Collection[str]:
-        registry = self.llm.engine.adapters
-        return () if registry is None else registry.by_name
-
-    def known(self, name: str) -> LoRARequest:
-        """Of an adapter that is served. ApiError 404 for another name."""
-        if name not in self.served:
-            raise self._missing(name)
-        return self.served[name]
-
-    def _missing(self, name: str) -> ApiError:
-        return ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
-
-    def visible(self, holder: Holder) -> list[str]:
-        """The names that a request with this key may use, the base model's first."""
-        return [name for name in (self.settings.model_name, *sorted(self.served)) if holder.may_use(name)]
-
-    def _unknown(self, name: str, holder: Holder) -> ApiError:
-        names = self.visible(holder)
-        more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
-        there_are = ", ".join(names[:MOST_NAMES_SHOWN])
-        return ApiError(
-            404, f"The model `{name[:100]}` does not exist; there are: {there_are}{more}", "model"
-        )
-
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
@@ -156,30 +116,3 @@ class ModelNames:
         if self.settings.lora_root is None:
             return path
         return await asyncio.to_thread(below_root, path, self.settings.lora_root)
-
-
-def below_root(path: str, root: str) -> str:
-    """Where an adapter's folder lies, all links followed. vLLM reads any path.
-
-    path   absolute, or from the root on
-
-    ApiError 400 if the folder, or a file in it, lies elsewhere; 404 if there is no such folder.
-    """
-    root = os.path.realpath(root)
-    outside = ApiError(400, f"'{path[:200]}' does not lie below the server's --lora-root", "lora_path")
-    try:
-        folder = os.path.realpath(os.path.join(root, path))
-    except ValueError:  # a null in it, or half a character
-        raise outside from None
-    if not is_below(folder, root):
-        raise outside
-    if not os.path.isdir(folder):
-        raise ApiError(404, f"there is no adapter folder '{path[:200]}'", "lora_path")
-    if not all(is_below(os.path.realpath(entry.path), root) for entry in os.scandir(folder)):
-        raise outside
-    return folder
-
-
-def is_below(path: str, root: str) -> bool:
-    """Both without links."""
-    return path.startswith(os.path.join(root, ""))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minivllm.engine.metrics import RequestMetrics
+
 logger = logging.getLogger("minivllm.access")
 
 
@@ -25,6 +27,12 @@ class Record:
     completion_tokens: int = 0
     first_token_at: float | None = None
     status: int = 0
+
+    def note_first_token(self, times: RequestMetrics | None, now: float) -> None:
+        """Tokens are there, now. When the first one came the engine's own account says, if it has one."""
+        if self.first_token_at is None:
+            seconds = times.time_to_first_token if times is not None else None
+            self.first_token_at = now if seconds is None else times.arrival_time + seconds
 
     def line(self, scope: Scope, ended: float) -> str:
         """Text that came from outside is quoted, so that it cannot begin a line of its own."""

@@ -1,9 +1,7 @@
 """From outputs to an HTTP response, whole or as server-sent events. Stands for a part of vllm/entrypoints/openai."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -14,8 +12,8 @@ from minivllm.server.errors import ApiError, Json, encode, error_body, status_of
 from minivllm.server.forms import Form, usage
 from minivllm.server.generation import Generation
 from minivllm.serving.errors import EngineDeadError
+from minivllm.serving.listening import unless_gone
 
-T = TypeVar("T")
 Numbered = tuple[int, RequestOutput]
 
 DONE = b"data: [DONE]\n\n"
@@ -29,11 +27,11 @@ async def respond(
     Errors before the first token are raised: the response has not begun, and gets its status.
     """
     if not stream:
-        outputs = await unless_gone(request, collected(generation))
+        outputs = await unless_gone(request.receive, collected(generation))
         return Json(form.whole(outputs)) if outputs is not None else gone()
     outputs = generation.outputs("delta")
     try:
-        first = await unless_gone(request, anext(outputs))
+        first = await unless_gone(request.receive, anext(outputs))
         if first is None:
             return gone()
         raise_failure(first[1])
@@ -78,25 +76,6 @@ def raise_failure(output: RequestOutput) -> None:
 def gone() -> Response:
     """For a connection that is closed; nobody reads it."""
     return Response(status_code=499)
-
-
-async def unless_gone(request: Request, coroutine: Coroutine[Any, Any, T]) -> T | None:
-    """Its result; None, and it is cancelled, when whoever sent the request closes the connection."""
-    work = asyncio.ensure_future(coroutine)
-    watch = asyncio.ensure_future(closed(request))
-    try:
-        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    finally:
-        for task in (work, watch):
-            task.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
-
-
-async def closed(request: Request) -> None:
-    """Returns when the connection is closed."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def stream_events(

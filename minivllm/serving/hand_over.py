@@ -29,6 +29,7 @@ class HandOver(Generic[E]):
         """Whether there are calls that nobody has run."""
         return not self._calls.empty()
 
+    # region lab 9.1: calls from any thread
     def call(self, function: Callable[[E], T]) -> "Future[T]":
         """Have the engine's thread run `function(engine)`. Any thread may call, and none is held up.
 
@@ -59,6 +60,7 @@ class HandOver(Generic[E]):
         self._refuse_all()
 
     def _refuse_all(self) -> None:
+        """All calls that wait get the error, but for those that were cancelled."""
         try:
             while True:
                 _, future = self._calls.get_nowait()
@@ -67,16 +69,26 @@ class HandOver(Generic[E]):
         except queue.Empty:
             pass
 
+    # endregion
 
+
+# region lab 9.1: one of the calls
 def _run(function: Callable[[E], Any], future: Future, engine: E) -> None:
+    """Run the function, unless its future was cancelled; the future gets the result or the error.
+
+    What is no fault is raised, too, and the future gets an EngineDeadError that names it (`died_of`): a Ctrl-C that
+    reached a caller as its own would end an event loop.
+    """
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = function(engine)
     except BaseException as error:
-        # Ctrl-C must not reach a caller in another thread as its own: it would end an event loop.
         future.set_exception(error if is_fault(error) else died_of(error))
         if not is_fault(error):
             raise
     else:
         future.set_result(result)
+
+
+# endregion

@@ -39,6 +39,7 @@ class Stream(Generic[T]):
         self._is_woken = False
         self._ready = asyncio.Event()
 
+    # region lab 9.2: what a slow consumer finds
     def put(self, item: T | Exception) -> bool:
         """In the engine's thread. True: the consumer has to be woken (`wake`), or is gone with its loop.
 
@@ -64,6 +65,8 @@ class Stream(Generic[T]):
         if self._error is not None:
             raise self._error
         return item
+
+    # endregion
 
 
 def wake(streams: Iterable[Stream]) -> list[Stream]:
@@ -99,6 +102,7 @@ def output_stream(loop: asyncio.AbstractEventLoop, kind: OutputKind) -> "Stream[
     return Stream(loop, merged if kind == "delta" else newest)
 
 
+# region lab 9.2: two outputs as one
 def merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     """The later output, with the deltas of both."""
     answers = [
@@ -110,6 +114,9 @@ def merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
         for old, new in zip(earlier.outputs, later.outputs)
     ]
     return replace(later, outputs=answers)
+
+
+# endregion
 
 
 def newest(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:

@@ -201,7 +201,9 @@ def test_side_tracks_of_a_phase_are_proposed_to_whoever_begins_one(checkout):
     assert "Next: lab 5.7," in on_the_core_path
     assert "✓ 5.3 a mapping counts only together with the slots it was made for  (side track)" in said
     assert "Next: lab 5.5, a pin holds a slot  (side track)" in said
-    assert said.startswith("1 of 25 on the core path, 0 of 4 on the kernel path, 1 of 13 on side tracks ")
+    assert said.startswith(
+        "1 of 25 on the core path, 0 of 4 on the kernel path, 0 of 5 on the serving path, 1 of 13 on side tracks "
+    )
 
 
 def test_a_trace_is_shown_when_it_is_asked_for(checkout):
@@ -315,10 +317,10 @@ def test_a_command_runs_on_what_was_begun(checkout):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["check", "9"], "there is no lab '9': give a phase, 1 to 7, or an exercise, 1.1 to 7."),
-        (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 7, or an exercise, 3.1 to 3."),
+        (["check", "12"], "there is no lab '12': give a phase, 1 to 9, or an exercise, 1.1 to 9."),
+        (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 9, or an exercise, 3.1 to 3."),
         (["hint", "foo"], "there is no lab 'foo'"),
-        (["notebook", "9"], "there is no lab '9': give a phase, 1 to 7"),
+        (["notebook", "12"], "there is no lab '12': give a phase, 1 to 9"),
         (["hint", "3"], "3 is a phase; name one exercise, such as 3.1"),
         (["hint", "4.1"], "there are no hints for lab 4.1 yet"),
         (["reset", "x", "--yes"], "there is no lab 'x'"),

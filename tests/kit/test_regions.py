@@ -253,3 +253,23 @@ def test_an_edit_changes_its_own_regions_only(exercise):
 def test_an_edit_that_is_none_is_refused(exercise, old, new, problem):
     with pytest.raises(LabError, match=problem):
         edit(exercise, [(old, new)])
+
+
+def test_a_stub_of_an_async_function_stays_what_it_was():
+    """Whoever awaits it, or iterates over it, gets to the Todo."""
+    text = starter(
+        "# region lab 9.1: later\nasync def one(x):\n    return await x\n\n\nasync def several(x):\n"
+        '    """Of them."""\n    async for y in x:\n        yield y\n# endregion\n',
+        "a",
+    )
+
+    assert text.split("\n")[2:9] == [
+        "async def one(x):",
+        '    raise Todo("lab 9.1: later")',
+        "",
+        "",
+        "async def several(x):",
+        '    """Of them."""',
+        '    raise Todo("lab 9.1: later")',
+    ]
+    assert text.split("\n")[9:11] == ["    yield", "# endregion"]

@@ -1,0 +1,70 @@
+"""Whoever stops listening ends his request. Stands for the ends of `AsyncLLM.generate` in vllm/v1/engine/async_llm.py,
+and for `with_cancellation` around its handlers (v0.22.1).
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from minivllm.engine.outputs import RequestOutput
+from minivllm.serving.engine_loop import EngineLoop
+from minivllm.serving.streams import Stream
+
+T = TypeVar("T")
+
+
+# region lab 9.3: whoever stops listening
+async def listen(
+    engine_loop: EngineLoop,
+    stream: Stream[RequestOutput],
+    request_id: str,
+    begin: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[RequestOutput, None]:
+    """One request's outputs as they come (`Stream.take`), the last of them `finished`.
+
+    begin   gives the request to the engine, before the first output; its error is raised here
+
+    Whoever stops before the last output, or while `begin` runs, aborts the request: by `aclose`, because its task was
+    cancelled, or because nobody holds this generator any more. Then this task may not wait for anything: the abort
+    is left with the engine's thread (`EngineLoop.call`). It is that of this stream alone (`EngineLoop.abort`), since
+    another request may have the id.
+    """
+    finished = False
+    try:
+        await begin()
+        while not finished:
+            output = await stream.take()
+            finished = output.finished
+            yield output
+    finally:
+        if not finished:
+            engine_loop.call(lambda engine: engine_loop.abort([request_id], stream))
+
+
+async def unless_gone(
+    receive: Callable[[], Awaitable[dict[str, Any]]], coroutine: Coroutine[Any, Any, T]
+) -> T | None:
+    """The coroutine's result, or what it raises; None when whoever sent the request closes the connection first.
+
+    receive   of ASGI: its next message, `{"type": "http.disconnect"}` once the connection is closed; others before it
+              mean nothing. It waits until there is one
+
+    In the end nothing runs on, also when this task is cancelled itself: what runs is cancelled, and has ended when
+    this one does.
+    """
+
+    async def closed() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(closed())
+    try:
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        for task in (work, watch):
+            task.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+
+
+# endregion

@@ -1,0 +1,349 @@
+"""Whoever stops listening ends his request (lab 9.3). The oracle is a list of what the engine was told."""
+
+import asyncio
+import gc
+from concurrent.futures import Future
+from contextlib import suppress
+
+import pytest
+from small_engine import SmallWorld
+
+from minivllm import AsyncLLM, SamplingParams
+from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.serving.errors import EngineDeadError
+from minivllm.serving.listening import listen, unless_gone
+from minivllm.serving.streams import output_stream, wake
+
+pytestmark = pytest.mark.lab("9.3")
+
+SOON = 4  # seconds, until what must come is given up
+
+
+def run(coroutine, limit=2 * SOON):
+    return asyncio.run(asyncio.wait_for(coroutine, limit))
+
+
+class FakeLoop:
+    """An engine's loop that nobody turns: what it is told stands in `told`."""
+
+    def __init__(self):
+        self.told = []
+        self.calls = []
+
+    def call(self, function):
+        self.calls.append(function)
+        return Future()  # which nobody ever fills
+
+    def abort(self, request_ids, sink=None):
+        self.told.append((list(request_ids), sink))
+
+    def turn(self):
+        for function in self.calls:
+            function(None)
+        self.calls.clear()
+        return self.told
+
+
+def output(text, finished=False):
+    return RequestOutput("r", None, [1], [CompletionOutput(0, text, [7] * len(text))], finished=finished)
+
+
+def new_stream():
+    return output_stream(asyncio.get_running_loop(), "cumulative")
+
+
+def put(stream, item):
+    if stream.put(item):
+        wake([stream])
+
+
+async def nothing():
+    pass
+
+
+class TestAListener:
+    def test_gets_the_outputs_up_to_the_last_and_tells_nobody(self):
+        async def main():
+            loop, stream, found = FakeLoop(), new_stream(), []
+            put(stream, output("a"))
+            async for item in listen(loop, stream, "r", nothing):
+                found.append(item.outputs[0].text)
+                if len(found) < 4:
+                    put(stream, output("a" * (len(found) + 1), finished=len(found) == 3))
+            return found, loop.turn()
+
+        assert run(main()) == (["a", "aa", "aaa", "aaaa"], [])
+
+    def test_has_its_request_begun_before_anything_comes(self):
+        async def main():
+            stream = new_stream()
+
+            async def begin():
+                put(stream, output("a", finished=True))
+
+            return [item async for item in listen(FakeLoop(), stream, "r", begin)]
+
+        assert [item.outputs[0].text for item in run(main())] == ["a"]
+
+    def test_hears_why_its_request_could_not_begin(self):
+        async def main():
+            async def begin():
+                raise ValueError("max_tokens must be at least 1")
+
+            return [item async for item in listen(FakeLoop(), new_stream(), "r", begin)]
+
+        with pytest.raises(ValueError, match="max_tokens"):
+            run(main())
+
+    def test_hears_of_the_engines_end(self):
+        async def main():
+            stream = new_stream()
+            put(stream, EngineDeadError("it has ended"))
+            return [item async for item in listen(FakeLoop(), stream, "r", nothing)]
+
+        with pytest.raises(EngineDeadError, match="it has ended"):
+            run(main())
+
+
+async def leave(how, outputs, stream):
+    """Stop listening after the first output, in one of several ways."""
+    if how == "closed":
+        await anext(outputs)
+        await outputs.aclose()
+    elif how == "cancelled":
+
+        async def consume():
+            async for _ in outputs:
+                pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    elif how == "raised":
+        with pytest.raises(KeyError):
+            async for _ in outputs:
+                raise KeyError
+        await outputs.aclose()
+
+
+class TestWhoLeaves:
+    @pytest.mark.parametrize("how", ["closed", "cancelled", "raised"])
+    def test_ends_the_request_of_this_stream_once(self, how):
+        async def main():
+            loop, stream = FakeLoop(), new_stream()
+            put(stream, output("a"))
+            await leave(how, listen(loop, stream, "r7", nothing), stream)
+            return loop.turn(), [(["r7"], stream)]
+
+        told, expected = run(main())
+        assert told == expected
+
+    def test_without_a_word_ends_the_request_too(self):
+        async def main():
+            loop, stream = FakeLoop(), new_stream()
+            put(stream, output("a"))
+            outputs = listen(loop, stream, "r7", nothing)
+            await anext(outputs)
+            del outputs
+            gc.collect()
+            await asyncio.sleep(0.01)
+            return [ids for ids, _ in loop.turn()]
+
+        assert run(main()) == [["r7"]]
+
+    def test_while_the_request_begins_ends_it(self):
+        """It may be in the engine by then."""
+
+        async def main():
+            loop = FakeLoop()
+            first = asyncio.ensure_future(
+                anext(listen(loop, new_stream(), "r7", lambda: asyncio.sleep(3 * SOON)))
+            )
+            await asyncio.sleep(0.01)
+            first.cancel()
+            with suppress(asyncio.CancelledError):
+                await first
+            return [ids for ids, _ in loop.turn()]
+
+        assert run(main()) == [["r7"]]
+
+    def test_waits_for_nothing(self):
+        """The engine may be in the middle of a step: nobody runs the call."""
+
+        async def main():
+            loop, stream = FakeLoop(), new_stream()
+            put(stream, output("a"))
+            outputs = listen(loop, stream, "r7", nothing)
+            await anext(outputs)
+            await asyncio.wait_for(outputs.aclose(), SOON)
+            return loop.told, len(loop.calls)
+
+        assert run(main()) == ([], 1)
+
+    def test_after_the_last_output_ends_nothing(self):
+        async def main():
+            loop, stream = FakeLoop(), new_stream()
+            put(stream, output("a", finished=True))
+            outputs = listen(loop, stream, "r7", nothing)
+            await anext(outputs)
+            await outputs.aclose()
+            return loop.turn()
+
+        assert run(main()) == []
+
+
+@pytest.fixture
+def llm(tmp_path):
+    world = SmallWorld(tmp_path)
+    llm = AsyncLLM.from_engine(world.engine())
+    llm.world = world
+    yield llm
+    llm.shutdown()
+
+
+WITH_AN_ENGINE = 60  # seconds
+LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+
+
+def left(engine):
+    pool = engine.scheduler.kv_cache.block_pool
+    return list(engine.scheduler.requests), sum(pool.ref_cnt)
+
+
+def test_nothing_of_those_who_left_stays_in_the_engine(llm):
+    async def main():
+        tasks = []
+        for i in range(6):
+            outputs = llm.generate([5, 6, 7], LONG, f"r{i}", llm.world.request(i % 3))
+            await anext(outputs)
+            tasks.append(outputs)
+        before = await llm.call(left)
+        for outputs in tasks:
+            await outputs.aclose()
+        return before, await llm.call(left)
+
+    before, after = run(main(), WITH_AN_ENGINE)
+    assert len(before[0]) == 6 and before[1] > 0
+    assert after == ([], 0)
+
+
+def test_who_was_refused_an_id_leaves_its_owner_alone(llm):
+    async def main():
+        first = llm.generate([5, 6, 7], LONG, "same")
+        await anext(first)
+        with pytest.raises(ValueError, match="in use"):
+            await anext(llm.generate([5, 6, 7], LONG, "same"))
+        return [output async for output in first][-1]
+
+    last = run(main(), WITH_AN_ENGINE)
+    assert last.outputs[0].finish_reason == "length"
+    assert len(last.outputs[0].token_ids) == 90
+
+
+class Connection:
+    """ASGI's `receive` of a connection that is open until it is closed."""
+
+    def __init__(self, *messages):
+        self.messages = list(messages)
+        self.closed = asyncio.Event()
+        self.num_waiting = 0
+
+    async def receive(self):
+        if self.messages:
+            return self.messages.pop(0)
+        self.num_waiting += 1
+        try:
+            await self.closed.wait()
+        finally:
+            await asyncio.sleep(0.01)  # it takes a moment to end
+            self.num_waiting -= 1
+        return {"type": "http.disconnect"}
+
+
+class Work:
+    """Something that takes as long as it is let, and is done a moment after it was cancelled."""
+
+    def __init__(self):
+        self.go = asyncio.Event()
+        self.state = "new"
+
+    async def run(self):
+        self.state = "running"
+        try:
+            await self.go.wait()
+            self.state = "done"
+            return "the answer"
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            self.state = "cancelled"
+            raise
+
+
+class TestAConnection:
+    def test_that_stays_open_gets_the_answer(self):
+        async def main():
+            connection, work = Connection(), Work()
+            work.go.set()
+            answer = await unless_gone(connection.receive, work.run())
+            return answer, connection.num_waiting
+
+        assert run(main()) == ("the answer", 0)
+
+    def test_that_stays_open_gets_the_error(self):
+        async def fail():
+            raise ValueError("unknown model")
+
+        async def main():
+            return await unless_gone(Connection().receive, fail())
+
+        with pytest.raises(ValueError, match="unknown model"):
+            run(main())
+
+    def test_that_is_closed_ends_the_work(self):
+        async def main():
+            connection, work = Connection(), Work()
+            waits = asyncio.ensure_future(unless_gone(connection.receive, work.run()))
+            await asyncio.sleep(0.01)
+            assert work.state == "running"
+            connection.closed.set()
+            return await asyncio.wait_for(waits, SOON), work.state
+
+        assert run(main()) == (None, "cancelled")
+
+    def test_that_says_something_else_is_still_open(self):
+        async def main():
+            connection, work = Connection({"type": "http.request"}, {"type": "http.request"}), Work()
+            waits = asyncio.ensure_future(unless_gone(connection.receive, work.run()))
+            await asyncio.sleep(0.01)
+            assert not waits.done()
+            work.go.set()
+            return await asyncio.wait_for(waits, SOON)
+
+        assert run(main()) == "the answer"
+
+    def test_whose_handler_is_cancelled_leaves_nothing_running(self):
+        async def main():
+            connection, work = Connection(), Work()
+            waits = asyncio.ensure_future(unless_gone(connection.receive, work.run()))
+            await asyncio.sleep(0.01)
+            waits.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waits
+            return work.state, connection.num_waiting
+
+        assert run(main()) == ("cancelled", 0)
+
+    def test_closed_too_late_still_gets_the_answer(self):
+        """Both at once: the work is done, so nothing is thrown away."""
+
+        async def main():
+            connection, work = Connection(), Work()
+            waits = asyncio.ensure_future(unless_gone(connection.receive, work.run()))
+            await asyncio.sleep(0.01)
+            work.go.set()
+            connection.closed.set()
+            return await waits
+
+        assert run(main()) == "the answer"
