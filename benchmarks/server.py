@@ -24,6 +24,7 @@ from benchmarks.decode import prompts
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
 from benchmarks.stand_in import take_time
+from minivllm.commands.serve import SWITCH_SECONDS
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
@@ -177,6 +178,7 @@ def compare(rows: dict[str, list[dict[str, float]]]) -> dict[str, object]:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
+    sys.setswitchinterval(SWITCH_SECONDS)
     path = options.json or default_path("server", options.device)
     kept = {key: value for key, value in vars(options).items() if key != "json"}
     report = Report(path, "server", kept, options.device)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,8 @@ from minivllm.server.settings import ServerSettings
 # Of the command's options those that `ServerSettings` takes as they are.
 SETTINGS = ("lora_root", "allow_runtime_lora", "drain_seconds", "max_body_bytes", "max_concurrency")
 KEY_VARIABLE = "MINIVLLM_API_KEY"
+# For so many seconds a thread may keep the others from running; Python's own 0.005 are half a step of a GPU.
+SWITCH_SECONDS = 0.0003
 
 
 def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -34,6 +37,7 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
             EngineArgs(model=resolve_model(given["model"]), enable_lora=True, **options),
             max_queued=given["max_queued"],
         )
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         app = build_app(llm, settings)
         asyncio.run(app.state.server.start())  # so that what cannot be served is said in one sentence

@@ -102,6 +102,7 @@ class EngineLoop:
             self._failed_steps = 0
         except BaseException as error:
             as_fault(error)
+            self._wake()
             self._failed_steps += 1
             if self._failed_steps == MOST_FAILED_STEPS:
                 raise

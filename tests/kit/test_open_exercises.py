@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from checkout import Checkout
 
 from labs.kit import open_exercises as kit
 from labs.kit.judges import eviction
@@ -234,3 +235,52 @@ def test_somebodys_answer_is_left_as_it_is(small_root):
     sync(small_root)
 
     assert file.read_text() == "# mine\n"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("open"))
+
+
+def test_lab_says_what_became_of_an_answer_and_forgets_it_when_the_answer_changes(checkout):
+    name = "open 5: an eviction policy with fewer misses than LRU"
+    file = checkout.root / EXERCISES["eviction"].file.relative_to(ROOT)
+    best = EXERCISES["eviction"].ours("best").read_text(encoding="utf-8")
+
+    untouched = checkout.lab("open", "5")
+    before = checkout.lab("open")
+    file.write_text(best)
+    judged_best = checkout.lab("open", "5")
+    passed = checkout.lab("open")
+    file.write_text(best + "\n")
+    changed = checkout.lab("open")
+
+    assert (untouched.returncode, judged_best.returncode) == (1, 0)
+    assert [row.split()[0] for row in untouched.stdout.splitlines() if "ours, " in row] == ["✓", "✓", "✗"]
+    assert f"· {name}" in before.stdout
+    assert f"✓ {name}" in passed.stdout
+    assert f"~ {name}" in changed.stdout
+
+
+def test_lab_names_the_line_that_breaks_a_rule(checkout):
+    file = checkout.root / EXERCISES["turns"].file.relative_to(ROOT)
+    file.write_text("import gc\n" + naive_of("turns"))
+
+    done = checkout.lab("open", "6")
+
+    assert done.returncode == 1
+    assert "yours is refused: line 1: an answer may not import gc" in done.stdout
+
+
+def test_grades_count_open_exercises_apart(checkout):
+    file = checkout.root / EXERCISES["eviction"].file.relative_to(ROOT)
+    file.write_text(EXERCISES["eviction"].ours("best").read_text(encoding="utf-8"))
+
+    report = json.loads(checkout.lab("grade", "5", "--json").stdout)
+    of_one = json.loads(checkout.lab("grade", "5.1", "--json").stdout)
+
+    [entry] = report["open"]
+    assert (entry["exercise"], entry["state"], entry["budget"]) == ("open 5", "passed", eviction.BUDGET)
+    assert entry["count"] <= eviction.BUDGET
+    assert report["points"] == 0
+    assert of_one["open"] == []
