@@ -146,7 +146,10 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     if left:
         console.print(f"[dim]stuck? lab hint {left[0].number}[/]")
     elif len(chosen) == 1:
-        console.print(f"[dim]lab diff {chosen[0].number} shows your code beside ours[/]")
+        number = chosen[0].number
+        if track_of(chosen[0]) != "side":
+            console.print(f"[dim]lab demo {number} shows what it changes[/]")
+        console.print(f"[dim]lab diff {number} shows your code beside ours[/]")
     return not left
 
 
@@ -509,8 +512,8 @@ def phase_of(which: str | None) -> str:
     if is_hunt(which):
         return HUNTS
     progress, chosen = Progress(), choose(which)
-    left = [exercise for exercise in chosen if progress.state(exercise) != "passed"]
-    return (left or chosen[-1:])[0].phase
+    ahead = next_of(chosen, {e.number: progress.state(e) for e in chosen}, progress.last)
+    return (ahead or chosen[-1]).phase
 
 
 @app.command()

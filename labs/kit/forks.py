@@ -204,7 +204,8 @@ class _Child:
                     self._end(str(said))
                     return None
         self.process.join()
-        is_late = self.process.exitcode in (-signal.SIGXCPU, -signal.SIGALRM, -signal.SIGKILL)
+        is_late = self.process.exitcode in (-signal.SIGXCPU, -signal.SIGALRM)
+        is_late |= self.process.exitcode == -signal.SIGKILL and time.monotonic() - self.started > self.limit
         why = f"no end after {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
         self._end(f"{why}, in {self.begun}" if self.begun else why)
         return None

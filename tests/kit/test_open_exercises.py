@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from checkout import Checkout
 
 from labs.kit import open_exercises as kit
 from labs.kit.judges import eviction
@@ -13,6 +14,12 @@ from labs.kit.sync import OPEN, OURS, sync
 from minivllm.labs import ROOT, LabError
 
 EXERCISES = {exercise.name: exercise for exercise in kit.open_exercises()}
+
+
+@pytest.fixture(autouse=True)
+def one_round(monkeypatch):
+    """Enough for all but the test of rounds, in half the time."""
+    monkeypatch.setattr(kit, "ROUNDS", 1)
 
 
 def judged(name, text, seed=11):
@@ -24,8 +31,7 @@ def naive_of(name):
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_naive_answer_misses_the_budget_and_ours_get_better(name, monkeypatch):
-    monkeypatch.setattr(kit, "ROUNDS", 1)
+def test_the_naive_answer_misses_the_budget_and_ours_get_better(name):
     exercise = EXERCISES[name]
 
     naive, good, best = (judged(name, exercise.ours(which).read_text(encoding="utf-8")) for which in OURS)
@@ -115,7 +121,6 @@ def victims_of_belady(trace):
 
 
 def test_answers_worked_out_beforehand_are_of_no_use_on_other_inputs(monkeypatch):
-    monkeypatch.setattr(kit, "ROUNDS", 1)
     monkeypatch.setattr(eviction, "STEPS", 1500)
     known = eviction.trace_of(kit.Random(11))
     text = REPLAYED.format(victims=victims_of_belady(known))
@@ -126,6 +131,15 @@ def test_answers_worked_out_beforehand_are_of_no_use_on_other_inputs(monkeypatch
 
 def test_inputs_differ_from_one_judgement_to_the_next():
     assert len({kit.fresh_seed() for _ in range(8)}) == 8
+
+
+def test_of_several_rounds_the_worst_counts(monkeypatch):
+    alone = [judged("turns", naive_of("turns"), seed=seed).count for seed in (13, 14, 15)]
+
+    monkeypatch.setattr(kit, "ROUNDS", 3)
+
+    assert len(set(alone)) > 1
+    assert judged("turns", naive_of("turns"), seed=13).count == max(alone)
 
 
 @pytest.mark.parametrize(
@@ -234,3 +248,52 @@ def test_somebodys_answer_is_left_as_it_is(small_root):
     sync(small_root)
 
     assert file.read_text() == "# mine\n"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return Checkout(tmp_path_factory.mktemp("open"))
+
+
+def test_lab_says_what_became_of_an_answer_and_forgets_it_when_the_answer_changes(checkout):
+    name = "open 5: an eviction policy with fewer misses than LRU"
+    file = checkout.root / EXERCISES["eviction"].file.relative_to(ROOT)
+    best = EXERCISES["eviction"].ours("best").read_text(encoding="utf-8")
+
+    untouched = checkout.lab("open", "5")
+    before = checkout.lab("open")
+    file.write_text(best)
+    judged_best = checkout.lab("open", "5")
+    passed = checkout.lab("open")
+    file.write_text(best + "\n")
+    changed = checkout.lab("open")
+
+    assert (untouched.returncode, judged_best.returncode) == (1, 0)
+    assert [row.split()[0] for row in untouched.stdout.splitlines() if "ours, " in row] == ["✓", "✓", "✗"]
+    assert f"· {name}" in before.stdout
+    assert f"✓ {name}" in passed.stdout
+    assert f"~ {name}" in changed.stdout
+
+
+def test_lab_names_the_line_that_breaks_a_rule(checkout):
+    file = checkout.root / EXERCISES["turns"].file.relative_to(ROOT)
+    file.write_text("import gc\n" + naive_of("turns"))
+
+    done = checkout.lab("open", "6")
+
+    assert done.returncode == 1
+    assert "yours is refused: line 1: an answer may not import gc" in done.stdout
+
+
+def test_grades_count_open_exercises_apart(checkout):
+    file = checkout.root / EXERCISES["eviction"].file.relative_to(ROOT)
+    file.write_text(EXERCISES["eviction"].ours("best").read_text(encoding="utf-8"))
+
+    report = json.loads(checkout.lab("grade", "5", "--json").stdout)
+    of_one = json.loads(checkout.lab("grade", "5.1", "--json").stdout)
+
+    [entry] = report["open"]
+    assert (entry["exercise"], entry["state"], entry["budget"]) == ("open 5", "passed", eviction.BUDGET)
+    assert entry["count"] <= eviction.BUDGET
+    assert report["points"] == 0
+    assert of_one["open"] == []
