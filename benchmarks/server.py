@@ -24,7 +24,6 @@ from benchmarks.decode import prompts
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
 from benchmarks.stand_in import take_time
-from minivllm.commands.serve import SWITCH_SECONDS
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
@@ -32,7 +31,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.app import build_app
-from minivllm.server.run import ServerThread
+from minivllm.server.run import ServerThread, avoid_pauses
 from minivllm.server.settings import ServerSettings
 
 NAME = "python -m benchmarks.server"
@@ -144,7 +143,9 @@ def measure(options: Namespace, report: Report, folder: Path) -> None:
     llm = AsyncLLM.from_engine(engine)
     rows: dict[str, list[dict[str, float]]] = {"engine": [], "server": []}
     try:
-        with ServerThread(build_app(llm, settings), settings) as server:
+        app = build_app(llm, settings)
+        avoid_pauses()
+        with ServerThread(app, settings) as server:
             for number in range(-1, options.rounds):
                 work = token_ids, adapters, options.output_tokens
                 found = {
@@ -178,7 +179,6 @@ def compare(rows: dict[str, list[dict[str, float]]]) -> dict[str, object]:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
-    sys.setswitchinterval(SWITCH_SECONDS)
     path = options.json or default_path("server", options.device)
     kept = {key: value for key, value in vars(options).items() if key != "json"}
     report = Report(path, "server", kept, options.device)

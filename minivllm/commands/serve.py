@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import sys
 from typing import Any
 
 from rich.console import Console
@@ -14,14 +13,12 @@ from minivllm.engine_args import EngineArgs
 from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
 from minivllm.server.app import build_app
-from minivllm.server.run import DrainingServer, bind
+from minivllm.server.run import DrainingServer, avoid_pauses, bind
 from minivllm.server.settings import ServerSettings
 
 # Of the command's options those that `ServerSettings` takes as they are.
 SETTINGS = ("lora_root", "allow_runtime_lora", "drain_seconds", "max_body_bytes", "max_concurrency")
 KEY_VARIABLE = "MINIVLLM_API_KEY"
-# For so many seconds a thread may keep the others from running; Python's own 0.005 are half a step of a GPU.
-SWITCH_SECONDS = 0.0003
 
 
 def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -37,9 +34,9 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
             EngineArgs(model=resolve_model(given["model"]), enable_lora=True, **options),
             max_queued=given["max_queued"],
         )
-    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         app = build_app(llm, settings)
+        avoid_pauses()
         asyncio.run(app.state.server.start())  # so that what cannot be served is said in one sentence
         host, port = socket.getsockname()[:2]
         names = ", ".join([settings.model_name, *(adapter.lora_name for adapter in settings.adapters)])
