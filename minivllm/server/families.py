@@ -1,9 +1,14 @@
 """The metrics that a server has, by name and buckets. Stands for a part of vllm/v1/metrics/loggers.py (v0.22.1)."""
 
+from functools import cache
+from typing import TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.server.engine_metrics import EngineCollector, EngineView
+
+M = TypeVar("M", Counter, Histogram)
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -29,7 +34,7 @@ class Families:
         self._make_histograms()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+        return with_quick_labels(Counter(name, text, labels, registry=self.registry))
 
     def _make_counters(self) -> None:
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.", "model_name")
@@ -52,7 +57,8 @@ class Families:
 
     def _make_histograms(self) -> None:
         def made(name: str, text: str, buckets: tuple[float, ...], label: str = "model_name") -> Histogram:
-            return Histogram(name, text, [label], buckets=buckets, registry=self.registry)
+            histogram = Histogram(name, text, [label], buckets=buckets, registry=self.registry)
+            return with_quick_labels(histogram)
 
         self.ttft = made("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.itl = made(
@@ -71,3 +77,9 @@ class Families:
         """In Prometheus' format, the engine's numbers of now among them."""
         self.engine.seen = await llm.call(EngineView.of)
         return generate_latest(self.registry)
+
+
+def with_quick_labels(metric: M) -> M:
+    """The same metric, whose labels are looked up with every event. Nobody ever takes one of them back."""
+    metric.labels = cache(metric.labels)
+    return metric

@@ -16,6 +16,12 @@ from minivllm.labs import ROOT, LabError
 EXERCISES = {exercise.name: exercise for exercise in kit.open_exercises()}
 
 
+@pytest.fixture(autouse=True)
+def one_round(monkeypatch):
+    """Enough for all but the test of rounds, in half the time."""
+    monkeypatch.setattr(kit, "ROUNDS", 1)
+
+
 def judged(name, text, seed=11):
     return kit.judge(EXERCISES[name], text, Path(f"/answers/{name}.py"), seed)
 
@@ -25,8 +31,7 @@ def naive_of(name):
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_naive_answer_misses_the_budget_and_ours_get_better(name, monkeypatch):
-    monkeypatch.setattr(kit, "ROUNDS", 1)
+def test_the_naive_answer_misses_the_budget_and_ours_get_better(name):
     exercise = EXERCISES[name]
 
     naive, good, best = (judged(name, exercise.ours(which).read_text(encoding="utf-8")) for which in OURS)
@@ -116,7 +121,6 @@ def victims_of_belady(trace):
 
 
 def test_answers_worked_out_beforehand_are_of_no_use_on_other_inputs(monkeypatch):
-    monkeypatch.setattr(kit, "ROUNDS", 1)
     monkeypatch.setattr(eviction, "STEPS", 1500)
     known = eviction.trace_of(kit.Random(11))
     text = REPLAYED.format(victims=victims_of_belady(known))
@@ -127,6 +131,15 @@ def test_answers_worked_out_beforehand_are_of_no_use_on_other_inputs(monkeypatch
 
 def test_inputs_differ_from_one_judgement_to_the_next():
     assert len({kit.fresh_seed() for _ in range(8)}) == 8
+
+
+def test_of_several_rounds_the_worst_counts(monkeypatch):
+    alone = [judged("turns", naive_of("turns"), seed=seed).count for seed in (13, 14, 15)]
+
+    monkeypatch.setattr(kit, "ROUNDS", 3)
+
+    assert len(set(alone)) > 1
+    assert judged("turns", naive_of("turns"), seed=13).count == max(alone)
 
 
 @pytest.mark.parametrize(
