@@ -38,7 +38,7 @@ def serve(world):
     for thread in threading.enumerate():
         if thread.name.startswith("minivllm"):
             thread.join(timeout=10)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of an earlier test may have ended meanwhile
 
 
 class Disk:

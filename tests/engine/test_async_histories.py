@@ -116,5 +116,5 @@ def test_nothing_is_left_of_them_and_every_token_is_pefts(world, expected, seed)
     for thread in threading.enumerate():
         if thread.name.startswith("minivllm"):
             thread.join(timeout=10)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of an earlier test may have ended meanwhile
     assert history.counts["length"] >= 5 and history.counts["cancelled"] and history.counts["left"]

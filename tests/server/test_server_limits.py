@@ -168,7 +168,10 @@ def test_the_queue_of_the_engine_is_full_before_its_memory_is(world):
         ) as stream:
             events = stream.iter_lines()
             next(events)
+            go_on = threading.Event()
+            server.server.state.llm._thread.call(lambda engine: go_on.wait(30))  # no step is taken meanwhile
             refused = post(server, body)
+            go_on.set()
             rest = list(events)
 
         assert refused.status_code == 429
