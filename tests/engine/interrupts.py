@@ -57,6 +57,7 @@ class Interrupter:
         self.seen: Counter[tuple[str, int]] = Counter()
         self.left = at
         self.where = ""
+        self.handler = signal.getsignal(signal.SIGINT)
 
     def __enter__(self) -> "Interrupter":
         sys.settrace(self._call)
@@ -72,7 +73,8 @@ class Interrupter:
         if event == "line":
             site = frame.f_code.co_filename, frame.f_lineno
             self.seen[site] += 1
-            if self.site in (None, site):
+            # With another handler Ctrl-C waits (`no_interrupts`): raised here it would leave that handler behind.
+            if self.site in (None, site) and signal.getsignal(signal.SIGINT) is self.handler:
                 self.left -= 1
                 if self.left == 0:
                     sys.settrace(None)
