@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from ends import threads_end
 from soak_checks import check_engine, check_slot_contents
 from tiny_adapters import ADAPTERS, save_adapter
 from tiny_engine import greedy, run, tiny_world, tokens_of
@@ -35,10 +36,7 @@ def serve(world):
         check_engine(llm.engine, [])
         check_slot_contents(llm.engine)
         assert not llm.engine.adapters.loading
-    for thread in threading.enumerate():
-        if thread.name.startswith("minivllm"):
-            thread.join(timeout=10)
-    assert threading.active_count() <= before  # those of an earlier test may have ended meanwhile
+    threads_end(before)
 
 
 class Disk:

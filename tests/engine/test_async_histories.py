@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 
 import pytest
+from ends import threads_end
 from soak_checks import check_engine, check_slot_contents
 from tiny_engine import greedy, tiny_world
 
@@ -113,8 +114,5 @@ def test_nothing_is_left_of_them_and_every_token_is_pefts(world, expected, seed)
     llm.shutdown()
     check_engine(engine, [])
     check_slot_contents(engine)
-    for thread in threading.enumerate():
-        if thread.name.startswith("minivllm"):
-            thread.join(timeout=10)
-    assert threading.active_count() <= before  # those of an earlier test may have ended meanwhile
+    threads_end(before)
     assert history.counts["length"] >= 5 and history.counts["cancelled"] and history.counts["left"]

@@ -6,6 +6,7 @@ import importlib
 import threading
 
 import pytest
+from ends import threads_end
 from soak_checks import check_engine
 from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
@@ -38,14 +39,6 @@ def serve(world):
         if is_whole:
             check_engine(llm.engine, [])
     threads_end(before)
-
-
-def threads_end(number):
-    """So many threads are left, once those that were told to end have done so."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("minivllm"):
-            thread.join(timeout=10)
-    assert threading.active_count() <= number  # those of an earlier test may have ended meanwhile
 
 
 async def collect(llm, request_id, params, lora=None, prompt=PROMPT, **options):
