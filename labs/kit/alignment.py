@@ -80,12 +80,22 @@ def differences(yours: Step, ours: Step) -> list[str]:
     return found
 
 
-def _rows_differ(yours: Step, ours: Step) -> Iterator[str]:
-    mine, theirs = ({row["request"]: row for row in step["rows"]} for step in (yours, ours))
+def _by_request(yours: Step, ours: Step, what: str) -> Iterator[tuple[str, Step | None, Step | None]]:
+    """Each request that either step names in a list: its entry in yours and in ours, None where it has none."""
+    mine, theirs = ({entry["request"]: entry for entry in step[what]} for step in (yours, ours))
     for request in {**theirs, **mine}:
-        a, b = mine.get(request), theirs.get(request)
+        yield request, mine.get(request), theirs.get(request)
+
+
+def _alone(a: Step | None) -> tuple[str, str]:
+    """Whose entry it is, and who has none."""
+    return ("ours", "yours") if a is None else ("yours", "ours")
+
+
+def _rows_differ(yours: Step, ours: Step) -> Iterator[str]:
+    for request, a, b in _by_request(yours, ours, "rows"):
         if a is None or b is None:
-            who, other = ("yours", "ours") if b is None else ("ours", "yours")
+            who, other = _alone(a)
             yield f"{who} computes {_work(a or b)} of {_named(a or b)}, {other} nothing of it"
         elif a["adapter"] != b["adapter"]:
             yield f"{request} has {_adapter(a)} in yours, {_adapter(b)} in ours"
@@ -93,7 +103,8 @@ def _rows_differ(yours: Step, ours: Step) -> Iterator[str]:
             yield f"of {_named(a)} yours computes {_work(a)}, ours {_work(b)}"
         elif a["cached"] != b["cached"]:
             yield f"yours finds {a['cached']} tokens of {_named(a)} in the prefix cache, ours {b['cached']}"
-    if list(mine) != list(theirs) and mine.keys() == theirs.keys():
+    mine, theirs = ([row["request"] for row in step["rows"]] for step in (yours, ours))
+    if mine != theirs and set(mine) == set(theirs):
         yield f"their order is {', '.join(mine)} in yours, {', '.join(theirs)} in ours"
 
 
@@ -110,11 +121,9 @@ def _named(row: Step) -> str:
 
 
 def _queue_differs(yours: Step, ours: Step) -> Iterator[str]:
-    mine, theirs = ({skip["request"]: skip for skip in step["skipped"]} for step in (yours, ours))
-    for request in {**theirs, **mine}:
-        a, b = mine.get(request), theirs.get(request)
+    for _, a, b in _by_request(yours, ours, "skipped"):
         if a is None or b is None:
-            who, other = ("yours", "ours") if b is None else ("ours", "yours")
+            who, other = _alone(a)
             yield f"{who} passes over {_named(a or b)}: {(a or b)['reason']}; {other} does not"
         elif a["reason"] != b["reason"]:
             yield f"{_named(a)} is passed over in yours for {a['reason']}, in ours for {b['reason']}"
