@@ -72,6 +72,7 @@ def engine_linear(
 
 sgmv = functools.partial(engine_linear, "triton")  # a shrink and an expand after the base product
 folded = functools.partial(engine_linear, "folded")  # A folded into the base weight, and an expand
+paged = functools.partial(engine_linear, "paged")  # a shrink and an expand from pages
 
 
 def base_linear(w: torch.Tensor, slices: Sequence[int]) -> LinearBase:

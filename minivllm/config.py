@@ -29,10 +29,12 @@ DTYPES = {
     "half": torch.float16,
 }
 
-PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded")
+PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged")
 LOAD_FORMATS = ("auto", "dummy")
 TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
 CPU_KV_CACHE_BYTES = 2**30
+# Slots of an engine whose adapters lie in pages, if nobody says how many; and of what has no pages, by rank.
+MOST_SLOTS, LEAST_SLOTS, MOST_SLOT_RANKS = 256, 32, 4096
 LARGEST_FACTOR = 2**32  # of positions: no memory holds so many angles
 
 
@@ -77,22 +79,23 @@ class LoRAConfig:
     `minivllm.economics.slot_memory` tells beforehand what that takes.
 
     max_lora_rank   R: the largest rank a slot holds
-    max_loras       S: slots, so the most distinct adapters of one batch
+    max_loras       S: slots, so the most distinct adapters of one batch. None = as many as memory and demand ask for
+                    where adapters lie in pages (see `on_device`), else 1
     max_cpu_loras   adapters kept in memory, those in slots included; None = max_loras, never fewer
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
     target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
                     experts
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
-    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels) or "folded" (A as
-                    extra rows of the base weight). "auto" = grouped on a CPU, folded on CUDA, but triton there if
-                    the base is quantized
+    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "folded" (A as
+                    extra rows of the base weight) or "paged" (in pages of a few ranks). "auto" = grouped on a CPU.
+                    On CUDA it is paged without `max_loras`, else folded, but triton if the base is quantized
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
     """
 
     max_lora_rank: int = 16
-    max_loras: int = 1
+    max_loras: int | None = 1
     max_cpu_loras: int | None = None
     lora_dtype: str | torch.dtype = "auto"
     target_modules: list[str] | None = None
@@ -104,11 +107,14 @@ class LoRAConfig:
     enable_lora_bias: bool = False
 
     def __post_init__(self) -> None:
-        require_int(1, max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
-        if self.max_cpu_loras is None:
-            object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        require_int(1, max_cpu_loras=self.max_cpu_loras)
-        if self.max_cpu_loras < self.max_loras:
+        require_int(1, max_lora_rank=self.max_lora_rank)
+        if self.max_loras is not None:
+            require_int(1, max_loras=self.max_loras)
+            if self.max_cpu_loras is None:
+                object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        if self.max_cpu_loras is not None:
+            require_int(1, max_cpu_loras=self.max_cpu_loras)
+        if self.max_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                 "an adapter in a slot is kept in memory too"
@@ -138,7 +144,24 @@ class LoRAConfig:
         """The punica backend that "auto" means there: the quickest."""
         if self.punica_backend != "auto":
             return self.punica_backend
-        return "folded" if torch.device(device).type == "cuda" else "grouped"
+        if torch.device(device).type != "cuda":
+            return "grouped"
+        return "paged" if self.max_loras is None else "folded"
+
+    def on_device(self, device: torch.device | str) -> LoRAConfig:
+        """The same with the number of slots that None means there, and the backend that is for so many.
+
+        Pages make a slot without an adapter cost next to nothing, so there are as many as `MOST_SLOTS`. What has slots
+        of one size beside them, embeddings and heads, sets a bound: rank times slots is at most `MOST_SLOT_RANKS`.
+        """
+        if self.max_loras is not None:
+            return self
+        backend, slots = self.backend_on(device), 1
+        if backend == "paged":
+            slots = min(MOST_SLOTS, max(LEAST_SLOTS, MOST_SLOT_RANKS // self.max_lora_rank))
+        slots = min(slots, self.max_cpu_loras or slots)
+        backend = backend if backend == "paged" else self.punica_backend
+        return replace(self, max_loras=slots, punica_backend=backend)
 
     def _checked_factors(self) -> tuple[float, ...]:
         """Ascending, each once."""
@@ -321,8 +344,9 @@ class EngineConfig:
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
         if self.lora_config is not None:
-            slot_dtype = self.lora_config.slot_dtype(self.model_config.dtype)
-            object.__setattr__(self, "lora_config", replace(self.lora_config, lora_dtype=slot_dtype))
+            lora_config = self.lora_config.on_device(self.device)
+            slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
+            object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
         if self.lora_config is not None and self.model_config.quantization is not None:
             object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
 
