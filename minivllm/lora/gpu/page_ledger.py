@@ -67,7 +67,8 @@ class PageLedger:
         more = self._take(wanted - len(pages))
         if more is None:
             raise RuntimeError(
-                f"adapter {adapter_id} needs {wanted} pages, but {self.count} pages are in use by adapters and KV blocks"
+                f"adapter {adapter_id} needs {wanted} pages, but adapters and KV blocks use all but fewer "
+                f"of the {self.count} that there are"
             )
         self.reserved.pop(adapter_id, None)
         self._give_back(pages[wanted:])

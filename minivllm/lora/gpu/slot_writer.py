@@ -115,10 +115,14 @@ class SlotWriter:
         """
         if self.written:
             for adapter_id in slots.keys() & set(adapter_ids):
-                if (event := self.written.pop(slots[adapter_id], None)) is not None:
-                    torch.cuda.current_stream().wait_event(event)
+                self.wait_for(slots[adapter_id])
         if self.on_gpu:
             self._step.record()
+
+    def wait_for(self, slot: int) -> None:
+        """What is launched from now on runs after the slot's last write: others may get its memory."""
+        if (event := self.written.pop(slot, None)) is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     @contextmanager
     def _beside_steps(self, slot: int) -> Iterator[None]:
