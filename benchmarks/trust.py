@@ -10,7 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.adapters import write_adapters
@@ -18,12 +18,18 @@ from benchmarks.arguments import number, run_as_command, whole
 from benchmarks.measure import Step, run_step
 from benchmarks.report import machine
 from benchmarks.serve import add, serve_summary, warm_up
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
+from minivllm.policies.routing import least_loaded
 from minivllm.simulate.cost_model import work_of
+from minivllm.simulate.fit import fit
+from minivllm.simulate.fleet import Fleet, adapters_of_ranks
+from minivllm.simulate.replica import ReplicaConfig
+from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
 
 NAME = "python -m benchmarks.trust"
@@ -112,6 +118,28 @@ def record(options: Namespace) -> None:
     print(json.dumps({k: v for k, v in found["summary"].items() if "quantiles" not in k}, indent=1))
 
 
+def judge(options: Namespace) -> None:
+    """Fit to one record, simulate the arrivals of another, and print both sides."""
+    record = json.loads(options.record.read_text(encoding="utf-8"))
+    engine = record["engine"]
+    lora = LoRAConfig(
+        max_lora_rank=RANK, max_loras=engine["max_loras"], max_cpu_loras=engine["max_cpu_loras"]
+    )
+    config = ReplicaConfig(
+        SchedulerConfig(engine["max_num_seqs"], engine["max_num_batched_tokens"]),
+        CacheConfig(num_blocks=KV_BLOCKS, enable_prefix_caching=False),
+        lora,
+        reads_beside=False,
+    )
+    cost = replace(fit([options.fitted]), read_bytes_per_s=float("inf"))  # all were in memory
+    fleet = Fleet(config, cost, adapters_of_ranks([RANK] * ADAPTERS, 1.0), least_loaded)
+    fleet.serve([Arrival(**arrival) for arrival in record["arrivals"]])
+    simulated, measured = report(fleet), record["summary"]
+    for name in ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms"):
+        share = simulated[name] / measured[name] - 1
+        print(f"{name}: measured {measured[name]:.1f}, simulated {simulated[name]:.1f} ({share:+.1%})")
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = ArgumentParser(prog=NAME, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -122,8 +150,11 @@ def main(arguments: Sequence[str]) -> None:
     recording.add_argument("--threads", type=whole(), default=2)
     recording.add_argument("--seed", type=whole(0), default=0)
     recording.add_argument("--out", type=Path, required=True)
+    judging = commands.add_parser("judge")
+    judging.add_argument("fitted", type=Path, help="the record to fit to")
+    judging.add_argument("record", type=Path, help="the record to compare with, of another rate")
     options = parser.parse_args(arguments)
-    record(options)
+    (record if options.command == "record" else judge)(options)
 
 
 if __name__ == "__main__":

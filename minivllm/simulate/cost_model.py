@@ -15,6 +15,7 @@ class StepWork(NamedTuple):
     """What is computed in a step, or in several together.
 
     steps           how many
+    prompt_steps    of these, how many have a row of more than one token: no graph was captured for such
     requests        rows: requests that get tokens
     tokens          computed
     context         tokens whose keys and values are read, summed over rows
@@ -27,6 +28,7 @@ class StepWork(NamedTuple):
     """
 
     steps: float = 0.0
+    prompt_steps: float = 0.0
     requests: float = 0.0
     tokens: float = 0.0
     context: float = 0.0
@@ -54,6 +56,7 @@ def work_of(output: SchedulerOutput, ranks: Mapping[int, int]) -> StepWork:
             lora_tokens += tokens
     return StepWork(
         steps=1,
+        prompt_steps=float(output.total_num_scheduled_tokens > len(output.scheduled)),
         requests=len(output.scheduled),
         tokens=output.total_num_scheduled_tokens,
         context=context,

@@ -58,14 +58,22 @@ class Served:
 
 @dataclass
 class Counters:
-    """What a replica did.   busy_s: its steps, and the copies and reads that they waited for"""
+    """What a replica did.
+
+    busy_s      its steps, and the copies and reads that they waited for
+    asked, in_slot, in_memory   requests with adapters, and how many found theirs there when they joined the queue
+    reads       in steps; those beside them are counted by the reader
+    """
 
     steps: int = 0
     busy_s: float = 0.0
     copies: int = 0
     copies_beside: int = 0
     copied_bytes: int = 0
-    reads: int = 0  # in steps; those beside them are counted by the reader
+    reads: int = 0
+    asked: int = 0
+    in_slot: int = 0
+    in_memory: int = 0
 
 
 class Replica:
@@ -141,6 +149,7 @@ class Replica:
         self.inbox.clear()
         for request in arrived:
             self.scheduler.add_request(request)
+            self._count_hit(request.adapter_id)
         if self.prefetching:
             for adapter_id in self.prefetching(Waiting(now, arrived, self._answered, self.scheduler.waiting)):
                 self.reader.begin(adapter_id)
@@ -209,6 +218,12 @@ class Replica:
         self._count_copies(copied)
         self.counters.copies_beside += len(copied)
         return sum(map(self._copy_seconds, copied))
+
+    def _count_hit(self, adapter_id: int) -> None:
+        if adapter_id:
+            self.counters.asked += 1
+            self.counters.in_slot += adapter_id in self.manager._active_adapters
+            self.counters.in_memory += self.reader.is_there(adapter_id)
 
     def _count_copies(self, adapter_ids: Iterable[int]) -> None:
         for adapter_id in adapter_ids:

@@ -18,7 +18,7 @@ def report(fleet: Fleet, price_per_hour: float = 2.5) -> dict[str, float]:
     ttft_p50_ms, _p99_ms    until the first token
     tpot_p50_ms, _p99_ms    of each further token of a request, on average
     busy_share              of the replicas' time that steps take
-    slot_hits, memory_hits  shares of requests with adapters for which nothing was copied, or read
+    slot_hits, memory_hits  shares of requests with adapters that find theirs there when they come
     memory_hits_bound       what Belady's policy finds in as much memory, for the adapters of each replica as they came
     copies, reads           into slots, and from disk
     prefix_hits             share of the tokens of those who join that the prefix cache has
@@ -30,7 +30,7 @@ def report(fleet: Fleet, price_per_hour: float = 2.5) -> dict[str, float]:
     counters = [replica.counters for replica in replicas]
     seconds = fleet.now - requests[0].arrival.time_s
     tokens = sum(served.arrival.output_tokens for served in requests)
-    with_adapters = sum(served.arrival.adapter is not None for served in requests)
+    asked = sum(c.asked for c in counters)
     copies = sum(c.copies for c in counters)
     reads = sum(c.reads + replica.reader.num_reads for c, replica in zip(counters, replicas))
     stats = [replica.scheduler.kv_cache.prefix_cache_stats for replica in replicas]
@@ -49,8 +49,8 @@ def report(fleet: Fleet, price_per_hour: float = 2.5) -> dict[str, float]:
         **_percentiles("tpot", between),
         "steps": sum(c.steps for c in counters),
         "busy_share": sum(c.busy_s for c in counters) / (seconds * len(replicas)),
-        "slot_hits": 1 - _share(copies, with_adapters),
-        "memory_hits": 1 - _share(reads, with_adapters),
+        "slot_hits": _share(sum(c.in_slot for c in counters), asked),
+        "memory_hits": _share(sum(c.in_memory for c in counters), asked),
         "memory_hits_bound": memory_bound(fleet),
         "copies": copies,
         "copies_beside_steps": sum(c.copies_beside for c in counters),
