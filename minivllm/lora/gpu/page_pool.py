@@ -22,6 +22,8 @@ class Paged(Protocol):
 
     def bind(self, region: torch.Tensor, stride: int, first: int) -> None: ...
 
+    def unbind(self) -> None: ...
+
 
 class PagePool:
     """Pages for the adapters of all layers, and the table in which kernels find them.
@@ -91,6 +93,12 @@ class PagePool:
         region = torch.empty(pages * stride, dtype=like.a[0].dtype, device=like.device)
         self.bind([region], stride)
         self._is_own = True
+
+    def unbind(self) -> None:
+        """Give the memory back."""
+        self.regions, self.ledger = [], PageLedger(0)
+        for layer in self.layers:
+            layer.unbind()
 
     def make_sure_of(self, slot: int, rank: int) -> None:
         """Have pages for that rank in a slot; more than it has only if it must."""

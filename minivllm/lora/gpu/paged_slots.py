@@ -54,6 +54,13 @@ class PagedSlots(Slots):
             *(tuple(places[:n]), tuple(places[n:]), self.widths, self.heights),
         )
 
+    def unbind(self) -> None:
+        """Lie nowhere: nothing is live."""
+        del self.pieces
+        for live in self.live_ranks:
+            live[:] = [0] * len(live)
+        self._outdate()
+
     def bind_ranks(self, ranks: torch.Tensor) -> None:
         """Take the place of its live ranks: (n, S) int32"""
         self.ranks = ranks
