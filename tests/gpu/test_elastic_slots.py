@@ -35,8 +35,7 @@ def world(tmp_path_factory):
 def elastic_engine(world, **options):
     """Float32, whose tokens can be held against float64's; no bound on adapters but memory."""
     options = {"max_loras": None, "punica_backend": "paged", "max_cpu_loras": 12, **options}
-    engine = world.engine(**{"dtype": "float32", "max_num_seqs": 6, "device": DEVICE, **options})
-    return engine
+    return world.engine(**{"dtype": "float32", "max_num_seqs": 6, "device": DEVICE, **options})
 
 
 def budget(engine, pages, blocks):
