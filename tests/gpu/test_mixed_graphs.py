@@ -3,6 +3,8 @@
 Without a GPU a "captured" step just runs again, through Triton's interpreter, on the buffers it was made for.
 """
 
+import itertools
+
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda, no_waiting
@@ -159,7 +161,7 @@ def test_sizes_end_with_the_largest_step_and_pad_by_a_quarter_at_most():
     assert sizes[-1] == 1024
     assert mixed_sizes(100) == [32, 64, 96, 100]
     assert mixed_sizes(20) == [20]
-    assert all(larger - size <= max(32, size // 4) for size, larger in zip(sizes, sizes[1:]))
+    assert all(larger - size <= max(32, size // 4) for size, larger in itertools.pairwise(sizes))
 
 
 @needs_cuda
