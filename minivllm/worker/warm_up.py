@@ -60,9 +60,10 @@ class WarmUp(DummyLoRAs):
             return cache.memory_bytes
         if not self.on_gpu:
             return CPU_KV_CACHE_BYTES
-        return memory_left(
-            self._profile_run, self.device, cache.gpu_memory_utilization, 2 * self.kv_block_bytes
-        )
+        captured = mixed_sizes(self.config.scheduler_config.max_num_batched_tokens)[-1]
+        share = captured / sum(self._largest_step()) if self._captures else 0
+        least = 2 * self.kv_block_bytes
+        return memory_left(self._profile_run, self.device, cache.gpu_memory_utilization, share, least)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -76,10 +77,15 @@ class WarmUp(DummyLoRAs):
         self.cpu_threads.measure()
         for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
             self.cpu_threads.run(partial(self._dummy_run, query_lens))
-        eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
-        if self.use_paged_attention and not eager:
+        if self._captures:
             self.capture_mixed_steps()
             self.capture_model()
+
+    @property
+    def _captures(self) -> bool:
+        """Whether steps become CUDA graphs."""
+        eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
+        return self.use_paged_attention and not eager
 
     def _dummy_run(self, query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
         """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
