@@ -118,8 +118,13 @@ class GraphedSteps(StepRunner):
 
     mixed_graphs: MixedGraphs | None = None
 
+    def use_mixed_graphs(self, graphs: MixedGraphs) -> None:
+        """From now on they run what they can. A runner without graphs does not pass through here at any step."""
+        self.mixed_graphs = graphs
+        self.launch_model = self._launch_graph_or_model
+
     @torch.inference_mode()
-    def launch_model(self, output: SchedulerOutput) -> PendingStep:
+    def _launch_graph_or_model(self, output: SchedulerOutput) -> PendingStep:
         graphs = self.mixed_graphs
         if graphs is None or not (size := graphs.size_for(output)):
             return super().launch_model(output)

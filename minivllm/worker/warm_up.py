@@ -158,7 +158,7 @@ class WarmUp(DummyLoRAs):
                 for with_lora in (True, False) if config.lora_config else (False,):
                     self.select_dummy_loras(config.lora_config, tokens, samples, with_lora)
                     graphs.capture(size, with_lora)
-        self.mixed_graphs = graphs
+        self.use_mixed_graphs(graphs)
 
     @property
     def _most_rows(self) -> int:
