@@ -5,7 +5,7 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter import AdapterTraits
-from minivllm.guards.refusals import asks_too_much, is_no_prompt, leaves_no_room, unknown_tokens
+from minivllm.guards.refusals import asks_too_much, check_text, is_no_prompt, leaves_no_room, unknown_tokens
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import tokenize
@@ -70,6 +70,7 @@ class InputProcessor:
         longest = min(self.model_config.max_model_len, positions)
         self._check_prompt(request_id, token_ids, longest, vocab_size, traits)
         check_sampling(params, vocab_size)
+        check_text(request_id, params, self.tokenizer)
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)

@@ -45,6 +45,15 @@ def unknown_tokens(request_id: str, wrong: list[Any], vocab_size: int, traits: A
     )
 
 
+def check_text(request_id: str, params: SamplingParams, tokenizer: Any) -> None:
+    """ValueError for an answer with a given structure where there is no text."""
+    if params.structured_outputs is not None and tokenizer is None:
+        raise ValueError(
+            f"request '{request_id}' has structured_outputs, which speak of text, but there is no tokenizer; "
+            "leave them out"
+        )
+
+
 def lacks_blocks(request_id: str, num_tokens: int, usable: int, block_size: int) -> ValueError:
     """Of a request that, with an empty KV cache all to itself, would still lack blocks."""
     return ValueError(
