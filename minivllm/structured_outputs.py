@@ -12,9 +12,9 @@ LONGEST_GRAMMAR = 65_536
 MOST_CHOICES = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StructuredOutputsParams:
-    """One of these says what an answer may be. vLLM: `StructuredOutputsParams`, of which these are the fields.
+    """One of these says what an answer may be. vLLM: `StructuredOutputsParams`, without its options for white space.
 
     json          a JSON schema, as a dict or as text; the answer is a document that it allows
     regex         a regular expression that the whole answer matches, in the syntax of Rust's `regex`

@@ -45,13 +45,18 @@ def unknown_tokens(request_id: str, wrong: list[Any], vocab_size: int, traits: A
     )
 
 
-def check_text(request_id: str, params: SamplingParams, tokenizer: Any) -> None:
-    """ValueError for an answer with a given structure where there is no text."""
-    if params.structured_outputs is not None and tokenizer is None:
-        raise ValueError(
-            f"request '{request_id}' has structured_outputs, which speak of text, but there is no tokenizer; "
-            "leave them out"
-        )
+def needs_text(request_id: str) -> ValueError:
+    """Of an answer with a given structure where there is no text."""
+    return ValueError(
+        f"request '{request_id}' has structured_outputs, which speak of text, but there is no tokenizer; "
+        "leave them out"
+    )
+
+
+def is_no_time(request_id: str, arrival_time: Any) -> ValueError:
+    """Of an arrival that no clock shows."""
+    what = f"arrival_time of request '{request_id}' must be a finite number of seconds, or None"
+    return ValueError(f"{what}, got {shown(arrival_time)}")
 
 
 def lacks_blocks(request_id: str, num_tokens: int, usable: int, block_size: int) -> ValueError:
