@@ -85,9 +85,7 @@ class InputProcessor:
         if not token_ids:
             raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
         if len(token_ids) >= longest:
-            raise refusals.leaves_no_room(
-                request_id, len(token_ids), longest, self.model_config.max_model_len
-            )
+            raise refusals.leaves_no_room(request_id, len(token_ids), longest, self.model_config)
         if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
             raise refusals.unknown_tokens(request_id, wrong, vocab_size, traits)
 

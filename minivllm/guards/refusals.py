@@ -25,10 +25,10 @@ def is_no_prompt(request_id: str, prompt: Any) -> ValueError:
     )
 
 
-def leaves_no_room(request_id: str, num_tokens: int, longest: int, max_model_len: int) -> ValueError:
+def leaves_no_room(request_id: str, num_tokens: int, longest: int, model_config: ModelConfig) -> ValueError:
     """Of a prompt as long as all that prompt and answer may come to (`longest`)."""
     limit = f"the {longest} positions that its adapter, or the base model, was trained for"
-    if longest == max_model_len:
+    if longest == model_config.max_model_len:
         limit = f"max_model_len {longest}"
     return ValueError(
         f"request '{request_id}' has a prompt of {num_tokens} tokens, which leaves no room for an "
