@@ -150,7 +150,11 @@ class AsyncLLM:
         )
 
     async def beside(self, function: Callable[[], T]) -> T:
-        """Run a function of tokenizers in their thread, beside steps and the loop."""
+        """Run a function of tokenizers in their thread, beside steps and the loop.
+
+        EngineDeadError when the engine has ended. A function that waits by then is run all the same.
+        """
+        await self.check_health()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
     async def _read(self, request_id: str, prompt: Prompt, lora_request: LoRARequest | str | None) -> Prompt:
@@ -244,6 +248,6 @@ def _tell(engine: LLMEngine, stream: Stream[list[StepRecord]], scheduled: Schedu
 
 def _stop(thread: EngineThread, tokenizing: ThreadPoolExecutor, reader: AdapterReader | None) -> None:
     thread.stop()
-    tokenizing.shutdown(wait=False, cancel_futures=True)
+    tokenizing.shutdown(wait=False)  # a call that was cancelled would cancel whoever waits for it
     if reader is not None:
         reader.close()

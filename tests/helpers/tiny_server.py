@@ -34,13 +34,13 @@ def serving(
     *names: str,
     max_queued: int | None = None,
     engine: dict | None = None,
+    has_text: bool = True,
     **settings: object,
 ) -> Iterator[ServerThread]:
-    """A server of these adapters; `engine` are the engine's options."""
+    """A server of these adapters; `engine` are the engine's options. Without text it knows token ids alone."""
     made = ServerSettings(BASE_NAME, adapters=served(world, *names), **settings)
-    llm = AsyncLLM.from_engine(
-        world.engine(tokenizer_with_template(), **(engine or {})), max_queued=max_queued
-    )
+    tokenizer = tokenizer_with_template() if has_text else None
+    llm = AsyncLLM.from_engine(world.engine(tokenizer, **(engine or {})), max_queued=max_queued)
     try:
         with ServerThread(build_app(llm, made), made) as server:
             yield server
