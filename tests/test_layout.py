@@ -24,6 +24,7 @@ LAYERS = (
         "sentences",
         "timed_patterns",
         "sampling_params",
+        "structured_outputs",
         "validation",
         "models.config",
         "models.interfaces",
