@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from minivllm.devices import DTYPES as DTYPES
+from minivllm.devices import parse_device, parse_dtype
 from minivllm.models.config import ModelArchitecture
 from minivllm.validation import (
     is_folder,
@@ -20,52 +22,15 @@ from minivllm.validation import (
     shown,
 )
 
-_DTYPE_NAMES = ("float32", "float", "float64", "double", "bfloat16", "float16", "half")
-DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
-
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
 PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged")
 LOAD_FORMATS = ("auto", "dummy")
 TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
 CPU_KV_CACHE_BYTES = 2**30
-# Slots of an engine whose adapters lie in pages, if nobody says how many; and of what has no pages, by rank.
+# Slots where adapters lie in pages and nobody says how many. The last bounds slots times rank.
 MOST_SLOTS, LEAST_SLOTS, MOST_SLOT_RANKS = 256, 32, 4096
 LARGEST_FACTOR = 2**32  # of positions: no memory holds so many angles
-
-
-def parse_dtype(dtype: str | torch.dtype, option: str = "dtype") -> torch.dtype:
-    """A torch dtype from its name; ValueError lists the names there are."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"unknown {option} {shown(dtype)}; use one of auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def parse_device(device: str | torch.device) -> str:
-    """Where to run: "cpu", "cuda" or "cuda:N"; "auto" is "cuda" where there is a GPU, else "cpu".
-
-    ValueError for another kind of device, or for a GPU that is not there.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        parsed = torch.device(device) if isinstance(device, str | torch.device) else None
-    except RuntimeError:
-        parsed = None
-    if parsed is None or parsed.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {shown(device)} is not supported; use auto, cpu, cuda or cuda:N")
-    if parsed.type == "cpu":
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise ValueError(f"device '{device}' was asked for but PyTorch finds no CUDA GPU; use cpu or auto")
-    if parsed.index is not None and parsed.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device '{device}' was asked for but there are only {torch.cuda.device_count()} GPUs, "
-            "counted from cuda:0"
-        )
-    return str(parsed)
 
 
 @dataclass(frozen=True)
@@ -82,8 +47,8 @@ class LoRAConfig:
     target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
                     experts
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
-    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "folded" (A as
-                    extra rows of the base weight) or "paged" (in pages of a few ranks). "auto" = grouped on a CPU.
+    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels). Or "folded" (A as
+                    extra rows of the base weight), "paged" (in pages of a few ranks). "auto" = grouped on a CPU.
                     On CUDA it is paged without `max_loras`, else folded, but triton if the base is quantized
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
@@ -106,12 +71,11 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         require_int(1, max_lora_rank=self.max_lora_rank)
-        if self.max_loras is not None:
-            require_int(1, max_loras=self.max_loras)
-            if self.max_cpu_loras is None:
-                object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        if self.max_cpu_loras is not None:
-            require_int(1, max_cpu_loras=self.max_cpu_loras)
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        for name in ("max_loras", "max_cpu_loras"):
+            if getattr(self, name) is not None:
+                require_int(1, **{name: getattr(self, name)})
         if self.max_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
@@ -150,17 +114,14 @@ class LoRAConfig:
     def on_device(self, device: torch.device | str) -> LoRAConfig:
         """The same with the number of slots that None means there, and the backend that is for so many.
 
-        Pages make a slot without an adapter cost next to nothing, so there are as many as `MOST_SLOTS`. What has slots
-        of one size beside them, embeddings and heads, sets a bound: rank times slots is at most `MOST_SLOT_RANKS`.
+        In pages an empty slot costs next to nothing. Only embeddings and heads have slots of one size beside them.
         """
         if self.max_loras is not None:
             return self
-        backend, slots = self.backend_on(device), 1
-        if backend == "paged":
-            slots = min(MOST_SLOTS, max(LEAST_SLOTS, MOST_SLOT_RANKS // self.max_lora_rank))
-        slots = min(slots, self.max_cpu_loras or slots)
-        backend = backend if backend == "paged" else self.punica_backend
-        return replace(self, max_loras=slots, punica_backend=backend)
+        slots, backend = 1, self.punica_backend
+        if self.backend_on(device) == "paged":
+            slots, backend = min(MOST_SLOTS, max(LEAST_SLOTS, MOST_SLOT_RANKS // self.max_lora_rank)), "paged"
+        return replace(self, max_loras=min(slots, self.max_cpu_loras or slots), punica_backend=backend)
 
     def _checked_factors(self) -> tuple[float, ...]:
         """Ascending, each once."""

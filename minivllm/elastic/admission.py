@@ -1,4 +1,7 @@
-"""Slots without number: adapters are admitted while there are pages for them. Beside lora_admission.py."""
+"""Slots without number: adapters are admitted while there are pages for them.
+
+Beside `scheduled_loras` in vllm/v1/core/sched/scheduler.py (v0.22.1).
+"""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The scheduler of an engine whose adapters lie in pages."""
+"""The scheduler of an engine whose adapters lie in pages. Beside vllm/v1/core/sched/scheduler.py (v0.22.1)."""
 
 from typing import Any
 

@@ -96,6 +96,7 @@ def test_an_adapter_takes_pages_for_its_own_rank(world):
     assert sorted(len(pages) for pages in held.values()) == [1, 2, 2]
 
 
+@pytest.mark.nightly_without_gpu
 def test_more_adapters_than_pages_take_turns_and_all_are_right(world):
     engine = elastic_engine(world, max_lora_wait_steps=3, **small_memory(world, pages=18, blocks=60))
     requests = [(f"{name}-{i}", name, 4 + i, 5) for i in range(2) for name in world.names]
@@ -123,6 +124,7 @@ def test_keys_and_values_take_pages_back_from_idle_adapters(world):
     assert_books_agree(engine)
 
 
+@pytest.mark.nightly_without_gpu
 def test_any_history_of_growth_and_shrinking_leaves_every_answer_right(world):
     """A soak: requests of all adapters and lengths come while others run, some adapters are pinned or dropped."""
     engine = elastic_engine(world, max_lora_wait_steps=4, **small_memory(world, pages=20, blocks=48))

@@ -1,4 +1,7 @@
-"""As many adapters in slots as memory has pages for. Not in vLLM, where the number of slots is fixed."""
+"""As many adapters in slots as memory has pages for.
+
+Beside vllm/lora/model_manager.py (v0.22.1), where the number of slots is fixed.
+"""
 
 from collections.abc import Set
 
@@ -48,25 +51,29 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
         self.pool.ledger.release_reserved(adapter_ids)
 
     def idle(self, spare: Set[int]) -> list[int]:
-        """Slots with pages that nobody needs: free ones, then those of adapters, the least recently used first."""
+        """Slots with pages that nobody needs: free ones, and those of adapters that may give way."""
         active = self.list_active_adapters()
         in_use = set(active.values())
-        free = [slot for slot in self.pool.ledger.held if slot not in in_use]
         spare = spare | self.pinned_adapters
+        free = [slot for slot in self.pool.ledger.held if slot not in in_use]
         return free + [slot for adapter_id, slot in active.items() if adapter_id not in spare]
 
     def give_way(self, spare: Set[int], of_use: Set[int] | None = None) -> int | None:
-        """Take the pages of one idle slot; None when there is none.
+        """Take the pages of one idle slot: of a free one, else of the adapter that eviction would choose.
 
         of_use   slots that will do; None = any that has pages
+
+        Told is an "evict". None when there is no such slot.
         """
-        holding = {slot for slot, pages in self.pool.ledger.held.items() if pages}
-        slot = next((s for s in self.idle(spare) if s in (holding if of_use is None else of_use)), None)
+        if of_use is None:
+            of_use = {slot for slot, pages in self.pool.ledger.held.items() if pages}
+        active = self.list_active_adapters()
+        slot = next((held for held in of_use if held not in active.values()), None)
         if slot is None:
-            return None
-        victim = next((a for a, held in self._active_adapters.items() if held == slot), None)
-        if victim is not None:
-            self._active_adapters.pop(victim)
+            spare = spare | self.pinned_adapters | {a for a, held in active.items() if held not in of_use}
+            if active.keys() <= spare:
+                return None
+            victim, slot = self._active_adapters.remove_oldest(spare=spare)
             self.tell("evict", victim, slot)
         self._free_pages(slot)
         return slot

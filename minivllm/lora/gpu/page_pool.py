@@ -1,4 +1,7 @@
-"""The memory that adapters share, in pages of a few ranks each. Not in vLLM, whose slots are of one size."""
+"""The memory that adapters share, in pages of a few ranks each.
+
+Beside vllm/lora/model_manager.py (v0.22.1), whose slots are of one size.
+"""
 
 from __future__ import annotations
 

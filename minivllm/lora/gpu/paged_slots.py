@@ -1,4 +1,7 @@
-"""Slots whose A's and B's lie in pages. Not in vLLM, whose slots are of one size."""
+"""Slots whose A's and B's lie in pages.
+
+Beside vllm/lora/layers/base_linear.py (v0.22.1), whose slots are of one size.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapters into pages on a GPU: one transfer and two launches each, beside the steps that do not need them."""
+"""Adapters into pages on a GPU: one transfer and two launches each, beside steps.
+
+Stands for `set_lora` in vllm/lora/layers/base_linear.py (v0.22.1).
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""y += h · Bᵀ, every row with its own adapter's B, from pages. Beside lora_expand_op.py, not in vLLM."""
+"""y += h · Bᵀ, every row with its own adapter's B, from pages.
+
+Beside vllm/lora/ops/triton_ops/lora_expand_op.py (v0.22.1), which knows no pages.
+"""
 
 import torch
 import triton

@@ -1,4 +1,7 @@
-"""Where the A's and B's of one layer lie in a pool of pages. Not in vLLM, whose slots are of one size."""
+"""Where the A's and B's of one layer lie in a pool of pages.
+
+Beside vllm/lora/ops/triton_ops/utils.py (v0.22.1), whose slots are of one size.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""h = x · Aᵀ, every row with its own adapter's A, from pages. Beside lora_shrink_op.py, not in vLLM."""
+"""h = x · Aᵀ, every row with its own adapter's A, from pages.
+
+Beside vllm/lora/ops/triton_ops/lora_shrink_op.py (v0.22.1), which knows no pages.
+"""
 
 import torch
 import triton

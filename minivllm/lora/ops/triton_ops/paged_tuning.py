@@ -1,4 +1,7 @@
-"""Tile sizes of the paged kernels, by shape; chosen by measurement on an H100."""
+"""Tile sizes of the paged kernels, by shape; chosen by measurement on an H100.
+
+Beside vllm/lora/ops/triton_ops/utils.py (v0.22.1).
+"""
 
 from typing import NamedTuple
 

@@ -1,4 +1,7 @@
-"""All weights of an adapter into the pages of a slot, in one launch. Beside write_slot_op.py, not in vLLM."""
+"""All weights of an adapter into the pages of a slot, in one launch.
+
+Beside `set_lora` in vllm/lora/layers/base_linear.py (v0.22.1), which knows no pages.
+"""
 
 import torch
 import triton
