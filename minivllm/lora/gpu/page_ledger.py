@@ -1,4 +1,7 @@
-"""Who has which page. Beside vllm/lora/model_manager.py (v0.22.1), where slots are of one size: S-LoRA's unified paging is the idea (arXiv:2311.03285)."""
+"""Who has which page. Beside vllm/lora/model_manager.py (v0.22.1), where slots are of one size.
+
+S-LoRA's unified paging is the idea (arXiv:2311.03285).
+"""
 
 from __future__ import annotations
 
