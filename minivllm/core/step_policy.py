@@ -4,6 +4,7 @@ Stands for `schedule` in vllm/v1/core/sched/scheduler.py (v0.22.1).
 """
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
@@ -82,11 +83,10 @@ class StepPolicy:
         First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free.
         With none free it is those that have one. The others follow by arrival. In each adapter the oldest is first.
         """
-        for adapter_id in self._adapters_in_line():
-            output.asked.append(self.waiting.place(adapter_id))
-            yield self.waiting.oldest(adapter_id)
-        for request in self.waiting.by_arrival():
-            output.asked.append(request.arrival_order)
+        passed_over = map(self.waiting.oldest, self._adapters_in_line())
+        for request in chain(passed_over, self.waiting.by_arrival()):
+            if not self._full(output):
+                output.asked.append(self.waiting.place(request.adapter_id) or request.arrival_order)
             yield request
 
     def _adapters_in_line(self) -> Iterator[int]:
