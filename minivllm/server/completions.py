@@ -62,7 +62,7 @@ def prompts_of(body: CompletionRequest, most: int) -> list[Prompt]:
 async def texts_of(call: Call, prompts: Sequence[Prompt]) -> list[str]:
     """The prompts as text, for `echo`."""
     llm = call.server.llm
-    decode = llm.engine.tokenizer.decode
+    decode = llm.tokenizer.decode
     return [
         prompt
         if isinstance(prompt, str)

@@ -45,7 +45,7 @@ class Server:
         if self.has_started:
             return
         self.has_started = True
-        await self.llm.call(self.metrics.listen)
+        await self.llm.watch_adapters(self.metrics.adapter_events)
         await self.names.load_all()
 
 

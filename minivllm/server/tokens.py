@@ -19,7 +19,7 @@ async def tokenize(body: TokenizeRequest, call: TheCall) -> dict[str, Any]:
     llm = call.server.llm
     tokenizer = await llm.get_tokenizer(adapter)
     check_has_text(call)
-    longest = llm.engine.config.model_config.max_model_len
+    longest = llm.config.model_config.max_model_len
     if body.messages is not None:
         messages = [message.as_template_takes_it() for message in body.messages]
         ids = (await llm.chat_prompt(messages, adapter))["prompt_token_ids"]
@@ -47,5 +47,5 @@ async def detokenize(body: DetokenizeRequest, call: TheCall) -> dict[str, str]:
 
 def check_has_text(call: Call) -> None:
     """ApiError 400 for a server of token ids only."""
-    if call.server.llm.engine.tokenizer is None:
+    if call.server.llm.tokenizer is None:
         raise ApiError(400, "this server has no tokenizer: prompts are token ids")

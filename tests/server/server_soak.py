@@ -215,7 +215,7 @@ class Round:
         self.counts["answers that are PEFT's"] += len(texts)
 
     def check_nothing_is_left(self, llm: object) -> None:
-        engine = llm.engine
+        engine = llm._client.engine
         assert not engine.scheduler.requests and not engine.output_processor.states and not llm._open
         assert not any(engine.scheduler.kv_cache.block_pool.ref_cnt[1:]), "KV blocks are left"
         assert not engine.adapters.noted or not engine.scheduler.in_flight.generations(1)
