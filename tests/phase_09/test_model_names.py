@@ -36,8 +36,7 @@ class FakeLLM:
         self.told, self.bad, self.gate = [], bad, asyncio.Event()
         self.gate.set()
         self.by_name = {}
-        adapters = SimpleNamespace(by_name=self.by_name) if lora else None
-        self.engine = SimpleNamespace(adapters=adapters)
+        self.adapter_names = self.by_name.keys() if lora else ()
 
     async def add_lora(self, request):
         self.told.append(("add", request))
