@@ -14,6 +14,7 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.trace import StepRecord
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.events import LoRAEvent
+from minivllm.lora.io.by_name import find_by_name
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
@@ -101,8 +102,9 @@ class AsyncLLM:
         stream = output_stream(asyncio.get_running_loop(), output_kind)
 
         async def begin() -> None:
-            read = await self._read(request_id, prompt, lora_request)
-            self._client.begin(stream, request_id, read, sampling_params, arrival_time, lora_request)
+            lora = await self._resolved(lora_request)
+            read = await self._read(request_id, prompt, lora)
+            self._client.begin(stream, request_id, read, sampling_params, arrival_time, lora)
 
         self._open.add(stream)
         try:
@@ -136,7 +138,7 @@ class AsyncLLM:
         lora_config = self.config.lora_config
         if lora_request is None or lora_config is None or not lora_config.lora_extra_vocab_size:
             return self.tokenizer
-        return await self.call(LLMEngine.get_tokenizer, lora_request)
+        return await self.call(LLMEngine.get_tokenizer, await self._resolved(lora_request))
 
     async def tokenize(
         self, what: str, text: str, lora_request: LoRARequest | str | None = None
@@ -166,6 +168,17 @@ class AsyncLLM:
             return prompt
         ids = await self.tokenize(f"the prompt of request '{request_id}'", text, lora_request)
         return {"prompt": text, "prompt_token_ids": ids}
+
+    async def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | str | None:
+        """The adapter, where it is a name that the engine does not know: resolvers of this process find it.
+
+        They read disks and networks, so they do it beside steps and loop. ValueError if nobody finds it.
+        """
+        is_name = isinstance(lora_request, str) and self.config.lora_config is not None
+        if not is_name or lora_request in self.adapter_names:
+            return lora_request
+        model = self.config.model_config.model
+        return await asyncio.to_thread(find_by_name, lora_request, model, self.adapter_names)
 
     # ---- adapters -------------------------------------------------------------------------------------------
 

@@ -116,6 +116,7 @@ class OutputReader:
     """One request's outputs from their deltas, in the process that asks."""
 
     def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
         self._output = RequestOutput(request_id, None, [], [], finished=False)
 
     def output(self, delta: Delta) -> RequestOutput:

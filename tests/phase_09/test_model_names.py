@@ -1,7 +1,6 @@
 """Names of models, and adapters that come and go (lab 9.4). The oracle is a list of what the engine was told."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from small_engine import SmallWorld, write_adapter
