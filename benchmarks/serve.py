@@ -13,10 +13,10 @@ from benchmarks.decode import prompts
 from benchmarks.measure import Step, gaps, percentiles, run_step, run_to_end, token_times
 from benchmarks.options import engine_args, free_memory
 from benchmarks.report import Report
-from benchmarks.traffic import Arrival, Lengths, make_traffic
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 4
 COUNTERS = ("loads", "activations", "evictions", "cpu_evictions")

@@ -41,7 +41,7 @@ class StepPolicy:
 
     # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
+        """Admit whoever can join, by `line`, until the step is `_full`. `halted_by` says what ended it.
 
         Who may not join yet is skipped. `output.passed_over` has the reason, by adapter: the first of these that holds.
         what `may_run` says   the adapter is about to change
@@ -53,7 +53,7 @@ class StepPolicy:
 
     # endregion
 
-    def _line(self, output: SchedulerOutput) -> Iterator[Request]:
+    def line(self, output: SchedulerOutput) -> Iterator[Request]:
         """Waiting requests, those left out whose answer is known: a step costs what it admits, whoever waits.
 
         First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free.

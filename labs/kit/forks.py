@@ -35,7 +35,8 @@ LONGEST_MESSAGE = 1 << 22  # bytes of a result
 FOREIGN = "something else than the tests wrote to the grader"
 PATIENCE = 10.0  # how many times as long they may take in all
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
-WANTED_BY_SOME = ("transformers", "peft")
+WANTED_BY_SOME = ("transformers", "peft")  # by no exercise, but by tests of incidents
+_WANTS = re.compile(r"tiny_(?!models)|(import|from) (peft|transformers)")
 
 
 class Result(NamedTuple):
@@ -128,7 +129,7 @@ def run(
         while waiting or running:
             while waiting and len(running) < at_a_time:
                 job, files = waiting.pop(0)
-                used += any(re.search("peft|tiny_", path.read_text(encoding="utf-8")) for path in files)
+                used += any(_WANTS.search(path.read_text(encoding="utf-8")) for path in files)
                 if used > 2:  # from here on it pays to import them once, in this process
                     _import(WANTED_BY_SOME)
                 child = _Child(job, files, limit, patience)

@@ -26,6 +26,7 @@ from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.sampling_params import SamplingParams
+from minivllm.worker.openmp import set_num_threads
 
 RANKS = (4, 8, 16, 32)
 # The batch of eight: an adapter each, by rank; None is the base model.
@@ -48,7 +49,7 @@ def run_bench(
     try:
         _run_bench(against, max_tokens, rounds, threads, as_json)
     finally:
-        torch.set_num_threads(before)
+        set_num_threads(before)
 
 
 def _run_bench(against: list[str], max_tokens: int, rounds: int, threads: int | None, as_json: bool) -> None:
@@ -98,7 +99,7 @@ class CpuBench:
         chosen = self.lora_engine.runner.cpu_threads
         self.threads = str(chosen)
         chosen.settle()  # a number that changes meanwhile would be compared with another
-        torch.set_num_threads(chosen.number)
+        set_num_threads(chosen.number)
         self.plain_engine = self._engine(threads=chosen.number)
         self.step_ms: dict[str, list[float]] = {"base": [], "mixed": [], "plain": [], "idle": []}
 

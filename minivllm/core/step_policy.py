@@ -51,7 +51,7 @@ class StepPolicy:
 
     # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
+        """Admit whoever can join, by `line`, until the step is `_full`. `halted_by` says what ended it.
 
         Who may not join yet is skipped. `output.passed_over` has the reason, by adapter: the first of these that holds.
         what `may_run` says   the adapter is about to change
@@ -59,7 +59,7 @@ class StepPolicy:
         ADAPTER_COPY          it comes into its slot beside this step (`_prefetches`)
         NO_BLOCKS ends it, where `_admit` is False. Blocks come free one by one: a big request might wait for ever.
         """
-        for request in self._line(output):
+        for request in self.line(output):
             output.halted_by = self._full(output)
             if output.halted_by:
                 return
@@ -76,7 +76,7 @@ class StepPolicy:
 
     # endregion
 
-    def _line(self, output: SchedulerOutput) -> Iterator[Request]:
+    def line(self, output: SchedulerOutput) -> Iterator[Request]:
         """Waiting requests, those left out whose answer is known: a step costs what it admits, whoever waits.
 
         First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free.

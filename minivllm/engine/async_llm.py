@@ -157,7 +157,11 @@ class AsyncLLM:
         return await self.beside(partial(chat_prompt, conversation, tokenizer, self.tokenizer, longest))
 
     async def beside(self, function: Callable[[], T]) -> T:
-        """Run a function of tokenizers in their thread, beside steps and the loop."""
+        """Run a function of tokenizers in their thread, beside steps and the loop.
+
+        EngineDeadError when the engine has ended. A function that waits by then is run all the same.
+        """
+        await self.check_health()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
     async def _read(self, request_id: str, prompt: Prompt, lora_request: LoRARequest | str | None) -> Prompt:
@@ -263,4 +267,4 @@ def _tell(stream: Stream[list[StepRecord]], record: StepRecord) -> None:
 
 def _stop(client: EngineClient, tokenizing: ThreadPoolExecutor) -> None:
     client.stop()
-    tokenizing.shutdown(wait=False, cancel_futures=True)
+    tokenizing.shutdown(wait=False)  # a call that was cancelled would cancel whoever waits for it

@@ -37,6 +37,7 @@ class EngineParts:
         self.tokenizer = tokenizer
         self.clock = clock
         self.runner = ModelRunner(config)
+        self.runner.row_sampler.masks.tokenizer = tokenizer
         if warm_up:
             self.runner.warm_up()
         self.scheduler = Scheduler(

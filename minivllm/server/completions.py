@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from minivllm.engine.input_processor import Prompt
+from minivllm.lora.request import LoRARequest
 from minivllm.server.context import Call, TheCall, new_id
 from minivllm.server.errors import ApiError
 from minivllm.server.forms import ChatForm, CompletionForm
@@ -25,7 +26,7 @@ async def complete(body: CompletionRequest, call: TheCall) -> Response:
     adapter = await call.adapter(body.model)
     params = completion_params(body)
     prompts = prompts_of(body, call.server.settings.max_prompts)
-    echoes = await texts_of(call, prompts) if body.echo else ()
+    echoes = await texts_of(call, prompts, adapter) if body.echo else ()
     form = CompletionForm(new_id("cmpl"), body.model, body.return_token_ids, echoes=echoes, n=params.n)
     generation = call.generation(form.id, prompts, params, adapter)
     return await respond(call.request, generation, form, body.stream, include_usage(body))
@@ -59,10 +60,9 @@ def prompts_of(body: CompletionRequest, most: int) -> list[Prompt]:
     return [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in given]
 
 
-async def texts_of(call: Call, prompts: Sequence[Prompt]) -> list[str]:
-    """The prompts as text, for `echo`."""
-    llm = call.server.llm
-    decode = llm.tokenizer.decode
+async def texts_of(call: Call, prompts: Sequence[Prompt], adapter: LoRARequest | None) -> list[str]:
+    """The prompts as text, for `echo`. ApiError 400 for a server of token ids only."""
+    llm, decode = call.server.llm, (await call.tokenizer(adapter)).decode
     return [
         prompt
         if isinstance(prompt, str)

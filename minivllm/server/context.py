@@ -2,7 +2,7 @@
 
 import uuid
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.input_processor import Prompt
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.server.errors import ApiError
 from minivllm.server.generation import Generation
 from minivllm.server.keys import Holder
 from minivllm.server.metrics import ServerMetrics
@@ -62,6 +63,12 @@ class Call:
         """Of the model that the request names; errors as in `ModelNames.find`."""
         self.record.model = model
         return await self.server.names.find(model, self.holder)
+
+    async def tokenizer(self, adapter: LoRARequest | None) -> Any:
+        """For the adapter's texts. ApiError 400 for a server of token ids only."""
+        if self.server.llm.tokenizer is None:
+            raise ApiError(400, "this server has no tokenizer: prompts are token ids")
+        return await self.server.llm.get_tokenizer(adapter)
 
     def generation(
         self, request_id: str, prompts: list[Prompt], params: SamplingParams, adapter: LoRARequest | None

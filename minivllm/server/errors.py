@@ -26,6 +26,9 @@ KINDS = {
     503: "ServiceUnavailableError",
 }
 
+# What means something to whoever asked -> status.
+STATUSES = {QueueFull: 429, Draining: 503, EngineDeadError: 503, ValueError: 400, FileNotFoundError: 404}
+
 
 class ApiError(Exception):
     """An answer that is an error.
@@ -37,6 +40,9 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
+
+
+TOLD = (ApiError, *STATUSES)  # errors whose sentence whoever asked is told
 
 
 class Json(JSONResponse):
@@ -70,8 +76,7 @@ def status_of(error: Exception) -> int:
     """What an error means to whoever asked."""
     if isinstance(error, ApiError):
         return error.status
-    statuses = {QueueFull: 429, Draining: 503, EngineDeadError: 503, ValueError: 400, FileNotFoundError: 404}
-    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 500)
+    return next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
 
 
 def install(app: FastAPI) -> None:
@@ -84,7 +89,9 @@ def install(app: FastAPI) -> None:
         return error_response(error.status, error.message, error.param)
 
     async def answer_http(request: Request, error: HTTPException) -> Json:
-        return error_response(error.status_code, str(error.detail))
+        answered = error_response(error.status_code, str(error.detail))
+        answered.headers.update(error.headers or {})  # which methods there are
+        return answered
 
     async def answer_invalid(request: Request, error: RequestValidationError) -> Json:
         return error_response(400, *_what_is_invalid(error))
@@ -92,7 +99,7 @@ def install(app: FastAPI) -> None:
     async def answer_unknown(request: Request, error: Exception) -> Json:
         return error_response(500, "the server failed at this request; its log says why")
 
-    for kind in (QueueFull, Draining, EngineDeadError, ValueError, FileNotFoundError):
+    for kind in STATUSES:
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ApiError, answer_api)
     app.add_exception_handler(HTTPException, answer_http)

@@ -8,10 +8,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.server.errors import ApiError, Json, encode, error_body, status_of
+from minivllm.server.errors import TOLD, ApiError, Json, encode, error_body, status_of
 from minivllm.server.forms import Form, usage
 from minivllm.server.generation import Generation
-from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.listening import unless_gone
 
 Numbered = tuple[int, RequestOutput]
@@ -107,7 +106,7 @@ async def stream_events(
             numbered = await anext(rest, None)
         if include_usage:
             yield form.event([], usage=usage(list(finals.values())))
-    except (ApiError, EngineDeadError) as error:
+    except TOLD as error:
         yield b"data: " + encode(error_body(status_of(error), str(error))) + b"\n\n"
     yield DONE
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from minivllm.server.context import Call, TheCall
+from minivllm.server.context import TheCall
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import DetokenizeRequest, TokenizeRequest
 from minivllm.text.prompts import tokenize as tokenized
@@ -17,8 +17,7 @@ async def tokenize(body: TokenizeRequest, call: TheCall) -> dict[str, Any]:
     """Token ids of a text, or of a conversation in the model's template. The fields are vLLM's."""
     adapter = await call.adapter(body.model)
     llm = call.server.llm
-    tokenizer = await llm.get_tokenizer(adapter)
-    check_has_text(call)
+    tokenizer = await call.tokenizer(adapter)
     longest = llm.config.model_config.max_model_len
     if body.messages is not None:
         messages = [message.as_template_takes_it() for message in body.messages]
@@ -36,16 +35,9 @@ async def tokenize(body: TokenizeRequest, call: TheCall) -> dict[str, Any]:
 async def detokenize(body: DetokenizeRequest, call: TheCall) -> dict[str, str]:
     """The text of token ids."""
     adapter = await call.adapter(body.model)
-    check_has_text(call)
-    tokenizer = await call.server.llm.get_tokenizer(adapter)
+    tokenizer = await call.tokenizer(adapter)
     if wrong := [token for token in body.tokens if token >= len(tokenizer)]:
         raise ApiError(
             400, f"tokens {wrong[:5]} are unknown; use ids from 0 to {len(tokenizer) - 1}", "tokens"
         )
     return {"prompt": await call.server.llm.beside(lambda: tokenizer.decode(body.tokens))}
-
-
-def check_has_text(call: Call) -> None:
-    """ApiError 400 for a server of token ids only."""
-    if call.server.llm.tokenizer is None:
-        raise ApiError(400, "this server has no tokenizer: prompts are token ids")

@@ -37,8 +37,6 @@ class Chats:
         The tokenizer is an adapter's own where it adds tokens and brings one; its template, too, if it has any.
         ValueError for an engine without a tokenizer, and for what the template cannot take.
         """
-        if self.llm_engine.tokenizer is None:
-            raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         loras = for_each(lora_request, len(conversations), "lora_request")
         prompts = self._shared.call(lambda engine: chat_prompts(engine, conversations, loras))

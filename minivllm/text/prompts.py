@@ -82,10 +82,14 @@ def chat_prompts(
 def chat_prompt(
     conversation: list[dict[str, str]], tokenizer: Any, base_tokenizer: Any, max_model_len: int
 ) -> dict[str, Any]:
-    """A conversation as a prompt: its text and its token ids. ValueError for what the chat template cannot take.
+    """A conversation as a prompt: its text and its token ids.
 
     base_tokenizer   the model's, whose template serves where the tokenizer, an adapter's own, has none
+
+    ValueError for a model without a tokenizer, and for what the chat template cannot take.
     """
+    if base_tokenizer is None:
+        raise ValueError("a chat needs the tokenizer's template; leave skip_tokenizer_init off")
     template = tokenizer.chat_template or base_tokenizer.chat_template
     try:
         text = tokenizer.apply_chat_template(

@@ -23,6 +23,7 @@ from torch import nn
 
 from minivllm.config import EngineConfig
 from minivllm.layers.linear import LinearBase
+from minivllm.worker.openmp import set_num_threads
 
 CGROUP = Path("/sys/fs/cgroup")
 # For each number of threads: one pass that is not timed, then so many that are.
@@ -65,7 +66,7 @@ class CPUThreads:
         candidates: Sequence[int] = (),
         parts: Sequence[Part] = (),
         clock: Callable[[], float] = time.perf_counter,
-        apply: Callable[[int], None] = torch.set_num_threads,
+        apply: Callable[[int], None] = set_num_threads,
         current: Callable[[], int] = torch.get_num_threads,
     ) -> None:
         self.number, self.reason = number, reason

@@ -382,6 +382,8 @@ class TestTheEnd:
             with pytest.raises(EngineDeadError, match="shut down"):
                 await llm.list_loras()
             with pytest.raises(EngineDeadError, match="shut down"):
+                await llm.beside(lambda: "text")
+            with pytest.raises(EngineDeadError, match="shut down"):
                 await llm.check_health()
             assert not llm._client.engine.has_unfinished_requests()
 

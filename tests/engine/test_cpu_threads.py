@@ -229,10 +229,9 @@ class TestWhoDecides:
 
     def test_where_nobody_else_computes_the_number_is_left_as_it_is(self, world, four_threads, monkeypatch):
         monkeypatch.setattr(module, "nobody_else_computes", lambda: True)
-        set_to = []
-        monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+        engine, set_to = self.engine(world), []
+        engine.runner.cpu_threads.apply = set_to.append
 
-        engine = self.engine(world)
         engine.add_request("r", {"prompt_token_ids": token_ids(5, seed=1)}, greedy(3))
         run(engine)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_adapters import ADAPTERS, save_adapter, save_base
 from tiny_oracle import Oracle
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from minivllm.serving.engine_process import EngineProcess
@@ -92,19 +93,23 @@ def make_engine(model: Path, tokenizer: object, options: dict[str, object]) -> L
 
 
 def character_tokenizer() -> object:
-    """A fast tokenizer for a vocabulary of 97: three special tokens, then the characters from space to `}`."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """A fast tokenizer of transformers around `character_backend`."""
     from transformers import PreTrainedTokenizerFast
 
+    return PreTrainedTokenizerFast(
+        tokenizer_object=character_backend(), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def character_backend() -> Tokenizer:
+    """For a vocabulary of 97: three special tokens, then the characters from space to `}`."""
     special = ["<pad>", "<s>", "</s>"]
     characters = ["Ġ", *map(chr, range(ord("!"), ord("}") + 1))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *characters])}, []))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    return tokenizer
 
 
 _worlds: dict[Path, TinyWorld] = {}

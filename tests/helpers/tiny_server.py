@@ -35,11 +35,12 @@ def serving(
     max_queued: int | None = None,
     engine: dict | None = None,
     in_a_process: bool = False,
+    has_text: bool = True,
     **settings: object,
 ) -> Iterator[ServerThread]:
-    """A server of these adapters; `engine` are the engine's options."""
+    """A server of these adapters; `engine` are the engine's options. Without text it knows token ids alone."""
     made = ServerSettings(BASE_NAME, adapters=served(world, *names), **settings)
-    tokenizer, options = tokenizer_with_template(), engine or {}
+    tokenizer, options = tokenizer_with_template() if has_text else None, engine or {}
     if in_a_process:
         llm = AsyncLLM(world.engine_process(tokenizer, **options), max_queued=max_queued)
     else:

@@ -90,7 +90,7 @@ def test_a_slot_goes_to_who_was_passed_over_not_to_who_is_first_by_arrival():
 
     output = world.step()
 
-    assert output.running == [passed_over], f"{first} came first, but has not waited: see _line"
+    assert output.running == [passed_over], f"{first} came first, but has not waited: see line"
 
 
 def test_nobody_is_skipped_once_the_batch_is_full():

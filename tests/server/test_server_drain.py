@@ -61,6 +61,36 @@ def test_who_takes_longer_than_allowed_is_cut_off_with_an_error(world):
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 503
 
 
+@pytest.mark.parametrize("prompt", ["text", ["one", "two"]], ids=["one prompt", "several"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_who_still_waits_to_be_tokenized_is_told_that_the_engine_has_ended(world, prompt, stream):
+    body = {"model": "qv", "prompt": prompt, "stream": stream}
+    chat = {"model": "qv", "messages": [{"role": "user", "content": "text"}], "stream": stream}
+    let_go, answers = threading.Event(), []
+    with serving(world, "qv", drain_seconds=0.05) as server:
+        llm = server.server.state.llm
+        llm._tokenizing.submit(let_go.wait, 30)
+        asked = (("completions", body), ("chat/completions", chat))
+        threads = [
+            threading.Thread(
+                target=lambda r=r, b=b: answers.append(httpx.post(f"{server.url}/v1/{r}", json=b))
+            )
+            for r, b in asked
+        ]
+        for thread in threads:
+            thread.start()
+        while llm._tokenizing._work_queue.qsize() < (2 if prompt == "text" else 3):
+            time.sleep(0.001)
+        drain(server)
+        while llm._client.error is None:
+            time.sleep(0.001)
+        let_go.set()
+        for thread in threads:
+            thread.join()
+
+    assert [answer.json()["error"]["code"] for answer in answers] == [503, 503]
+
+
 def hold_up(server, let_go, seconds=30.0):
     """The engine takes no step until it is let go, or for so long."""
     held = server.server.state.llm.call(lambda engine: let_go.wait(seconds))

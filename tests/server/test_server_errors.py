@@ -1,6 +1,9 @@
 """What a server refuses, how it says so, and that it serves on."""
 
+import asyncio
+import itertools
 import json
+import threading
 
 import httpx
 import pytest
@@ -53,7 +56,22 @@ ROWS = [
     ("chat/completions", {"messages": []}, 400, "messages", ""),
     ("chat/completions", {"messages": "hello"}, 400, "messages", ""),
     ("chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "not supported"),
-    ("chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format.type", ""),
+    ("chat/completions", {"response_format": {"type": "xml"}}, 400, "response_format.type", ""),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema"}},
+        400,
+        "response_format",
+        "need each other",
+    ),
+    ("completions", {"response_format": {"type": "text", "x": 1}}, 400, "response_format.x", "not supported"),
+    ("completions", {"structured_outputs": {"regex": "("}}, 400, None, "unclosed group"),
+    ("completions", {"structured_outputs": {}}, 400, None, "exactly one"),
+    (
+        "completions",
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+        *(400, None, "leave one of them out"),
+    ),
     ("chat/completions", {"top_logprobs": 2}, 400, None, "logprobs: true"),
     ("chat/completions", {"messages": [{"role": "", "content": ""}]}, 400, "messages.0.role", ""),
     ("chat/completions", {"model": "nobody"}, 404, "model", "does not exist"),
@@ -63,6 +81,12 @@ ROWS = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with serving(tiny_world(tmp_path_factory), "qv", "all", engine={"max_logprobs": 5}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ids_alone(tmp_path_factory):
+    with serving(tiny_world(tmp_path_factory), "qv", has_text=False) as server:
         yield server
 
 
@@ -150,7 +174,51 @@ def test_a_form_of_a_web_page_is_no_request(client):
 
 def test_routes_that_are_not_there_and_other_methods_are_errors_in_the_same_form(client):
     assert_is_an_error(client.get("/v1/embeddings"), 404)
-    assert_is_an_error(client.get("/v1/completions"), 405)
+    other_method = client.get("/v1/completions")
+    assert_is_an_error(other_method, 405)
+    assert other_method.headers["allow"] == "POST"
+
+
+def test_a_prompt_that_is_refused_while_another_streams_is_told_in_the_stream(server, client, monkeypatch):
+    llm, read, let_go = server.server.state.llm, itertools.count(), threading.Event()
+    tokenizing = llm.beside
+
+    async def the_second_waits(function):
+        if next(read):
+            await asyncio.to_thread(let_go.wait, 30)
+        return await tokenizing(function)
+
+    monkeypatch.setattr(llm, "beside", the_second_waits)
+    body = {**COMPLETION, "prompt": ["fine", "x" * 300], "ignore_eos": True, "stream": True}
+
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = filter(None, response.iter_lines())
+        first = next(lines)
+        let_go.set()
+        events = [first, *lines]
+
+    assert '"index":0' in first
+    assert events[-1] == "data: [DONE]"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert error["code"] == 400 and "has a prompt of 300 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "change"),
+    [
+        ("/v1/completions", {"prompt": [1, 2], "echo": True}),
+        ("/v1/completions", {"prompt": "text"}),
+        ("/v1/chat/completions", {"prompt": None, "messages": CHAT["messages"]}),
+        ("/tokenize", {"max_tokens": None, "temperature": None}),
+    ],
+    ids=["echo", "text", "chat", "tokenize"],
+)
+def test_a_server_of_token_ids_alone_says_so_where_text_is_asked_for(ids_alone, route, change):
+    refused = httpx.post(f"{ids_alone.url}{route}", json={**COMPLETION, **change})
+    served = httpx.post(f"{ids_alone.url}/v1/completions", json={**COMPLETION, "prompt": [5, 6]})
+
+    assert "tokenizer" in assert_is_an_error(refused, 400)["message"]
+    assert served.json()["usage"]["completion_tokens"] == 2
 
 
 def test_fields_that_are_null_count_as_left_out(client):
