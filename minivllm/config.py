@@ -15,20 +15,16 @@ from minivllm.validation import (
     is_real,
     require_bool,
     require_int,
+    require_one_of,
     require_text,
     shown,
 )
 
-DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "float64": torch.float64,
-    "double": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
+_DTYPE_NAMES = ("float32", "float", "float64", "double", "bfloat16", "float16", "half")
+DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 
+EVICTION_POLICIES = ("lru", "lfu", "gdsf")
+SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
 PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded")
 LOAD_FORMATS = ("auto", "dummy")
 TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
@@ -89,6 +85,7 @@ class LoRAConfig:
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
+    eviction_policy  who leaves full slots, or memory, of EVICTION_POLICIES; see `minivllm.policies.keeping`
     """
 
     max_lora_rank: int = 16
@@ -102,6 +99,7 @@ class LoRAConfig:
     lora_extra_vocab_size: int = 0
     long_lora_scaling_factors: tuple[float, ...] | None = None
     enable_lora_bias: bool = False
+    eviction_policy: str = "lru"
 
     def __post_init__(self) -> None:
         require_int(1, max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
@@ -123,6 +121,7 @@ class LoRAConfig:
                 f"unknown punica backend {shown(self.punica_backend)} (punica_backend); use one of "
                 f"{', '.join(PUNICA_BACKENDS)}"
             )
+        require_one_of(EVICTION_POLICIES, eviction_policy=self.eviction_policy)
         require_int(0, lora_extra_vocab_size=self.lora_extra_vocab_size)
         for name in ("fully_sharded_loras", "bias_enabled", "enable_lora_bias"):
             require_bool(**{name: getattr(self, name)})
@@ -271,11 +270,13 @@ class SchedulerConfig:
     max_num_seqs            requests running at once
     max_num_batched_tokens  tokens a step, prompts and answers together; longer prompts go in chunks
     max_lora_wait_steps     steps a request may be passed over for want of a slot before it is served next
+    policy                  who is asked first, of SCHEDULING_POLICIES; see `minivllm.policies.scheduling`
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_lora_wait_steps: int = 64
+    policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         require_int(
@@ -284,6 +285,7 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_lora_wait_steps=self.max_lora_wait_steps,
         )
+        require_one_of(SCHEDULING_POLICIES, scheduling_policy=self.policy)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,11 @@ from minivllm.config import (
 from minivllm.validation import require_bool
 
 # Options that are called otherwise here than in the configuration.
-OPTION_NAMES = {"num_blocks": "num_kv_blocks", "memory_bytes": "kv_cache_memory_bytes"}
+OPTION_NAMES = {
+    "num_blocks": "num_kv_blocks",
+    "memory_bytes": "kv_cache_memory_bytes",
+    "policy": "scheduling_policy",
+}
 
 
 @dataclass
@@ -54,6 +58,8 @@ class EngineArgs:
     warm_up: bool = True
     threads: int | None = EngineConfig.threads
     enable_lora_bias: bool = LoRAConfig.enable_lora_bias
+    eviction_policy: str = LoRAConfig.eviction_policy
+    scheduling_policy: str = SchedulerConfig.policy
 
     def create_engine_config(self) -> EngineConfig:
         """The validated configuration. ValueError or FileNotFoundError for what cannot be."""
