@@ -29,8 +29,8 @@ class PagedExpandTiles(NamedTuple):
     num_warps: int
 
 
-# Shares of K, and so planes that every program of the expand adds up: of few tokens, and of prompts. On an H100 twice as
-# many cost a decode step 5 to 10 us a layer. With half as many the base product ends before the shrink.
+# Shares of K, and so planes that every program of the expand adds up: of few tokens, and of prompts. On an H100 twice
+# as many cost a decode step 5 to 10 us a layer. With half as many the base product ends before the shrink.
 FEW_SPLITS, PROMPT_SPLITS = 4, 2
 
 
