@@ -271,11 +271,13 @@ class SchedulerConfig:
     max_num_seqs            requests running at once
     max_num_batched_tokens  tokens a step, prompts and answers together; longer prompts go in chunks
     max_lora_wait_steps     steps a request may be passed over for want of a slot before it is served next
+    async_scheduling        launch a step before the tokens of the one before are read, where steps are CUDA graphs
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_lora_wait_steps: int = 64
+    async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         require_int(
@@ -284,6 +286,7 @@ class SchedulerConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_lora_wait_steps=self.max_lora_wait_steps,
         )
+        require_bool(async_scheduling=self.async_scheduling)
 
 
 @dataclass(frozen=True)

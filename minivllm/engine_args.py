@@ -54,6 +54,7 @@ class EngineArgs:
     warm_up: bool = True
     threads: int | None = EngineConfig.threads
     enable_lora_bias: bool = LoRAConfig.enable_lora_bias
+    async_scheduling: bool = SchedulerConfig.async_scheduling
 
     def create_engine_config(self) -> EngineConfig:
         """The validated configuration. ValueError or FileNotFoundError for what cannot be."""

@@ -31,8 +31,9 @@ DecodeStep = Callable[[], DecodeOutput]
 class StepOutput:
     """Where all captured steps leave their logits: graphs of many sizes need not keep a copy each.
 
-    max_rows   the most that sample in a step
-    tokens     (max_rows,) int64, the likeliest token of each row of the step before.
+    max_rows     the most that sample in a step
+    tokens       (max_rows,) int64, the likeliest token of each row of the step launched last
+    host_tokens  (max_rows,) int64, where they go to be read
     """
 
     def __init__(self, max_rows: int, device: torch.device | str) -> None:
@@ -40,6 +41,12 @@ class StepOutput:
         self._logits: torch.Tensor | None = (
             None  # (max_rows, V), made by the first step, which is not captured
         )
+
+    def fill_in(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Part of a step that is captured: ids with the tokens for which -1, -2, ... stand in.   input_ids: (T,)"""
+        from minivllm.layers.triton_ops.stand_ins import fill_in  # Triton is not everywhere
+
+        return fill_in(input_ids, self.tokens)
 
     def keep(self, logits: torch.Tensor) -> DecodeOutput:
         """Part of a step that is captured.   logits: (P, V)"""
@@ -137,7 +144,8 @@ class DecodeGraphs:
         input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
 
         def step() -> DecodeOutput:
-            return self.output.keep(self.model.compute_logits(self.model(input_ids, positions, attn)))
+            hidden_states = self.model(self.output.fill_in(input_ids), positions, attn)  # (P, H)
+            return self.output.keep(self.model.compute_logits(hidden_states))
 
         self._steps[size, with_lora] = self.wrapper(step)
 
