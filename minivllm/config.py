@@ -280,12 +280,8 @@ class SchedulerConfig:
     async_scheduling: bool = True
 
     def __post_init__(self) -> None:
-        require_int(
-            1,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_lora_wait_steps=self.max_lora_wait_steps,
-        )
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_wait_steps"):
+            require_int(1, **{name: getattr(self, name)})
         require_bool(async_scheduling=self.async_scheduling)
 
 

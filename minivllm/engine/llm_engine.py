@@ -72,7 +72,7 @@ class LLMEngine(AdapterCalls, EngineReports):
         )
         if params.n > 1 or self.parallel.parents:
             self.parallel.claim(request_id, params.n, self._undelivered)
-        self._check_request(request)
+        self.scheduler.check_request(request)
         if lora_request is not None:
             self.adapters.check_slots(lora_request)
             request.lora_request, request.adapter_generation = self.adapters.register(

@@ -10,7 +10,6 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.outputs import RequestOutput
 from minivllm.faults import adapter_at_fault, as_fault
 from minivllm.guards.mending import mend
-from minivllm.guards.refusals import id_in_use
 from minivllm.guards.run_ahead import RunAhead
 from minivllm.guards.turns import Turns, in_turn
 from minivllm.layers.sampler import Logprob
@@ -102,12 +101,6 @@ class GuardedCore(EngineCore):
         for output in self._undelivered:
             split[self.parallel.asked_as(output.request_id) not in of].append(output)
         return split
-
-    def _check_request(self, request: Request) -> None:
-        """ValueError as in `Scheduler.check_request`, which does not know who waits for a last token to be read."""
-        if request.request_id in self.output_processor.states:
-            raise id_in_use(request.request_id)
-        self.scheduler.check_request(request)
 
     def _step(self, outputs: list[RequestOutput]) -> None:
         ahead = None if self._ahead is None else self._ahead.step

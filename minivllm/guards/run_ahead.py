@@ -11,6 +11,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.engine.core import EngineCore
 from minivllm.engine.outputs import RequestOutput
+from minivllm.guards.refusals import id_in_use
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
@@ -48,6 +49,14 @@ class RunAhead:
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.step: StepAhead | None = None
+        self._check_request = engine.scheduler.check_request
+        engine.scheduler.check_request = self.check_request
+
+    def check_request(self, request: Request) -> None:
+        """As the scheduler's, which no longer knows a request whose last token is still to be read."""
+        if self.step is not None and request.request_id in {r.request_id for r in self.step.answered}:
+            raise id_in_use(request.request_id)
+        self._check_request(request)
 
     def before_launch(self, scheduled: SchedulerOutput) -> None:
         """Read tokens that the step cannot look up on the device."""
@@ -67,7 +76,7 @@ class RunAhead:
     def may_finish(
         self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None
     ) -> bool:
-        """Whether an output can be made of a request now; if it was given a stand-in, that is left to `answer`."""
+        """Whether an output can be made of a request now. If it was given a stand-in, `answer` makes it later."""
         if logprobs is UNREAD:
             self.step.answered.append(request)
             return False

@@ -38,9 +38,9 @@ class StepOutput:
 
     def __init__(self, max_rows: int, device: torch.device | str) -> None:
         self.tokens = torch.zeros(max_rows, dtype=torch.long, device=device)
-        self._logits: torch.Tensor | None = (
-            None  # (max_rows, V), made by the first step, which is not captured
-        )
+        self.host_tokens = torch.zeros(max_rows, dtype=torch.long, pin_memory=self.tokens.is_cuda)
+        # (max_rows, V), made by the first step, which is not captured.
+        self._logits: torch.Tensor | None = None
 
     def fill_in(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Part of a step that is captured: ids with the tokens for which -1, -2, ... stand in.   input_ids: (T,)"""

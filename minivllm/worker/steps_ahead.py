@@ -1,4 +1,4 @@
-"""Tokens that are read after the next step was launched. Stands for `AsyncGPUModelRunnerOutput` (vLLM 0.22.1)."""
+"""Tokens that are read after the next step was launched. See vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ import torch
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs, StepOutput
-from minivllm.worker.mixed_graphs import MixedGraphs
+from minivllm.worker.mixed_graphs import GraphedSteps
 from minivllm.worker.row_sampler import PendingStep, takes_likeliest
 
 
-class StepsAhead:
+class StepsAhead(GraphedSteps):
     """What a runner with graphs can do for an engine that runs ahead (`RunAhead`).
 
     Until the host knows a token, a stand-in takes its place in the request: -1 - i for the token of row i of the step
@@ -18,7 +18,6 @@ class StepsAhead:
     """
 
     decode_graphs: DecodeGraphs | None
-    mixed_graphs: MixedGraphs | None
     step_output: StepOutput
 
     @property
@@ -33,6 +32,7 @@ class StepsAhead:
         only_decodes = tokens == len(output.scheduled) and all(entry.samples for entry in output.scheduled)
         return only_decodes and self.decode_graphs.padded_size(tokens) is not None
 
+    @torch.inference_mode()
     def leave_tokens(self, step: PendingStep) -> Callable[[], list[int]] | None:
         """Start the way of a step's tokens to the host, and give a call that waits for them.
 
