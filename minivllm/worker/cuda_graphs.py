@@ -39,8 +39,9 @@ class StepOutput:
     def __init__(self, max_rows: int, device: torch.device | str) -> None:
         self.tokens = torch.zeros(max_rows, dtype=torch.long, device=device)
         self.host_tokens = torch.zeros(max_rows, dtype=torch.long, pin_memory=self.tokens.is_cuda)
-        # (max_rows, V), made by the first step, which is not captured.
-        self._logits: torch.Tensor | None = None
+        # V -> (max_rows, V), made by the first step of that width, which is not captured. Steps with adapters that
+        # add tokens are wider.
+        self._logits: dict[int, torch.Tensor] = {}
 
     def fill_in(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Part of a step that is captured: ids with the tokens for which -1, -2, ... stand in.   input_ids: (T,)"""
@@ -50,9 +51,10 @@ class StepOutput:
 
     def keep(self, logits: torch.Tensor) -> DecodeOutput:
         """Part of a step that is captured.   logits: (P, V)"""
-        if self._logits is None:
-            self._logits = logits.new_empty(len(self.tokens), logits.shape[1])
-        kept, tokens = self._logits[: len(logits)].copy_(logits), self.tokens[: len(logits)]
+        rows, width = logits.shape
+        if width not in self._logits:
+            self._logits[width] = logits.new_empty(len(self.tokens), width)
+        kept, tokens = self._logits[width][:rows].copy_(logits), self.tokens[:rows]
         return DecodeOutput(kept, torch.argmax(kept, dim=-1, out=tokens))
 
 

@@ -26,7 +26,7 @@ class StepsAhead(GraphedSteps):
 
     def takes_stand_ins(self, output: SchedulerOutput) -> bool:
         """Whether the step will run as a graph."""
-        if self.mixed_graphs.size_for(output):
+        if self.mixed_graphs is not None and self.mixed_graphs.size_for(output):
             return True
         tokens = output.total_num_scheduled_tokens
         only_decodes = tokens == len(output.scheduled) and all(entry.samples for entry in output.scheduled)
