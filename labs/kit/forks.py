@@ -27,6 +27,7 @@ from labs.kit.tampering import judges, replaced
 from minivllm.labs import ROOT, Overlay, Source
 from minivllm.quiet import quiet_libraries
 
+NO_END = "no end after"  # so many seconds
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 LIMIT = 60.0  # seconds that an exercise's tests may compute
@@ -77,6 +78,14 @@ class Job:
     names: frozenset[str] = frozenset()
     memory: int | None = None
 
+    def all_files(self) -> list[Path]:
+        """In which its tests are."""
+        found = list(self.files) or test_files(self.exercise)
+        if self.only is None:
+            return found
+        wanted = {test.partition("::")[0] for test in self.only}
+        return [path for path in found if path.relative_to(ROOT).as_posix() in wanted]
+
     def wants(self, item: pytest.Item) -> bool:
         """Whether a test is one of the job's."""
         if not self.files:
@@ -123,7 +132,7 @@ def run(
     """
     at_a_time = at_a_time or os.cpu_count() or 1
     _import(WANTED_BY_ALL)
-    waiting = [(job, list(job.files) or test_files(job.exercise)) for job in jobs]
+    waiting = [(job, job.all_files()) for job in jobs]
     running: dict[Connection, _Child] = {}
     used = 0
     try:
@@ -215,7 +224,7 @@ class _Child:
         self.process.join()
         is_late = self.process.exitcode == -signal.SIGXCPU
         is_late |= self.process.exitcode == -signal.SIGKILL and time.monotonic() - self.started > self.limit
-        why = f"no end after {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
+        why = f"{NO_END} {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
         self._end(f"{why}, in {self.begun}" if self.begun else why)
 
     def _read(self) -> tuple[str, Any]:
@@ -284,7 +293,7 @@ def _set_limits(limit: float, patience: float, recorder: "_Recorder") -> None:
 
     def fail(what: str) -> None:
         recorder.session.shouldstop = "no end"
-        pytest.fail(f"no end after {limit:.0f} s of {what}")
+        pytest.fail(f"{NO_END} {limit:.0f} s of {what}")
 
     def look(number: int, frame: FrameType | None) -> None:
         nonlocal computed
