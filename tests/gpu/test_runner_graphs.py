@@ -57,8 +57,9 @@ def watch_replays(engine):
 
 
 def compare_with_eager(engine, tolerance):
-    """Run every step twice, first eagerly, and hold the graph's logits against those."""
+    """Run every step twice, first eagerly, and hold the graph's logits against those. Prompts have no graphs here."""
     runner, launch = engine.runner, engine.runner.launch_model
+    runner.mixed_graphs = None
 
     def launch_twice(output):
         graphs, runner.decode_graphs = runner.decode_graphs, None
