@@ -38,7 +38,7 @@ Adapters = Annotated[
     list[str] | None, typer.Option("--adapter", help="NAME=PATH of an adapter folder; may be repeated.")
 ]
 Punica = Annotated[
-    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton or folded.")
+    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton, folded or paged.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is a GPU if there is one.")]
 Dtype = Annotated[
@@ -75,6 +75,10 @@ BaseModelName = Annotated[
 ]
 FrequencyPenalty = Annotated[float, typer.Option(help="Taken off as often as the answer has it; in [-2, 2].")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: less of what prompt and answer have.")]
+Eviction = Annotated[str, typer.Option(help="Who leaves full slots, or memory: lru, lfu or gdsf.")]
+Scheduling = Annotated[
+    str, typer.Option(help="Who goes first: fcfs, adapter-affine, rank-aware, shortest-first or fair.")
+]
 LoadFormat = Annotated[str, typer.Option(help="auto reads the weights; dummy draws random ones.")]
 
 
@@ -195,6 +199,8 @@ def serve(
     bias_enabled: Bias = False,
     lora_extra_vocab_size: ExtraVocab = 0,
     long_lora_scaling_factors: LongFactors = None,
+    eviction_policy: Eviction = "lru",
+    scheduling_policy: Scheduling = "fcfs",
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,

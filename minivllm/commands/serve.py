@@ -13,8 +13,9 @@ from minivllm.engine_args import EngineArgs
 from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
 from minivllm.server.app import build_app
-from minivllm.server.run import DrainingServer, avoid_pauses, bind
+from minivllm.server.run import DrainingServer, bind
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.pauses import avoid_pauses
 
 # Of the command's options those that `ServerSettings` takes as they are.
 SETTINGS = ("lora_root", "allow_runtime_lora", "drain_seconds", "max_body_bytes", "max_concurrency")

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from minivllm.engine.outputs import RequestOutput
-from minivllm.serving.engine_loop import EngineLoop
+from minivllm.serving.client import EngineClient
 from minivllm.serving.streams import Stream
 
 T = TypeVar("T")
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # region lab 9.3: whoever stops listening
 async def listen(
-    engine_loop: EngineLoop,
+    client: EngineClient,
     stream: Stream[RequestOutput],
     request_id: str,
     begin: Callable[[], Awaitable[None]],
@@ -26,8 +26,8 @@ async def listen(
 
     Whoever stops before the last output, or while `begin` runs, aborts the request: by `aclose`, because its task was
     cancelled, or because nobody holds this generator any more. Then this task may not wait for anything: the abort
-    is left with the engine's thread (`EngineLoop.call`). It is that of this stream alone (`EngineLoop.abort`), since
-    another request may have the id.
+    is left with the engine (`EngineClient.abort`). It is that of this stream alone, since another request may have
+    the id.
     """
     finished = False
     try:
@@ -38,7 +38,7 @@ async def listen(
             yield output
     finally:
         if not finished:
-            engine_loop.call(lambda engine: engine_loop.abort([request_id], stream))
+            client.abort([request_id], stream)
 
 
 async def unless_gone(

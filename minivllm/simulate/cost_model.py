@@ -111,8 +111,8 @@ class CostModel:
         """ValueError for what `save` did not write."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{name: found[name] for name in found.keys() & {f.name for f in fields(cls)}})
-        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            return cls(**{name: found[name] for name in (f.name for f in fields(cls))})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"'{path}' is no cost model; make one with `minivllm simulate fit`") from error
 
     def save(self, path: Path) -> None:

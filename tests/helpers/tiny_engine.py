@@ -1,5 +1,6 @@
 """Engines on tiny models, the adapters they serve, and loops around them."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tiny_oracle import Oracle
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from minivllm.serving.engine_process import EngineProcess
 
 OPTIONS = {
     "dtype": "float64",
@@ -75,11 +77,19 @@ class TinyWorld(AdapterFolders):
 
     def engine(self, tokenizer: object = None, **options: object) -> LLMEngine:
         """Two slots for four adapters and small blocks, unless told otherwise; no text without a tokenizer."""
-        args = EngineArgs(model=str(self.base), **{**OPTIONS, **options})
-        return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
+        return make_engine(self.base, tokenizer, options)
+
+    def engine_process(self, tokenizer: object = None, **options: object) -> EngineProcess:
+        """The same engine in a process of its own."""
+        return EngineProcess(partial(make_engine, self.base, tokenizer, options))
 
     def llm(self, **options: object) -> LLM:
         return LLM(str(self.base), **{**OPTIONS, **options})
+
+
+def make_engine(model: Path, tokenizer: object, options: dict[str, object]) -> LLMEngine:
+    args = EngineArgs(model=str(model), **{**OPTIONS, **options})
+    return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
 
 
 def character_tokenizer() -> object:

@@ -257,6 +257,6 @@ def test_a_chat_answers_until_the_context_is_full_unless_told_otherwise(server, 
     usage = client.chat.completions.create(**asked).usage
     short = client.chat.completions.create(**asked, max_completion_tokens=3).usage
 
-    longest = server.server.state.llm.engine.config.model_config.max_model_len
+    longest = server.server.state.llm._client.engine.config.model_config.max_model_len
     assert usage.total_tokens == longest
     assert short.completion_tokens == 3

@@ -257,6 +257,6 @@ def test_tokens_come_and_go_as_text(client):
 def test_after_all_that_nothing_is_left_behind(server, client):
     assert_serves(client)
 
-    engine = server.server.state.llm.engine
+    engine = server.server.state.llm._client.engine
     assert not engine.has_unfinished_requests()
     assert not engine.scheduler.requests
