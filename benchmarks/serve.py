@@ -1,4 +1,4 @@
-"""Random traffic in real time: the same arrivals to a base engine, and to one with more adapters than slots."""
+"""Random traffic in real time: the same arrivals to a base engine, and to one with adapters."""
 
 import time
 from argparse import Namespace
@@ -32,20 +32,20 @@ def run(options: Namespace, report: Report, folder: Path) -> None:
     adapters = write_adapters(folder, options.model, options.adapters, options.rank)
     for case in options.cases:
         slots = options.slots if case == "lora" else 0
-        arrivals = traffic if slots else [replace(arrival, adapter=None) for arrival in traffic]
+        arrivals = [replace(arrival, adapter=None) for arrival in traffic] if slots == 0 else traffic
         report.add({"case": case, "slots": slots, **measure(options, arrivals, adapters, slots)})
         free_memory()
 
 
 def measure(
-    options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int
+    options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int | None
 ) -> dict[str, object]:
     """One engine, warmed up, served the traffic. Adapters are in memory beforehand unless the start is cold."""
     longest = options.prompt_max + options.output_max
-    cpu_loras = options.cpu_loras or max(options.adapters, slots)
+    cpu_loras = options.cpu_loras or max(options.adapters, slots or 0)
     engine = LLMEngine.from_engine_args(engine_args(options, options.max_num_seqs, longest, slots, cpu_loras))
     warm_up(engine, traffic, adapters)
-    if slots:
+    if slots != 0:
         for adapter in adapters:
             (engine.remove_lora(adapter.lora_int_id) if options.cold else engine.add_lora(adapter))
     before = counters(engine)

@@ -1,5 +1,7 @@
 """An engine takes the policies that its configuration names. The simulator's engines take the same objects."""
 
+from functools import partial
+
 from minivllm.config import EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.lora.tiers import AdapterTiers
@@ -11,13 +13,15 @@ from minivllm.policies.scheduling import install_scheduling
 DEFAULTS = ("fcfs", "lru")
 
 
+def rank_in(tiers: AdapterTiers | None, adapter_id: int) -> int:
+    """The rank of an adapter in memory; 0 for base, and of one that was not read yet."""
+    adapter = tiers.get_adapter(adapter_id) if tiers is not None else None
+    return adapter.rank if adapter is not None else 0
+
+
 def install_policies(config: EngineConfig, scheduler: Scheduler, tiers: AdapterTiers | None) -> None:
     """Have the scheduler and the tiers, which are empty, go by the configured policies.   tiers: None without LoRA"""
-
-    def rank_of(adapter_id: int) -> int:
-        adapter = tiers.get_adapter(adapter_id) if tiers is not None else None
-        return adapter.rank if adapter is not None else 0
-
+    rank_of = partial(rank_in, tiers)
     if config.scheduler_config.policy not in DEFAULTS:
         install_scheduling(scheduler, scheduling.POLICIES[config.scheduler_config.policy](rank_of))
     if tiers is not None and config.lora_config.eviction_policy not in DEFAULTS:

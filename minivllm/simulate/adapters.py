@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.policies.keeping import PolicyCache
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class AdapterRecord:
 
     id: int
     load_id: int
+    rank: int
     beside: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,14 +52,18 @@ class RecordedLayers:
 class RecordedWorker(LRUCacheWorkerLoRAManager):
     """The engine's worker; reading gives a record, and is noted.
 
+    ranks   adapter id -> rank
     read    ids of the adapters that were read in a step since this was last emptied
     done    ids of the adapters that were read beside the steps, for requests that still wait
     """
 
-    def __init__(self, lora_config: LoRAConfig, scheduler_config: SchedulerConfig) -> None:
+    def __init__(
+        self, lora_config: LoRAConfig, scheduler_config: SchedulerConfig, ranks: Mapping[int, int]
+    ) -> None:
         super().__init__(
             SimpleNamespace(lora_config=lora_config, scheduler_config=scheduler_config), device="cpu"
         )
+        self.ranks = ranks
         self.layers = RecordedLayers()
         self.manager = self._adapter_manager = AdapterSlots(lora_config, self.layers, None)
         self.read: list[int] = []
@@ -70,15 +77,19 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
             self.done.remove(adapter_id)
         else:
             self.read.append(adapter_id)
-        return AdapterRecord(adapter_id, next(self._load_ids))
+        return self._record(adapter_id)
+
+    def _record(self, adapter_id: int) -> AdapterRecord:
+        return AdapterRecord(adapter_id, next(self._load_ids), self.ranks[adapter_id])
 
     def bring_in(self, requests: dict[int, LoRARequest]) -> None:
         """Have a step's adapters in slots, as `set_active_adapters` does.   requests: by adapter id
 
-        The same adapters as in the step before, in the same slots, were used last anyway: nothing would change.
+        The same adapters as in the step before, in the same slots, were used last anyway: nothing would change but for
+        a policy that counts uses.
         """
         held = list(self.manager._active_adapters), frozenset(requests)
-        if held != self._in_slots:
+        if held != self._in_slots or isinstance(self.manager._active_adapters, PolicyCache):
             self._apply_adapters(requests.values())
             self._in_slots = list(self.manager._active_adapters), frozenset(requests)
 
@@ -89,4 +100,4 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
             len(self.manager) < self.manager.capacity
             or not self.manager.list_adapters().keys() <= self.manager.kept
         ):
-            self.manager.add_adapter(AdapterRecord(adapter_id, next(self._load_ids)))
+            self.manager.add_adapter(self._record(adapter_id))

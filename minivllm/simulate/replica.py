@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.lora.request import LoRARequest
+from minivllm.policies.install import rank_in
 from minivllm.policies.keeping import KeepPolicy, install_keeping
 from minivllm.policies.prefetching import PrefetchPolicy, Waiting
 from minivllm.policies.scheduling import SchedulingPolicy, install_scheduling
@@ -36,7 +37,7 @@ class ReplicaConfig:
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_blocks=8192))
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     max_model_len: int | None = None
-    parallel_reads: int = 4
+    parallel_reads: int = 2
     reads_beside: bool = True
     keeping: Callable[[Callable[[int], float]], KeepPolicy] | None = None
     scheduling: Callable[[Callable[[int], int]], SchedulingPolicy] | None = None
@@ -90,7 +91,7 @@ class Replica:
     ) -> None:
         self.number, self.config, self.cost, self.adapters = number, config, cost, adapters
         self.ranks = {adapter_id: size.rank for adapter_id, size in adapters.items()}
-        self.worker = RecordedWorker(config.lora, config.scheduler)
+        self.worker = RecordedWorker(config.lora, config.scheduler, self.ranks)
         self.manager = self.worker.manager
         self.scheduler = Scheduler(
             config.scheduler,
@@ -104,7 +105,7 @@ class Replica:
         if config.reads_beside:
             self.scheduler.may_run = self.reader.may_run
         if config.scheduling is not None:
-            install_scheduling(self.scheduler, config.scheduling(self._rank))
+            install_scheduling(self.scheduler, config.scheduling(partial(rank_in, self.manager)))
         if config.keeping is not None:
             install_keeping(self.manager, lambda: config.keeping(self._read_seconds))
         self.prefetching = config.prefetching and config.prefetching()
@@ -237,9 +238,6 @@ class Replica:
     def _adapter_identity(self, adapter_id: int) -> int | None:
         record = self.manager.get_adapter(adapter_id)
         return record and record.load_id
-
-    def _rank(self, adapter_id: int) -> int:
-        return self.ranks.get(adapter_id, 0)
 
     def _read_seconds(self, adapter_id: int) -> float:
         return self.cost.read_seconds(self.adapters[adapter_id].num_bytes)
