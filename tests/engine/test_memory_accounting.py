@@ -1,6 +1,5 @@
 """Slots come before the KV cache: refused if they can never fit, and off the memory that it is given."""
 
-import gc
 import os
 
 import pytest
@@ -19,15 +18,6 @@ OPTIONS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "block_
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     return tiny_world(tmp_path_factory)
-
-
-@pytest.fixture(autouse=True)
-def what_was_there_before_is_passed_over():
-    """`live_bytes` then looks at what a test makes, and not at all that the process has."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def config(world, **options):
