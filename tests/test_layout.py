@@ -17,6 +17,7 @@ LAYERS = (
     ("labs", "quiet"),
     (
         "config",
+        "devices",
         "engine_args",
         "faults",
         "palette",
@@ -73,6 +74,7 @@ LAYERS = (
     ("guards.refusals", "guards.turns"),
     ("core", "policies"),
     ("simulate",),
+    ("elastic",),
     ("worker",),
     ("engine", "guards", "serving", "text.answer", "text.chats"),
     ("server",),

@@ -7,7 +7,6 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
-from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
@@ -41,7 +40,7 @@ class EngineParts:
         self.runner.row_sampler.masks.tokenizer = tokenizer
         if warm_up:
             self.runner.warm_up()
-        self.scheduler = Scheduler(
+        self.scheduler = self.runner.make_scheduler(
             config.scheduler_config,
             replace(config.cache_config, num_blocks=self.runner.num_blocks),
             config.lora_config,
