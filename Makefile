@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 
-.PHONY: help setup demo test serve nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks clean
+.PHONY: help setup demo test serve nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks recordings clean
 
 help:
 	@echo "make demo    serve a mixed batch of four adapters and the base model"
@@ -19,6 +19,7 @@ help:
 	@echo "make docs    the site, into out/site"
 	@echo "make notebook  a phase's notebook in JupyterLab, on your code (PHASE=3; none: where you are)"
 	@echo "make notebooks  run the notebooks anew and keep their outputs"
+	@echo "make recordings  ask PEFT and transformers anew what exercises are checked against"
 	@echo "make setup   only the virtual environment, the dependencies and the demo model"
 	@echo "             the course is then at $(BIN)/lab: your path; lab check, lab watch, lab hint 1.1, lab --help"
 
@@ -63,6 +64,9 @@ notebook: setup
 
 notebooks: setup
 	$(BIN)/python tests/helpers/notebooks.py docs/*.ipynb phases/*/walkthrough.ipynb
+
+recordings: setup
+	PYTHONPATH=.:tests/helpers:tests/models $(BIN)/python tests/helpers/recordings.py
 
 N ?= 2000
 SEED ?= 0

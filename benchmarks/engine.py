@@ -64,7 +64,9 @@ def add_serve_options(parser: ArgumentParser) -> None:
     parser.add_argument("--rate", type=number(above=True), default=16.0, help="requests a second")
     parser.add_argument("--adapters", type=whole(), default=32)
     parser.add_argument("--alpha", type=number(), default=1.0, help="of the adapters' Zipf popularity")
-    parser.add_argument("--slots", type=whole(), default=8)
+    parser.add_argument(
+        "--slots", type=whole(), help="as many as there is memory for if not given; 1 on a CPU"
+    )
     parser.add_argument("--cpu-loras", type=whole(), help="adapters in memory; all of them if not given")
     parser.add_argument("--cold", action="store_true", help="adapters are read when first asked for")
     parser.add_argument("--max-num-seqs", type=whole(), default=128)
@@ -91,7 +93,7 @@ def check_together(options: Namespace) -> None:
             f"a switch needs more adapters than slots, got --adapters {options.adapters} and --slots {options.slots}; "
             f"give --adapters {options.slots + 1} or more"
         )
-    if options.command == "serve" and (options.cpu_loras or options.slots) < options.slots:
+    if options.command == "serve" and options.slots and (options.cpu_loras or options.slots) < options.slots:
         raise ValueError(
             f"--cpu-loras {options.cpu_loras} is less than --slots {options.slots}: adapters in slots are in memory "
             f"too; give {options.slots} or more"

@@ -30,12 +30,10 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
 )
 from minivllm.lora.layers import LoRAMapping
-from minivllm.lora.punica_wrapper import get_punica_wrapper
+from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
 
 Run = Callable[[torch.Tensor], torch.Tensor]
-
-VOCAB_SIZE = 32_000  # nothing here depends on it
 
 
 def base(w: torch.Tensor, *_: object) -> Run:
@@ -57,7 +55,7 @@ def engine_linear(
     tokens, (slots, _, rank) = len(token_slots), b.shape
     config = LoRAConfig(rank, slots, lora_dtype=w.dtype, punica_backend=backend)
     layer = from_layer(base_linear(w, slices), slots, config, [f"part_{i}" for i in range(len(slices))])
-    punica = get_punica_wrapper(tokens, tokens, w.device, lora_config=config)
+    punica = make_backend(tokens, tokens, w.device, config)
     layer.set_mapping(punica)
     offsets = (0, *itertools.accumulate(slices))
     for slot, live in enumerate(ranks):
@@ -66,12 +64,13 @@ def engine_linear(
         layer.set_lora(slot, lora_a, lora_b)
     ids = [slot + 1 for slot in token_slots.tolist()]
     table = list(range(1, slots + 1))
-    punica.update_metadata(LoRAMapping(ids, ids, is_prefill=True), table, slots + 1, VOCAB_SIZE)
+    punica.begin_step(LoRAMapping(ids, ids, is_prefill=True), table)
     return lambda x: layer(x)[0]
 
 
 sgmv = functools.partial(engine_linear, "triton")  # a shrink and an expand after the base product
 folded = functools.partial(engine_linear, "folded")  # A folded into the base weight, and an expand
+paged = functools.partial(engine_linear, "paged")  # a shrink and an expand from pages
 
 
 def base_linear(w: torch.Tensor, slices: Sequence[int]) -> LinearBase:

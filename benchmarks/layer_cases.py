@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from benchmarks.options import model_folder
-from benchmarks.traffic import zipf_shares
 from minivllm.commands.random_adapter import linear_shapes
 from minivllm.models.config import ModelArchitecture
+from minivllm.simulate.traffic import zipf_shares
 
 ZIPF_ALPHA = 1.2
 

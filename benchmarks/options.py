@@ -17,11 +17,11 @@ def model_folder(name: str) -> str:
 
 
 def engine_args(
-    options: Namespace, max_num_seqs: int, longest: int, slots: int, cpu_loras: int | None = None
+    options: Namespace, max_num_seqs: int, longest: int, slots: int | None, cpu_loras: int | None = None
 ) -> EngineArgs:
     """An engine of random weights with KV blocks for `max_num_seqs` requests of `longest` tokens each.
 
-    slots       0 = LoRA off
+    slots       0 = LoRA off; None = as many as memory and demand ask for
     cpu_loras   adapters in memory; None = as many as slots
     """
     lora = {
@@ -45,7 +45,7 @@ def engine_args(
         block_size=BLOCK_SIZE,
         num_kv_blocks=max_num_seqs * -(-longest // BLOCK_SIZE) + 1,  # block 0 is never handed out
         enable_prefix_caching=False,
-        **(lora if slots else {}),
+        **({} if slots == 0 else lora),
     )
 
 

@@ -1,4 +1,4 @@
-"""Random traffic in real time: the same arrivals to a base engine, and to one with more adapters than slots."""
+"""Random traffic in real time: the same arrivals to a base engine, and to one with adapters."""
 
 import time
 from argparse import Namespace
@@ -13,10 +13,10 @@ from benchmarks.decode import prompts
 from benchmarks.measure import Step, gaps, percentiles, run_step, run_to_end, token_times
 from benchmarks.options import engine_args, free_memory
 from benchmarks.report import Report
-from benchmarks.traffic import Arrival, Lengths, make_traffic
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 4
 COUNTERS = ("loads", "activations", "evictions", "cpu_evictions")
@@ -32,26 +32,37 @@ def run(options: Namespace, report: Report, folder: Path) -> None:
     adapters = write_adapters(folder, options.model, options.adapters, options.rank)
     for case in options.cases:
         slots = options.slots if case == "lora" else 0
-        arrivals = traffic if slots else [replace(arrival, adapter=None) for arrival in traffic]
+        arrivals = [replace(arrival, adapter=None) for arrival in traffic] if slots == 0 else traffic
         report.add({"case": case, "slots": slots, **measure(options, arrivals, adapters, slots)})
         free_memory()
 
 
 def measure(
-    options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int
+    options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int | None
 ) -> dict[str, object]:
     """One engine, warmed up, served the traffic. Adapters are in memory beforehand unless the start is cold."""
+    engine = warm_engine(options, traffic, adapters, slots)
+    return measure_on(engine, traffic, adapters)
+
+
+def warm_engine(
+    options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int | None
+) -> LLMEngine:
     longest = options.prompt_max + options.output_max
-    cpu_loras = options.cpu_loras or max(options.adapters, slots)
+    cpu_loras = options.cpu_loras or max(options.adapters, slots or 0)
     engine = LLMEngine.from_engine_args(engine_args(options, options.max_num_seqs, longest, slots, cpu_loras))
     warm_up(engine, traffic, adapters)
-    if slots:
+    if slots != 0:
         for adapter in adapters:
             (engine.remove_lora(adapter.lora_int_id) if options.cold else engine.add_lora(adapter))
+    return engine
+
+
+def measure_on(engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest]) -> dict[str, object]:
     before = counters(engine)
     start, steps = serve(engine, traffic, adapters)
     happened = {name: count - before[name] for name, count in counters(engine).items()}
-    return {**serve_summary(start, steps, traffic), **happened}
+    return {**serve_summary(start, steps, traffic), **happened, **record(start, steps, traffic)}
 
 
 def warm_up(engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest]) -> None:
@@ -113,6 +124,21 @@ def serve_summary(start: float, steps: list[Step], traffic: list[Arrival]) -> di
         **percentiles("itl", between),
         "ttft_quantiles_ms": quantiles_ms(firsts),
         "itl_quantiles_ms": quantiles_ms(between),
+    }
+
+
+def record(start: float, steps: list[Step], traffic: list[Arrival]) -> dict[str, list[str]]:
+    """What came and what was done, for whoever wants to replay it.
+
+    arrivals   seconds after the start, prompt tokens, output tokens, number of the adapter or -1
+    steps      seconds after the start, milliseconds it took, requests that got a token
+    """
+    return {
+        "arrivals": [
+            f"{a.time_s:.4f} {a.prompt_tokens} {a.output_tokens} {-1 if a.adapter is None else a.adapter}"
+            for a in traffic
+        ],
+        "steps": [f"{s.started - start:.4f} {1e3 * s.seconds:.2f} {len(s.emitted)}" for s in steps],
     }
 
 

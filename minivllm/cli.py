@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
+from minivllm.commands.simulate_cli import simulate_app
 from minivllm.labs import Todo, describe
 from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(simulate_app, name="simulate")
 
 Model = Annotated[str | None, typer.Option(help="A Hugging Face model folder; the demo model if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -36,7 +38,7 @@ Adapters = Annotated[
     list[str] | None, typer.Option("--adapter", help="NAME=PATH of an adapter folder; may be repeated.")
 ]
 Punica = Annotated[
-    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton or folded.")
+    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton, folded or paged.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is a GPU if there is one.")]
 Dtype = Annotated[
@@ -73,6 +75,10 @@ BaseModelName = Annotated[
 ]
 FrequencyPenalty = Annotated[float, typer.Option(help="Taken off as often as the answer has it; in [-2, 2].")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: less of what prompt and answer have.")]
+Eviction = Annotated[str, typer.Option(help="Who leaves full slots, or memory: lru, lfu or gdsf.")]
+Scheduling = Annotated[
+    str, typer.Option(help="Who goes first: fcfs, adapter-affine, rank-aware, shortest-first or fair.")
+]
 LoadFormat = Annotated[str, typer.Option(help="auto reads the weights; dummy draws random ones.")]
 
 
@@ -187,12 +193,19 @@ def serve(
     max_queued: Annotated[
         int | None, typer.Option(min=0, help="Requests that wait for a place in the batch; 429 beyond.")
     ] = 1024,
-    max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
+    max_loras: Annotated[
+        int | None,
+        typer.Option(
+            help="Slots: adapters in one batch. By default 4, but on a GPU as many as memory has room for."
+        ),
+    ] = None,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
     bias_enabled: Bias = False,
     lora_extra_vocab_size: ExtraVocab = 0,
     long_lora_scaling_factors: LongFactors = None,
+    eviction_policy: Eviction = "lru",
+    scheduling_policy: Scheduling = "fcfs",
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = None,

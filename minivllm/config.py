@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from minivllm.devices import DTYPES as DTYPES
+from minivllm.devices import parse_device, parse_dtype
 from minivllm.models.config import ModelArchitecture
 from minivllm.validation import (
     is_folder,
@@ -15,59 +17,20 @@ from minivllm.validation import (
     is_real,
     require_bool,
     require_int,
+    require_one_of,
     require_text,
     shown,
 )
 
-DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "float64": torch.float64,
-    "double": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
-
-PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded")
+EVICTION_POLICIES = ("lru", "lfu", "gdsf")
+SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
+PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged")
 LOAD_FORMATS = ("auto", "dummy")
 TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
 CPU_KV_CACHE_BYTES = 2**30
+# Slots where adapters lie in pages and nobody says how many. The last bounds slots times rank.
+MOST_SLOTS, LEAST_SLOTS, MOST_SLOT_RANKS = 256, 32, 4096
 LARGEST_FACTOR = 2**32  # of positions: no memory holds so many angles
-
-
-def parse_dtype(dtype: str | torch.dtype, option: str = "dtype") -> torch.dtype:
-    """A torch dtype from its name; ValueError lists the names there are."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"unknown {option} {shown(dtype)}; use one of auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def parse_device(device: str | torch.device) -> str:
-    """Where to run: "cpu", "cuda" or "cuda:N"; "auto" is "cuda" where there is a GPU, else "cpu".
-
-    ValueError for another kind of device, or for a GPU that is not there.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        parsed = torch.device(device) if isinstance(device, str | torch.device) else None
-    except RuntimeError:
-        parsed = None
-    if parsed is None or parsed.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {shown(device)} is not supported; use auto, cpu, cuda or cuda:N")
-    if parsed.type == "cpu":
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise ValueError(f"device '{device}' was asked for but PyTorch finds no CUDA GPU; use cpu or auto")
-    if parsed.index is not None and parsed.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device '{device}' was asked for but there are only {torch.cuda.device_count()} GPUs, "
-            "counted from cuda:0"
-        )
-    return str(parsed)
 
 
 @dataclass(frozen=True)
@@ -77,22 +40,24 @@ class LoRAConfig:
     `minivllm.economics.slot_memory` tells beforehand what that takes.
 
     max_lora_rank   R: the largest rank a slot holds
-    max_loras       S: slots, so the most distinct adapters of one batch
+    max_loras       S: slots, so the most distinct adapters of one batch. None = as many as memory and demand ask for
+                    where adapters lie in pages (see `on_device`), else 1
     max_cpu_loras   adapters kept in memory, those in slots included; None = max_loras, never fewer
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
     target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
                     experts
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
-    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels) or "folded" (A as
-                    extra rows of the base weight). "auto" = grouped on a CPU, folded on CUDA, but triton there if
-                    the base is quantized
+    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels). Or "folded" (A as
+                    extra rows of the base weight), "paged" (in pages of a few ranks). "auto" = grouped on a CPU.
+                    On CUDA it is paged without `max_loras`, else folded, but triton if the base is quantized
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
+    eviction_policy  who leaves full slots, or memory, of EVICTION_POLICIES; see `minivllm.policies.keeping`
     """
 
     max_lora_rank: int = 16
-    max_loras: int = 1
+    max_loras: int | None = 1
     max_cpu_loras: int | None = None
     lora_dtype: str | torch.dtype = "auto"
     target_modules: list[str] | None = None
@@ -102,13 +67,16 @@ class LoRAConfig:
     lora_extra_vocab_size: int = 0
     long_lora_scaling_factors: tuple[float, ...] | None = None
     enable_lora_bias: bool = False
+    eviction_policy: str = "lru"
 
     def __post_init__(self) -> None:
-        require_int(1, max_lora_rank=self.max_lora_rank, max_loras=self.max_loras)
+        require_int(1, max_lora_rank=self.max_lora_rank)
         if self.max_cpu_loras is None:
             object.__setattr__(self, "max_cpu_loras", self.max_loras)
-        require_int(1, max_cpu_loras=self.max_cpu_loras)
-        if self.max_cpu_loras < self.max_loras:
+        for name in ("max_loras", "max_cpu_loras"):
+            if getattr(self, name) is not None:
+                require_int(1, **{name: getattr(self, name)})
+        if self.max_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                 "an adapter in a slot is kept in memory too"
@@ -123,6 +91,7 @@ class LoRAConfig:
                 f"unknown punica backend {shown(self.punica_backend)} (punica_backend); use one of "
                 f"{', '.join(PUNICA_BACKENDS)}"
             )
+        require_one_of(EVICTION_POLICIES, eviction_policy=self.eviction_policy)
         require_int(0, lora_extra_vocab_size=self.lora_extra_vocab_size)
         for name in ("fully_sharded_loras", "bias_enabled", "enable_lora_bias"):
             require_bool(**{name: getattr(self, name)})
@@ -138,7 +107,21 @@ class LoRAConfig:
         """The punica backend that "auto" means there: the quickest."""
         if self.punica_backend != "auto":
             return self.punica_backend
-        return "folded" if torch.device(device).type == "cuda" else "grouped"
+        if torch.device(device).type != "cuda":
+            return "grouped"
+        return "paged" if self.max_loras is None else "folded"
+
+    def on_device(self, device: torch.device | str) -> LoRAConfig:
+        """The same with the number of slots that None means there, and the backend that is for so many.
+
+        In pages an empty slot costs next to nothing. Only embeddings and heads have slots of one size beside them.
+        """
+        if self.max_loras is not None:
+            return self
+        slots, backend = 1, self.punica_backend
+        if self.backend_on(device) == "paged":
+            slots, backend = min(MOST_SLOTS, max(LEAST_SLOTS, MOST_SLOT_RANKS // self.max_lora_rank)), "paged"
+        return replace(self, max_loras=min(slots, self.max_cpu_loras or slots), punica_backend=backend)
 
     def _checked_factors(self) -> tuple[float, ...]:
         """Ascending, each once."""
@@ -271,19 +254,21 @@ class SchedulerConfig:
     max_num_seqs            requests running at once
     max_num_batched_tokens  tokens a step, prompts and answers together; longer prompts go in chunks
     max_lora_wait_steps     steps a request may be passed over for want of a slot before it is served next
+    async_scheduling        launch a step before the tokens of the one before are read, where steps are CUDA graphs
+    policy                  who is asked first, of SCHEDULING_POLICIES; see `minivllm.policies.scheduling`
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_lora_wait_steps: int = 64
+    async_scheduling: bool = True
+    policy: str = "fcfs"
 
     def __post_init__(self) -> None:
-        require_int(
-            1,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_lora_wait_steps=self.max_lora_wait_steps,
-        )
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_wait_steps"):
+            require_int(1, **{name: getattr(self, name)})
+        require_bool(async_scheduling=self.async_scheduling)
+        require_one_of(SCHEDULING_POLICIES, scheduling_policy=self.policy)
 
 
 @dataclass(frozen=True)
@@ -321,8 +306,9 @@ class EngineConfig:
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
         if self.lora_config is not None:
-            slot_dtype = self.lora_config.slot_dtype(self.model_config.dtype)
-            object.__setattr__(self, "lora_config", replace(self.lora_config, lora_dtype=slot_dtype))
+            lora_config = self.lora_config.on_device(self.device)
+            slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
+            object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
         if self.lora_config is not None and self.model_config.quantization is not None:
             object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
 

@@ -25,6 +25,7 @@ def shapes_of(
     dtype: torch.dtype = torch.float32,
 ) -> LRUCacheLoRAModelManager:
     """A model with the slots that an engine on that device makes: shapes without values, and no room for a step."""
+    lora_config = lora_config.on_device(device)
     config = replace(lora_config, punica_backend=lora_config.backend_on(device))
     base = MODELS[model.architecture](model, dtype, "meta")
     return LRUCacheLoRAModelManager(base, 0, 0, model.vocab_size, config, "meta")
@@ -75,7 +76,8 @@ class SlotMemory:
 
     Letters as everywhere: S slots of rank R, for a part with A (r, K) and B (N, r); n parts in a layer.
 
-    a_and_b   S * R * (K + N) elements for every part of every layer that is wrapped, E times that for E experts
+    a_and_b   S * R * (K + N) elements for every part of every layer that is wrapped, E times that for E experts. None
+              for what is "paged", linears and experts: pages are of the KV cache's memory
     beside    what adapters may have beside A and B. `bias_enabled`: S * N for every part of a linear.
               `lora_extra_vocab_size` X: S * X * H for the embedding and for the head, whose V is V + X in `a_and_b`
     layout    more that a backend takes for its way to lay slots out. "grouped" has B of a fused linear n times as
@@ -123,7 +125,9 @@ def slot_memory(
     shapes = shapes_of(model, lora_config, device, dtype)
     if on_gpu:
         shapes.slot_writer = SlotWriter(shapes.wrapped, "meta")
-    sizes = sum(k + n for pairs in _pairs(shapes).values() for k, n in pairs)
+    lora_config = lora_config.on_device(device)
+    in_slots = {n: pairs for n, pairs in _pairs(shapes).items() if shapes.modules[n].slots.memory}
+    sizes = sum(k + n for pairs in in_slots.values() for k, n in pairs)
     elements = lora_config.max_loras * lora_config.max_lora_rank * sizes
     a_and_b = elements * lora_config.slot_dtype(dtype).itemsize
     tables = (

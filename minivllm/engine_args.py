@@ -14,7 +14,11 @@ from minivllm.config import (
 from minivllm.validation import require_bool
 
 # Options that are called otherwise here than in the configuration.
-OPTION_NAMES = {"num_blocks": "num_kv_blocks", "memory_bytes": "kv_cache_memory_bytes"}
+OPTION_NAMES = {
+    "num_blocks": "num_kv_blocks",
+    "memory_bytes": "kv_cache_memory_bytes",
+    "policy": "scheduling_policy",
+}
 
 
 @dataclass
@@ -32,7 +36,7 @@ class EngineArgs:
     quantization: str | None = ModelConfig.quantization
     max_logprobs: int = ModelConfig.max_logprobs
     enable_lora: bool = False
-    max_loras: int = LoRAConfig.max_loras
+    max_loras: int | None = None
     max_lora_rank: int = LoRAConfig.max_lora_rank
     max_cpu_loras: int | None = LoRAConfig.max_cpu_loras
     lora_dtype: str = LoRAConfig.lora_dtype
@@ -54,6 +58,9 @@ class EngineArgs:
     warm_up: bool = True
     threads: int | None = EngineConfig.threads
     enable_lora_bias: bool = LoRAConfig.enable_lora_bias
+    async_scheduling: bool = SchedulerConfig.async_scheduling
+    eviction_policy: str = LoRAConfig.eviction_policy
+    scheduling_policy: str = SchedulerConfig.policy
 
     def create_engine_config(self) -> EngineConfig:
         """The validated configuration. ValueError or FileNotFoundError for what cannot be."""

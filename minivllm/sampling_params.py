@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from minivllm.structured_outputs import StructuredOutputsParams
 from minivllm.validation import LARGEST_INT, is_finite, is_integral, require_bool, require_count, shown
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
@@ -20,7 +21,7 @@ MOST_ANSWERS = 128  # as OpenAI's interface allows; vLLM: 16,384
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """vLLM's SamplingParams, without structured outputs and beam search.
+    """vLLM's SamplingParams, without beam search.
 
     n: so many answers, each drawn for itself: at most 128, and 1 where the likeliest token is taken. With a seed,
         answer i draws with `seed + i`.
@@ -43,6 +44,7 @@ class SamplingParams:
     min_tokens: neither ids nor strings stop the request before so many new tokens.
     logprobs: None, or how many of the likeliest tokens to report beside each sampled one.
     prompt_logprobs: None, or how many to report beside each token of the prompt.
+    structured_outputs: None, or what the text has to be. `logprobs` are those of the model, as if it might be anything.
     Numbers may be of any kind (numpy's, too) and are kept as int or float.
     Raises ValueError naming the field, its value and what is allowed.
     """
@@ -67,12 +69,14 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_flags()
         self._check_distribution()
         self._check_penalties()
         self._check_length()
+        self._check_structure()
         self._store("stop", _stop_strings(self.stop))
         self._store("stop_token_ids", _stop_ids(self.stop_token_ids))
         if self.stop and not self.detokenize:
@@ -125,6 +129,17 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_int(name, 0, "an integer of at least 0, or None")
+
+    def _check_structure(self) -> None:
+        structure = self.structured_outputs
+        if structure is not None and not isinstance(structure, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams or None, got {shown(structure)}"
+            )
+        if structure is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError(
+                "structured_outputs says when an answer ends; leave ignore_eos and min_tokens out"
+            )
 
     def _check_float(self, name: str, allows: Callable[[float], bool], allowed: str) -> None:
         """Keep it as a float: an int may be larger than what tensors can be divided by."""

@@ -1,6 +1,7 @@
 """What an option or a parameter must be, in one style: a ValueError names it and shows what it was."""
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def require_text(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} must be text, got {shown(value)}")
+
+
+def require_one_of(known: Sequence[str], **values: object) -> None:
+    """ValueError for a value that is none of these names."""
+    for name, value in values.items():
+        if value not in known:
+            raise ValueError(f"unknown {name} {shown(value)}; use one of {', '.join(known)}")
 
 
 def is_integral(value: Any) -> bool:

@@ -219,7 +219,7 @@ SURFACE = {
     },
     "": {
         "EngineArgs": {
-            "": "model, *, enable_lora=False, max_loras=1, max_lora_rank=16, max_cpu_loras=None, dtype='auto', "
+            "": "model, *, enable_lora=False, max_loras=None, max_lora_rank=16, max_cpu_loras=None, dtype='auto', "
             "device='auto', max_model_len=None, max_num_seqs=..., max_num_batched_tokens=..., seed=0"
         },
         "LLM": {

@@ -41,6 +41,9 @@ def pair_up(
 ) -> Pairs:
     """The A and B of every module together, and what options read beside B.
 
+    The keys are (name in the model, name in training): with the mapper, and without it. A plain adapter has "lora_A"
+    and "lora_B" under each. What an option read comes under its kind, such as "bias".
+
     tensors          PEFT name -> tensor; A (r, K), B (N, r), in any order. Those of `is_left_out` are left out
     vocab_size       the width that the A of an embedding must have, None = any
     weights_mapper   gives the model's names of modules. The config's patterns know the checkpoint's names
@@ -49,6 +52,8 @@ def pair_up(
 
     ValueError names a tensor whose name is not LoRA's, or one that is there twice (with PEFT's prefix and without). It
     is raised, too, when there are no LoRA weights at all.
+
+    To use: `parse_fine_tuned_lora_name(name, mapper)` (names.py), `check_tensor(name, tensor, vocab_size)` (checks.py).
     """
     raise Todo("lab 1.6: from tensors to modules")
 
@@ -67,6 +72,9 @@ def to_weights(
 
     ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
     numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.
+
+    To use: `LoRALayerWeights.from_config(name, peft_helper, rank)` and `replace_tensors` (module_weights.py),
+    `check_pair(module, pair, peft_helper.ranks)` and `check_numbers(module, pair, scaling, dtype)` (checks.py).
     """
     raise Todo("lab 1.6: from tensors to modules")
 

@@ -54,6 +54,8 @@ class PackedLoRALayerWeights:
                 optimized: what is packed needs no scaling any more.
 
         The result is named after the first part that is there. Its rank is what a slot must have room for.
+
+        To use: `module_name`, `rank` and `optimize` of a part (module_weights.py), `from_parts`.
         """
         raise Todo("lab 1.5: pack the parts of a fused module")
 

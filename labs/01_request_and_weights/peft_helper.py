@@ -87,11 +87,11 @@ class PEFTHelper:
         raise Todo("lab 1.3: scaling of one module")
 
     def _matches(self, key: str, module_name: str) -> bool:
-        """PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name.
+        r"""PEFT's rule for the keys of patterns: the key is a regular expression for the end of the name.
 
         It must begin where a part of the name begins: `q_proj` matches `layers.0.self_attn.q_proj`, `proj` does
-        not. `self._patterns.match(expression, name)` says whether `re.match` would find something, in limited time.
-        ValueError for a key that takes too long.
+        not. So the expression is `(.*\.)?(KEY)$`. `self._patterns.match(expression, name)` says whether `re.match`
+        would find it, in limited time. ValueError for a key that takes too long.
         """
         raise Todo("lab 1.3: scaling of one module")
 

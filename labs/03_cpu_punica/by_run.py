@@ -18,7 +18,10 @@ Runs = Iterable[tuple[int, slice]]
 def shrink_runs(
     inputs: torch.Tensor, lora_a: torch.Tensor, output: torch.Tensor, runs: Runs, scaling: float = 1.0
 ) -> None:
-    """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot."""
+    """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot.
+
+    To use, here and below: `matrices(weights)`, which are (S, R, K) or (S, N, R), and `widest_dtype` (by_token.py).
+    """
     raise Todo("lab 3.5: shrink and expand, a run at a time")
 
 

@@ -50,6 +50,9 @@ class AdapterSlots(AdapterTiers):
         ValueError that names an id that is not registered, before `_find_slot` evicts anybody for it. The slot
         table names an adapter only once all its weights are there; a failed copy leaves the slot free. Told is an
         "activate" with slot and seconds, by `time.perf_counter`.
+
+        To use: `_active_adapters`, the table, with its `put` (lru_cache.py), `touch_adapter`, `get_adapter` and
+        `tell(kind, id, slot, seconds=...)` (tiers.py).
         """
         raise Todo("lab 5.2: copy first, then say so")
 

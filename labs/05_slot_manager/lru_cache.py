@@ -34,7 +34,7 @@ class LRUCache(OrderedDict[int, V]):
     def remove_oldest(self, spare: Collection[int] = ()) -> tuple[int, V]:
         """Forget the least recently used entry that is not in `spare`; returns key and value.
 
-        RuntimeError when there is none.
+        RuntimeError, which names those in `spare`, when there is none.
         """
         raise Todo("lab 5.1: use, and forget what was used longest ago")
 

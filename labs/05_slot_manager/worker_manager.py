@@ -54,6 +54,9 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         """Bring a step's adapters into memory and slots. Told is a "hit" for each that had a slot, or a "miss".
 
         What is raised on the way is noted to be the adapter's (`put_down_to`).
+
+        To use: `_load_if_missing(request)` (loading.py); `activate_adapter(id)`, True if it copied, and
+        `tell(kind, id)` of the manager (adapter_slots.py, tiers.py); `with put_down_to(id)` (faults.py).
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 

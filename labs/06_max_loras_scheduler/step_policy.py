@@ -5,6 +5,7 @@ Stands for `schedule` in vllm/v1/core/sched/scheduler.py (v0.22.1).
 
 from minivllm.labs import Todo
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.kv_cache import KVCacheManager
@@ -34,6 +35,9 @@ class StepPolicy:
         Each gets all tokens it has that are not computed, or what the budget has left; `_give` notes them.
         If `kv_cache.allocate_slots` lacks blocks for them, `halted_by` becomes NO_BLOCKS. Then the request admitted
         last is preempted, as often as it takes. If that was the request itself, nobody is left to serve.
+
+        To use: `num_tokens` and `num_computed_tokens` of a request (request.py); `allocate_slots(request, n)`, False
+        without blocks (kv_cache.py); `_preempt(request, output)`, which takes it out of `running` (scheduler.py).
         """
         raise Todo("lab 6.3: token budget")
 
@@ -41,29 +45,31 @@ class StepPolicy:
 
     # region lab 6.2: skip without blocking
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit whoever can join, by `_line`, until the step is `_full`. `halted_by` says what ended it.
+        """Admit whoever can join, by `line`, until the step is `_full`. `halted_by` says what ended it.
 
         Who may not join yet is skipped. `output.passed_over` has the reason, by adapter: the first of these that holds.
         what `may_run` says   the adapter is about to change
         MAX_LORAS             it does not fit (`lora.fits`), and from now on it waits (`lora.pass_over`)
         ADAPTER_COPY          it comes into its slot beside this step (`_prefetches`)
         NO_BLOCKS ends it, where `_admit` is False. Blocks come free one by one: a big request might wait for ever.
+
+        To use: `adapter_id` of a request (request.py), `fits(id)` and `pass_over(id)` of `lora` (lora_admission.py),
+        `halted_by` and `passed_over` of the output (output.py).
         """
         raise Todo("lab 6.2: skip without blocking")
 
     # endregion
 
-    def _line(self, output: SchedulerOutput) -> Iterator[Request]:
+    def line(self, output: SchedulerOutput) -> Iterator[Request]:
         """Waiting requests, those left out whose answer is known: a step costs what it admits, whoever waits.
 
         First the oldest of each adapter that was passed over, the longest wait first: all while a slot is free.
         With none free it is those that have one. The others follow by arrival. In each adapter the oldest is first.
         """
-        for adapter_id in self._adapters_in_line():
-            output.asked.append(self.waiting.place(adapter_id))
-            yield self.waiting.oldest(adapter_id)
-        for request in self.waiting.by_arrival():
-            output.asked.append(request.arrival_order)
+        passed_over = map(self.waiting.oldest, self._adapters_in_line())
+        for request in chain(passed_over, self.waiting.by_arrival()):
+            if not self._full(output):
+                output.asked.append(self.waiting.place(request.adapter_id) or request.arrival_order)
             yield request
 
     def _adapters_in_line(self) -> Iterator[int]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from minivllm.engine.outputs import RequestOutput
-from minivllm.serving.engine_loop import EngineLoop
+from minivllm.serving.client import EngineClient
 from minivllm.serving.streams import Stream
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # region lab 9.3: whoever stops listening
 async def listen(
-    engine_loop: EngineLoop,
+    client: EngineClient,
     stream: Stream[RequestOutput],
     request_id: str,
     begin: Callable[[], Awaitable[None]],
@@ -27,8 +27,8 @@ async def listen(
 
     Whoever stops before the last output, or while `begin` runs, aborts the request: by `aclose`, because its task was
     cancelled, or because nobody holds this generator any more. Then this task may not wait for anything: the abort
-    is left with the engine's thread (`EngineLoop.call`). It is that of this stream alone (`EngineLoop.abort`), since
-    another request may have the id.
+    is left with the engine (`EngineClient.abort`). It is that of this stream alone, since another request may have
+    the id.
     """
     raise Todo("lab 9.3: whoever stops listening")
     yield
@@ -42,10 +42,10 @@ async def unless_gone(
     receive   of ASGI: its next message, `{"type": "http.disconnect"}` once the connection is closed; others before it
               mean nothing. It waits until there is one
 
-    In the end nothing runs on, also when this task is cancelled itself: what runs is cancelled, and has ended when
-    this one does.
+    The coroutine runs in this task, so that its request is on its way before another connection's turn. In the end
+    nothing runs on, also when this task is cancelled by others, which is raised: what runs is cancelled, and has ended
+    when this one does.
     """
-
     raise Todo("lab 9.3: whoever stops listening")
 
 

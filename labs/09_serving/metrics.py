@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.server.engine_metrics import AdapterEvents
 from minivllm.server.families import Families
@@ -18,6 +17,7 @@ MOST_RECENT = 1000
 class ServerMetrics(Families):
     """What one server counts.
 
+    adapter_events   counts what happens to adapters (`AsyncLLM.watch_adapters`)
     recent_ttft   seconds to the first token of the last requests that ended, for the live page
     most_labels   adapters with a label of their own, the first that are seen; all others share `other`
 
@@ -29,6 +29,7 @@ class ServerMetrics(Families):
         super().__init__(model_name)
         self.most_labels = most_labels
         self._labels: set[str] = set()
+        self.adapter_events = AdapterEvents(self.events, self.label)
         self.recent_ttft: deque[float] = deque(maxlen=MOST_RECENT)
         for name in (model_name, *adapters):
             self.serve(name)
@@ -70,11 +71,6 @@ class ServerMetrics(Families):
     def aborted(self) -> None:
         """A request ended because nobody listens any more."""
         self.ended.labels(self.model_name, "abort").inc()
-
-    def listen(self, engine: LLMEngine) -> None:
-        """Count what happens to adapters from now on. To be called in the engine's thread."""
-        if engine.adapters is not None:
-            engine.adapters.manager.listeners.append(AdapterEvents(self.events, self.label))
 
 
 class Progress:

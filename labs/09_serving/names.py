@@ -66,7 +66,7 @@ class ModelNames(ServedNames):
         raise Todo("lab 9.4: a name to an adapter")
 
     def for_engine(self, adapter: LoRARequest | None) -> LoRARequest | str | None:
-        """What a request of it names: the bare name of what the engine knows (`_names_in_engine`).
+        """What a request of it names: the bare name of what the engine knows (`AsyncLLM.adapter_names`).
 
         The adapter may be unloaded, or read again from elsewhere, before the engine takes the request. With a folder
         of before it would come back for good.
@@ -92,7 +92,7 @@ class ModelNames(ServedNames):
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _model(self) -> str:
-        return self.llm.engine.config.model_config.model
+        return self.llm.config.model_config.model
 
     async def _allowed_path(self, path: str) -> str:
         if self.settings.lora_root is None:

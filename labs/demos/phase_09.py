@@ -59,9 +59,7 @@ def output(length: int, **options: object) -> RequestOutput:
 
 def demo_9_3() -> Iterator[str]:
     told: list[str] = []
-    engine_loop = SimpleNamespace(
-        call=lambda function: told.append("an abort is left for the engine's thread")
-    )
+    client = SimpleNamespace(abort=lambda ids, sink: told.append("an abort is left for the engine"))
 
     async def begin() -> None:
         told.append("the request begins")
@@ -70,7 +68,7 @@ def demo_9_3() -> Iterator[str]:
         stream = output_stream(asyncio.get_running_loop(), "delta")
         stream.put(output(1))
         stream._ready.set()
-        outputs = listen(engine_loop, stream, "r", begin)
+        outputs = listen(client, stream, "r", begin)
         await anext(outputs)
         told.append("one token is there, and the client leaves")
         await outputs.aclose()
@@ -84,13 +82,13 @@ class NotedEngine:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.engine = SimpleNamespace(adapters=SimpleNamespace(by_name={}))
+        self.adapter_names: set[str] = set()
 
     async def add_lora(self, request: LoRARequest) -> bool:
         self.told.append(
             f"read {request.lora_name} from {request.lora_path}, in place: {request.load_inplace}"
         )
-        self.engine.adapters.by_name[request.lora_name] = request.lora_int_id
+        self.adapter_names.add(request.lora_name)
         return True
 
     async def remove_lora(self, adapter_id: int) -> bool:

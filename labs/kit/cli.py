@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,8 +47,18 @@ quiet_libraries()
 app = typer.Typer(help="Your path through the course.", add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False, soft_wrap=True)
 
+MAINTAINERS = "For maintainers"  # a group of `lab --help`
 WIPE = "\x1b[2K"  # what a terminal takes for: empty this line
 SIGNS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
+WHAT_NOW = """\
+  lab run -- minivllm demo   the demo, served with your code
+  lab compare                the same on our code, too: the first step that differs, if any
+  lab hunt                   incidents of real servers: find the fault, mend it
+  lab open                   open exercises: an interface and a budget, no recipe
+  lab check 4.1              where the kernel path begins: phases/04_triton_sgmv/README.md
+  lab check 9.1              where the serving path begins: phases/09_serving/README.md
+  docs/capstone.md           the end of the course: change one policy, and defend it with measurements
+  Side tracks stand in the list above."""
 
 Which = Annotated[
     str | None, typer.Argument(help="A phase, such as 3, or an exercise, such as 3.2; none: all.")
@@ -88,15 +99,17 @@ def overview(context: typer.Context) -> None:
     states = {exercise.number: progress.state(exercise) for exercise in exercises}
     solved = counts([(track_of(e), states[e.number] == "passed") for e in exercises])
     said = [f"{done} of {of} {TRACKS[track]}" for track, (done, of) in solved.items()]
-    console.print(f"{', '.join(said)} solved.\n✓ solved  ~ started or changed since  · TODO\n")
+    console.print(f"{', '.join(said)} solved.")
+    console.print(
+        "✓ solved  ~ started or changed since  · TODO  (a number that is missing is not in use any more)\n"
+    )
     for phase in dict.fromkeys(exercise.phase for exercise in exercises):
         console.print(f"[bold]{phase}[/]")
         for exercise in (e for e in exercises if e.phase == phase):
             title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
             console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {title}")
-    hunt_command.list_hunts()
-    console.print("[bold]open exercises[/]")
-    open_command.list_open()
+    hunt_command.say_count()
+    open_command.say_count()
     console.print()
     say_next(next_of(exercises, states, progress.last))
 
@@ -110,7 +123,7 @@ def say_strays() -> None:
 
 def say_next(exercise: Exercise | None) -> None:
     if exercise is None:
-        console.print("[green]All solved.[/] `lab run -- minivllm demo` serves with your code.")
+        console.print(f"[green]The core path is done.[/] An engine runs on your code. What now:\n{WHAT_NOW}")
         return
     hints = hints_of(exercise)
     minutes = f", about {hints.minutes} minutes" if hints else ""
@@ -143,14 +156,24 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
         counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
         console.print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['todo']} TODO")
     left = [exercise for exercise in chosen if states[exercise.number] != "passed"]
-    if left:
-        console.print(f"[dim]stuck? lab hint {left[0].number}[/]")
-    elif len(chosen) == 1:
+    if stuck := stuck_at(left, alone=len(chosen) == 1):
+        console.print(f"[dim]stuck? lab hint {stuck.number}[/]")
+    if not left and len(chosen) == 1:
         number = chosen[0].number
         if track_of(chosen[0]) != "side":
             console.print(f"[dim]lab demo {number} shows what it changes[/]")
         console.print(f"[dim]lab diff {number} shows your code beside ours[/]")
     return not left
+
+
+def stuck_at(left: list[Exercise], alone: bool) -> Exercise | None:
+    """Which of those that did not pass a hint is offered for: the first that was begun, else the first to begin.
+
+    alone   it was asked for by its number. A side track that nobody began is else none to be stuck at
+    """
+    begun = [exercise for exercise in left if not is_untouched(exercise)]
+    ahead = [exercise for exercise in left if alone or track_of(exercise) != "side"]
+    return next(iter(begun + ahead), None)
 
 
 def in_order(grades: Iterable["Grade"], chosen: list[Exercise]) -> Iterator["Grade"]:
@@ -231,11 +254,11 @@ def say_mistakes(result: "Grade") -> None:
 
 @app.command()
 def watch(which: Which = None) -> None:
-    """Check again whenever you save."""
-    chosen, progress = choose(which), Progress()
+    """Check what you have begun, and again whenever you save."""
+    chosen = choose(which)
     saved, known = saved_at(chosen), {exercise.number: digest(exercise) for exercise in chosen}
     console.print(f"Watching {', '.join(sorted({f'labs/{e.phase}' for e in chosen}))}; Ctrl-C ends it")
-    changed = [exercise for exercise in chosen if progress.state(exercise) == "started"]
+    changed = [exercise for exercise in chosen if not is_untouched(exercise)]
     try:
         while True:
             if changed:
@@ -397,8 +420,23 @@ def demo(number: Number) -> None:
         raise typer.Exit(1)
     console.print(f"[bold]lab {number}: {escape(exercise.title)}[/], on your code")
     sys.stdout.flush()
+    raise typer.Exit(show_demo(number))
+
+
+def show_demo(number: str) -> int:
+    """Print the demo's lines on the learner's code, with ours where they differ; the exit status of theirs."""
     program = [sys.executable, "-m", "labs.demos", number]
-    raise typer.Exit(subprocess.run(program, env=environment(number), cwd=ROOT).returncode)
+    ours = subprocess.Popen(program, env=environment(""), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    yours = subprocess.run(program, env=environment(number), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    lines, expected = yours.stdout.splitlines(), ours.communicate()[0].splitlines()
+    for line, wanted in zip_longest(lines, expected):
+        if line is not None:
+            print(line)
+        if line != wanted:
+            console.print(f"  [yellow]ours:[/] {escape(wanted or 'no such line')}")
+    if lines == expected:
+        console.print("[dim]ours prints the same[/]")
+    return yours.returncode
 
 
 def begun() -> str:
@@ -529,7 +567,7 @@ def doctor() -> None:
     raise typer.Exit(0 if is_well else 1)
 
 
-@app.command("grade")
+@app.command("grade", rich_help_panel="For instructors")
 def grade_command(
     which: Which = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -539,7 +577,7 @@ def grade_command(
     ] = None,
     table: Annotated[Path | None, typer.Option("--csv", help="Of submissions: write CSV here too.")] = None,
 ) -> None:
-    """For instructors: points for every exercise."""
+    """Points for every exercise."""
     from labs.kit.grade import grade, report, write_junit
 
     if submissions is not None:
@@ -596,7 +634,7 @@ def say_sums(student: str, points: dict) -> None:
             console.print(f"  {SIGNS[entry['state']]} {entry['exercise']}: {escape(line)}")
 
 
-@app.command()
+@app.command(rich_help_panel=MAINTAINERS)
 def mutants(
     which: Which = None,
     sample: Annotated[
@@ -606,7 +644,7 @@ def mutants(
         bool, typer.Option("--generic", help="Not classic mistakes: every small change of the code.")
     ] = False,
 ) -> None:
-    """For maintainers: put in every classic mistake and see the exercise's tests catch it."""
+    """Put in every classic mistake and see the exercise's tests catch it."""
     from labs.kit.mutants import check_mutants
 
     if generic:
@@ -623,12 +661,12 @@ def mutants(
     raise typer.Exit(1 if bad else 0)
 
 
-@app.command()
+@app.command(rich_help_panel=MAINTAINERS)
 def variants(
     which: Which = None,
     sample: Annotated[bool, typer.Option("--sample", help="Of each phase one, by a hash.")] = False,
 ) -> None:
-    """For maintainers: another right answer to every exercise, written from its last hint, must pass."""
+    """Another right answer to every exercise, written from its last hint, must pass."""
     from labs.kit.variants import check_variants, one_a_phase
 
     bad = 0
@@ -658,7 +696,7 @@ def say_strength(chosen: list[Exercise], sample: bool) -> bool:
     return is_strong(strengths, sample)
 
 
-@app.command()
+@app.command(rich_help_panel=MAINTAINERS)
 def sync(
     only_look: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")
@@ -667,7 +705,7 @@ def sync(
         bool, typer.Option("--release", help="Remember these starters, so that `lab migrate` knows them.")
     ] = False,
 ) -> None:
-    """For maintainers: generate starters, their hashes and the code in solutions and chapters."""
+    """Generate starters, their hashes and the code in solutions and chapters."""
     from labs.kit.migrate import record_release
     from labs.kit.sync import sync as sync_files
 

@@ -18,6 +18,13 @@ console = Console(highlight=False, soft_wrap=True)
 SIGNS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
 
 
+def say_count() -> None:
+    """How many are solved, in a line."""
+    progress, hunts = Progress(), read_hunts().values()
+    solved = sum(hunt.state(progress) == "passed" for hunt in hunts)
+    console.print(f"[bold]{PHASE}[/]  {solved} of {len(hunts)} hunts solved; `lab hunt` lists them")
+
+
 def list_hunts() -> None:
     """All of them, with what became of each."""
     progress = Progress()

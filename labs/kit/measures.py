@@ -168,9 +168,15 @@ def runs_of_a_batch() -> Counts:
 
 
 QUESTIONS = {
-    "1": Question("How many MB are A and B of `sql` in memory, in float32?", "sql", "MB", bytes_of_adapters),
+    "1": Question(
+        "How many MB (1,000,000 bytes) are A and B of `sql` in memory, in float32?",
+        "sql",
+        "MB",
+        bytes_of_adapters,
+    ),
     "2": Question(
-        "A linear has three slices, 576 wide, with 576, 192 and 192 outputs. How many KB do 4 slots of rank 32 take?",
+        "A linear has three slices, 576 wide, with 576, 192 and 192 outputs. How many KB (1,000 bytes) do 4 slots of "
+        "rank 32 take, in float32?",
         "4 slots",
         "KB",
         bytes_of_slots,
@@ -183,8 +189,8 @@ QUESTIONS = {
         products_by_order,
     ),
     "4": Question(
-        "16 tokens of one adapter have the shrink kernel load and store some KB; R = 16, K = 256. How many KB are they "
-        "with 8 adapters?",
+        "16 tokens of one adapter have the shrink kernel load and store some KB (1,000 bytes); R = 16, K = 256, all in "
+        "float32. How many KB are they with 8 adapters?",
         "8 adapters",
         "KB",
         bytes_of_shrink,

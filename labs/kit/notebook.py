@@ -45,7 +45,9 @@ def command(notebook: Path, options: list[str], browser: bool) -> list[str]:
     address = f"/lab/tree/{notebook.relative_to(ROOT).as_posix()}"
     settings = [f"--ServerApp.root_dir={ROOT}", f"--LabApp.default_url={address}"]
     quiet = [] if browser and has_display() else ["--no-browser"]
-    return [sys.executable, "-m", "jupyterlab", *settings, *quiet, *options]
+    # Jupyter refuses to run as root, which is who runs in most containers, unless it is told so.
+    root = ["--allow-root"] if os.geteuid() == 0 else []
+    return [sys.executable, "-m", "jupyterlab", *settings, *quiet, *root, *options]
 
 
 def has_display() -> bool:

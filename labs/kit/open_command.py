@@ -17,6 +17,15 @@ def line_of(exercise: OpenExercise, progress: Progress) -> str:
     return f"  {SIGNS[exercise.state(progress.passed)]} {exercise.key}: {escape(exercise.title)}"
 
 
+def say_count() -> None:
+    """How many are within their budget, in a line."""
+    progress, known = Progress(), open_exercises()
+    met = sum(exercise.state(progress.passed) == "passed" for exercise in known)
+    console.print(
+        f"[bold]open exercises[/]  {met} of {len(known)} within their budget; `lab open` lists them"
+    )
+
+
 def list_open() -> None:
     """All of them, with what became of each."""
     progress = Progress()

@@ -40,8 +40,8 @@ def next_of(exercises: list[Exercise], states: dict[str, str], last: str | None)
 
     states   number -> as `Progress.state` says    last   the exercise that passed last
 
-    The path is the core's, and the other tracks of phases in which something of them was begun or solved. Tracks
-    that were not begun come last. None when all is solved.
+    The path is the core's, and the other tracks of phases in which something of them was begun or solved. None when
+    all of it is solved.
     """
     track = {e.number: track_of(e) for e in exercises}
     chosen = {(e.phase, track[e.number]) for e in exercises if states[e.number] != "todo"}
@@ -50,4 +50,4 @@ def next_of(exercises: list[Exercise], states: dict[str, str], last: str | None)
     ahead = [e for e in exercises[at:] + exercises[:at] if states[e.number] != "passed"]
     begun = [e for e in exercises if states[e.number] == "started"]
     own = [e for e in ahead if track[e.number] == "core" or (e.phase, track[e.number]) in chosen]
-    return next(iter(begun + own + ahead), None)
+    return next(iter(begun + own), None)

@@ -1,4 +1,4 @@
-"""Writes what is generated from the regions: starters, their hashes, and the code in solutions."""
+"""Writes what is generated from the regions: starters, their hashes, the code in solutions, places in chapters."""
 
 import hashlib
 import json
@@ -22,6 +22,8 @@ OPEN = {
 }
 OURS = ("naive", "good", "best")
 
+# What `lab check` says of an untouched exercise, as chapters show it.
+_PLACE = re.compile(r"^(· (\S+) .* TODO )labs/\S+:\d+$", re.MULTILINE)
 _BLOCK = re.compile(r"(<!-- code: lab (\S+) -->\n)(.*?)(<!-- /code -->)", re.DOTALL)
 
 
@@ -42,8 +44,7 @@ def sync(root: Path = ROOT, write: bool = True) -> tuple[list[str], list[str]]:
     # A learner's test is told from a starter by nobody but its hunt, so what is there stays.
     files |= {h.test_file: h.starter for h in read_hunts(root).values() if not h.test_file.is_file()}
     files |= _open_starters(root)
-    for path, text in _documents(root, exercises):
-        files[path] = text
+    files |= dict(_documents(root, exercises)) | dict(_chapters(root, exercises))
     stale = {path: text for path, text in files.items() if _text(path) != text}
     for path, text in stale.items() if write else ():
         if text is None:
@@ -114,3 +115,18 @@ def _documents(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Pat
         if blocks != text.count("<!-- code:"):
             raise LabError(f"{where}: a block is not '<!-- code: lab N.M -->', code, '<!-- /code -->'")
         yield path, filled
+
+
+def _chapters(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Path, str]]:
+    """Every chapter, with the places where exercises begin in fresh starters."""
+
+    def place(match: re.Match) -> str:
+        if match[2] not in exercises:
+            raise LabError(f"a chapter shows lab {match[2]}, and there is none")
+        exercise = exercises[match[2]]
+        lines = starter(exercise.text, exercise.module).split("\n")
+        line = next(n for n, line in enumerate(lines, 1) if f"# region lab {exercise.number}:" in line)
+        return f"{match[1]}{exercise.starter.relative_to(ROOT)}:{line}"
+
+    for path in sorted(root.glob("phases/*/README.md")):
+        yield path, _PLACE.sub(place, path.read_text(encoding="utf-8"))

@@ -2,21 +2,24 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from minivllm.core.output import SchedulerOutput
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.trace import StepRecord
 from minivllm.engine_args import EngineArgs
+from minivllm.lora.events import LoRAEvent
+from minivllm.lora.io.by_name import find_by_name
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.serving.adapter_reader import AdapterReader
+from minivllm.serving.adapter_reader import PARALLEL_READS
+from minivllm.serving.client import EngineClient
+from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.errors import Draining, QueueFull
 from minivllm.serving.listening import listen
@@ -27,47 +30,53 @@ T = TypeVar("T")
 
 # Until all requests have ended, `drain` looks every so many seconds.
 LOOK_AGAIN = 0.02
-# Adapters that are read from disk at the same time, unless it is said otherwise.
-PARALLEL_READS = 2
 
 
 class AsyncLLM:
-    """An engine that steps in a thread of its own, for callers in event loops. vLLM: `AsyncLLM`.
+    """An engine in a process or a thread of its own, for callers in event loops. vLLM: `AsyncLLM`.
 
     No method holds up the loop for a step, a load or a prompt's tokens. Requests come from any loop of any thread.
 
-    max_queued       requests that may be in the engine beside the `max_num_seqs` that can run at once; None = no limit
-    parallel_reads   adapters that are read from disk at the same time, beside the steps
-    engine           for what one operation reads; all else goes through `call`
+    max_queued          requests that may be in the engine beside the `max_num_seqs` that can run at once; None = no
+                        limit
+    config, tokenizer   the engine's
     """
 
-    def __init__(
-        self, engine: LLMEngine, *, max_queued: int | None = None, parallel_reads: int = PARALLEL_READS
-    ) -> None:
-        self.engine = engine
-        self._most = None if max_queued is None else max_queued + engine.config.scheduler_config.max_num_seqs
+    def __init__(self, client: EngineClient, *, max_queued: int | None = None) -> None:
+        self._client = client
+        self.config, self.tokenizer = client.config, client.tokenizer
+        self._most = None if max_queued is None else max_queued + self.config.scheduler_config.max_num_seqs
         self._open: set[Stream] = set()  # of requests that somebody waits for
         self._is_draining = False
-        self._thread = EngineThread(engine)
         # One thread: tokenizers are not made for several.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer")
-        self._reader = None
-        if engine.adapters is not None:
-            thread = self._thread
-            self._reader = AdapterReader(engine, parallel_reads, lambda: thread.call(lambda engine: None))
-            thread.is_held_up = lambda reader=self._reader: reader.is_reading
         # It runs at the end of the process, too: a thread in the middle of a step would be cut off.
-        self._stop = weakref.finalize(self, _stop, self._thread, self._tokenizing, self._reader)
+        self._stop = weakref.finalize(self, _stop, client, self._tokenizing)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> "AsyncLLM":
-        """Load model and tokenizer; errors as in `LLMEngine.from_engine_args`. It blocks until the engine is there."""
-        return cls(LLMEngine.from_engine_args(engine_args), **options)
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, max_queued: int | None = None, parallel_reads: int = PARALLEL_READS
+    ) -> "AsyncLLM":
+        """Load model and tokenizer in a process of their own. It blocks until the engine is there.
+
+        parallel_reads   adapters that are read from disk at the same time, beside the steps
+
+        Errors as in `LLMEngine.from_engine_args`.
+        """
+        make_engine = partial(LLMEngine.from_engine_args, engine_args)
+        return cls(EngineProcess(make_engine, parallel_reads), max_queued=max_queued)
 
     @classmethod
-    def from_engine(cls, engine: LLMEngine, **options: Any) -> "AsyncLLM":
-        """Take an engine over: nobody else may call it from now on."""
-        return cls(engine, **options)
+    def from_engine(
+        cls, engine: LLMEngine, *, max_queued: int | None = None, parallel_reads: int = PARALLEL_READS
+    ) -> "AsyncLLM":
+        """Take an engine over, which steps in a thread: nobody else may call it from now on."""
+        return cls(EngineThread(engine, parallel_reads), max_queued=max_queued)
+
+    @property
+    def adapter_names(self) -> Collection[str]:
+        """By which the engine knows adapters."""
+        return self._client.adapter_names
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -89,17 +98,17 @@ class AsyncLLM:
         one ends a running request, too. One that fails has finish_reason "error" and says why in `.error`.
         """
         self._check_room()
-        arrival_time = self.engine.clock()
+        arrival_time = self._client.clock()
         stream = output_stream(asyncio.get_running_loop(), output_kind)
 
         async def begin() -> None:
-            read = await self._read(request_id, prompt, lora_request)
-            add = partial(self._thread.begin, stream, request_id, read, sampling_params, arrival_time)
-            await self.call(lambda engine: add(lora_request=lora_request))
+            lora = await self._resolved(lora_request)
+            read = await self._read(request_id, prompt, lora)
+            self._client.begin(stream, request_id, read, sampling_params, arrival_time, lora)
 
         self._open.add(stream)
         try:
-            async with aclosing(listen(self._thread, stream, request_id, begin)) as outputs:
+            async with aclosing(listen(self._client, stream, request_id, begin)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
@@ -108,11 +117,11 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: whoever listens gets a last output with finish_reason "abort". vLLM: `abort`."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        await self.call(lambda engine: self._thread.abort(ids))
+        await asyncio.wrap_future(self._client.abort(ids))
 
     def _check_room(self) -> None:
-        if self._thread.error is not None:
-            raise self._thread.error
+        if self._client.error is not None:
+            raise self._client.error
         if self._is_draining:
             raise Draining("the engine is being shut down and takes no new requests; ask another one")
         if self._most is not None and len(self._open) >= self._most:
@@ -126,17 +135,17 @@ class AsyncLLM:
     async def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
         """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
         # Only an adapter that adds tokens brings a tokenizer.
-        lora_config = self.engine.config.lora_config
+        lora_config = self.config.lora_config
         if lora_request is None or lora_config is None or not lora_config.lora_extra_vocab_size:
-            return self.engine.tokenizer
-        return await self.call(lambda engine: engine.get_tokenizer(lora_request))
+            return self.tokenizer
+        return await self.call(LLMEngine.get_tokenizer, await self._resolved(lora_request))
 
     async def tokenize(
         self, what: str, text: str, lora_request: LoRARequest | str | None = None
     ) -> list[int]:
         """Token ids of a text. ValueError for what no request may have; `what` begins its sentence."""
         tokenizer = await self.get_tokenizer(lora_request)
-        longest = self.engine.config.model_config.max_model_len
+        longest = self.config.model_config.max_model_len
         return await self.beside(partial(tokenize, what, text, tokenizer, longest))
 
     async def chat_prompt(
@@ -144,10 +153,8 @@ class AsyncLLM:
     ) -> dict[str, Any]:
         """A conversation as a prompt for `generate`. ValueError for what the chat template cannot take."""
         tokenizer = await self.get_tokenizer(lora_request)
-        longest = self.engine.config.model_config.max_model_len
-        return await self.beside(
-            partial(chat_prompt, conversation, tokenizer, self.engine.tokenizer, longest)
-        )
+        longest = self.config.model_config.max_model_len
+        return await self.beside(partial(chat_prompt, conversation, tokenizer, self.tokenizer, longest))
 
     async def beside(self, function: Callable[[], T]) -> T:
         """Run a function of tokenizers in their thread, beside steps and the loop.
@@ -161,37 +168,44 @@ class AsyncLLM:
         """The prompt with its token ids, where it is a text that can be read here; others the engine judges."""
         is_dict = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None
         text = prompt.get("prompt") if is_dict else prompt
-        if not isinstance(text, str) or self.engine.tokenizer is None:
+        if not isinstance(text, str) or self.tokenizer is None:
             return prompt
         ids = await self.tokenize(f"the prompt of request '{request_id}'", text, lora_request)
         return {"prompt": text, "prompt_token_ids": ids}
+
+    async def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | str | None:
+        """The adapter, where it is a name that the engine does not know: resolvers of this process find it.
+
+        They read disks and networks, so they do it beside steps and loop. ValueError if nobody finds it.
+        """
+        is_name = isinstance(lora_request, str) and self.config.lora_config is not None
+        if not is_name or lora_request in self.adapter_names:
+            return lora_request
+        model = self.config.model_config.model
+        return await asyncio.to_thread(find_by_name, lora_request, model, self.adapter_names)
 
     # ---- adapters -------------------------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLMEngine.add_lora`. A reload that waits for requests is read when they have finished."""
-        reader = self._reader
-        if reader is None:
-            return await self.call(lambda engine: engine.add_lora(lora_request))
         try:
-            if read := await self.call(lambda engine: reader.begin_ahead(lora_request)):
-                # What it raises the engine raises again.
-                await asyncio.gather(asyncio.wrap_future(read.future), return_exceptions=True)
-            return await self.call(lambda engine: engine.add_lora(lora_request))
+            if read := await asyncio.wrap_future(self._client.read_ahead(lora_request)):
+                await asyncio.wrap_future(read)
+            return await self.call(LLMEngine.add_lora, lora_request)
         finally:
-            self._thread.call(lambda engine: reader.end_ahead(lora_request))
+            self._client.end_ahead(lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.remove_lora`."""
-        return await self.call(lambda engine: engine.remove_lora(lora_id))
+        return await self.call(LLMEngine.remove_lora, lora_id)
 
     async def pin_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.pin_lora`."""
-        return await self.call(lambda engine: engine.pin_lora(lora_id))
+        return await self.call(LLMEngine.pin_lora, lora_id)
 
     async def unpin_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.unpin_lora`."""
-        return await self.call(lambda engine: engine.unpin_lora(lora_id))
+        return await self.call(LLMEngine.unpin_lora, lora_id)
 
     async def list_loras(self) -> set[int]:
         """As `LLMEngine.list_loras`."""
@@ -199,12 +213,14 @@ class AsyncLLM:
 
     # ---- the engine -----------------------------------------------------------------------------------------
 
-    async def call(self, function: Callable[[LLMEngine], T]) -> T:
-        """The result of `function(engine)`, which the engine's thread runs between two steps. It holds up the steps.
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """The result of `function(engine, *args)`, which is run where the engine is, between two steps. It holds up
+        the steps.
 
+        To an engine in another process the function goes by its name, arguments and result are copied.
         EngineDeadError when the engine has ended. A call that is cancelled before its turn is never run.
         """
-        return await asyncio.wrap_future(self._thread.call(function))
+        return await asyncio.wrap_future(self._client.call(function, *args))
 
     async def subscribe(self, most: int = 256) -> AsyncGenerator[list[StepRecord], None]:
         """The trace records of steps, as they happen: all since the last time, but no more than the `most` newest.
@@ -214,18 +230,22 @@ class AsyncLLM:
         stream: Stream[list[StepRecord]] = Stream(
             asyncio.get_running_loop(), lambda earlier, later: (earlier + later)[-most:]
         )
-        listen = partial(_tell, self.engine, stream)
+        listener = partial(_tell, stream)
         try:
-            await self.call(lambda engine: engine.listeners.append(listen))
+            await asyncio.wrap_future(self._client.watch_steps(listener))
             while True:
                 yield await stream.take()
         finally:
-            self._thread.call(lambda engine: listen in engine.listeners and engine.listeners.remove(listen))
+            self._client.unwatch_steps(listener)
+
+    async def watch_adapters(self, listener: Callable[[LoRAEvent], object]) -> None:
+        """Tell a listener of what happens to adapters from now on, in another thread. vLLM has none."""
+        await asyncio.wrap_future(self._client.watch_adapters(listener))
 
     async def check_health(self) -> None:
         """EngineDeadError when the engine has ended. vLLM: `check_health`."""
-        if self._thread.error is not None:
-            raise self._thread.error
+        if self._client.error is not None:
+            raise self._client.error
 
     async def drain(self, seconds: float) -> None:
         """Take no new requests, and wait until those there are have ended, at most so many seconds."""
@@ -240,14 +260,11 @@ class AsyncLLM:
         self._stop()
 
 
-def _tell(engine: LLMEngine, stream: Stream[list[StepRecord]], scheduled: SchedulerOutput) -> None:
-    """A listener of steps: the engine's recorder has heard of this one already."""
-    if stream.put(engine.trace.records[-1:]):
+def _tell(stream: Stream[list[StepRecord]], record: StepRecord) -> None:
+    if stream.put([record]):
         wake([stream])
 
 
-def _stop(thread: EngineThread, tokenizing: ThreadPoolExecutor, reader: AdapterReader | None) -> None:
-    thread.stop()
+def _stop(client: EngineClient, tokenizing: ThreadPoolExecutor) -> None:
+    client.stop()
     tokenizing.shutdown(wait=False)  # a call that was cancelled would cancel whoever waits for it
-    if reader is not None:
-        reader.close()

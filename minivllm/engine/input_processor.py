@@ -5,7 +5,7 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter import AdapterTraits
-from minivllm.guards.refusals import asks_too_much, is_no_prompt, leaves_no_room, unknown_tokens
+from minivllm.guards import refusals
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import tokenize
@@ -42,11 +42,10 @@ class InputProcessor:
             most = f"at most {LONGEST_REQUEST_ID} printable characters"
             raise ValueError(f"request_id must be {most}, got {shown(request_id)}")
         if arrival_time is not None and not is_finite(arrival_time):
-            what = f"arrival_time of request '{request_id}' must be a finite number of seconds, or None"
-            raise ValueError(f"{what}, got {shown(arrival_time)}")
+            raise refusals.is_no_time(request_id, arrival_time)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.model_config.max_logprobs > -1:  # -1: all
-                raise asks_too_much(request_id, name, params, self.model_config)
+                raise refusals.asks_too_much(request_id, name, params, self.model_config)
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, traits: AdapterTraits
@@ -70,6 +69,8 @@ class InputProcessor:
         longest = min(self.model_config.max_model_len, positions)
         self._check_prompt(request_id, token_ids, longest, vocab_size, traits)
         check_sampling(params, vocab_size)
+        if params.structured_outputs is not None and self.tokenizer is None:
+            raise refusals.needs_text(request_id)
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)
@@ -80,13 +81,13 @@ class InputProcessor:
     ) -> None:
         """ValueError for what is no list of ids below `vocab_size`, empty, or not shorter than `longest`."""
         if not isinstance(token_ids, list | tuple):
-            raise is_no_prompt(request_id, token_ids)
+            raise refusals.is_no_prompt(request_id, token_ids)
         if not token_ids:
             raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
         if len(token_ids) >= longest:
-            raise leaves_no_room(request_id, len(token_ids), longest, self.model_config.max_model_len)
+            raise refusals.leaves_no_room(request_id, len(token_ids), longest, self.model_config)
         if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
-            raise unknown_tokens(request_id, wrong, vocab_size, traits)
+            raise refusals.unknown_tokens(request_id, wrong, vocab_size, traits)
 
     def _tokenize(self, request_id: str, text: str, traits: AdapterTraits) -> list[int]:
         if self.tokenizer is None:

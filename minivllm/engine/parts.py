@@ -7,12 +7,12 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
-from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
+from minivllm.policies.install import install_policies
 from minivllm.worker.model_runner import ModelRunner
 
 
@@ -37,9 +37,10 @@ class EngineParts:
         self.tokenizer = tokenizer
         self.clock = clock
         self.runner = ModelRunner(config)
+        self.runner.row_sampler.masks.tokenizer = tokenizer
         if warm_up:
             self.runner.warm_up()
-        self.scheduler = Scheduler(
+        self.scheduler = self.runner.make_scheduler(
             config.scheduler_config,
             replace(config.cache_config, num_blocks=self.runner.num_blocks),
             config.lora_config,
@@ -49,11 +50,10 @@ class EngineParts:
         )
         self.adapters = None
         if config.lora_config is not None:
-            self.adapters = AdapterRegistry(
-                self.scheduler, self.runner.lora_manager, with_tokenizers=tokenizer is not None
-            )
+            self.adapters = AdapterRegistry(self.scheduler, self.runner.lora_manager, tokenizer is not None)
             self.scheduler.may_run = self.adapters.may_run
             self.scheduler.pinned_adapters = self.adapters.pinned
+        install_policies(config, self.scheduler, self.adapters and self.adapters.manager)
         self.input_processor = InputProcessor(config.model_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, clock)
         self.parallel = ParallelSampling(self.scheduler, self.output_processor)

@@ -78,19 +78,15 @@ def skips(scheduler: Scheduler, output: SchedulerOutput, most: int = MAX_NAMED) 
 
 
 def _passed_over(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Iterable[Request], int]:
-    waiting, asked = scheduler.waiting, list(output.asked)
+    waiting = scheduler.waiting
     if output.halted_by is None:
         return waiting, len(waiting)
-    last = _still_waiting(scheduler, asked[-1]) if asked else None
-    ended_it = last is not None and last.adapter_id not in output.passed_over
-    if ended_it and output.halted_by != NO_BLOCKS:
-        asked.pop()  # the step was full when its turn came, and so for all behind the one before
-    if not asked:
+    if not output.asked:
         return (), 0
-    reached, had_waited = asked[-1], isinstance(asked[-1], tuple)
+    reached, had_waited = output.asked[-1], isinstance(output.asked[-1], tuple)
     keys = waiting.passed_over if had_waited else waiting.requests
-    find = keys.bisect_left if ended_it and output.halted_by == NO_BLOCKS else keys.bisect_right
-    count = find(reached)
+    # Who lacks blocks was asked, but not passed over.
+    count = (keys.bisect_left if output.halted_by == NO_BLOCKS else keys.bisect_right)(reached)
     if had_waited:
         return (waiting.requests[arrival] for _, arrival in keys.islice(0, count)), count
     # Adapters that had waited for a slot were in line before all who stand by arrival.
@@ -98,10 +94,6 @@ def _passed_over(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Iterabl
     first = heads.bisect_right(reached)
     arrivals = chain(islice(waiting.requests, count), heads.islice(first))
     return map(waiting.requests.__getitem__, arrivals), count + len(heads) - first
-
-
-def _still_waiting(scheduler: Scheduler, place: tuple[int, int] | int) -> Request | None:
-    return scheduler.waiting.requests.get(place[1] if isinstance(place, tuple) else place)
 
 
 def record_step(

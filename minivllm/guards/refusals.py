@@ -7,6 +7,11 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.validation import shown
 
 
+def id_in_use(request_id: str) -> ValueError:
+    """Of a request with the id of another one that has not had its last output."""
+    return ValueError(f"request id '{request_id}' is in use; give every request its own")
+
+
 def asks_too_much(
     request_id: str, name: str, params: SamplingParams, model_config: ModelConfig
 ) -> ValueError:
@@ -25,10 +30,10 @@ def is_no_prompt(request_id: str, prompt: Any) -> ValueError:
     )
 
 
-def leaves_no_room(request_id: str, num_tokens: int, longest: int, max_model_len: int) -> ValueError:
+def leaves_no_room(request_id: str, num_tokens: int, longest: int, model_config: ModelConfig) -> ValueError:
     """Of a prompt as long as all that prompt and answer may come to (`longest`)."""
     limit = f"the {longest} positions that its adapter, or the base model, was trained for"
-    if longest == max_model_len:
+    if longest == model_config.max_model_len:
         limit = f"max_model_len {longest}"
     return ValueError(
         f"request '{request_id}' has a prompt of {num_tokens} tokens, which leaves no room for an "
@@ -43,6 +48,20 @@ def unknown_tokens(request_id: str, wrong: list[Any], vocab_size: int, traits: A
         f"request '{request_id}' has prompt token ids {shown(wrong[:5])}; "
         f"use ints from 0 to {vocab_size - 1}{whose}"
     )
+
+
+def needs_text(request_id: str) -> ValueError:
+    """Of an answer with a given structure where there is no text."""
+    return ValueError(
+        f"request '{request_id}' has structured_outputs, which speak of text, but there is no tokenizer; "
+        "leave them out"
+    )
+
+
+def is_no_time(request_id: str, arrival_time: Any) -> ValueError:
+    """Of an arrival that no clock shows."""
+    what = f"arrival_time of request '{request_id}' must be a finite number of seconds, or None"
+    return ValueError(f"{what}, got {shown(arrival_time)}")
 
 
 def lacks_blocks(request_id: str, num_tokens: int, usable: int, block_size: int) -> ValueError:

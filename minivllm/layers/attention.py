@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.layers.paged_attention import PagedAttentionMetadata, paged_attention
+from minivllm.layers.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata, paged_attention
 from minivllm.layers.rotary import apply_rotary
 
 # Decodes share one padded product; one much longer than the shortest starts a product of its own, so that a
@@ -184,13 +184,13 @@ class Attention(nn.Module):
         self,
         heads: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        attn: AttentionMetadata | PagedAttentionMetadata,
+        attn: AttentionMetadata | PagedAttentionMetadata | TiledAttentionMetadata,
     ) -> torch.Tensor:
         """heads: (T, Hq + 2 Hkv, D), queries, keys, values, which may change in place -> (T, Hq*D)
 
         rotary: cosines and sines, as `apply_rotary` wants them.
         """
-        if isinstance(attn, PagedAttentionMetadata):
+        if isinstance(attn, PagedAttentionMetadata | TiledAttentionMetadata):
             return paged_attention(heads, rotary, self.kv_cache, self.scale, attn)
         qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)

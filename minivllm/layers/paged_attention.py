@@ -30,6 +30,20 @@ class PrefillBatch:
 
 
 @dataclass(frozen=True)
+class TiledAttentionMetadata:
+    """Who attends to what in one step, prompts and decodes alike: all of it on the device, fit for a CUDA graph.
+
+    slot_mapping: (T,) int64, as in `PagedAttentionMetadata`
+    tiles: (4, capacity) int32, as `mixed_attention` wants them; every token is in one, padding too
+    block_tables: (P, W) int32 blocks of each request's context
+    """
+
+    slot_mapping: torch.Tensor
+    tiles: torch.Tensor
+    block_tables: torch.Tensor
+
+
+@dataclass(frozen=True)
 class PagedAttentionMetadata:
     """Who attends to what in one step, for the fast path (vLLM: TritonAttentionMetadata).
 
@@ -132,7 +146,7 @@ def paged_attention(
     rotary: tuple[torch.Tensor, torch.Tensor],
     kv_cache: torch.Tensor,
     scale: float,
-    attn: PagedAttentionMetadata,
+    attn: PagedAttentionMetadata | TiledAttentionMetadata,
 ) -> torch.Tensor:
     """Rotate q and k in place, write the cache, attend.
 
@@ -142,9 +156,13 @@ def paged_attention(
     """
     # Imported here, so that a machine without Triton still serves on its CPU.
     from minivllm.layers.triton_ops.attention import paged_decode_attention
+    from minivllm.layers.triton_ops.mixed_attention import mixed_attention
     from minivllm.layers.triton_ops.rotary import rotary_and_cache
 
     rotary_and_cache(heads, *rotary, attn.slot_mapping, kv_cache)
+    if isinstance(attn, TiledAttentionMetadata):
+        q = heads[:, : heads.shape[1] - kv_cache.shape[2]]  # (T, Hq, D)
+        return mixed_attention(q, kv_cache, attn.tiles, attn.block_tables, scale)  # (T, Hq * D)
     prefill = attn.prefill
     if prefill is not None:
         prompts = prefill_attention(heads, kv_cache, scale, prefill)  # (N, Hq * D)

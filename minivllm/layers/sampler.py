@@ -57,6 +57,7 @@ class Sampler(nn.Module):
         generators: Sequence[torch.Generator | None],
         num_output_tokens: Sequence[int],
         histories: Sequence[TokenHistory] = (),
+        masks: Sequence[torch.Tensor | None] = (),
     ) -> SamplerOutput:
         """Sample every row; a seeded row's token depends on nothing but its logits and its generator.
 
@@ -64,8 +65,10 @@ class Sampler(nn.Module):
         rows, generators, num_output_tokens: P each; what the request asks, its `make_generator` (kept for
             the request's whole life), and how many tokens it has already
         histories: P, the tokens that biases and penalties look at; () where no row asks for any
+        masks: P, which tokens a row may take, (V,) bool, None = all; () where no row has any
         """
         allowed = self._hold_off_stops(logits, rows, num_output_tokens)  # (P, V)
+        allowed = _masked(allowed, masks)  # (P, V)
         if any(params.changes_logits for params in rows):
             allowed = apply_penalties(allowed, rows, histories)  # (P, V)
         token_ids = allowed.argmax(dim=-1)  # (P,)
@@ -91,6 +94,18 @@ class Sampler(nn.Module):
             # An adapter may read tokens of its own for which there are no logits.
             allowed[i, [token_id for token_id in stops if token_id < logits.shape[1]]] = -math.inf
         return allowed
+
+
+def _masked(logits: torch.Tensor, masks: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Logits in which rows with a mask have no others. (P, V) -> (P, V), the same where no row has one."""
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return logits
+    allowed = logits.clone()
+    allowed[rows] = allowed[rows].masked_fill(
+        ~torch.stack([masks[row] for row in rows]).to(logits.device), -math.inf
+    )
+    return allowed
 
 
 def make_generator(params: SamplingParams) -> torch.Generator | None:

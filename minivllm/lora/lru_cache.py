@@ -36,7 +36,7 @@ class LRUCache(OrderedDict[int, V]):
     def remove_oldest(self, spare: Collection[int] = ()) -> tuple[int, V]:
         """Forget the least recently used entry that is not in `spare`; returns key and value.
 
-        RuntimeError when there is none.
+        RuntimeError, which names those in `spare`, when there is none.
         """
         victim = next((key for key in self if key not in spare), None)
         if victim is None:

@@ -21,7 +21,10 @@ class Slots:
 
     # region lab 2.1: room for S adapters
     def __init__(self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
-        """n buffers each, all zeros: nothing is live, and nothing is beside them."""
+        """n buffers each, all zeros: nothing is live, and nothing is beside them.
+
+        `_live` is an empty dict: slot -> what `live` has worked out for it.
+        """
         self.a, self.b = tuple(a), tuple(b)
         self.beside: dict[str, tuple[torch.Tensor, ...]] = {}
         self.live_ranks = [[0] * len(buffer) for buffer in self.a]
@@ -70,6 +73,8 @@ class Slots:
         left. When a copy fails, `live_ranks` covers all that may have been written, so that `clear` empties it.
 
         Raises ValueError for another number of parts than n.
+
+        To use: `lora_a` (r, K) and `lora_b` (N, r) of a part (module_weights.py); (E, r, K) and (E, N, r) of experts.
         """
         for i, part in zip(range(len(self.a)), parts, strict=True):
             rank = 0 if part is None else part.lora_a.shape[-2]

@@ -10,14 +10,14 @@ from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.paged_attention import PagedAttentionMetadata
+from minivllm.layers.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.interfaces import SupportsLoRA
 from minivllm.models.moe import SparseMoeBlock
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata
+AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata | TiledAttentionMetadata
 
 
 class LlamaMLP(nn.Module):

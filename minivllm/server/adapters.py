@@ -9,11 +9,10 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.metrics import state_of
 from minivllm.server.context import Call, Managing, TheCall
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import AdapterRequest, LoadAdapterRequest
+from minivllm.serving.views import describe
 
 router = APIRouter()
 
@@ -35,7 +34,7 @@ async def model(name: str, call: TheCall) -> dict[str, Any]:
 
 def card(call: Call, name: str) -> dict[str, Any]:
     """What is said of a model that is served."""
-    config = call.server.llm.engine.config.model_config
+    config = call.server.llm.config.model_config
     known = {"id": name, "object": "model", "created": STARTED, "owned_by": "minivllm"}
     adapter = call.server.names.served.get(name)
     if adapter is None:
@@ -54,25 +53,6 @@ async def adapters(call: TheCall) -> dict[str, Any]:
         nothing = {"state": "known", "slot": None, "pinned": False, "bytes": None, "last_used": None}
         found.append({"name": name, "path": served.lora_path, **nothing, **known.get(served.lora_int_id, {})})
     return {"object": "list", "data": found}
-
-
-def describe(engine: LLMEngine) -> dict[int, dict[str, Any]]:
-    """Of every adapter that the engine knows, by id. To be called in the engine's thread."""
-    if engine.adapters is None:
-        return {}
-    registry, manager = engine.adapters, engine.adapters.manager
-    slots, held = manager.list_active_adapters(), manager.list_adapters()
-    histories = manager.stats.by_adapter
-    return {
-        adapter_id: {
-            "state": state_of(registry, adapter_id).value,
-            "slot": slots.get(adapter_id),
-            "pinned": adapter_id in registry.pinned,
-            "bytes": held[adapter_id].nbytes if adapter_id in held else None,
-            "last_used": histories[adapter_id].last_used if adapter_id in histories else None,
-        }
-        for adapter_id in registry.adapters
-    }
 
 
 @router.post("/v1/load_lora_adapter")
@@ -120,7 +100,7 @@ def check_allowed(server: Managing) -> None:
     """ApiError 403 unless the server was started so that adapters may come and go."""
     if not server.settings.allow_runtime_lora:
         raise ApiError(403, "adapters cannot be changed; start the server with --allow-runtime-lora")
-    if server.llm.engine.adapters is None:
+    if server.llm.config.lora_config is None:
         raise ApiError(400, "LoRA is off; start the server with adapters")
 
 

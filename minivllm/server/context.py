@@ -46,7 +46,7 @@ class Server:
         if self.has_started:
             return
         self.has_started = True
-        await self.llm.call(self.metrics.listen)
+        await self.llm.watch_adapters(self.metrics.adapter_events)
         await self.names.load_all()
 
 
@@ -66,7 +66,7 @@ class Call:
 
     async def tokenizer(self, adapter: LoRARequest | None) -> Any:
         """For the adapter's texts. ApiError 400 for a server of token ids only."""
-        if self.server.llm.engine.tokenizer is None:
+        if self.server.llm.tokenizer is None:
             raise ApiError(400, "this server has no tokenizer: prompts are token ids")
         return await self.server.llm.get_tokenizer(adapter)
 

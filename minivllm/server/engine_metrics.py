@@ -2,15 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.metrics import SchedulerStats, scheduler_stats
 from minivllm.lora.events import LoRAEvent
+from minivllm.serving.views import EngineView
 
 # Name, field of `SchedulerStats`, what it says.
 GAUGES = (
@@ -28,37 +26,6 @@ LORA_GAUGES = (
     ("minivllm:adapters_in_memory", "in_memory", "Adapters that are in memory."),
     ("minivllm:adapters_in_slots", "in_slots", "Adapters that have a slot."),
 )
-
-
-@dataclass(frozen=True)
-class EngineView:
-    """What an engine says of itself between two steps.
-
-    adapters           name of a count in LORA_GAUGES -> how many; empty for an engine without LoRA
-    running, waiting   names of the adapters with requests in the batch, and of the others with requests in the queue
-    """
-
-    scheduler: SchedulerStats
-    adapters: dict[str, int]
-    running: list[str]
-    waiting: list[str]
-    max_loras: int
-
-    @classmethod
-    def of(cls, engine: LLMEngine) -> "EngineView":
-        """To be called in the engine's thread."""
-        stats, adapters = scheduler_stats(engine.scheduler), engine.adapters
-        if adapters is None:
-            return cls(stats, {}, [], [], 0)
-        running = {request.adapter_id for request in engine.scheduler.running}
-        waiting = set(engine.scheduler.waiting.adapters) - running
-        counts = {
-            "known": len(adapters.adapters),
-            "in_memory": len(adapters.manager.list_adapters()),
-            "in_slots": len(adapters.manager.list_active_adapters()),
-        }
-        names = [sorted(adapters.name_of(i) for i in ids if i) for ids in (running, waiting)]
-        return cls(stats, counts, *names, adapters.manager.lora_slots)
 
 
 class EngineCollector:

@@ -12,13 +12,12 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, StreamingResponse
 
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.recorder import room
 from minivllm.engine.trace import StepRecord
 from minivllm.labs import active
 from minivllm.server.context import Managing, Server
 from minivllm.server.page import build_page, run_of
 from minivllm.serving.errors import EngineDeadError
+from minivllm.serving.views import newest_steps
 
 router = APIRouter(include_in_schema=False)
 
@@ -63,8 +62,8 @@ async def _messages(server: Server) -> AsyncIterator[str]:
     looks = 0
     async with aclosing(_steps(server)) as batches:
         await anext(batches)  # from here on no step is lost; a page passes over those that come twice
-        steps, there_is = await server.llm.call(_hello)
-        yield message(server, steps, {**there_is, **_names(server)})
+        steps, there_is = await server.llm.call(newest_steps, BACKLOG)
+        yield message(server, steps, {"room": there_is, **_names(server)})
         async for batch in batches:
             looks = 0 if batch else looks + 1
             if batch:
@@ -122,17 +121,13 @@ def latencies(seconds: Collection[float]) -> dict[str, float | int | None]:
     return {"count": len(seconds), "p50": cuts[49], "p99": cuts[98]}
 
 
-def _hello(engine: LLMEngine) -> tuple[list[StepRecord], dict[str, Any]]:
-    return engine.trace.records[-BACKLOG:], {"room": room(engine)}
-
-
 def _names(server: Server) -> dict[str, Any]:
     settings = server.settings
     return {
         "model": settings.model_name,
         "adapters": sorted(server.names.served),
-        "may_change": settings.allow_runtime_lora and server.llm.engine.adapters is not None,
-        "has_chat": getattr(server.llm.engine.tokenizer, "chat_template", None) is not None,
+        "may_change": settings.allow_runtime_lora and server.llm.config.lora_config is not None,
+        "has_chat": getattr(server.llm.tokenizer, "chat_template", None) is not None,
         "yours": whose_phases(),
     }
 

@@ -83,12 +83,12 @@ class ModelNames(ServedNames):
             await self.llm.remove_lora(stable_id(name))
 
     def for_engine(self, adapter: LoRARequest | None) -> LoRARequest | str | None:
-        """What a request of it names: the bare name of what the engine knows (`_names_in_engine`).
+        """What a request of it names: the bare name of what the engine knows (`AsyncLLM.adapter_names`).
 
         The adapter may be unloaded, or read again from elsewhere, before the engine takes the request. With a folder
         of before it would come back for good.
         """
-        is_known = adapter is not None and adapter.lora_name in self._names_in_engine()
+        is_known = adapter is not None and adapter.lora_name in self.llm.adapter_names
         return adapter.lora_name if is_known else adapter
 
     # endregion
@@ -110,7 +110,7 @@ class ModelNames(ServedNames):
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _model(self) -> str:
-        return self.llm.engine.config.model_config.model
+        return self.llm.config.model_config.model
 
     async def _allowed_path(self, path: str) -> str:
         if self.settings.lora_root is None:

@@ -23,8 +23,36 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class JsonSchema(Body):
+    """A JSON schema with a name, which is of no consequence; it is always followed to the letter (`strict`)."""
+
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True
+
+
 class ResponseFormat(Body):
-    type: Literal["text"] = "text"
+    """What the answer has to be: any text, any JSON object, or what a schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_there_should_be_one(self) -> "ResponseFormat":
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError('json_schema and type: "json_schema" need each other')
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's own field: exactly one of them; `minivllm.structured_outputs` says what each means."""
+
+    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class SamplingFields(Body):
@@ -55,12 +83,19 @@ class SamplingFields(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options may be given only with stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> "SamplingFields":
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs and response_format say the same; leave one of them out")
         return self
 
 

@@ -1,10 +1,8 @@
 """A server in a process, until it is told to end. Stands for vllm/entrypoints/launcher.py (v0.22.1)."""
 
 import asyncio
-import gc
 import signal
 import socket
-import sys
 import threading
 from types import FrameType
 
@@ -15,8 +13,6 @@ from minivllm.server.settings import ServerSettings
 
 # For what is in the connections when all requests have ended.
 SECONDS_TO_FLUSH = 5
-# For so many seconds a thread may keep the others from running; Python's own 0.005 are half a step of a GPU.
-SWITCH_SECONDS = 0.0003
 
 
 class DrainingServer(uvicorn.Server):
@@ -69,16 +65,6 @@ class DrainingServer(uvicorn.Server):
             await asyncio.to_thread(self.state.llm.shutdown)
         finally:
             self.should_exit = True
-
-
-def avoid_pauses() -> None:
-    """For a process that only serves, once all is loaded. vLLM: `freeze_gc_heap`.
-
-    The garbage collector passes over what is there, which would take it a tenth of a second each time.
-    """
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
 
 
 def bind(host: str, port: int, write_seconds: float) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from minivllm.structured_outputs import StructuredOutputsParams
 
 # Fields that are called alike here and there.
 SAME = (
@@ -25,4 +26,14 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 
 def _same(body: SamplingFields) -> dict[str, object]:
-    return {name: getattr(body, name) for name in SAME}
+    return {name: getattr(body, name) for name in SAME} | {"structured_outputs": _structure(body)}
+
+
+def _structure(body: SamplingFields) -> StructuredOutputsParams | None:
+    if body.structured_outputs is not None:
+        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True))
+    if body.response_format is None or body.response_format.type == "text":
+        return None
+    if body.response_format.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(json=body.response_format.json_schema.schema_)

@@ -1,6 +1,6 @@
 """The model names that requests use, as they stand. Stands for a part of vLLM's OpenAIServingModels (v0.22.1)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.lora.request import LoRARequest
@@ -43,11 +43,7 @@ class ServedNames:
 
     def is_known(self, name: str) -> bool:
         """Whether it is served, or the engine still has requests that brought it along."""
-        return name in self.served or name in self._names_in_engine()
-
-    def _names_in_engine(self) -> Collection[str]:
-        registry = self.llm.engine.adapters
-        return () if registry is None else registry.by_name
+        return name in self.served or name in self.llm.adapter_names
 
     def known(self, name: str) -> LoRARequest:
         """Of an adapter that is served. ApiError 404 for another name."""

@@ -18,7 +18,7 @@ async def tokenize(body: TokenizeRequest, call: TheCall) -> dict[str, Any]:
     adapter = await call.adapter(body.model)
     llm = call.server.llm
     tokenizer = await call.tokenizer(adapter)
-    longest = llm.engine.config.model_config.max_model_len
+    longest = llm.config.model_config.max_model_len
     if body.messages is not None:
         messages = [message.as_template_takes_it() for message in body.messages]
         ids = (await llm.chat_prompt(messages, adapter))["prompt_token_ids"]

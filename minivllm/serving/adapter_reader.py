@@ -11,6 +11,8 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 
+# Adapters that are read from disk at the same time, unless it is said otherwise.
+PARALLEL_READS = 2
 # Why a request may not join yet: its adapter is being read.
 LOADING = "loading"
 
@@ -87,15 +89,22 @@ class AdapterReader:
         self.worker.manager.tell("load", lora.id, seconds=seconds, name=lora_request.lora_name)
         return lora
 
-    def begin_ahead(self, lora_request: LoRARequest) -> Read | None:
-        """Have an adapter read that somebody is about to load (`end_ahead`). None if it need not be read."""
+    def begin_ahead(self, lora_request: LoRARequest) -> "Future[None] | None":
+        """Have an adapter read that somebody is about to load (`end_ahead`). None if it need not be read.
+
+        The future is done when it has been read, or cannot be: what was raised, the load raises again.
+        """
         adapter_id = lora_request.lora_int_id
         in_memory = self.worker.manager.get_adapter(adapter_id) is not None
         if in_memory and not lora_request.load_inplace:
             return None
         read = self._reads.get(adapter_id)
         is_same = read is not None and self._is_for(read, lora_request)
-        return read if is_same else self._begin(lora_request)
+        read = read if is_same else self._begin(lora_request)
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        read.future.add_done_callback(lambda future: done.set_result(None))
+        return done
 
     def end_ahead(self, lora_request: LoRARequest) -> None:
         """It is loaded by now, or nobody is about to load it any more."""

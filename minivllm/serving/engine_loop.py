@@ -4,11 +4,15 @@ vllm/v1/engine/core.py (v0.22.1)."""
 import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from minivllm.core.output import SchedulerOutput
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.trace import StepRecord
 from minivllm.faults import as_fault
+from minivllm.lora.events import LoRAEvent
 from minivllm.serving.hand_over import HandOver
 from minivllm.serving.streams import aborted, wake
 
@@ -45,6 +49,7 @@ class EngineLoop:
         self._did_nothing = False  # the last step
         self._due: list[Sink] = []  # have outputs, and are not woken yet
         self._lost: list[Sink] = []  # could not be woken: their event loop is closed
+        self._watching: dict[Callable, Callable[[SchedulerOutput], object]] = {}  # listener -> the engine's
         # While a GPU computes, this thread waits without the GIL: a good time for others to send what they have.
         self._wakes_beside_steps = engine.runner.on_gpu
         if self._wakes_beside_steps:
@@ -54,9 +59,35 @@ class EngineLoop:
     def is_idle(self) -> bool:
         return not self.sinks and not self.hand_over.waits
 
-    def call(self, function: Callable[[LLMEngine], T]) -> "Future[T]":
-        """From any thread: run `function(engine)` between two steps (`HandOver.call`)."""
-        return self.hand_over.call(function)
+    # ---- from any thread, for between two steps ---------------------------------------------------------------
+
+    def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
+        """The result of `function(engine, *args)` (`HandOver.call`)."""
+        return self.hand_over.call(partial(_with, function, args))
+
+    def begin(self, sink: Sink, request_id: str, *args: Any, **options: Any) -> None:
+        """Add a request. Its outputs go to `sink`, and so does what `LLMEngine.add_request` raises."""
+        begun = self.call(self._begin, sink, request_id, args, options)
+        begun.add_done_callback(partial(_tell_refusal, sink))
+
+    def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
+        """End requests, each with a last output that says so; nothing is done for those that have ended.
+
+        sink   only those that are this one's: another may have their ids by now
+        """
+        return self.call(self._abort, list(request_ids), sink)
+
+    def watch_steps(self, listener: Callable[[StepRecord], object]) -> "Future[None]":
+        """Tell a listener of every step from now on, in the engine's thread."""
+        return self.call(self._watch_steps, listener)
+
+    def unwatch_steps(self, listener: Callable[[StepRecord], object]) -> "Future[None]":
+        """It is told no more; one that never was is passed over."""
+        return self.call(self._unwatch_steps, listener)
+
+    def watch_adapters(self, listener: Callable[[LoRAEvent], object]) -> "Future[None]":
+        """Tell a listener of what happens to adapters from now on, in the engine's thread."""
+        return self.call(_watch_adapters, listener)
 
     # ---- in the engine's thread -----------------------------------------------------------------------------
 
@@ -74,20 +105,26 @@ class EngineLoop:
         if self.sinks:
             self._step()
 
-    def begin(self, sink: Sink, request_id: str, *args: Any, **options: Any) -> None:
-        """Add a request whose outputs go to `sink`. Arguments and errors are those of `LLMEngine.add_request`."""
-        self.engine.add_request(request_id, *args, **options)
+    def _begin(
+        self, engine: LLMEngine, sink: Sink, request_id: str, args: tuple, options: dict[str, Any]
+    ) -> None:
+        engine.add_request(request_id, *args, **options)
         self.sinks[request_id] = sink
 
-    def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> None:
-        """End requests, each with a last output that says so; nothing is done for those that have ended.
-
-        sink   only those that are this one's: another may have their ids by now
-        """
+    def _abort(self, engine: LLMEngine, request_ids: list[str], sink: Sink | None) -> None:
         found = {i: self.sinks[i] for i in request_ids if i in self.sinks}
         found = {i: own for i, own in found.items() if sink in (None, own)}
-        self.engine.abort_request(list(found))
+        engine.abort_request(list(found))
         self._deliver([aborted(i, getattr(own, "last", None)) for i, own in found.items()])
+
+    def _watch_steps(self, engine: LLMEngine, listener: Callable[[StepRecord], object]) -> None:
+        # The engine's recorder has heard of the step already.
+        self._watching[listener] = lambda scheduled: listener(engine.trace.records[-1])
+        engine.listeners.append(self._watching[listener])
+
+    def _unwatch_steps(self, engine: LLMEngine, listener: Callable[[StepRecord], object]) -> None:
+        if (watching := self._watching.pop(listener, None)) is not None:
+            engine.listeners.remove(watching)
 
     def fail(self, error: Exception) -> None:
         """Whoever waits for outputs gets this error. The engine keeps the requests."""
@@ -136,3 +173,18 @@ class EngineLoop:
                 del self.sinks[request_id]
             self._lost.clear()
             self.engine.abort_request(gone)
+
+
+def _with(function: Callable[..., T], args: tuple, engine: LLMEngine) -> T:
+    return function(engine, *args)
+
+
+def _tell_refusal(sink: Sink, begun: "Future[None]") -> None:
+    """The request is not in the engine: whoever waits for its outputs hears why."""
+    if not begun.cancelled() and (error := begun.exception()) is not None and sink.put(error):
+        wake([sink])
+
+
+def _watch_adapters(engine: LLMEngine, listener: Callable[[LoRAEvent], object]) -> None:
+    if engine.adapters is not None:
+        engine.adapters.manager.listeners.append(listener)

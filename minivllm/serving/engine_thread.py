@@ -2,8 +2,12 @@
 
 import logging
 import threading
+from collections.abc import Collection
+from concurrent.futures import Future
 
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.lora.request import LoRARequest
+from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
 from minivllm.serving.engine_loop import EngineLoop
 from minivllm.serving.errors import EngineDeadError, died_of
 
@@ -11,10 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThread(EngineLoop):
-    """An engine in a thread of its own, until it is stopped or an error ends it."""
+    """An engine in a thread of its own, until it is stopped or an error ends it; an `EngineClient`.
 
-    def __init__(self, engine: LLMEngine) -> None:
+    parallel_reads   adapters that are read from disk at the same time, beside the steps
+    """
+
+    def __init__(self, engine: LLMEngine, parallel_reads: int = PARALLEL_READS) -> None:
         super().__init__(engine)
+        self.config, self.tokenizer, self.clock = engine.config, engine.tokenizer, engine.clock
+        self.reader = None
+        if engine.adapters is not None:
+            self.reader = AdapterReader(engine, parallel_reads, lambda: self.call(_do_nothing))
+            self.is_held_up = lambda: self.reader.is_reading
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
         self._thread.start()
@@ -27,9 +39,31 @@ class EngineThread(EngineLoop):
     def stop(self) -> None:
         """End the thread after the step that it is in. Requests that have not ended get an EngineDeadError."""
         self._stopping = True
-        self.call(lambda engine: None)  # it may be waiting for a call
+        self.call(_do_nothing)  # it may be waiting for a call
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            if self.reader is not None:
+                self.reader.close()
+
+    @property
+    def adapter_names(self) -> Collection[str]:
+        """By which the engine knows adapters, as one operation reads them."""
+        return () if self.engine.adapters is None else self.engine.adapters.by_name
+
+    def read_ahead(self, lora_request: LoRARequest) -> "Future[Future[None] | None]":
+        """Have an adapter read that somebody is about to load (`AdapterReader.begin_ahead`)."""
+        return self.call(self._read_ahead, lora_request)
+
+    def end_ahead(self, lora_request: LoRARequest) -> None:
+        """It is loaded by now, or nobody is about to load it any more."""
+        if self.reader is not None:
+            self.call(self._end_ahead, lora_request)
+
+    def _read_ahead(self, engine: LLMEngine, lora_request: LoRARequest) -> "Future[None] | None":
+        return None if self.reader is None else self.reader.begin_ahead(lora_request)
+
+    def _end_ahead(self, engine: LLMEngine, lora_request: LoRARequest) -> None:
+        self.reader.end_ahead(lora_request)
 
     def _run(self) -> None:
         error: Exception = EngineDeadError("the engine was shut down; start another one")
@@ -42,3 +76,7 @@ class EngineThread(EngineLoop):
             error = died_of(cause)
         self.hand_over.end(error)
         self.fail(error)
+
+
+def _do_nothing(engine: LLMEngine) -> None:
+    pass

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from minivllm.engine.outputs import RequestOutput
-from minivllm.serving.engine_loop import EngineLoop
+from minivllm.serving.client import EngineClient
 from minivllm.serving.streams import Stream
 
 T = TypeVar("T")
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # region lab 9.3: whoever stops listening
 async def listen(
-    engine_loop: EngineLoop,
+    client: EngineClient,
     stream: Stream[RequestOutput],
     request_id: str,
     begin: Callable[[], Awaitable[None]],
@@ -26,8 +26,8 @@ async def listen(
 
     Whoever stops before the last output, or while `begin` runs, aborts the request: by `aclose`, because its task was
     cancelled, or because nobody holds this generator any more. Then this task may not wait for anything: the abort
-    is left with the engine's thread (`EngineLoop.call`). It is that of this stream alone (`EngineLoop.abort`), since
-    another request may have the id.
+    is left with the engine (`EngineClient.abort`). It is that of this stream alone, since another request may have
+    the id.
     """
     finished = False
     try:
@@ -38,7 +38,7 @@ async def listen(
             yield output
     finally:
         if not finished:
-            engine_loop.call(lambda engine: engine_loop.abort([request_id], stream))
+            client.abort([request_id], stream)
 
 
 async def unless_gone(
@@ -49,22 +49,34 @@ async def unless_gone(
     receive   of ASGI: its next message, `{"type": "http.disconnect"}` once the connection is closed; others before it
               mean nothing. It waits until there is one
 
-    In the end nothing runs on, also when this task is cancelled itself: what runs is cancelled, and has ended when
-    this one does.
+    The coroutine runs in this task, so that its request is on its way before another connection's turn. In the end
+    nothing runs on, also when this task is cancelled by others, which is raised: what runs is cancelled, and has ended
+    when this one does.
     """
+    task, is_gone = asyncio.current_task(), False
 
     async def closed() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(closed())
+    def end(watch: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        is_gone = not watch.cancelled() and task.cancel()
+
+    watch = asyncio.ensure_future(closed())
+    watch.add_done_callback(end)
     try:
-        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
+        return await coroutine
+    except asyncio.CancelledError:
+        if is_gone and task.cancelling() == 1:  # nobody else wants this task to end
+            return None
+        raise
     finally:
-        for task in (work, watch):
-            task.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
+        watch.remove_done_callback(end)
+        if is_gone:
+            task.uncancel()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
 
 
 # endregion

@@ -15,7 +15,7 @@ from minivllm.worker.row_sampler import PendingStep
 
 
 class DecodeOutput(NamedTuple):
-    """What a decode step of P rows leaves behind; overwritten when the same graph is replayed.
+    """What a captured step leaves behind of the P rows that sample; overwritten by the next step.
 
     logits   (P, V)
     tokens   (P,) int64, the likeliest of each row
@@ -28,10 +28,46 @@ class DecodeOutput(NamedTuple):
 DecodeStep = Callable[[], DecodeOutput]
 
 
+class StepOutput:
+    """Where all captured steps leave their logits: graphs of many sizes need not keep a copy each.
+
+    max_rows     the most that sample in a step
+    tokens       (max_rows,) int64, the likeliest token of each row of the step launched last
+    host_tokens  (max_rows,) int64, where they go to be read
+    """
+
+    def __init__(self, max_rows: int, device: torch.device | str) -> None:
+        self.tokens = torch.zeros(max_rows, dtype=torch.long, device=device)
+        self.host_tokens = torch.zeros(max_rows, dtype=torch.long, pin_memory=self.tokens.is_cuda)
+        # V -> (max_rows, V), made by the first step of that width, which is not captured. Steps with adapters that
+        # add tokens are wider.
+        self._logits: dict[int, torch.Tensor] = {}
+
+    def fill_in(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Part of a step that is captured: ids with the tokens for which -1, -2, ... stand in.   input_ids: (T,)"""
+        from minivllm.layers.triton_ops.stand_ins import fill_in  # Triton is not everywhere
+
+        return fill_in(input_ids, self.tokens)
+
+    def keep(self, logits: torch.Tensor) -> DecodeOutput:
+        """Part of a step that is captured.   logits: (P, V)"""
+        rows, width = logits.shape
+        if width not in self._logits:
+            self._logits[width] = logits.new_empty(len(self.tokens), width)
+        kept, tokens = self._logits[width][:rows].copy_(logits), self.tokens[:rows]
+        return DecodeOutput(kept, torch.argmax(kept, dim=-1, out=tokens))
+
+
 def capture_sizes(max_num_seqs: int) -> list[int]:
     """Rows that graphs are captured for, ascending: close together where padding would cost most."""
     sizes = {1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def smallest_that_holds(sizes: list[int], number: int) -> int | None:
+    """Of ascending sizes; None if none does."""
+    place = bisect_left(sizes, number)
+    return sizes[place] if place < len(sizes) else None
 
 
 @contextmanager
@@ -72,6 +108,7 @@ class DecodeGraphs:
     A batch without adapters runs a graph without a trace of LoRA, also where LoRA is on.
 
     buffers   what every step reads
+    output    what it writes
     wrapper   makes a captured step out of one that launches kernels
     """
 
@@ -79,11 +116,12 @@ class DecodeGraphs:
         self,
         model: nn.Module,
         buffers: DecodeBuffers,
+        output: StepOutput,
         max_model_len: int,
         wrapper: Callable[[DecodeStep], DecodeStep],
     ) -> None:
         self.model = model
-        self.buffers = buffers
+        self.buffers, self.output = buffers, output
         self.max_model_len = max_model_len
         self.wrapper = wrapper
         self.sizes = capture_sizes(buffers.max_rows)
@@ -108,15 +146,14 @@ class DecodeGraphs:
         input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
 
         def step() -> DecodeOutput:
-            logits = self.model.compute_logits(self.model(input_ids, positions, attn))  # (P, V)
-            return DecodeOutput(logits, logits.argmax(dim=-1))
+            hidden_states = self.model(self.output.fill_in(input_ids), positions, attn)  # (P, H)
+            return self.output.keep(self.model.compute_logits(hidden_states))
 
         self._steps[size, with_lora] = self.wrapper(step)
 
     def padded_size(self, num_rows: int) -> int | None:
         """The smallest size that holds so many rows; None if none does."""
-        place = bisect_left(self.sizes, num_rows)
-        return self.sizes[place] if place < len(self.sizes) else None
+        return smallest_that_holds(self.sizes, num_rows)
 
     def size_for(self, batch: InputBatch) -> int:
         """Rows of the graph that can run the batch; 0 if it must run eagerly."""

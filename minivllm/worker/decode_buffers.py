@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from minivllm.worker.block_tables import BlockTables
+
 
 class DecodeBuffers:
     """What a CUDA graph of a decode step reads, refilled before each replay. vLLM: `InputBuffers`, `BlockTables`.
@@ -33,9 +35,7 @@ class DecodeBuffers:
         self.decode_rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._host_fields = [field.numpy() for field in self._fields(self._host)]
-        self._rows = np.zeros((max_rows, max_blocks), dtype=np.int32)  # what block_tables is to hold
-        self._row_of: list[list[int]] = [[] for _ in range(max_rows)]  # the list that a row was read from
-        self._held = [0] * max_rows  # and how many blocks it had
+        self._host_tables = BlockTables(max_rows, max_blocks)
 
     def _fields(self, words: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parts of one copy: three (B,) int64, one (B,) int32, and the rest as int32."""
@@ -64,21 +64,12 @@ class DecodeBuffers:
         places[:n] = positions
         lengths[:n] = places[:n] + 1
         blocks = int(places[:n].max()) // self.block_size + 1
-        self._read_tables(block_tables)
-        tables[: size * blocks].reshape(size, blocks)[:n] = self._rows[:n, :blocks]
-        last_blocks = self._rows[np.arange(n), places[:n] // self.block_size].astype(np.int64)
+        self._host_tables.read(block_tables)
+        rows = self._host_tables.rows
+        tables[: size * blocks].reshape(size, blocks)[:n] = rows[:n, :blocks]
+        last_blocks = rows[np.arange(n), places[:n] // self.block_size].astype(np.int64)
         slots[:n] = last_blocks * self.block_size + places[:n] % self.block_size
         self._copy(size, blocks)
-
-    def _read_tables(self, block_tables: Sequence[list[int]]) -> None:
-        """Bring `_rows` up to date. Lists only grow: a request that lost its blocks comes with another list."""
-        for i, table in enumerate(block_tables):
-            is_known = self._row_of[i] is table
-            if is_known and self._held[i] == len(table):
-                continue
-            first = self._held[i] if is_known else 0
-            self._rows[i, first : len(table)] = table[first:]
-            self._row_of[i], self._held[i] = table, len(table)
 
     def _copy(self, size: int, blocks: int) -> None:
         words = 3 * self.max_rows + -(-self.max_rows // 2) + -(-size * blocks // 2)

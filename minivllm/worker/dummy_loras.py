@@ -10,6 +10,9 @@ from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
+# More adapters take no other path through any kernel, and each takes memory.
+MOST_DUMMIES = 8
+
 
 class DummyLoRAs:
     """What a runner with a `lora_manager` does on adapters of zeros; nobody hears of it."""
@@ -20,7 +23,7 @@ class DummyLoRAs:
     def maybe_setup_dummy_loras(
         self, lora_config: LoRAConfig | None, remove_lora: bool = True
     ) -> Iterator[None]:
-        """Inside, adapters of zeros with ids 1, 2, ... are in memory, one for each slot."""
+        """Inside, adapters of zeros with ids 1, 2, ... are in memory: one for each slot, but at most `MOST_DUMMIES`."""
         if lora_config is None:
             yield
             return
@@ -48,7 +51,7 @@ class DummyLoRAs:
         """
         if lora_config is None:
             return
-        ids = with_lora * (np.arange(len(num_scheduled_tokens)) % lora_config.max_loras + 1)
+        ids = with_lora * (np.arange(len(num_scheduled_tokens)) % len(_dummy_requests(lora_config)) + 1)
         mapping = LoRAMapping(
             tuple(ids.repeat(num_scheduled_tokens).tolist()), tuple(ids.repeat(num_sampled_tokens).tolist())
         )
@@ -72,4 +75,5 @@ class DummyLoRAs:
 
 
 def _dummy_requests(lora_config: LoRAConfig) -> list[LoRARequest]:
-    return [LoRARequest(f"warmup_{slot}", slot + 1, "(warm-up)") for slot in range(lora_config.max_loras)]
+    count = min(lora_config.max_loras, MOST_DUMMIES)
+    return [LoRARequest(f"warmup_{slot}", slot + 1, "(warm-up)") for slot in range(count)]

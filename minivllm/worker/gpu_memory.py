@@ -43,10 +43,14 @@ def room_for_slots(device: torch.device | str) -> int:
 
 
 def memory_left(
-    profile_run: Callable[[], None], device: torch.device | str, utilization: float, least: int
+    profile_run: Callable[[], None],
+    device: torch.device | str,
+    utilization: float,
+    captured_share: float,
+    least: int,
 ) -> int:
     """As `determine_available_memory`; ValueError if it is less than `least`."""
-    left = determine_available_memory(profile_run, device, utilization)
+    left = determine_available_memory(profile_run, device, utilization, captured_share)
     if left < least:
         raise ValueError(
             f"weights, LoRA slots and the largest step leave {left / 2**20:.0f} MiB of the GPU for keys and "
@@ -56,22 +60,25 @@ def memory_left(
 
 
 def determine_available_memory(
-    profile_run: Callable[[], None], device: torch.device | str, utilization: float
+    profile_run: Callable[[], None], device: torch.device | str, utilization: float, captured_share: float = 0
 ) -> int:
     """Bytes for the KV cache: the wanted share of the GPU, less everything else. vLLM: the same name.
 
-    profile_run   runs the largest step there can be; weights and slots are in place already. What it holds at its
-                  peak is counted, and what others and the driver hold. CUDA graphs are captured later, in the share
-                  that `utilization` leaves free
+    profile_run      runs the largest step there can be; weights and slots are in place already. What it holds at its
+                     peak is counted, and what others and the driver hold
+    captured_share   tokens of the largest captured step, by those of that largest one. CUDA graphs share one memory,
+                     beside that of other steps. What the driver keeps of them is in what `utilization` leaves free
 
     Can be negative.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     profile_run()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
+    of_graphs = int(captured_share * (peak - before))
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - torch.cuda.memory_reserved(device)
-    return int(total * utilization) - outside_torch - peak
+    return int(total * utilization) - outside_torch - peak - of_graphs

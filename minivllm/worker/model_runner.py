@@ -3,19 +3,19 @@
 import torch
 
 from minivllm.config import EngineConfig
-from minivllm.layers.attention import Attention
 from minivllm.layers.sampler import Sampler
 from minivllm.models.registry import get_model
 from minivllm.worker.cpu_threads import cpu_threads
 from minivllm.worker.cuda_graphs import DecodeGraphs
+from minivllm.worker.elastic_memory import ElasticMemory
 from minivllm.worker.gpu_memory import refuse_slots_that_do_not_fit
 from minivllm.worker.prefetch import AdapterPrefetch
 from minivllm.worker.row_sampler import RowSampler
-from minivllm.worker.step_runner import StepRunner
+from minivllm.worker.steps_ahead import StepsAhead
 from minivllm.worker.warm_up import WarmUp
 
 
-class ModelRunner(StepRunner, WarmUp, AdapterPrefetch):
+class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
     """One model on one device, its KV cache, and its adapters. vLLM: `GPUModelRunner`.
 
     num_blocks      KV blocks there are, block 0 included, which is never handed out
@@ -50,10 +50,3 @@ class ModelRunner(StepRunner, WarmUp, AdapterPrefetch):
             self._allocate_kv_cache(self.num_blocks)
         rows = config.scheduler_config.max_num_seqs
         self.cpu_threads.measure_on(self.model, rows, model_config.dtype)
-
-    def _allocate_kv_cache(self, num_blocks: int) -> None:
-        for module in self.model.modules():
-            if isinstance(module, Attention):
-                shape = module.kv_cache_shape(num_blocks, self.config.cache_config.block_size)
-                dtype = self.config.model_config.dtype
-                module.bind_kv_cache(torch.zeros(shape, dtype=dtype, device=self.device))

@@ -9,6 +9,7 @@ from minivllm.core.request import Request
 from minivllm.faults import as_fault
 from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler
+from minivllm.worker.token_masks import TokenMasks
 
 Sampled = dict[str, tuple[int, dict[int, Logprob] | None]]
 
@@ -33,11 +34,13 @@ class RowSampler:
     """The sampler, and each request's own source of randomness.
 
     draws   request id -> the source of its random numbers, kept until `forget`
+    masks   of answers with a given structure, likewise
     """
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self.draws: dict[str, RepeatableDraws] = {}
+        self.masks = TokenMasks(sampler.eos_token_ids)
 
     def sample_step(self, step: PendingStep) -> Sampled:
         """As `sample`, of a step's rows. Those that cannot be sampled are left out; `step.errors` has them."""
@@ -64,6 +67,7 @@ class RowSampler:
             [self.draws[request.request_id].at(i) for request, i in zip(requests, positions)],
             positions,
             [TokenHistory(request.prompt_token_ids, request.output_token_ids) for request in requests],
+            self.masks.of(requests, logits.shape[1]),
         )
         tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
         return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
@@ -89,6 +93,7 @@ class RowSampler:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that has ended."""
         self.draws.pop(request_id, None)
+        self.masks.forget(request_id)
 
     def forget_all_but(self, request_ids: Iterable[str]) -> None:
         """Drop what is kept for requests that are not among these."""
@@ -99,5 +104,5 @@ class RowSampler:
 def takes_likeliest(request: Request) -> bool:
     """Whether the argmax of the logits is all that a request wants of them."""
     params = request.sampling_params
-    is_raw = params.logprobs is None and not params.changes_logits
+    is_raw = params.logprobs is None and not params.changes_logits and params.structured_outputs is None
     return params.is_greedy and is_raw and request.num_output_tokens >= params.min_tokens

@@ -34,6 +34,12 @@ class StepRunner(LoRAModelRunnerMixin):
         that sample, and for no other. Last `score_prompts` sees to prompts whose logprobs are asked for.
 
         Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
+
+        To use: `InputBatch` and its three fields (input_batch.py), `set_active_loras` where there is a `lora_manager`
+        (lora_model_runner_mixin.py). `decode_graphs`, perhaps None: `size_for(batch)`, `run(batch, rows, with_lora)`
+        (cuda_graphs.py), with `_batch_has_loras()` (warm_up.py). `model(input_ids, positions, attn)`: hidden states
+        (T, H); `model.compute_logits` gives the logits of some. `PendingStep(requests that sample, logits)`
+        (row_sampler.py), `score_prompts(self, batch, hidden_states)` (prompt_logprobs.py).
         """
         batch = InputBatch.from_scheduler_output(output)
         graph_size = self.decode_graphs.size_for(batch) if self.decode_graphs else 0
@@ -58,6 +64,9 @@ class StepRunner(LoRAModelRunnerMixin):
             positions   (T,) int64, of each token in its own request
             attn        `_build_attention` of the rows: new tokens, context lengths with them, and block tables
             last_rows   (P,) int64, where among the T the last token of each row that samples is
+
+        All of them on `self.device`. To use: `all_token_ids`, `num_computed_tokens` and `block_ids` of a request
+        (core/request.py).
         """
         token_ids: list[int] = []
         positions: list[np.ndarray] = []

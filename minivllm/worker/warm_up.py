@@ -1,7 +1,7 @@
 """What a runner does before the first step. Stands for parts of vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -9,10 +9,18 @@ import torch
 from minivllm.config import CPU_KV_CACHE_BYTES
 from minivllm.layers.penalties import TokenHistory
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.cuda_graphs import CUDAGraphWrapper, DecodeGraphs, DecodeStep, no_garbage_collection
+from minivllm.worker.cuda_graphs import (
+    CUDAGraphWrapper,
+    DecodeGraphs,
+    DecodeStep,
+    StepOutput,
+    no_garbage_collection,
+)
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.dummy_loras import DummyLoRAs
 from minivllm.worker.gpu_memory import memory_left
+from minivllm.worker.mixed_buffers import MixedBuffers
+from minivllm.worker.mixed_graphs import MixedGraphs, mixed_sizes
 
 
 class WarmUp(DummyLoRAs):
@@ -52,25 +60,32 @@ class WarmUp(DummyLoRAs):
             return cache.memory_bytes
         if not self.on_gpu:
             return CPU_KV_CACHE_BYTES
-        return memory_left(
-            self._profile_run, self.device, cache.gpu_memory_utilization, 2 * self.kv_block_bytes
-        )
+        captured = mixed_sizes(self.config.scheduler_config.max_num_batched_tokens)[-1]
+        share = captured / sum(self._largest_step()) if self._captures else 0
+        least = 2 * self.kv_block_bytes
+        return memory_left(self._profile_run, self.device, cache.gpu_memory_utilization, share, least)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run one prompt and one decode batch, so that the first request does not pay for first calls.
 
-        On a GPU, the largest step runs too, since it has kernels of its own, and decode steps are captured if the
-        model allows it.
+        On a GPU, the largest step runs too, since it has kernels of its own, and steps are captured if the model
+        allows it: those of most tokens first, in whose memory the others run.
         """
         tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
         rows = min(8, self.config.scheduler_config.max_num_seqs)
         self.cpu_threads.measure()
         for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
             self.cpu_threads.run(partial(self._dummy_run, query_lens))
-        eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
-        if self.use_paged_attention and not eager:
+        if self._captures:
+            self.capture_mixed_steps()
             self.capture_model()
+
+    @property
+    def _captures(self) -> bool:
+        """Whether steps become CUDA graphs."""
+        eager = self.config.model_config.enforce_eager or not self.model.supports_cuda_graphs
+        return self.use_paged_attention and not eager
 
     def _dummy_run(self, query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
         """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
@@ -107,16 +122,12 @@ class WarmUp(DummyLoRAs):
 
         wrapper   what a captured step is; None = a CUDA graph
         """
-        wrapper = wrapper or partial(CUDAGraphWrapper, pool=torch.cuda.graph_pool_handle())
+        wrapper = wrapper or self._graph_wrapper
         lora_config, max_model_len = self.config.lora_config, self.config.model_config.max_model_len
-        scheduler = self.config.scheduler_config
         buffers = DecodeBuffers(
-            min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
-            self.max_blocks_per_request,
-            self.config.cache_config.block_size,
-            self.device,
+            self._most_rows, self.max_blocks_per_request, self.config.cache_config.block_size, self.device
         )
-        graphs = DecodeGraphs(self.model, buffers, max_model_len, wrapper)
+        graphs = DecodeGraphs(self.model, buffers, self.step_output, max_model_len, wrapper)
         with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
             for size in reversed(graphs.sizes):
                 rows = np.ones(size, dtype=np.int64)
@@ -124,3 +135,42 @@ class WarmUp(DummyLoRAs):
                     self.select_dummy_loras(lora_config, rows, rows, with_lora)
                     graphs.capture(size, with_lora)
         self.decode_graphs = graphs
+
+    @torch.inference_mode()
+    def capture_mixed_steps(self, wrapper: Callable[[DecodeStep], DecodeStep] | None = None) -> None:
+        """Capture steps that hold prompts, for every number of tokens, as `capture_model` does those of decodes."""
+        from minivllm.layers.triton_ops.mixed_attention import queries_per_tile  # Triton is not everywhere
+
+        config, arch = self.config, self.config.model_config.architecture
+        buffers = MixedBuffers(
+            mixed_sizes(config.scheduler_config.max_num_batched_tokens)[-1],
+            self._most_rows,
+            self.max_blocks_per_request,
+            config.cache_config.block_size,
+            queries_per_tile(arch.num_attention_heads // arch.num_key_value_heads),
+            self.device,
+        )
+        graphs = MixedGraphs(self.model, buffers, self.step_output, wrapper or self._graph_wrapper)
+        with no_garbage_collection(), self.maybe_setup_dummy_loras(config.lora_config):
+            for size in reversed(graphs.sizes):
+                tokens = np.ones(size, dtype=np.int64)
+                samples = (np.arange(size) < buffers.rows_of(size)).astype(np.int64)
+                for with_lora in (True, False) if config.lora_config else (False,):
+                    self.select_dummy_loras(config.lora_config, tokens, samples, with_lora)
+                    graphs.capture(size, with_lora)
+        self.use_mixed_graphs(graphs)
+
+    @property
+    def _most_rows(self) -> int:
+        """That a step may sample."""
+        scheduler = self.config.scheduler_config
+        return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+    @cached_property
+    def step_output(self) -> StepOutput:
+        """What all captured steps write."""
+        return StepOutput(self._most_rows, self.device)
+
+    @cached_property
+    def _graph_wrapper(self) -> Callable[[DecodeStep], DecodeStep]:
+        return partial(CUDAGraphWrapper, pool=torch.cuda.graph_pool_handle())

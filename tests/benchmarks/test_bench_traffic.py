@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.traffic import Lengths, make_traffic, zipf_shares
+from minivllm.simulate.traffic import Lengths, make_traffic, zipf_shares
 
 PROMPT, OUTPUT = Lengths(100, 0.8, 8, 400), Lengths(50, 0.5, 2, 200)
 

@@ -33,9 +33,9 @@ def serve(world):
     yield make
     for llm in made:
         llm.shutdown()
-        check_engine(llm.engine, [])
-        check_slot_contents(llm.engine)
-        assert not llm.engine.adapters.loading
+        check_engine(llm._client.engine, [])
+        check_slot_contents(llm._client.engine)
+        assert not llm._client.engine.adapters.loading
     threads_end(before)
 
 
@@ -45,7 +45,7 @@ class Disk:
     def __init__(self, llm, monkeypatch):
         self.go = threading.Event()
         self.reading, self.most_at_once, self.threads = 0, 0, []
-        worker = llm.engine.adapters.worker
+        worker = llm._client.engine.adapters.worker
         self._read, self._lock = worker._load_adapter, threading.Lock()
         monkeypatch.setattr(worker, "_load_adapter", self.read)
 
@@ -93,7 +93,7 @@ def test_who_needs_another_adapter_or_none_goes_on_while_one_is_read(world, slow
         assert await llm.call(lambda engine: state_of(engine.adapters, 1)) == AdapterState.LOADING
         others = await collect(llm, "b", 20)
         assert not waiting.done()
-        reasons = {s.reason for record in llm.engine.trace.records for s in record.skipped}
+        reasons = {s.reason for record in llm._client.engine.trace.records for s in record.skipped}
         disk.go.set()
         return await waiting, others, reasons
 
@@ -101,13 +101,13 @@ def test_who_needs_another_adapter_or_none_goes_on_while_one_is_read(world, slow
     assert tokens_of(outputs[-1]) == world.oracle().greedy("qv", PROMPT, 6)
     assert tokens_of(others[-1]) == world.oracle().greedy(None, PROMPT, 20)
     assert reasons == {"loading"} and disk.threads == ["minivllm-reader"]
-    assert llm.engine.adapters.manager.stats.loads == 1
+    assert llm._client.engine.adapters.manager.stats.loads == 1
 
 
 def test_no_step_is_taken_while_nothing_but_a_read_can_come(world, slow, monkeypatch):
     llm, disk = slow()
-    step, steps = llm.engine.step, []
-    monkeypatch.setattr(llm.engine, "step", lambda **options: steps.append(1) or step(**options))
+    step, steps = llm._client.engine.step, []
+    monkeypatch.setattr(llm._client.engine, "step", lambda **options: steps.append(1) or step(**options))
 
     async def main():
         waiting = asyncio.create_task(collect(llm, "a", 4, world.request("qv")))
@@ -128,7 +128,7 @@ def test_no_more_are_read_at_once_than_may_be(world, slow, most):
         tasks = [asyncio.create_task(collect(llm, n, 6, world.request(n))) for n in world.names]
         await until(lambda: disk.reading == most)
         await asyncio.sleep(0.02)
-        assert len(llm.engine.adapters.loading) == most
+        assert len(llm._client.engine.adapters.loading) == most
         disk.go.set()
         return await asyncio.gather(*tasks)
 
@@ -165,7 +165,7 @@ def test_one_that_cannot_be_read_ends_its_requests_alone(world, slow, tmp_path):
     failed, served = asyncio.run(main())
     assert failed[-1].outputs[0].finish_reason == "error" and "adapter 'bad'" in failed[-1].error
     assert tokens_of(served[-1]) == world.oracle().greedy("qv", PROMPT, 6)
-    assert 9 not in llm.engine.adapters.adapters
+    assert 9 not in llm._client.engine.adapters.adapters
 
 
 def test_what_nobody_waits_for_any_more_is_read_anew_for_the_next(world, slow, tmp_path):
@@ -193,15 +193,15 @@ def test_what_nobody_waits_for_any_more_is_read_anew_for_the_next(world, slow, t
 def test_what_was_read_and_has_no_slot_keeps_nobody_from_being_read(world, slow, monkeypatch):
     llm, disk = slow(parallel_reads=1)
     disk.go.set()
-    fits = llm.engine.scheduler.lora.fits
+    fits = llm._client.engine.scheduler.lora.fits
 
     async def main():
-        monkeypatch.setattr(llm.engine.scheduler.lora, "fits", lambda adapter_id: adapter_id != 1)
+        monkeypatch.setattr(llm._client.engine.scheduler.lora, "fits", lambda adapter_id: adapter_id != 1)
         waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
-        await until(lambda: disk.threads and not llm._reader.is_reading)
+        await until(lambda: disk.threads and not llm._client.reader.is_reading)
         outputs = await collect(llm, "b", 6, world.request("all"))
         assert not waiting.done()
-        monkeypatch.setattr(llm.engine.scheduler.lora, "fits", fits)
+        monkeypatch.setattr(llm._client.engine.scheduler.lora, "fits", fits)
         return outputs, await waiting
 
     for name, outputs in zip(("all", "qv"), asyncio.run(main())):
@@ -258,7 +258,7 @@ class TestALoadAhead:
             await asyncio.wait([load])
             disk.go.set()
             assert await llm.list_loras() == set()
-            assert not llm.engine.adapters.loading
+            assert not llm._client.engine.adapters.loading
 
         asyncio.run(main())
 
@@ -269,9 +269,9 @@ def test_a_pin_reads_at_once_what_was_only_ordered(world, slow):
 
     async def main():
         loads = [asyncio.create_task(llm.add_lora(world.request(n))) for n in ("qv", "all")]
-        await until(lambda: len(llm.engine.adapters.loading) == 2)
+        await until(lambda: len(llm._client.engine.adapters.loading) == 2)
         running = asyncio.create_task(collect(llm, "a", 6, world.request("all")))
-        await until(lambda: 2 in llm.engine.adapters.adapters)
+        await until(lambda: 2 in llm._client.engine.adapters.adapters)
         pin = asyncio.create_task(llm.pin_lora(2))
         await until(lambda: disk.reading == 2)
         disk.go.set()
@@ -287,8 +287,8 @@ def test_an_engine_that_is_given_back_reads_by_itself(world, slow):
     disk.go.set()
     llm.shutdown()
 
-    llm.engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
-    outputs = run(llm.engine)
+    llm._client.engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
+    outputs = run(llm._client.engine)
 
     assert tokens_of(outputs["a"]) == world.oracle().greedy("qv", PROMPT, 6)
     assert disk.threads == [threading.current_thread().name]

@@ -110,7 +110,7 @@ def test_nothing_is_left_of_them_and_every_token_is_pefts(world, expected, seed)
     asyncio.run(history.run())
     states = asyncio.run(llm.call(lambda engine: dict(engine.output_processor.states)))
 
-    assert not states and not llm._thread.sinks and not llm._open
+    assert not states and not llm._client.sinks and not llm._open
     llm.shutdown()
     check_engine(engine, [])
     check_slot_contents(engine)

@@ -34,10 +34,10 @@ def serve(world):
 
     yield make
     for llm in made:
-        is_whole = llm._thread.error is None
+        is_whole = llm._client.error is None
         llm.shutdown()
         if is_whole:
-            check_engine(llm.engine, [])
+            check_engine(llm._client.engine, [])
     threads_end(before)
 
 
@@ -52,7 +52,7 @@ def deltas(outputs, index=0):
 async def nothing_left(llm):
     """What was posted before this has been done."""
     states = await llm.call(lambda engine: dict(engine.output_processor.states))
-    assert not states and not llm._thread.sinks and not llm._open
+    assert not states and not llm._client.sinks and not llm._open
 
 
 class TestAnswers:
@@ -136,7 +136,7 @@ async def slowly(llm, request_id, length, **options):
     """Outputs of a request whose consumer takes the first, and looks again when all are there."""
     async for output in llm.generate(PROMPT, greedy(length), request_id, **options):
         yield output
-        while request_id in llm._thread.sinks:
+        while request_id in llm._client.sinks:
             await asyncio.sleep(0.001)
 
 
@@ -148,7 +148,7 @@ class TestASlowConsumer:
             slow = llm.generate(PROMPT, greedy(60), "slow", world.request("qv"))
             first = await anext(slow)
             others = [await collect(llm, f"r{i}", greedy(30)) for i in range(2)]
-            while "slow" in llm._thread.sinks:
+            while "slow" in llm._client.sinks:
                 await asyncio.sleep(0.001)
             return others, [first] + [output async for output in slow]
 
@@ -169,7 +169,7 @@ class TestASlowConsumer:
             loop.call_soon_threadsafe = lambda function, *args: (
                 calls.append(function) or post(function, *args)
             )
-            while "slow" in llm._thread.sinks:
+            while "slow" in llm._client.sinks:
                 pass
             await slow.aclose()
 
@@ -211,7 +211,7 @@ class TestWhoStopsListening:
         go = threading.Event()
 
         async def main():
-            llm._thread.call(lambda engine: go.wait(30))
+            llm._client.call(lambda engine: go.wait(30))
             tasks = [asyncio.create_task(collect(llm, f"{i}", greedy(3000), prompt="text")) for i in range(4)]
             await asyncio.sleep(0.05)
             for task in tasks:
@@ -227,7 +227,7 @@ class TestWhoStopsListening:
 
         async def main():
             first = asyncio.create_task(collect(llm, "same", greedy(40)))
-            while "same" not in llm._thread.sinks:
+            while "same" not in llm._client.sinks:
                 await asyncio.sleep(0.001)
             with pytest.raises(ValueError, match="in use"):
                 await collect(llm, "same", greedy(5))
@@ -269,7 +269,7 @@ class TestAnAbort:
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
             drawn = SamplingParams(n=2, max_tokens=3000, ignore_eos=True)
             waiting = asyncio.create_task(collect(llm, "b", drawn))
-            while len(llm._thread.sinks) < 2:
+            while len(llm._client.sinks) < 2:
                 await asyncio.sleep(0.001)
             await llm.abort(["a", "nobody", "b"])
             await nothing_left_but_open(llm)
@@ -285,7 +285,7 @@ class TestAnAbort:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
-            while "a" not in llm._thread.sinks:
+            while "a" not in llm._client.sinks:
                 await asyncio.sleep(0.001)
             await llm.call(lambda engine: engine.abort_request("a"))
             return await running
@@ -318,7 +318,7 @@ class TestARefusal:
             await nothing_left(llm)
 
         asyncio.run(main())
-        assert llm.engine.metrics.steps == 0
+        assert llm._client.engine.metrics.steps == 0
 
     def test_of_text_says_what_the_engine_says(self, world, serve):
         llm, engine = serve(tokenizer=character_tokenizer()), world.engine(character_tokenizer())
@@ -353,7 +353,7 @@ class TestTheEnd:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(50)))
-            while "a" not in llm._thread.sinks:
+            while "a" not in llm._client.sinks:
                 await asyncio.sleep(0.001)
             draining = asyncio.create_task(llm.drain(60))
             await asyncio.sleep(0)
@@ -370,7 +370,7 @@ class TestTheEnd:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
-            while "a" not in llm._thread.sinks:
+            while "a" not in llm._client.sinks:
                 await asyncio.sleep(0.001)
             await llm.drain(0.05)
             assert not running.done()
@@ -385,7 +385,7 @@ class TestTheEnd:
                 await llm.beside(lambda: "text")
             with pytest.raises(EngineDeadError, match="shut down"):
                 await llm.check_health()
-            assert not llm.engine.has_unfinished_requests()
+            assert not llm._client.engine.has_unfinished_requests()
 
         asyncio.run(main())
 
@@ -411,7 +411,7 @@ class TestTheEnd:
             answers = llm.generate(PROMPT, greedy(3000), "a")
             await anext(answers)
             await llm.check_health()
-            monkeypatch.setattr(llm.engine.runner, "launch_model", interrupted)
+            monkeypatch.setattr(llm._client.engine.runner, "launch_model", interrupted)
             waiting = asyncio.create_task(collect(llm, "b", greedy(5)))
             for ending in (waiting, anext_until_the_end(answers), llm.list_loras(), llm.check_health()):
                 with pytest.raises(EngineDeadError, match=type(error).__name__):
@@ -428,7 +428,7 @@ class TestTheEnd:
 
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.call(interrupted))
-        llm._thread._thread.join(timeout=10)
+        llm._client._thread.join(timeout=10)
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.check_health())
 
@@ -441,7 +441,7 @@ async def anext_until_the_end(answers):
 class TestAStepThatRaises:
     def test_is_taken_again_and_nobody_hears_of_it(self, world, serve, monkeypatch):
         llm = serve()
-        raise_times(monkeypatch, llm.engine.runner, "launch_model", 1)
+        raise_times(monkeypatch, llm._client.engine.runner, "launch_model", 1)
 
         outputs = asyncio.run(collect(llm, "a", greedy(8)))
 
@@ -449,7 +449,7 @@ class TestAStepThatRaises:
 
     def test_again_ends_its_requests_and_serves_the_next(self, world, serve, monkeypatch):
         llm = serve()
-        raise_times(monkeypatch, llm.engine.runner, "launch_model", 2)
+        raise_times(monkeypatch, llm._client.engine.runner, "launch_model", 2)
 
         async def main():
             return await collect(llm, "a", greedy(8)), await collect(llm, "b", greedy(8))
@@ -460,7 +460,7 @@ class TestAStepThatRaises:
 
     def test_whatever_is_done_ends_the_engine(self, world, serve, monkeypatch):
         llm = serve()
-        raise_times(monkeypatch, llm.engine, "step", 10)
+        raise_times(monkeypatch, llm._client.engine, "step", 10)
 
         with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
             asyncio.run(collect(llm, "a", greedy(8)))
@@ -490,7 +490,7 @@ class TestSteps:
                     heard.extend(records)
 
             listener = asyncio.create_task(listen())
-            while len(llm.engine.listeners) < 2:
+            while len(llm._client.engine.listeners) < 2:
                 await asyncio.sleep(0.001)
             await collect(llm, "a", greedy(8), world.request("qv"))
             while len(heard) < 7:
@@ -501,9 +501,9 @@ class TestSteps:
             return heard
 
         heard = asyncio.run(asyncio.wait_for(main(), 30))
-        assert heard == llm.engine.trace.records[: len(heard)]
+        assert heard == llm._client.engine.trace.records[: len(heard)]
         assert heard[0].rows[0].adapter == "qv"
-        assert len(llm.engine.listeners) == 1
+        assert len(llm._client.engine.listeners) == 1
 
     def test_pile_up_for_no_subscriber(self, world, serve):
         llm = serve()
@@ -511,7 +511,7 @@ class TestSteps:
         async def main():
             records = llm.subscribe(most=3)
             first = asyncio.ensure_future(anext(records))
-            while len(llm.engine.listeners) < 2:
+            while len(llm._client.engine.listeners) < 2:
                 await asyncio.sleep(0.001)
             await collect(llm, "a", greedy(20))
             await first
@@ -520,14 +520,14 @@ class TestSteps:
             await records.aclose()
             return newest
 
-        assert asyncio.run(main()) == llm.engine.trace.records[-3:]
+        assert asyncio.run(main()) == llm._client.engine.trace.records[-3:]
 
 
 class TestTheLoop:
     def test_goes_on_while_a_step_a_load_and_a_tokenizer_stand_still(self, world, serve, monkeypatch):
         llm = serve(tokenizer=character_tokenizer())
         held, go = set(), threading.Event()
-        hold(monkeypatch, llm.engine.runner, "launch_model", held, go)
+        hold(monkeypatch, llm._client.engine.runner, "launch_model", held, go)
         hold(monkeypatch, "minivllm.engine.async_llm", "tokenize", held, go)
 
         async def main():

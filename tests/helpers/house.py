@@ -26,7 +26,8 @@ BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", 
 # calls an engine from event loops, which no step enters.
 BESIDE_WORKER = (
     *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
-    *("dummy_loras", "prefetch", "warm_up", "openmp"),
+    *("dummy_loras", "elastic_memory", "prefetch", "warm_up", "openmp", "token_masks"),
+    *("block_tables", "mixed_buffers", "mixed_graphs", "steps_ahead"),
 )
 BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling", "async_llm")
 

@@ -1,13 +1,16 @@
 """Engines on tiny models, the adapters they serve, and loops around them."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_adapters import ADAPTERS, save_adapter, save_base
 from tiny_oracle import Oracle
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from minivllm.serving.engine_process import EngineProcess
 
 OPTIONS = {
     "dtype": "float64",
@@ -74,27 +77,40 @@ class TinyWorld(AdapterFolders):
 
     def engine(self, tokenizer: object = None, **options: object) -> LLMEngine:
         """Two slots for four adapters and small blocks, unless told otherwise; no text without a tokenizer."""
-        args = EngineArgs(model=str(self.base), **{**OPTIONS, **options})
-        return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
+        return make_engine(self.base, tokenizer, options)
+
+    def engine_process(self, tokenizer: object = None, **options: object) -> EngineProcess:
+        """The same engine in a process of its own."""
+        return EngineProcess(partial(make_engine, self.base, tokenizer, options))
 
     def llm(self, **options: object) -> LLM:
         return LLM(str(self.base), **{**OPTIONS, **options})
 
 
+def make_engine(model: Path, tokenizer: object, options: dict[str, object]) -> LLMEngine:
+    torch.set_num_threads(1)  # as in conftest.py, also in a process of its own
+    args = EngineArgs(model=str(model), **{**OPTIONS, **options})
+    return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
+
+
 def character_tokenizer() -> object:
-    """A fast tokenizer for a vocabulary of 97: three special tokens, then the characters from space to `}`."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """A fast tokenizer of transformers around `character_backend`."""
     from transformers import PreTrainedTokenizerFast
 
+    return PreTrainedTokenizerFast(
+        tokenizer_object=character_backend(), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def character_backend() -> Tokenizer:
+    """For a vocabulary of 97: three special tokens, then the characters from space to `}`."""
     special = ["<pad>", "<s>", "</s>"]
     characters = ["Ġ", *map(chr, range(ord("!"), ord("}") + 1))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *characters])}, []))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    return tokenizer
 
 
 _worlds: dict[Path, TinyWorld] = {}

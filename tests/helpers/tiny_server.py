@@ -34,13 +34,17 @@ def serving(
     *names: str,
     max_queued: int | None = None,
     engine: dict | None = None,
+    in_a_process: bool = False,
     has_text: bool = True,
     **settings: object,
 ) -> Iterator[ServerThread]:
     """A server of these adapters; `engine` are the engine's options. Without text it knows token ids alone."""
     made = ServerSettings(BASE_NAME, adapters=served(world, *names), **settings)
-    tokenizer = tokenizer_with_template() if has_text else None
-    llm = AsyncLLM.from_engine(world.engine(tokenizer, **(engine or {})), max_queued=max_queued)
+    tokenizer, options = tokenizer_with_template() if has_text else None, engine or {}
+    if in_a_process:
+        llm = AsyncLLM(world.engine_process(tokenizer, **options), max_queued=max_queued)
+    else:
+        llm = AsyncLLM.from_engine(world.engine(tokenizer, **options), max_queued=max_queued)
     try:
         with ServerThread(build_app(llm, made), made) as server:
             yield server

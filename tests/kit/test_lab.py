@@ -10,6 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from checkout import Checkout
 
+from labs.kit.cli import say_next
+from labs.kit.path import next_of, track_of
+from labs.kit.regions import read_engine
+from minivllm.labs import ROOT
+
 # A classic: the base row's -1 taken as an index.
 LAST_SLOT = ("if slot >= 0:", "if slot >= -1:")
 MUTANTS = """
@@ -206,6 +211,41 @@ def test_side_tracks_of_a_phase_are_proposed_to_whoever_begins_one(checkout):
     )
 
 
+def test_after_the_core_path_nothing_is_proposed_that_was_not_begun():
+    exercises = list(read_engine().values())
+    done = {e.number: "passed" if track_of(e) == "core" else "todo" for e in exercises}
+    kernels_begun = {**done, "4.1": "passed"}
+
+    assert next_of(exercises, done, "7.4") is None
+    assert next_of(exercises, kernels_begun, "7.4").number == "4.2"
+    assert next_of(exercises, {**done, "3.2": "todo"}, "7.4").number == "3.2"
+
+
+def test_the_end_of_the_core_path_says_what_else_there_is(capsys):
+    say_next(None)
+
+    said = capsys.readouterr().out
+    assert said.startswith("The core path is done.")
+    for way_on in ("lab run -- minivllm demo", "lab compare", "lab hunt", "lab check 4.1", "lab check 9.1"):
+        assert f"\n  {way_on} " in said
+    for page in re.findall(r"\S+\.md", said):
+        assert (ROOT / page).is_file()
+
+
+def test_a_hint_is_offered_for_what_was_begun_and_for_no_untouched_side_track(checkout):
+    checkout.solve("3.1", "3.2", "3.5", "3.6")
+    checkout.answer("3.4", ("start = row", "start = row + 1"))
+
+    failing = checkout.lab("check", "3").stdout
+    checkout.solve("3.4")
+    solved = checkout.lab("check", "3").stdout
+
+    assert "stuck? lab hint 3.4\n" in failing
+    assert "5 passed, 0 failed, 1 TODO" in solved
+    assert "stuck?" not in solved
+    assert "stuck? lab hint 3.3\n" in checkout.lab("check", "3.3").stdout
+
+
 def test_a_trace_is_shown_when_it_is_asked_for(checkout):
     checkout.answer("3.2", ("shrunk = ", "shrunk = undefined * "))
 
@@ -385,6 +425,24 @@ def test_watching_grades_what_was_saved(checkout):
         # Before it comes what a pass leads on to.
         marked = next(line for line in process.stdout if line.startswith(("✓", "✗", "·")))
         assert marked.startswith("✗ 3.3")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_watching_begins_with_what_was_begun_solved_or_not(checkout):
+    checkout.solve("3.4")
+    checkout.lab("check", "3.4")
+
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "labs.kit.cli", "watch", "3"],
+        cwd=checkout.root,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        process.stdout.readline()
+        assert process.stdout.readline().startswith("✓ 3.4")
     finally:
         process.kill()
         process.wait()

@@ -40,7 +40,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         own = {"JUPYTER_RUNTIME_DIR": str(checkout.root / "runtime"), "JUPYTER_TOKEN": "secret"}
-        options = ["--allow-root", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0"]
+        options = ["--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0"]
         command = [
             sys.executable,
             "-m",

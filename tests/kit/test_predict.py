@@ -4,11 +4,13 @@ import json
 
 import matplotlib
 import matplotlib.pyplot as plt
+import nbformat
 import pytest
 from checkout import Checkout
 
 from labs.kit.measures import QUESTIONS
 from labs.kit.predict import predict
+from minivllm.labs import ROOT
 
 matplotlib.use("Agg")
 
@@ -36,12 +38,22 @@ def test_what_is_counted_is_what_arithmetic_says(phase):
 def test_the_memory_of_an_adapter_is_that_of_its_tensors_in_float32():
     from safetensors import safe_open
 
-    from minivllm.labs import ROOT
-
     with safe_open(ROOT / "adapters" / "sql" / "adapter_model.safetensors", "pt") as file:
         numbers = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 (it is no dict)
 
     assert QUESTIONS["1"].count()["sql"] == pytest.approx(4 * numbers / 1e6)
+
+
+@pytest.mark.parametrize("phase", QUESTIONS)
+def test_a_notebook_asks_before_it_wants_a_number_and_names_the_unit(phase):
+    [path] = ROOT.glob(f"phases/0{phase}_*/walkthrough.ipynb")
+    cells = nbformat.read(path, as_version=4).cells
+    guess = next(i for i, cell in enumerate(cells) if "my_guess = None" in cell.source)
+
+    asked, told = cells[guess - 1].source.split("Before you read on: ")
+
+    assert QUESTIONS[phase].text in asked
+    assert told.startswith(f"put your number of {QUESTIONS[phase].unit} into `my_guess`")
 
 
 @pytest.fixture

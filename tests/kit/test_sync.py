@@ -52,6 +52,24 @@ def test_a_starter_its_hash_and_the_code_of_a_solution_are_written(checkout):
     )
 
 
+def test_a_place_that_a_chapter_shows_is_where_the_exercise_begins(checkout):
+    write(checkout, "phases/03_cpu_punica/README.md", "· 3.2 shrink  TODO labs/03_cpu_punica/old.py:99\n")
+
+    sync(checkout)
+
+    lines = (checkout / STARTER).read_text().split("\n")
+    begins = lines.index("# region lab 3.2: shrink") + 1
+    shown = (checkout / "phases/03_cpu_punica/README.md").read_text()
+    assert shown == f"· 3.2 shrink  TODO {STARTER}:{begins}\n"
+
+
+def test_a_chapter_that_shows_an_exercise_that_is_gone_is_refused(checkout):
+    write(checkout, "phases/03_cpu_punica/README.md", "· 3.9 swim  TODO labs/03_cpu_punica/ops.py:5\n")
+
+    with pytest.raises(LabError, match=r"^a chapter shows lab 3\.9, and there is none$"):
+        sync(checkout)
+
+
 def test_a_second_time_there_is_nothing_to_do(checkout):
     assert sync(checkout) == ([], [])
 

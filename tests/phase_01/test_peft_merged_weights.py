@@ -1,6 +1,6 @@
 """Adapters as PEFT saves them, against the weights that PEFT itself merges, in float64.
 
-The first test grades lab 1.6; the others guard the engine, since a learner waits for PEFT no longer than needed.
+No exercise's: PEFT takes seconds to import. `test_merged_weights.py` asks the same of what PEFT has answered before.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from adapter_folders import MODEL_MODULES
-from tiny_models import transformers_model
+from merged_adapters import CONFIGS, PeftAdapters
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.lora_model import LoRAModel
@@ -19,37 +19,6 @@ from minivllm.lora.peft_helper import PEFTHelper
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("peft", "transformers")]
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-CONFIGS = {
-    "q and v": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-    "one module": {"r": 2, "lora_alpha": 3, "target_modules": ["model.layers.1.mlp.down_proj"]},
-    "all linear, float alpha": {"r": 5, "lora_alpha": 3.5, "target_modules": "all-linear"},
-    "negative alpha": {"r": 4, "lora_alpha": -6, "target_modules": ["up_proj"]},
-    "targets by a regex": {"r": 3, "lora_alpha": 4, "target_modules": r".*\.0\..*(q|up)_proj"},
-    "rslora": {"r": 6, "lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear"},
-    "patterns": {
-        "r": 6,
-        "lora_alpha": 7,
-        "target_modules": [*ATTENTION, "down_proj"],
-        "rank_pattern": {"o_proj": 2, "layers.1.self_attn.q_proj": 12},
-        "alpha_pattern": {"down_proj": 13.5, "layers.0.self_attn.k_proj": 3},
-    },
-    "rslora with patterns that meet in one module": {
-        "r": 4,
-        "lora_alpha": 7,
-        "use_rslora": True,
-        "target_modules": ATTENTION,
-        "rank_pattern": {"k_proj": 9, "layers.1.self_attn.v_proj": 1},
-        "alpha_pattern": {"k_proj": 2.25, "o_proj": 30},
-    },
-    "patterns that are regexes": {
-        "r": 3,
-        "lora_alpha": 4,
-        "target_modules": ATTENTION,
-        "rank_pattern": {r"layers\.[1-9]\.self_attn\.(q|k)_proj": 7, "^model.layers.0.self_attn.v_proj": 2},
-        "alpha_pattern": {"(q|v)_proj": 6, r".*\.1\..*_proj": 11},
-    },
-}
 # In the file the keys are sorted, and of keys that overlap the first one counts.
 OVERLAPPING_ALPHAS = {
     "r": 4,
@@ -65,75 +34,9 @@ OVERLAPPING_RANKS = {
 }
 
 
-class PeftAdapters:
-    """PEFT's adapters on one tiny model, and what PEFT makes of them."""
-
-    def __init__(self, tmp_path_factory):
-        self.folders = tmp_path_factory
-        self.base = transformers_model("llama-llama3-rope").double()
-        self.weights = {name: p.detach().clone() for name, p in self.base.named_parameters()}
-
-    def make(self, config, reload=False, save_dtype=None):
-        """A folder with a random adapter, and module name -> merged minus base weight, where they differ.
-
-        reload       merge what PEFT reads from the folder instead of what it saved there
-        save_dtype   of the tensors in the folder
-        """
-        import peft
-
-        folder = self.folders.mktemp("adapter")
-        adapted = peft.get_peft_model(self.base, peft.LoraConfig(**config))
-        generator = torch.Generator().manual_seed(len(str(config)))
-        for name, weight in adapted.named_parameters():
-            if "lora_" in name:
-                weight.data = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-                if save_dtype is not None:
-                    weight.data = weight.data.to(save_dtype).double()
-        adapted.save_pretrained(folder)
-        if save_dtype is not None:
-            self._convert(folder / "adapter_model.safetensors", save_dtype)
-        if reload:
-            self._take_off(adapted)
-            adapted = peft.PeftModel.from_pretrained(self.base, folder)
-        return folder, self._deltas(adapted)
-
-    def ranks_and_scalings(self, config):
-        """Module name -> what PEFT gave it."""
-        import peft
-
-        adapted = peft.get_peft_model(self.base, peft.LoraConfig(**config))
-        found = {
-            name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
-            for name, module in adapted.named_modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer)
-        }
-        self._take_off(adapted)
-        return found
-
-    def _deltas(self, adapted):
-        merged = dict(adapted.merge_and_unload().named_parameters())
-        deltas = {name.removesuffix(".weight"): merged[name] - old for name, old in self.weights.items()}
-        self._restore()
-        return {name: delta.detach() for name, delta in deltas.items() if delta.any()}
-
-    def _take_off(self, adapted):
-        adapted.unload()
-        self._restore()
-
-    def _restore(self):
-        for name, parameter in self.base.named_parameters():
-            parameter.data = self.weights[name].clone()
-
-    @staticmethod
-    def _convert(path, dtype):
-        from safetensors.torch import load_file, save_file
-
-        save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
-
-
 @pytest.fixture(scope="module")
 def peft_adapters(tmp_path_factory):
-    return PeftAdapters(tmp_path_factory)
+    return PeftAdapters(tmp_path_factory.mktemp)
 
 
 def read(folder, expected=MODEL_MODULES, dtype=torch.float64, **options):
@@ -151,20 +54,6 @@ def product(lora):
 
 def assert_close(ours, merged, tolerance=1e-12):
     torch.testing.assert_close(ours, merged, rtol=0, atol=tolerance * merged.abs().max().item())
-
-
-@pytest.mark.lab("1.6")
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_module_adds_what_peft_merges_and_there_are_no_others(config, peft_adapters):
-    folder, deltas = peft_adapters.make(config)
-
-    lora = read(folder)
-
-    assert lora.loras.keys() == deltas.keys()
-    for name, delta in deltas.items():
-        assert_close(product(lora.loras[name]), delta)
-        assert lora.loras[name].rank == len(lora.loras[name].lora_a) == torch.linalg.matrix_rank(delta)
-    assert lora.rank == max(weights.rank for weights in lora.loras.values())
 
 
 @pytest.mark.parametrize(
@@ -307,7 +196,7 @@ def test_an_adapter_that_peft_converted_to_plain_lora_adds_what_training_added(i
     import peft
 
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=init)
-    folder = peft_adapters.folders.mktemp("converted")
+    folder = peft_adapters.new_folder("converted")
     torch.manual_seed(3)
     adapted = peft.get_peft_model(peft_adapters.base.float(), config)
     adapted.peft_config["default"].init_lora_weights = True

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu import DEVICE
 from naive_punica import NaivePunica
+from new_tensors import NewTensors
 from rows import assert_rows_equal
 
 from minivllm.config import LoRAConfig
@@ -499,20 +500,50 @@ class TestAsVllmCalls:
 
 
 @pytest.mark.lab("2.8")
-def test_embeddings_have_the_models_dtype_whatever_the_slots():
-    config = LoRAConfig(RANK, 2, lora_extra_vocab_size=EXTRA, lora_dtype="bfloat16")
-    base = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
-    base.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "lora_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_embeddings_have_the_models_dtype_whatever_the_slots(dtype, lora_dtype):
+    config = LoRAConfig(RANK, 2, lora_extra_vocab_size=EXTRA, lora_dtype=lora_dtype)
+    base = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=dtype)
+    base.weight.data = randn(VOCAB, HIDDEN, seed=1, dtype=dtype)
     layer = VocabParallelEmbeddingWithLoRA(base)
     layer.create_lora_weights(2, config)
     layer.set_mapping(NaivePunica([1, -1, 1]))
-    layer.embeddings_tensors[1, 2] = new = randn(HIDDEN, seed=2, dtype=torch.bfloat16)
+    layer.embeddings_tensors[1, 2] = new = randn(HIDDEN, seed=2, dtype=lora_dtype)
 
     y = layer(torch.tensor([4, 7, VOCAB + 2]))
 
-    assert y.dtype == torch.float32
-    expected = torch.stack([base.weight[4], base.weight[7], new.float()])
+    assert y.dtype == dtype
+    expected = torch.stack([base.weight[4], base.weight[7], new.to(dtype)])
     assert_rows_equal(y, expected, labels=["a token", "a base token", "an added token"], what="embeddings")
+
+
+class ShapesOnly(NaivePunica):
+    """Rows on the device "meta", which has shapes only, as a stand-in for a GPU."""
+
+    def sample_slots(self, samples):
+        return torch.empty(samples, dtype=torch.long, device="meta")
+
+    sample_rows = sample_slots
+
+    def add(self, *args):
+        pass
+
+
+@pytest.mark.lab("2.9")
+def test_logits_of_added_tokens_are_computed_where_the_rows_are():
+    config = LoRAConfig(RANK, 2, lora_extra_vocab_size=EXTRA)
+    head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=torch.float32).to("meta")
+    layer = LogitsProcessorWithLoRA(LogitsProcessor(VOCAB), HIDDEN, torch.float32, "meta", None)
+    layer.create_lora_weights(2, config)
+    layer.set_mapping(ShapesOnly([1, -1, 0]))
+
+    with NewTensors() as made:
+        logits = layer._get_logits(torch.empty(3, HIDDEN, device="meta"), head)
+
+    assert logits.shape == (3, VOCAB + EXTRA)
+    assert set(made.devices) == {"meta"}, f"new tensors are made on {made.devices}"
 
 
 both_ends = pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The shrink kernel (lab 4.2) and the expand kernel (lab 4.3), against float64, with NaN around every buffer."""
 
+import numpy as np
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda
@@ -440,6 +441,72 @@ def test_an_expand_finds_slots_whose_offsets_do_not_fit_in_32_bits(tmp_path):
 
     expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
     assert_rows_close(y, expected, batch.token_slots, TOLERANCE[torch.float16])
+
+
+def rows_far_apart(x, folder):
+    """(T, columns) likewise, with rows 2**30 elements apart."""
+    return far_apart(x[:, None], folder)[:, 0]
+
+
+@pytest.mark.lab("4.2")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is taken when it is asked for")
+def test_a_shrink_finds_rows_whose_offsets_do_not_fit_in_32_bits(tmp_path):
+    batch = Batch((3, 2, 4, 16, [8]), torch.float16, base_share=0)
+
+    h = shrink(
+        rows_far_apart(batch.x, tmp_path), batch.a, narrow(batch.tiles), on_device(batch.ranks), splits=1
+    )
+
+    expected = exact_shrink(batch.x, batch.a, batch.token_slots, batch.ranks)
+    assert_rows_close(by_row(h[0]), by_row(expected), batch.token_slots, 2e-6, "h")
+
+
+@pytest.mark.lab("4.3")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is taken when it is asked for")
+def test_an_expand_finds_rows_whose_offsets_do_not_fit_in_32_bits(tmp_path):
+    batch = Batch((3, 2, 4, 16, [8]), torch.float16, base_share=0)
+    y = rows_far_apart(batch.y, tmp_path)
+
+    expand(batch.h[None], batch.b, y, narrow(batch.tiles), on_device(batch.ranks))
+
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, TOLERANCE[torch.float16])
+
+
+@pytest.fixture
+def masked_places_are_nan(monkeypatch):
+    """What a masked load without `other` gives where the mask is False: on a GPU it may be anything, here it is NaN."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    load = builder.create_masked_load
+
+    def masked_load(ptrs, mask, other, *options):
+        if other is None and np.issubdtype(
+            found := interpreter._get_np_dtype(ptrs.get_element_ty()), np.floating
+        ):
+            other = interpreter.TensorHandle(
+                np.full_like(ptrs.data, np.nan, dtype=found), ptrs.get_element_ty()
+            )
+        return load(ptrs, mask, other, *options)
+
+    monkeypatch.setattr(builder, "create_masked_load", masked_load)
+
+
+@pytest.mark.lab("4.2")
+@pytest.mark.lab("4.3")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's masked places hold what they hold")
+def test_what_a_mask_leaves_out_is_in_no_product(masked_places_are_nan):
+    batch = Batch((5, 3, 5, 37, [19]), torch.float32, base_share=0)
+
+    h = shrink(batch.x, batch.live_a, batch.tiles, on_device(batch.ranks), splits=1)
+    y = batch.y.clone()
+    expand(batch.h[None], batch.live_b, y, batch.tiles, on_device(batch.ranks))
+
+    expected = exact_shrink(batch.x, batch.a, batch.token_slots, batch.ranks)
+    assert_rows_close(by_row(h[0]), by_row(expected), batch.token_slots, 2e-6, "h")
+    expected = exact_expand(batch.h, batch.b, batch.y, batch.token_slots, batch.ranks)
+    assert_rows_close(y, expected, batch.token_slots, TOLERANCE[torch.float32])
 
 
 @pytest.mark.lab("4.3")

@@ -6,6 +6,7 @@ from gpu import DEVICE
 from guarded import random_slots
 from hypothesis import given
 from hypothesis import strategies as st
+from new_tensors import NewTensors
 from torch.overrides import TorchFunctionMode
 
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta
@@ -122,20 +123,6 @@ def test_all_of_it_is_made_where_the_rows_are():
 
     assert (rows.device.type, tiles.device.type) == ("meta", "meta")
     assert set(made.devices) == {"meta"}, f"new tensors are made on {made.devices}"
-
-
-class NewTensors(TorchFunctionMode):
-    """Notes where tensors are made out of nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.devices = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.__name__ in ("arange", "zeros", "ones", "full", "empty", "tensor"):
-            self.devices.append(result.device.type)
-        return result
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 100, 512, 513, 700])

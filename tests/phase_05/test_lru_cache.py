@@ -56,6 +56,17 @@ def test_who_must_stay_is_passed_over_for_the_next_oldest():
     assert_order(cache, [1, 2, 4], "3 is forgotten, nobody else")
 
 
+def test_who_must_stay_is_named_where_nobody_may_go():
+    cache = cache_with(71, 82, capacity=2)
+
+    with pytest.raises(RuntimeError) as refused:
+        cache.remove_oldest(spare={82, 71})
+
+    said = str(refused.value)
+    unnamed = [key for key in (71, 82) if str(key) not in said]
+    assert not unnamed, f"71 and 82 must stay; the error does not name {unnamed}: {said!r}"
+
+
 def test_a_put_without_room_changes_nothing():
     cache = cache_with(1, 2, capacity=2)
 

@@ -87,6 +87,14 @@ class TestMakeRoom:
 
         assert made_way == [1]
 
+    def test_an_adapter_that_is_due_and_has_a_slot_takes_no_other(self):
+        admission, made_way = self.make_room(
+            2, max_loras=2, running=[1], pinned=[2], waited={2: 9}, held={1: 9}
+        )
+
+        assert made_way == [], "adapter 2 is pinned: it has a slot already"
+        assert admission.taken == {1, 2}
+
     def test_nobody_makes_way_for_base(self):
         _, made_way = self.make_room(0, 0, running=[1], held={1: 9})
 

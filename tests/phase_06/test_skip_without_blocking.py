@@ -90,7 +90,7 @@ def test_a_slot_goes_to_who_was_passed_over_not_to_who_is_first_by_arrival():
 
     output = world.step()
 
-    assert output.running == [passed_over], f"{first} came first, but has not waited: see _line"
+    assert output.running == [passed_over], f"{first} came first, but has not waited: see line"
 
 
 def test_nobody_is_skipped_once_the_batch_is_full():
@@ -102,6 +102,31 @@ def test_nobody_is_skipped_once_the_batch_is_full():
 
     assert output.skipped == [], "the batch was full, so nobody lost its place for its adapter"
     assert output.halted_by == "max_num_seqs"
+
+
+def test_who_finds_the_step_full_was_not_asked():
+    world = World(max_loras=1, max_num_seqs=2)
+    first, passed_over, base, _ = world.add_all(1, 2, 0, 1)
+
+    began = world.step()
+    world.abort(first, base)
+    turned = world.step()
+
+    assert began.asked == [first.arrival_order, passed_over.arrival_order, base.arrival_order]
+    assert began.halted_by == "max_num_seqs", "the last one was in line, and not asked"
+    assert turned.asked[0] == (0, passed_over.arrival_order), "it waits for a slot since step 0"
+
+
+def test_who_lacks_blocks_was_asked_and_ended_the_step():
+    world = World(num_blocks=9, block_size=4)
+    world.add(0, prompt=range(16), max_tokens=5)
+    world.step()
+    big = world.add(0, prompt=[5] * 24, max_tokens=1)
+    world.add(0, prompt=[1], max_tokens=1)
+
+    output = world.step()
+
+    assert (output.asked, output.skipped) == ([big.arrival_order], [])
 
 
 def test_max_num_seqs_counts_requests_of_every_adapter():

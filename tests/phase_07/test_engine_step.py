@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
-from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
+from recorded import RecordedWorld
+from tiny_engine import character_backend, greedy, run, tokens_of
 from tiny_models import token_ids
 
 from minivllm import LoRARequest
@@ -14,8 +16,8 @@ lab = pytest.mark.lab("7.4")
 
 
 @pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
+def world():
+    return RecordedWorld()
 
 
 def spoiled(world, folder):
@@ -81,9 +83,9 @@ def test_an_adapter_that_cannot_be_read_ends_its_requests_and_no_other(world, tm
 
 @lab
 def test_a_stop_string_ends_the_request_at_once(world):
-    tokenizer = character_tokenizer()
-    engine = world.engine(tokenizer=tokenizer)
-    answer = tokenizer.decode(world.oracle().greedy("qv", [5, 6, 7], 8))
+    backend = character_backend()
+    engine = world.engine(tokenizer=SimpleNamespace(backend_tokenizer=backend))
+    answer = backend.decode(world.oracle().greedy("qv", [5, 6, 7], 8))
     stop = answer[2:4]
 
     engine.add_request("a", [5, 6, 7], greedy(8, stop=stop), lora_request=world.request("qv"))

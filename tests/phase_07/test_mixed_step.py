@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hand_made_steps import make_output, make_request
-from tiny_engine import tiny_world
+from recorded import RecordedWorld
 from tiny_models import token_ids
 
 from minivllm.worker.input_batch import InputBatch
@@ -15,8 +15,8 @@ lab = pytest.mark.lab("7.3")
 
 
 @pytest.fixture
-def world(tmp_path_factory):
-    return tiny_world(tmp_path_factory)
+def world():
+    return RecordedWorld()
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_a_hunt_is_done_with_a_right_test_and_then_a_right_fix(checkout):
     fix.write_text(engine_file(module).read_text())
     last = checkout.lab("hunt", "17", "--check")
     assert last.returncode == 0, last.stdout
-    assert "✓ 8.17" in checkout.lab().stdout
+    assert "✓ 8.17" in checkout.lab("hunt").stdout
 
 
 def test_a_command_runs_on_the_broken_engine(checkout):

@@ -23,25 +23,18 @@ def run(coroutine, limit=2 * SOON):
     return asyncio.run(asyncio.wait_for(coroutine, limit))
 
 
-class FakeLoop:
-    """An engine's loop that nobody turns: what it is told stands in `told`."""
+class FakeClient:
+    """An engine that never answers: what it is told stands in `told`."""
 
     def __init__(self):
         self.told = []
-        self.calls = []
 
-    def call(self, function):
-        self.calls.append(function)
+    def call(self, function, *args):
         return Future()  # which nobody ever fills
 
     def abort(self, request_ids, sink=None):
         self.told.append((list(request_ids), sink))
-
-    def turn(self):
-        for function in self.calls:
-            function(None)
-        self.calls.clear()
-        return self.told
+        return Future()
 
 
 def output(text, finished=False):
@@ -64,13 +57,13 @@ async def nothing():
 class TestAListener:
     def test_gets_the_outputs_up_to_the_last_and_tells_nobody(self):
         async def main():
-            loop, stream, found = FakeLoop(), new_stream(), []
+            client, stream, found = FakeClient(), new_stream(), []
             put(stream, output("a"))
-            async for item in listen(loop, stream, "r", nothing):
+            async for item in listen(client, stream, "r", nothing):
                 found.append(item.outputs[0].text)
                 if len(found) < 4:
                     put(stream, output("a" * (len(found) + 1), finished=len(found) == 3))
-            return found, loop.turn()
+            return found, client.told
 
         assert run(main()) == (["a", "aa", "aaa", "aaaa"], [])
 
@@ -81,7 +74,7 @@ class TestAListener:
             async def begin():
                 put(stream, output("a", finished=True))
 
-            return [item async for item in listen(FakeLoop(), stream, "r", begin)]
+            return [item async for item in listen(FakeClient(), stream, "r", begin)]
 
         assert [item.outputs[0].text for item in run(main())] == ["a"]
 
@@ -90,7 +83,7 @@ class TestAListener:
             async def begin():
                 raise ValueError("max_tokens must be at least 1")
 
-            return [item async for item in listen(FakeLoop(), new_stream(), "r", begin)]
+            return [item async for item in listen(FakeClient(), new_stream(), "r", begin)]
 
         with pytest.raises(ValueError, match="max_tokens"):
             run(main())
@@ -99,7 +92,7 @@ class TestAListener:
         async def main():
             stream = new_stream()
             put(stream, EngineDeadError("it has ended"))
-            return [item async for item in listen(FakeLoop(), stream, "r", nothing)]
+            return [item async for item in listen(FakeClient(), stream, "r", nothing)]
 
         with pytest.raises(EngineDeadError, match="it has ended"):
             run(main())
@@ -132,24 +125,24 @@ class TestWhoLeaves:
     @pytest.mark.parametrize("how", ["closed", "cancelled", "raised"])
     def test_ends_the_request_of_this_stream_once(self, how):
         async def main():
-            loop, stream = FakeLoop(), new_stream()
+            client, stream = FakeClient(), new_stream()
             put(stream, output("a"))
-            await leave(how, listen(loop, stream, "r7", nothing), stream)
-            return loop.turn(), [(["r7"], stream)]
+            await leave(how, listen(client, stream, "r7", nothing), stream)
+            return client.told, [(["r7"], stream)]
 
         told, expected = run(main())
         assert told == expected
 
     def test_without_a_word_ends_the_request_too(self):
         async def main():
-            loop, stream = FakeLoop(), new_stream()
+            client, stream = FakeClient(), new_stream()
             put(stream, output("a"))
-            outputs = listen(loop, stream, "r7", nothing)
+            outputs = listen(client, stream, "r7", nothing)
             await anext(outputs)
             del outputs
             gc.collect()
             await asyncio.sleep(0.01)
-            return [ids for ids, _ in loop.turn()]
+            return [ids for ids, _ in client.told]
 
         assert run(main()) == [["r7"]]
 
@@ -157,39 +150,40 @@ class TestWhoLeaves:
         """It may be in the engine by then."""
 
         async def main():
-            loop = FakeLoop()
+            client = FakeClient()
             first = asyncio.ensure_future(
-                anext(listen(loop, new_stream(), "r7", lambda: asyncio.sleep(3 * SOON)))
+                anext(listen(client, new_stream(), "r7", lambda: asyncio.sleep(3 * SOON)))
             )
             await asyncio.sleep(0.01)
             first.cancel()
             with suppress(asyncio.CancelledError):
                 await first
-            return [ids for ids, _ in loop.turn()]
+            return [ids for ids, _ in client.told]
 
         assert run(main()) == [["r7"]]
 
     def test_waits_for_nothing(self):
-        """The engine may be in the middle of a step: nobody runs the call."""
+        """The engine may be in the middle of a step: nobody answers."""
 
         async def main():
-            loop, stream = FakeLoop(), new_stream()
+            client, stream = FakeClient(), new_stream()
             put(stream, output("a"))
-            outputs = listen(loop, stream, "r7", nothing)
+            outputs = listen(client, stream, "r7", nothing)
             await anext(outputs)
             await asyncio.wait_for(outputs.aclose(), SOON)
-            return loop.told, len(loop.calls)
+            return client.told, [(["r7"], stream)]
 
-        assert run(main()) == ([], 1)
+        told, expected = run(main())
+        assert told == expected
 
     def test_after_the_last_output_ends_nothing(self):
         async def main():
-            loop, stream = FakeLoop(), new_stream()
+            client, stream = FakeClient(), new_stream()
             put(stream, output("a", finished=True))
-            outputs = listen(loop, stream, "r7", nothing)
+            outputs = listen(client, stream, "r7", nothing)
             await anext(outputs)
             await outputs.aclose()
-            return loop.turn()
+            return client.told
 
         assert run(main()) == []
 
@@ -347,3 +341,35 @@ class TestAConnection:
             return await waits
 
         assert run(main()) == "the answer"
+
+    def test_that_is_closed_leaves_the_handler_a_task_that_nobody_cancels(self):
+        async def main():
+            connection = Connection()
+            connection.closed.set()
+            answer = await unless_gone(connection.receive, Work().run())
+            return answer, asyncio.current_task().cancelling()
+
+        assert run(main()) == (None, 0)
+
+    @pytest.mark.parametrize("turns", range(8))
+    def test_that_is_closed_while_the_handler_is_cancelled_hides_nothing(self, turns):
+        """So many turns of the loop lie between the two; the handler may have ended by then."""
+
+        async def main():
+            closed = asyncio.Event()
+
+            async def receive():
+                await closed.wait()
+                return {"type": "http.disconnect"}
+
+            waits = asyncio.ensure_future(unless_gone(receive, Work().run()))
+            await asyncio.sleep(0.01)
+            closed.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            is_cancelled = waits.cancel()
+            [ended] = await asyncio.gather(waits, return_exceptions=True)
+            return is_cancelled, ended
+
+        is_cancelled, ended = run(main())
+        assert isinstance(ended, asyncio.CancelledError) if is_cancelled else ended is None

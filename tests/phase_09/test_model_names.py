@@ -1,7 +1,6 @@
 """Names of models, and adapters that come and go (lab 9.4). The oracle is a list of what the engine was told."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from small_engine import SmallWorld, write_adapter
@@ -36,8 +35,7 @@ class FakeLLM:
         self.told, self.bad, self.gate = [], bad, asyncio.Event()
         self.gate.set()
         self.by_name = {}
-        adapters = SimpleNamespace(by_name=self.by_name) if lora else None
-        self.engine = SimpleNamespace(adapters=adapters)
+        self.adapter_names = self.by_name.keys() if lora else ()
 
     async def add_lora(self, request):
         self.told.append(("add", request))

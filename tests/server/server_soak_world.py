@@ -2,12 +2,17 @@
 
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from tiny_adapters import ADAPTERS, save_adapter, save_base
+from tiny_engine import make_engine
 from tiny_oracle import Oracle
 from tiny_server import tokenizer_with_template
+
+from minivllm import LLMEngine
+from minivllm.serving.engine_process import EngineProcess
 
 PROMPTS = ("a", "tell me", "once upon a time")
 MOST_TOKENS = 16
@@ -31,13 +36,11 @@ class SoakWorld:
     def path(self, name: str) -> Path:
         return self.root / name
 
-    def engine(self, tokenizer: object, **options: object):
-        from tiny_engine import OPTIONS
+    def engine(self, tokenizer: object, **options: object) -> LLMEngine:
+        return make_engine(self.base, tokenizer, options)
 
-        from minivllm import EngineArgs, LLMEngine
-
-        args = EngineArgs(model=str(self.base), **{**OPTIONS, **options})
-        return LLMEngine(args.create_engine_config(), tokenizer, warm_up=False)
+    def engine_process(self, tokenizer: object, **options: object) -> EngineProcess:
+        return EngineProcess(partial(make_engine, self.base, tokenizer, options))
 
     def _save_adapters(self) -> None:
         """A few are made by PEFT; the others have the same tensors, each with signs of its own."""

@@ -65,7 +65,7 @@ def ask(server, model, **more):
 
 
 def listeners(server):
-    return len(server.server.state.llm.engine.listeners)
+    return len(server.server.state.llm._client.engine.listeners)
 
 
 def wait_for(condition, seconds=20):
@@ -103,12 +103,12 @@ def test_the_first_message_says_what_there_is(server):
         [],
     )
     assert first["hello"]["room"]["kv_blocks"] == 199
-    last = server.server.state.llm.engine.trace.records[-1]
+    last = server.server.state.llm._client.engine.trace.records[-1]
     assert first["steps"][-1] == json.loads(json.dumps(asdict(last)))
 
 
 def test_each_step_is_told_once_and_in_order(server):
-    engine = server.server.state.llm.engine
+    engine = server.server.state.llm._client.engine
     with events_of(server) as events:
         told = next(events)["steps"]
         begun = engine.metrics.steps
@@ -224,7 +224,7 @@ def test_the_playground_streams_from_base_and_adapters_in_one_batch(tab, server,
     choose(tab, BASE_NAME, "qv", "all")
     tab.page.fill("textarea", "Who are you?")
     tab.page.fill("input[type=number]", "9")
-    steps = server.server.state.llm.engine.metrics.steps
+    steps = server.server.state.llm._client.engine.metrics.steps
 
     hold_up(server, seconds=0.5)
     tab.page.click("#ask")
@@ -235,7 +235,7 @@ def test_the_playground_streams_from_base_and_adapters_in_one_batch(tab, server,
     messages = [{"role": "user", "content": "Who are you?"}]
     answers = Answers(world)
     assert shown == {name: answers.chat(name, messages, 9) for name in (BASE_NAME, "qv", "all")}
-    records = [r for r in server.server.state.llm.engine.trace.records if r.step >= steps]
+    records = [r for r in server.server.state.llm._client.engine.trace.records if r.step >= steps]
     assert any({row.adapter for row in record.rows} >= {None, "qv", "all"} for record in records)
     assert tab.troubles == []
 
@@ -244,7 +244,7 @@ def test_an_eviction_is_seen_as_it_happens(tab, server):
     for model in ("qv", "all", "patterns", "qv", "all"):
         assert ask(server, model).status_code == 200
 
-    engine = server.server.state.llm.engine
+    engine = server.server.state.llm._client.engine
     tab.until(f"page.trace.at(page.trace.length - 1)?.step === {engine.metrics.steps - 1}")
     evicted = [r.step for r in engine.trace.records if r.evictions]
     shown = tab.page.evaluate("page.trace.runs[0].steps.filter((s) => s.evictions.length).map((s) => s.step)")
@@ -335,7 +335,7 @@ def test_a_hidden_page_listens_to_nothing_and_wakes_up_again(tab, server):
     tab.page.evaluate(hide, False)
 
     wait_for(lambda: listeners(server) == 2)
-    newest = server.server.state.llm.engine.metrics.steps - 1
+    newest = server.server.state.llm._client.engine.metrics.steps - 1
     tab.until(f"page.trace.at(page.trace.length - 1)?.step === {newest}")
 
 

@@ -1,7 +1,9 @@
 """The openai client, unchanged, against a server; transformers and PEFT say what the answers are."""
 
 import asyncio
+import json
 import math
+import re
 
 import pytest
 from openai import AsyncOpenAI, NotFoundError
@@ -18,9 +20,9 @@ def world(tmp_path_factory):
     return tiny_world(tmp_path_factory)
 
 
-@pytest.fixture(scope="module")
-def server(world):
-    with serving(world, *NAMES) as server:
+@pytest.fixture(scope="module", params=[False, True], ids=["thread", "process"])
+def server(world, request):
+    with serving(world, *NAMES, in_a_process=request.param) as server:
         yield server
 
 
@@ -194,6 +196,38 @@ def test_a_bias_and_penalties_reach_the_sampler(client, answers):
     assert math.isfinite(biased.choices[0].logprobs.token_logprobs[0])
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}, "grade": {"enum": ["good", "bad"]}},
+    "required": ["sure", "grade"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("model", [BASE_NAME, "all"])
+def test_an_answer_follows_the_schema_that_is_given_streamed_or_not(client, model):
+    asked = {"model": model, "messages": MESSAGES, "temperature": 1, "seed": 3, "max_tokens": 60}
+    asked |= {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}
+
+    whole = client.chat.completions.create(**asked).choices[0]
+    stream = client.chat.completions.create(**asked, stream=True)
+
+    answer = json.loads(whole.message.content)
+    assert (type(answer["sure"]), answer["grade"] in ("good", "bad"), len(answer)) == (bool, True, 2)
+    assert whole.finish_reason == "stop"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
+
+
+def test_vllms_own_field_names_other_structures(client):
+    asked = {"model": "qv", "prompt": "pick:", "temperature": 0, "max_tokens": 20}
+
+    picked = client.completions.create(**asked, extra_body={"structured_outputs": {"choice": ["cat", "dog"]}})
+    matched = client.completions.create(**asked, extra_body={"structured_outputs": {"regex": "[a-c]{5}!"}})
+
+    assert picked.choices[0].text in ("cat", "dog")
+    assert re.fullmatch("[a-c]{5}!", matched.choices[0].text)
+
+
 def test_token_ids_come_along_where_they_are_asked_for(client, answers):
     asked = {**GREEDY, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
     ids = answers.tokens("qv", "tokens")
@@ -223,6 +257,6 @@ def test_a_chat_answers_until_the_context_is_full_unless_told_otherwise(server, 
     usage = client.chat.completions.create(**asked).usage
     short = client.chat.completions.create(**asked, max_completion_tokens=3).usage
 
-    longest = server.server.state.llm.engine.config.model_config.max_model_len
+    longest = server.server.state.llm.config.model_config.max_model_len
     assert usage.total_tokens == longest
     assert short.completion_tokens == 3

@@ -205,7 +205,7 @@ def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, ht
     holder.join()
 
     assert (gone.status_code, late[0].status_code) == (200, 400)
-    assert "temporary" not in llm.engine.adapters.by_name
+    assert "temporary" not in llm._client.engine.adapters.by_name
     order(http, "load", "temporary", "patterns").raise_for_status()
 
 

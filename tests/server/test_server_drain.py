@@ -82,7 +82,7 @@ def test_who_still_waits_to_be_tokenized_is_told_that_the_engine_has_ended(world
         while llm._tokenizing._work_queue.qsize() < (2 if prompt == "text" else 3):
             time.sleep(0.001)
         drain(server)
-        while llm._thread.error is None:
+        while llm._client.error is None:
             time.sleep(0.001)
         let_go.set()
         for thread in threads:

@@ -56,7 +56,22 @@ ROWS = [
     ("chat/completions", {"messages": []}, 400, "messages", ""),
     ("chat/completions", {"messages": "hello"}, 400, "messages", ""),
     ("chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "not supported"),
-    ("chat/completions", {"response_format": {"type": "json_schema"}}, 400, "response_format.type", ""),
+    ("chat/completions", {"response_format": {"type": "xml"}}, 400, "response_format.type", ""),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema"}},
+        400,
+        "response_format",
+        "need each other",
+    ),
+    ("completions", {"response_format": {"type": "text", "x": 1}}, 400, "response_format.x", "not supported"),
+    ("completions", {"structured_outputs": {"regex": "("}}, 400, None, "unclosed group"),
+    ("completions", {"structured_outputs": {}}, 400, None, "exactly one"),
+    (
+        "completions",
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+        *(400, None, "leave one of them out"),
+    ),
     ("chat/completions", {"top_logprobs": 2}, 400, None, "logprobs: true"),
     ("chat/completions", {"messages": [{"role": "", "content": ""}]}, 400, "messages.0.role", ""),
     ("chat/completions", {"model": "nobody"}, 404, "model", "does not exist"),
@@ -242,6 +257,6 @@ def test_tokens_come_and_go_as_text(client):
 def test_after_all_that_nothing_is_left_behind(server, client):
     assert_serves(client)
 
-    engine = server.server.state.llm.engine
+    engine = server.server.state.llm._client.engine
     assert not engine.has_unfinished_requests()
     assert not engine.scheduler.requests

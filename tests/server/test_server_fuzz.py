@@ -76,7 +76,7 @@ def talk(server, content, read_at_most, rng):
 
 
 def assert_whole(server, world):
-    engine = server.server.state.llm.engine
+    engine = server.server.state.llm._client.engine
     until = time.monotonic() + 20
     while engine.has_unfinished_requests() and time.monotonic() < until:
         time.sleep(0.01)

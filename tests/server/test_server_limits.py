@@ -33,7 +33,7 @@ def server(world):
 
 
 def engine_of(server):
-    return server.server.state.llm.engine
+    return server.server.state.llm._client.engine
 
 
 def settled(server, seconds=10.0):
@@ -169,7 +169,7 @@ def test_the_queue_of_the_engine_is_full_before_its_memory_is(world):
             events = stream.iter_lines()
             next(events)
             go_on = threading.Event()
-            server.server.state.llm._thread.call(lambda engine: go_on.wait(30))  # no step is taken meanwhile
+            server.server.state.llm._client.call(lambda engine: go_on.wait(30))  # no step is taken meanwhile
             refused = post(server, body)
             go_on.set()
             rest = list(events)

@@ -46,7 +46,7 @@ def search(server, examples):
 
 
 def assert_whole(server):
-    engine: LLMEngine = server.server.state.llm.engine
+    engine: LLMEngine = server.server.state.llm._client.engine
     with client_of(server) as client:
         answer = client.completions.create(model="tiny", prompt="still here", max_tokens=3)
 

@@ -36,11 +36,20 @@ def _folded(max_tokens: int, max_samples: int, device: torch.device | str, confi
     return FoldedBackend(max_tokens, max_samples, device, config.max_loras)
 
 
+def _paged(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
+    refuse_without_gpu("paged", device)
+    from minivllm.lora.gpu.paged_backend import PagedBackend
+
+    return PagedBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
+
+
 def _slot_writer(wrapped: Any, device: torch.device | str) -> Any:
+    from minivllm.lora.gpu.paged_writer import PagedSlotWriter
     from minivllm.lora.gpu.slot_writer import SlotWriter
 
-    return SlotWriter(wrapped, device)
+    pool = getattr(wrapped.backend, "pool", None)
+    return SlotWriter(wrapped, device) if pool is None else PagedSlotWriter(wrapped, device, pool)
 
 
-backends.update(triton=_triton, folded=_folded)
+backends.update(triton=_triton, folded=_folded, paged=_paged)
 slot_writers["cuda"] = _slot_writer

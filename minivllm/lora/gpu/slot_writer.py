@@ -35,10 +35,9 @@ class SlotWriter:
         self.modules = wrapped.modules
         buffers = [buffer for module in self.modules.values() for buffer in _buffers(module)]
         self.dtype = buffers[0].dtype
-        self.places = torch.tensor(
-            [[b.data_ptr(), *b.stride(), *b.shape[1:]] for b in buffers], device=device
-        )
-        self.largest = max(buffer[0].numel() for buffer in buffers)
+        self.places = torch.tensor([_place(buffer, device) for buffer in buffers], device=device)
+        here = [buffer[0].numel() for buffer in buffers if _is_here(buffer, device)]
+        self.largest = max(here, default=0)
         self.table_bytes = _aligned(len(buffers) * 3 * torch.int64.itemsize)
         largest_adapter = sum(_aligned(buffer[0].nbytes) for buffer in buffers)
         self.arrived = torch.empty(self.table_bytes + largest_adapter, dtype=torch.uint8, device=device)
@@ -85,15 +84,20 @@ class SlotWriter:
 
     def write(self, lora: LoRAModel, slot: int) -> None:
         """Copy an adapter that was taken into one slot of every layer, zeros past its ranks."""
-        from minivllm.lora.ops.triton_ops.write_slot_op import write_slot  # Triton is not everywhere
-
         with self._beside_steps(slot):
             pool = self.pools[lora]
             arrived = self.arrived[: len(pool)].copy_(pool, non_blocking=True)
             table, weights = self._split(arrived)
-            write_slot(weights, table, self.places, slot, self.largest)
+            self._scatter(weights, table, slot)
         for name, module in self.modules.items():
             _written(module, slot, lora.get_lora(name))
+
+    def _scatter(self, weights: torch.Tensor, table: torch.Tensor, slot: int) -> None:
+        """Bring an adapter that has arrived to its places."""
+        from minivllm.lora.ops.triton_ops.write_slot_op import write_slot  # Triton is not everywhere
+
+        if self.largest:
+            write_slot(weights, table, self.places, slot, self.largest)
 
     @contextmanager
     def behind_step(self) -> Iterator[None]:
@@ -111,10 +115,14 @@ class SlotWriter:
         """
         if self.written:
             for adapter_id in slots.keys() & set(adapter_ids):
-                if (event := self.written.pop(slots[adapter_id], None)) is not None:
-                    torch.cuda.current_stream().wait_event(event)
+                self.wait_for(slots[adapter_id])
         if self.on_gpu:
             self._step.record()
+
+    def wait_for(self, slot: int) -> None:
+        """What is launched from now on runs after the slot's last write: others may get its memory."""
+        if (event := self.written.pop(slot, None)) is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     @contextmanager
     def _beside_steps(self, slot: int) -> Iterator[None]:
@@ -146,6 +154,18 @@ def _buffers(module: BaseLayerWithLoRA) -> Iterator[torch.Tensor]:
             yield b[:, expert]
     for tables in module.slots.beside.values():
         yield from tables
+
+
+def _is_here(buffer: torch.Tensor, device: torch.device | str) -> bool:
+    """Whether it is memory, and no mere shape; all are shapes where nothing is to be computed."""
+    return buffer.device.type == torch.device(device).type
+
+
+def _place(buffer: torch.Tensor, device: torch.device | str) -> list[int]:
+    """A row of `places`; one without rows for a buffer that is somewhere else."""
+    if not _is_here(buffer, device):
+        return [0, 0, 0, 0, 0, 1]
+    return [buffer.data_ptr(), *buffer.stride(), *buffer.shape[1:]]
 
 
 def _pieces(module: BaseLayerWithLoRA, weights: LayerWeights | None) -> Iterator[torch.Tensor | None]:

@@ -1,0 +1,193 @@
+"""`python -m benchmarks.trust record|judge`: does the simulator say what the engine does? See README.md.
+
+`record` serves the demo model under Poisson traffic in real time, and keeps the arrivals and the work of each step.
+`judge` fits a cost model to one record, and lets the simulator serve the arrivals of another one.
+"""
+
+import datetime
+import json
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.adapters import write_adapters
+from benchmarks.arguments import number, one_of, run_as_command, whole
+from benchmarks.measure import Step, run_step
+from benchmarks.report import machine
+from benchmarks.serve import add, serve_summary, warm_up
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine_args import EngineArgs
+from minivllm.lora.events import LoRAEvent
+from minivllm.lora.request import LoRARequest
+from minivllm.models.demo_model import demo_model_path
+from minivllm.policies.routing import least_loaded
+from minivllm.simulate.cost_model import work_of
+from minivllm.simulate.fit import fit
+from minivllm.simulate.fleet import Fleet, adapters_of_ranks
+from minivllm.simulate.replica import ReplicaConfig
+from minivllm.simulate.report import report
+from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
+
+NAME = "python -m benchmarks.trust"
+ADAPTERS, RANK = 8, 16
+ENGINE = {"max_loras": 4, "max_cpu_loras": 8, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+KV_BLOCKS = 1025
+PROMPT, OUTPUT = Lengths(64, 0.6, 16, 256), Lengths(32, 0.6, 4, 128)
+
+
+class Clock:
+    """Seconds: of a clock on the wall or, where neighbours have the cores, those that this process computes.
+
+    Then nobody waits: what a `sleep` would take is added.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.read = time.perf_counter if kind == "wall" else time.process_time
+        self.skipped = 0.0
+
+    def __call__(self) -> float:
+        return self.read() + self.skipped
+
+    def sleep(self, seconds: float) -> None:
+        if self.read is time.perf_counter:
+            time.sleep(max(0.0, seconds))
+        else:
+            self.skipped += max(0.0, seconds)
+
+
+class Recorded:
+    """Listens to an engine's steps and adapters: the work of each step, and the copies in it."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.ranks = dict.fromkeys(range(1, ADAPTERS + 1), RANK)
+        self.rows: list[dict[str, object]] = []
+        self.copies = 0
+        self.work: list[float] | None = None
+        engine.listeners.append(self.step_launched)
+        engine.adapters.manager.listeners.append(self.heard)
+
+    def step_launched(self, output: object) -> None:
+        self.work = [round(each, 3) for each in work_of(output, self.ranks)]
+
+    def heard(self, event: LoRAEvent) -> None:
+        if event.kind == "activate":
+            self.copies += 1
+
+    def step_ended(self, seconds: float) -> None:
+        self.rows.append({"work": self.work, "seconds": round(seconds, 6), "copies": self.copies})
+        self.work, self.copies = None, 0
+
+
+def serve(
+    engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest], clock: Clock
+) -> dict[str, object]:
+    """As `benchmarks.serve.serve`; a step's seconds are those since the one before, with the requests it took in."""
+    recorded, pending, steps = Recorded(engine), deque(enumerate(traffic)), []
+    start = started = clock()
+    while pending or engine.has_unfinished_requests():
+        while pending and pending[0][1].time_s <= clock() - start:
+            place, arrival = pending.popleft()
+            add(engine, str(place), arrival, adapters)
+        if engine.has_unfinished_requests():
+            emitted = run_step(engine).emitted
+            steps.append(Step(started, clock(), emitted))
+            recorded.step_ended(steps[-1].seconds)
+            started = steps[-1].ended
+        else:
+            clock.sleep(start + pending[0][1].time_s - clock())
+            started = clock()
+    return {"summary": serve_summary(start, steps, traffic), "steps": recorded.rows}
+
+
+def record(options: Namespace) -> None:
+    """Serve one traffic, write what happened."""
+    traffic = make_traffic(
+        options.num_requests, options.rate, ADAPTERS, options.alpha, PROMPT, OUTPUT, options.seed
+    )
+    model = str(demo_model_path())
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = write_adapters(Path(folder), model, ADAPTERS, RANK)
+        engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model,
+                skip_tokenizer_init=True,
+                device="cpu",
+                enable_lora=True,
+                max_lora_rank=RANK,
+                max_model_len=512,
+                num_kv_blocks=KV_BLOCKS,
+                enable_prefix_caching=False,
+                threads=options.threads,
+                **ENGINE,
+            )
+        )
+        warm_up(engine, traffic, adapters)
+        for adapter in adapters:
+            engine.add_lora(adapter)
+        found = serve(engine, traffic, adapters, Clock(options.clock))
+    told = {
+        "date": str(datetime.date.today()),
+        "machine": machine("cpu") | {"threads": options.threads, "clock": options.clock},
+        "rate": options.rate,
+        "seed": options.seed,
+    }
+    arrivals = [asdict(arrival) for arrival in traffic]
+    report = {
+        "benchmark": "trust",
+        "date": str(datetime.date.today()),
+        **told,
+        "engine": ENGINE,
+        "arrivals": arrivals,
+        **found,
+    }
+    options.out.write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(json.dumps({k: v for k, v in found["summary"].items() if "quantiles" not in k}, indent=1))
+
+
+def judge(options: Namespace) -> None:
+    """Fit to one record, simulate the arrivals of another, and print both sides."""
+    record = json.loads(options.record.read_text(encoding="utf-8"))
+    engine = record["engine"]
+    lora = LoRAConfig(
+        max_lora_rank=RANK, max_loras=engine["max_loras"], max_cpu_loras=engine["max_cpu_loras"]
+    )
+    config = ReplicaConfig(
+        SchedulerConfig(engine["max_num_seqs"], engine["max_num_batched_tokens"]),
+        CacheConfig(num_blocks=KV_BLOCKS, enable_prefix_caching=False),
+        lora,
+        reads_beside=False,
+    )
+    cost = replace(fit([options.fitted]), read_bytes_per_s=float("inf"))  # all were in memory
+    fleet = Fleet(config, cost, adapters_of_ranks([RANK] * ADAPTERS, 1.0), least_loaded)
+    fleet.serve([Arrival(**arrival) for arrival in record["arrivals"]])
+    simulated, measured = report(fleet), record["summary"]
+    for name in ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms"):
+        share = simulated[name] / measured[name] - 1
+        print(f"{name}: measured {measured[name]:.1f}, simulated {simulated[name]:.1f} ({share:+.1%})")
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = ArgumentParser(prog=NAME, description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("--rate", type=number(above=True), required=True, help="requests a second")
+    recording.add_argument("--num-requests", type=whole(), default=300)
+    recording.add_argument("--alpha", type=number(), default=1.0, help="of the adapters' Zipf popularity")
+    recording.add_argument("--threads", type=whole(), default=2)
+    recording.add_argument("--clock", type=one_of(("wall", "cpu")), default="wall", help="cpu: of one thread")
+    recording.add_argument("--seed", type=whole(0), default=0)
+    recording.add_argument("--out", type=Path, required=True)
+    judging = commands.add_parser("judge")
+    judging.add_argument("fitted", type=Path, help="the record to fit to")
+    judging.add_argument("record", type=Path, help="the record to compare with, of another rate")
+    options = parser.parse_args(arguments)
+    (record if options.command == "record" else judge)(options)
+
+
+if __name__ == "__main__":
+    run_as_command(NAME, main)

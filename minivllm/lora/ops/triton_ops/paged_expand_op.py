@@ -1,0 +1,149 @@
+"""y += h · Bᵀ, every row with its own adapter's B, from pages.
+
+Beside vllm/lora/ops/triton_ops/lora_expand_op.py (v0.22.1), which knows no pages.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
+from minivllm.lora.ops.triton_ops.paged_pieces import PagedPieces
+from minivllm.lora.ops.triton_ops.paged_tuning import PagedExpandTiles, paged_expand_tiles
+from minivllm.lora.ops.triton_ops.tuning import can_overlap
+
+
+# These strides differ from step to step: not a variant of the kernel for each of their values.
+@triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride", "capacity"])
+def _paged_expand_kernel(
+    h_ptr,  # (splits, n, T, R)
+    pool_ptr,  # pages
+    y_ptr,  # (T, >= N)
+    rows_ptr,  # (T,) rows by slot
+    tiles_ptr,  # (3, capacity) adapter, first row, rows
+    table_ptr,  # (S, G) pages
+    ranks_ptr,  # (n, S) live ranks
+    capacity,
+    ranks_row,
+    table_row,
+    page_stride,
+    b_places,  # n: where B of each slice begins in a page
+    h_split_stride,
+    h_slice_stride,
+    h_row_stride,
+    y_row_stride,
+    WIDTHS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one tile of rows, one block of columns of one slice, all live ranks, BLOCK_R at a time.
+
+    Axes as in `_lora_expand_kernel`. A rank's share of B is a row of N_i elements in its page. Nothing past the live
+    rank is read, of h nor of B. With OVERLAP the kernels ahead may still run, until gdc_wait.
+    """
+    tile, block = tl.program_id(0), tl.program_id(1)
+    adapter = tl.load(tiles_ptr + tile).to(tl.int64)
+    if adapter < 0:
+        if OVERLAP:  # or what comes after this kernel might not wait for what came before it
+            tl.extra.cuda.gdc_wait()
+        return
+    slot, expert = adapter // EXPERTS, adapter % EXPERTS
+    first = tl.load(tiles_ptr + capacity + tile)
+    length = tl.load(tiles_ptr + 2 * capacity + tile)
+    place = tl.arange(0, BLOCK_ROWS)
+    is_row = place < length
+    rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
+    ranks = tl.arange(0, BLOCK_R)
+
+    offset = 0
+    for i in tl.static_range(len(b_places)):
+        blocks = (WIDTHS[i] + BLOCK_N - 1) // BLOCK_N
+        if (block >= 0) & (block < blocks):
+            live = tl.load(ranks_ptr + i * ranks_row + slot)
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_column = columns < WIDTHS[i]
+            update = tl.zeros((BLOCK_ROWS, BLOCK_N), dtype=tl.float32)
+            for start in range(0, live, BLOCK_R):
+                rank = start + ranks
+                is_live = rank < live
+                page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=is_live, other=0)
+                b_row = page.to(tl.int64) * page_stride + b_places[i]
+                b_row += (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTHS[i]
+                b_block = pool_ptr + b_row[:, None] + columns[None, :]
+                b = tl.load(
+                    b_block, mask=is_live[:, None] & is_column[None, :], other=0.0
+                )  # (BLOCK_R, BLOCK_N)
+
+                # Up to here nothing depends on the product before; from here on, its h and its y must be there.
+                if OVERLAP:
+                    tl.extra.cuda.gdc_wait()
+                h_block = h_ptr + i * h_slice_stride + rows[:, None] * h_row_stride + rank[None, :]
+                is_h = is_row[:, None] & is_live[None, :]
+                h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
+                for split in tl.static_range(SPLITS):
+                    h += tl.load(h_block + split * h_split_stride, mask=is_h, other=0.0)
+                update = tl.dot(h.to(b.dtype), b, update, input_precision="ieee")
+            if live > 0:
+                y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
+                is_y = is_row[:, None] & is_column[None, :]
+                update += tl.load(y_block, mask=is_y, other=0.0)
+                tl.store(y_block, update, mask=is_y)
+            elif OVERLAP:
+                tl.extra.cuda.gdc_wait()
+        block -= blocks
+        offset += WIDTHS[i]
+
+
+def paged_expand(
+    h: torch.Tensor,
+    pieces: PagedPieces,
+    y: torch.Tensor,
+    tiles: TileList,
+    tuned: PagedExpandTiles | None = None,
+) -> None:
+    """y[:, slice i] += h[i] · B_iᵀ, in place. One launch for all slices.
+
+    h       (splits, n, T, R): planes to be added up, rank contiguous
+    y       (T, >= N), rows may be further apart than N; slice i begins where slice i - 1 ends
+    tuned   tile sizes, None = by shape
+
+    Base rows of y are not touched.
+    """
+    tuned = tuned or paged_expand_tiles(len(y), pieces.rank, max(pieces.heights))
+    # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
+    overlap = can_overlap(y.device)
+    blocks = sum(triton.cdiv(height, tuned.block_n) for height in pieces.heights)
+    _paged_expand_kernel[(tiles.count, blocks)](
+        h,
+        pieces.pool,
+        y,
+        tiles.rows,
+        tiles.tiles,
+        pieces.table,
+        pieces.ranks,
+        tiles.tiles.shape[1],
+        pieces.ranks.stride(0),
+        pieces.table.stride(0),
+        pieces.page_stride,
+        pieces.b,
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        y.stride(0),
+        WIDTHS=pieces.heights,
+        SPLITS=len(h),
+        OVERLAP=overlap,
+        EXPERTS=pieces.experts,
+        PAGE_RANKS=pieces.page_ranks,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_R=tuned.block_r,
+        BLOCK_N=tuned.block_n,
+        num_warps=tuned.num_warps,
+        num_stages=1,
+        **({"launch_pdl": True} if overlap else {}),
+    )

@@ -1,0 +1,103 @@
+"""Adapters without tensors, in the engine's own tiers. Stands for the worker's half of an engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from minivllm.config import LoRAConfig, SchedulerConfig
+from minivllm.lora.adapter_slots import AdapterSlots
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.policies.keeping import PolicyCache
+
+
+@dataclass(frozen=True)
+class AdapterSize:
+    """An adapter's rank, and its bytes on disk, in memory and in a slot."""
+
+    rank: int
+    num_bytes: int
+
+
+@dataclass(eq=False)
+class AdapterRecord:
+    """What the tiers hold of an adapter: a `LoRAModel` without weights."""
+
+    id: int
+    load_id: int
+    rank: int
+    beside: dict[str, Any] = field(default_factory=dict)
+
+
+class RecordedLayers:
+    """Stands for `WrappedModules`: every adapter fits, and a copy is noted.
+
+    copied   ids of the adapters that were copied into a slot since this was last emptied
+    """
+
+    def __init__(self) -> None:
+        self.copied: list[int] = []
+
+    def accept(self, adapter: AdapterRecord) -> None:
+        """Whatever it is, it fits."""
+
+    def write(self, adapter: AdapterRecord, slot: int) -> None:
+        self.copied.append(adapter.id)
+
+
+class RecordedWorker(LRUCacheWorkerLoRAManager):
+    """The engine's worker; reading gives a record, and is noted.
+
+    ranks   adapter id -> rank
+    read    ids of the adapters that were read in a step since this was last emptied
+    done    ids of the adapters that were read beside the steps, for requests that still wait
+    """
+
+    def __init__(
+        self, lora_config: LoRAConfig, scheduler_config: SchedulerConfig, ranks: Mapping[int, int]
+    ) -> None:
+        super().__init__(
+            SimpleNamespace(lora_config=lora_config, scheduler_config=scheduler_config), device="cpu"
+        )
+        self.ranks = ranks
+        self.layers = RecordedLayers()
+        self.manager = self._adapter_manager = AdapterSlots(lora_config, self.layers, None)
+        self.read: list[int] = []
+        self.done: set[int] = set()
+        self._load_ids = itertools.count(1)
+        self._in_slots: tuple[list[int], frozenset[int]] | None = None
+
+    def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> AdapterRecord:
+        adapter_id = lora_request.lora_int_id
+        if adapter_id in self.done:
+            self.done.remove(adapter_id)
+        else:
+            self.read.append(adapter_id)
+        return self._record(adapter_id)
+
+    def _record(self, adapter_id: int) -> AdapterRecord:
+        return AdapterRecord(adapter_id, next(self._load_ids), self.ranks[adapter_id])
+
+    def bring_in(self, requests: dict[int, LoRARequest]) -> None:
+        """Have a step's adapters in slots, as `set_active_adapters` does.   requests: by adapter id
+
+        The same adapters as in the step before, in the same slots, were used last anyway: nothing would change but for
+        a policy that counts uses.
+        """
+        held = list(self.manager._active_adapters), frozenset(requests)
+        if held != self._in_slots or isinstance(self.manager._active_adapters, PolicyCache):
+            self._apply_adapters(requests.values())
+            self._in_slots = list(self.manager._active_adapters), frozenset(requests)
+
+    def add_ahead(self, adapter_id: int) -> None:
+        """Take an adapter that was read, and that no request waits for, into memory, if anybody there may go."""
+        self.done.discard(adapter_id)
+        if (
+            len(self.manager) < self.manager.capacity
+            or not self.manager.list_adapters().keys() <= self.manager.kept
+        ):
+            self.manager.add_adapter(self._record(adapter_id))

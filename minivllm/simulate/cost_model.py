@@ -1,0 +1,119 @@
+"""What a step would take. Stands for the forward pass, for copies into slots and for reads from disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import NamedTuple
+
+from minivllm.core.output import SchedulerOutput
+
+
+class StepWork(NamedTuple):
+    """What is computed in a step, or in several together.
+
+    steps           how many
+    prompt_steps    of these, how many have a row of more than one token: no graph was captured for such
+    requests        rows: requests that get tokens
+    tokens          computed
+    context         tokens whose keys and values are read, summed over rows
+    pairs           of a query and a key, in thousands
+    lora            steps in which any row has an adapter
+    adapters        distinct ones of a step
+    lora_tokens     tokens of rows with an adapter
+    ranks           summed over the distinct adapters of a step
+    admitted        requests that join
+    """
+
+    steps: float = 0.0
+    prompt_steps: float = 0.0
+    requests: float = 0.0
+    tokens: float = 0.0
+    context: float = 0.0
+    pairs: float = 0.0
+    lora: float = 0.0
+    adapters: float = 0.0
+    lora_tokens: float = 0.0
+    ranks: float = 0.0
+    admitted: float = 0.0
+
+    def plus(self, other: StepWork) -> StepWork:
+        return StepWork(*map(sum, zip(self, other)))
+
+
+def work_of(output: SchedulerOutput, ranks: Mapping[int, int]) -> StepWork:
+    """The work of a scheduled step, before its tokens count as computed.   ranks: adapter id -> rank"""
+    context = pairs = lora_tokens = 0
+    adapters = set()
+    for request, tokens, _ in output.scheduled:
+        before = request.num_computed_tokens
+        context += before + tokens
+        pairs += tokens * (before + (tokens + 1) / 2)
+        if request.adapter_id:
+            adapters.add(request.adapter_id)
+            lora_tokens += tokens
+    return StepWork(
+        steps=1,
+        prompt_steps=float(output.total_num_scheduled_tokens > len(output.scheduled)),
+        requests=len(output.scheduled),
+        tokens=output.total_num_scheduled_tokens,
+        context=context,
+        pairs=pairs / 1000,
+        lora=float(bool(adapters)),
+        adapters=len(adapters),
+        lora_tokens=lora_tokens,
+        ranks=sum(ranks[adapter_id] for adapter_id in adapters),
+        admitted=len(output.cached_tokens),
+    )
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of a step, of a copy into a slot and of a read from disk.
+
+    step                field of `StepWork` -> seconds for each
+    copy_s, read_s      seconds of each copy and each read, whatever its size
+    copy_bytes_per_s    from memory into a slot
+    read_bytes_per_s    from disk into memory
+    copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
+    bytes_per_rank      bytes of an adapter, by its rank
+    source              what it was fitted to
+    """
+
+    step: dict[str, float] = field(default_factory=dict)
+    copy_s: float = 0.0
+    copy_bytes_per_s: float = 43e9
+    read_s: float = 0.0
+    read_bytes_per_s: float = 2e9
+    copies_beside: bool = True
+    bytes_per_rank: float = 5_242_880.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(self.step.keys() - set(StepWork._fields)):
+            raise ValueError(
+                f"a step costs nothing by {unknown[0]!r}; known are {', '.join(StepWork._fields)}"
+            )
+
+    def step_seconds(self, work: StepWork) -> float:
+        return sum(seconds * getattr(work, name) for name, seconds in self.step.items())
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        return self.copy_s + num_bytes / self.copy_bytes_per_s
+
+    def read_seconds(self, num_bytes: float) -> float:
+        return self.read_s + num_bytes / self.read_bytes_per_s
+
+    @classmethod
+    def load(cls, path: Path) -> CostModel:
+        """ValueError for what `save` did not write."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{name: found[name] for name in (f.name for f in fields(cls))})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"'{path}' is no cost model; make one with `minivllm simulate fit`") from error
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,83 @@
+"""Replicas behind a router, on one virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from minivllm.policies.routing import RoutingPolicy
+from minivllm.simulate.adapters import AdapterSize
+from minivllm.simulate.cost_model import CostModel
+from minivllm.simulate.replica import Replica, ReplicaConfig, Served
+from minivllm.simulate.traffic import Arrival
+
+
+class Fleet:
+    """Serves arrivals in the order of their times. What happens at the same time happens in a fixed order.
+
+    requests   as they arrived, with what became of them
+    now        seconds: of the last event
+    """
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        cost: CostModel,
+        adapters: Mapping[int, AdapterSize],
+        route: RoutingPolicy,
+        replicas: int = 1,
+    ) -> None:
+        self.replicas = [Replica(number, config, cost, adapters) for number in range(replicas)]
+        self.route = route
+        self.now = 0.0
+        self.requests: list[Served] = []
+        # (time, number of the event, replica): the end of its step, or when it wakes.
+        self._events: list[tuple[float, int, int]] = []
+        self._num_events = 0
+        self._event_of: list[int | None] = [None] * replicas  # the only event of each that still counts
+
+    def serve(
+        self, arrivals: Iterable[Arrival], progress: Callable[[int], object] = lambda done: None
+    ) -> None:
+        """Serve them all, to the last token.   progress: is told of every 100th arrival"""
+        for arrival in arrivals:
+            while self._events and self._events[0][0] < arrival.time_s:
+                self._next_event()
+            self.now = arrival.time_s
+            self._arrive(arrival)
+            if len(self.requests) % 100 == 0:
+                progress(len(self.requests))
+        while self._events:
+            self._next_event()
+
+    def _arrive(self, arrival: Arrival) -> None:
+        adapter_id = 0 if arrival.adapter is None else arrival.adapter + 1
+        number = self.route(adapter_id, self.replicas) if len(self.replicas) > 1 else 0
+        replica = self.replicas[number]
+        self.requests.append(replica.add(arrival))
+        if replica.output is None:
+            self._schedule_event(number, self.now)  # others may come at the same time
+
+    def _next_event(self) -> None:
+        time, event, number = heapq.heappop(self._events)
+        if event != self._event_of[number]:
+            return
+        self.now = time
+        replica = self.replicas[number]
+        if replica.output is not None:
+            replica.end_step(time)
+        seconds = replica.begin_step(time)
+        if seconds is not None:
+            self._schedule_event(number, time + seconds)
+        elif (wakes_at := replica.wakes_at) is not None:
+            self._schedule_event(number, wakes_at)
+
+    def _schedule_event(self, number: int, time: float) -> None:
+        self._num_events += 1
+        self._event_of[number] = self._num_events
+        heapq.heappush(self._events, (time, self._num_events, number))
+
+
+def adapters_of_ranks(ranks: Sequence[int], bytes_per_rank: float) -> dict[int, AdapterSize]:
+    """Adapter id, from 1, -> size."""
+    return {n: AdapterSize(rank, int(rank * bytes_per_rank)) for n, rank in enumerate(ranks, 1)}

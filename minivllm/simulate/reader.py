@@ -1,0 +1,72 @@
+"""Adapters are read from disk beside the steps. Stands for `minivllm.serving.adapter_reader.AdapterReader`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minivllm.core.request import Request
+from minivllm.simulate.adapters import RecordedWorker
+
+LOADING = "loading"
+
+
+class Reader:
+    """One disk that reads one adapter after the other. It is a scheduler's `may_run`, as the `AdapterReader` is.
+
+    seconds      adapter id -> seconds that reading it takes
+    most         adapters that are being read, or were and wait for their requests to join
+    in_flight    adapter id -> its unfinished requests, as the scheduler counts them
+    """
+
+    def __init__(
+        self, worker: RecordedWorker, in_flight: dict, seconds: Callable[[int], float], most: int
+    ) -> None:
+        self.worker, self.in_flight, self.seconds, self.most = worker, in_flight, seconds, most
+        self.now = 0.0
+        self.reads: dict[int, float] = {}  # adapter id -> when it is there
+        self.num_reads = 0
+        self._disk_free = 0.0
+
+    def may_run(self, request: Request) -> str | None:
+        """None, or LOADING while the request's adapter is being read; that begins here if need be."""
+        adapter_id = request.adapter_id
+        if not adapter_id or self.is_there(adapter_id) or self.begin(adapter_id):
+            return None if not adapter_id or self.is_there(adapter_id) else LOADING
+        # Those that have been read wait for slots: the step reads this one, if it can join.
+        return LOADING if self.reads else None
+
+    def is_there(self, adapter_id: int) -> bool:
+        """Whether a step would find it without reading."""
+        return adapter_id in self.worker.done or self.worker.manager.get_adapter(adapter_id) is not None
+
+    def begin(self, adapter_id: int) -> bool:
+        """Read an adapter, if there is room for one more; True if it is there or is being read."""
+        if adapter_id in self.reads or self.is_there(adapter_id):
+            return True
+        if len(self.reads) + len(self.worker.done) >= self.most:
+            self.worker.done = {a for a in self.worker.done if a in self.in_flight}
+            if len(self.reads) + len(self.worker.done) >= self.most:
+                return False
+        self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
+        self.reads[adapter_id] = self._disk_free
+        self.num_reads += 1
+        return True
+
+    def begin_ahead(self, adapter_id: int) -> None:
+        """Read an adapter that is wanted ahead of its turn. One that no request waits for must not hold up others."""
+        if adapter_id in self.in_flight or not self.reads:
+            self.begin(adapter_id)
+
+    def settle(self, now: float) -> None:
+        """Take in what was read by now: for requests that wait, else into memory where somebody may go."""
+        self.now = now
+        for adapter_id in [a for a, there_at in self.reads.items() if there_at <= now]:
+            del self.reads[adapter_id]
+            self.worker.done.add(adapter_id)
+            if adapter_id not in self.in_flight:
+                self.worker.add_ahead(adapter_id)
+
+    @property
+    def next_there(self) -> float | None:
+        """When the next adapter is there; None if none is being read."""
+        return min(self.reads.values(), default=None)

@@ -1,0 +1,258 @@
+"""One engine on a virtual clock. Stands for `minivllm.engine.core.EngineCore` and its runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.lora.request import LoRARequest
+from minivllm.policies.install import rank_in
+from minivllm.policies.keeping import KeepPolicy, install_keeping
+from minivllm.policies.prefetching import PrefetchPolicy, Waiting
+from minivllm.policies.scheduling import SchedulingPolicy, install_scheduling
+from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.adapters import AdapterSize, RecordedWorker
+from minivllm.simulate.cost_model import CostModel, work_of
+from minivllm.simulate.reader import Reader
+from minivllm.simulate.traffic import Arrival
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """What one engine has, and how it decides.
+
+    parallel_reads   adapters read beside the steps at a time, or read for requests that still wait
+    reads_beside     adapters are read beside the steps, as the server does; else a step waits, as `LLM` does
+    keeping          makes a policy for one tier, from what bringing an adapter back costs; None = the engine's own
+    scheduling       makes a policy for one replica, from its adapters' ranks; None = the engine's own
+    prefetching      makes a policy for one replica; None = nothing is read ahead
+    """
+
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_blocks=8192))
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    max_model_len: int | None = None
+    parallel_reads: int = 2
+    reads_beside: bool = True
+    keeping: Callable[[Callable[[int], float]], KeepPolicy] | None = None
+    scheduling: Callable[[Callable[[int], int]], SchedulingPolicy] | None = None
+    prefetching: Callable[[], PrefetchPolicy] | None = None
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request.
+
+    first_s, last_s   when its first and its last token came
+    """
+
+    arrival: Arrival
+    replica: int
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
+@dataclass
+class Counters:
+    """What a replica did.
+
+    busy_s      its steps, and the copies and reads that they waited for
+    asked, in_slot, in_memory   requests with adapters, and how many found theirs there when they joined the queue
+    reads       in steps; those beside them are counted by the reader
+    """
+
+    steps: int = 0
+    busy_s: float = 0.0
+    copies: int = 0
+    copies_beside: int = 0
+    copied_bytes: int = 0
+    reads: int = 0
+    asked: int = 0
+    in_slot: int = 0
+    in_memory: int = 0
+
+
+class Replica:
+    """The engine's scheduler, admission, caches and blocks, unchanged. A cost model stands for the forward pass.
+
+    The caller keeps the time: `begin_step` says how long a step takes, and `end_step` commits it.
+
+    adapters   id -> size
+    inbox      requests that came while a step runs: they join the queue when it has ended
+    """
+
+    def __init__(
+        self, number: int, config: ReplicaConfig, cost: CostModel, adapters: Mapping[int, AdapterSize]
+    ) -> None:
+        self.number, self.config, self.cost, self.adapters = number, config, cost, adapters
+        self.ranks = {adapter_id: size.rank for adapter_id, size in adapters.items()}
+        self.worker = RecordedWorker(config.lora, config.scheduler, self.ranks)
+        self.manager = self.worker.manager
+        self.scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            config.lora,
+            max_model_len=config.max_model_len,
+            adapter_identity=self._adapter_identity,
+            can_prefetch=self._can_prefetch,
+        )
+        self.reader = Reader(self.worker, self.scheduler.in_flight, self._read_seconds, config.parallel_reads)
+        if config.reads_beside:
+            self.scheduler.may_run = self.reader.may_run
+        if config.scheduling is not None:
+            install_scheduling(self.scheduler, config.scheduling(partial(rank_in, self.manager)))
+        if config.keeping is not None:
+            install_keeping(self.manager, lambda: config.keeping(self._read_seconds))
+        self.prefetching = config.prefetching and config.prefetching()
+        self.inbox: list[tuple[Request, Served]] = []
+        self.served: dict[str, Served] = {}
+        self.counters = Counters()
+        self.output: SchedulerOutput | None = None  # of the step that runs
+        self._answered: list[Request] = []
+        self._num_requests = 0
+
+    # Asked by routers.
+
+    @property
+    def load(self) -> int:
+        """Unfinished requests."""
+        return len(self.scheduler.requests) + len(self.inbox)
+
+    def has(self, adapter_id: int) -> bool:
+        """Whether the adapter is in a slot or in memory, or about to be."""
+        return self.reader.is_there(adapter_id) or adapter_id in self.reader.reads
+
+    # Requests and steps.
+
+    def add(self, arrival: Arrival) -> Served:
+        """Take a request in; the next step that begins sees it. ValueError if the KV cache can never hold it."""
+        name = str(self._num_requests)
+        self._num_requests += 1
+        # One token stands for all of a session, so that the prefix cache finds what was said before.
+        token = 2 * arrival.session if arrival.session is not None else 2 * self._num_requests + 1
+        lora = None if arrival.adapter is None else lora_request(arrival.adapter + 1)
+        prompt = [token] * arrival.prompt_tokens
+        request = Request(name, prompt, answer_of(arrival.output_tokens), lora, arrival.time_s)
+        self.scheduler.check_request(request)
+        self.served[name] = served = Served(arrival, self.number)
+        self.inbox.append((request, served))
+        return served
+
+    def begin_step(self, now: float) -> float | None:
+        """Schedule and launch a step: the seconds it takes. None if nothing can run now: see `wakes_at`."""
+        self.reader.settle(now)
+        arrived = [request for request, _ in self.inbox]
+        self.inbox.clear()
+        for request in arrived:
+            self.scheduler.add_request(request)
+            self._count_hit(request.adapter_id)
+        if self.prefetching:
+            known = Waiting(now, arrived, self._answered, self.scheduler.waiting, self.manager.capacity)
+            for adapter_id in self.prefetching(known):
+                self.reader.begin_ahead(adapter_id)
+        self._answered = []
+        output = self.scheduler.schedule()
+        while output.preempted and not output.scheduled:  # the next one finds the blocks that they gave back
+            output = self.scheduler.schedule()
+        if not output.scheduled:
+            return None
+        self.output = output
+        seconds = self._launch(output)
+        self.counters.steps += 1
+        self.counters.busy_s += seconds
+        return seconds
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When something can run although nothing comes: when an adapter is read. None without unfinished requests."""
+        if not self.scheduler.requests:
+            return None
+        if self.reader.next_there is None:
+            raise RuntimeError(f"replica {self.number} has {self.load} requests, none of which can run")
+        return self.reader.next_there
+
+    def end_step(self, now: float) -> list[Served]:
+        """Commit the step that was begun. Returns the requests that it ended."""
+        output, self.output = self.output, None
+        sampled = {
+            s.request.request_id: s.request.prompt_token_ids[:1] for s in output.scheduled if s.samples
+        }
+        ended = []
+        for request in self.scheduler.update_from_output(output, sampled):
+            served = self.served[request.request_id]
+            if len(request.output_token_ids) == 1:
+                served.first_s = now
+            if request.is_finished:
+                served.last_s = now
+                ended.append(self.served.pop(request.request_id))
+                self._answered.append(request)
+        return ended
+
+    # What a step takes.
+
+    def _launch(self, output: SchedulerOutput) -> float:
+        """Bring the step's adapters in, in the order of `EngineCore._step`; the seconds that all of it takes."""
+        wanted = {r.adapter_id: r.lora_request for r in output.running if r.adapter_id}
+        self.worker.read, self.worker.layers.copied = [], []
+        if output.cached_tokens:
+            for error in self.worker.prepare_adapters(wanted.values()).values():
+                raise error
+        self.worker.bring_in(wanted)
+        waits = sum(map(self._read_seconds, self.worker.read))
+        waits += sum(map(self._copy_seconds, self.worker.layers.copied))
+        self._count_copies(self.worker.layers.copied)
+        self.counters.reads += len(self.worker.read)
+        beside = self._prefetch(output.prefetch)
+        return waits + max(beside, self.cost.step_seconds(work_of(output, self.ranks)))
+
+    def _prefetch(self, adapter_ids: Iterable[int]) -> float:
+        """Copy adapters into slots beside the step, as `ModelRunner.prefetch_lora` does; seconds that it takes."""
+        self.worker.layers.copied = []
+        for adapter_id in adapter_ids:
+            if self._can_prefetch(adapter_id) and self.manager.has_room_for(adapter_id):
+                self.manager.activate_adapter(adapter_id)
+        copied = self.worker.layers.copied
+        self._count_copies(copied)
+        self.counters.copies_beside += len(copied)
+        return sum(map(self._copy_seconds, copied))
+
+    def _count_hit(self, adapter_id: int) -> None:
+        if adapter_id:
+            self.counters.asked += 1
+            self.counters.in_slot += adapter_id in self.manager._active_adapters
+            self.counters.in_memory += self.reader.is_there(adapter_id)
+
+    def _count_copies(self, adapter_ids: Iterable[int]) -> None:
+        for adapter_id in adapter_ids:
+            self.counters.copies += 1
+            self.counters.copied_bytes += self.adapters[adapter_id].num_bytes
+
+    def _can_prefetch(self, adapter_id: int) -> bool:
+        in_memory = self.manager.get_adapter(adapter_id) is not None
+        return self.cost.copies_beside and in_memory and adapter_id not in self.manager._active_adapters
+
+    def _adapter_identity(self, adapter_id: int) -> int | None:
+        record = self.manager.get_adapter(adapter_id)
+        return record and record.load_id
+
+    def _read_seconds(self, adapter_id: int) -> float:
+        return self.cost.read_seconds(self.adapters[adapter_id].num_bytes)
+
+    def _copy_seconds(self, adapter_id: int) -> float:
+        return self.cost.copy_seconds(self.adapters[adapter_id].num_bytes)
+
+
+@lru_cache(maxsize=4096)
+def answer_of(tokens: int) -> SamplingParams:
+    """An answer of exactly so many tokens."""
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+@lru_cache(maxsize=200_000)
+def lora_request(adapter_id: int) -> LoRARequest:
+    return LoRARequest(f"adapter-{adapter_id}", adapter_id, f"simulated/{adapter_id}")

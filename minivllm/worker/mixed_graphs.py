@@ -1,0 +1,136 @@
+"""Steps that mix prompts and decodes as CUDA graphs. Stands for vllm/v1/cudagraph_dispatcher.py (v0.22.1).
+
+vLLM captures what is between the attentions, piece by piece. Here one kernel attends for prompts and decodes alike,
+and reads from the device who they are. So a graph is a whole step, for every mixture of so many tokens.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.cuda_graphs import DecodeOutput, DecodeStep, StepOutput, smallest_that_holds
+from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.mixed_buffers import MixedBuffers
+from minivllm.worker.row_sampler import PendingStep
+from minivllm.worker.step_runner import StepRunner
+
+# A step of more tokens takes longer on the GPU than its launches do on the host.
+MOST_TOKENS = 1024
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Tokens that graphs are captured for, ascending: no step is padded by more than a quarter, or by 32."""
+    most = min(MOST_TOKENS, max_num_batched_tokens)
+    sizes = {*range(32, 256, 32), *range(256, 512, 64), *range(512, MOST_TOKENS, 128), most}
+    return sorted(size for size in sizes if size <= most)
+
+
+class MixedGraphs:
+    """A captured step for each number of tokens, with adapters and without.
+
+    buffers, output   what every step reads, and what it writes
+    wrapper           makes a captured step out of one that launches kernels
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: MixedBuffers,
+        output: StepOutput,
+        wrapper: Callable[[DecodeStep], DecodeStep],
+    ) -> None:
+        self.model, self.buffers, self.output, self.wrapper = model, buffers, output, wrapper
+        self.sizes = mixed_sizes(buffers.max_tokens)
+        self._steps: dict[tuple[int, bool], DecodeStep] = {}
+        # Its tokens and samples are the padding, which has to be base rows in both of a backend's mappings.
+        self._padding = Request("padding", [0], SamplingParams())
+
+    def capture(self, size: int, with_lora: bool) -> None:
+        """Capture one size; the backend's metadata must be that of a padded batch with (or without) adapters.
+
+        Take the largest first: the smaller ones find their memory in the pool.
+        """
+        fields, attn = self.buffers.fields(size), self.buffers.attention(size)
+
+        def step() -> DecodeOutput:
+            input_ids = self.output.fill_in(fields.input_ids)
+            hidden_states = self.model(input_ids, fields.positions, attn)  # (T, H)
+            return self.output.keep(self.model.compute_logits(hidden_states[fields.last_rows]))
+
+        self._steps[size, with_lora] = self.wrapper(step)
+
+    def size_for(self, output: SchedulerOutput) -> int:
+        """Tokens of the graph that can run a step; 0 for one without prompts, one too large, or one of many logits."""
+        tokens, scheduled = output.total_num_scheduled_tokens, output.scheduled
+        if tokens == len(scheduled) and all(entry.samples for entry in scheduled):
+            return 0
+        if any(entry.request.wants_prompt_logprobs for entry in scheduled):
+            return 0
+        return smallest_that_holds(self.sizes, tokens) or 0
+
+    def padded(self, batch: InputBatch, size: int) -> InputBatch:
+        """The batch with padding as its last row: `size` tokens in all, as many samples as the graph has rows."""
+        tokens, samples = batch.num_scheduled_tokens, batch.num_sampled_tokens
+        return InputBatch(
+            [*batch.requests, self._padding],
+            np.append(tokens, size - tokens.sum()),
+            np.append(samples, self.buffers.rows_of(size) - samples.sum()),
+        )
+
+    def run(self, batch: InputBatch, size: int, with_lora: bool) -> PendingStep:
+        """Launch a step in the graph of so many tokens."""
+        token_ids: list[int] = []
+        last_rows: list[int] = []
+        rows: list[Request] = []
+        sampling: list[Request] = []
+        counts = batch.num_scheduled_tokens
+        for request, tokens, samples in zip(
+            batch.requests, counts.tolist(), batch.num_sampled_tokens.tolist()
+        ):
+            if not tokens:
+                continue
+            start = request.num_computed_tokens
+            token_ids += request.all_token_ids[start : start + tokens]
+            rows.append(request)
+            if samples:
+                sampling.append(request)
+                last_rows.append(len(token_ids) - 1)
+        starts = np.array([request.num_computed_tokens for request in rows])
+        tables = [request.block_ids for request in rows]
+        self.buffers.fill(token_ids, counts[counts > 0], starts, tables, last_rows, size)
+        output = self.replay(size, with_lora)
+        return PendingStep(sampling, *output) if sampling else PendingStep([], None)
+
+    def replay(self, size: int, with_lora: bool) -> DecodeOutput:
+        """Launch the captured step on what is in the buffers."""
+        return self._steps[size, with_lora]()
+
+
+class GraphedSteps(StepRunner):
+    """Runs the steps of prompts that there is a graph for, and leaves the others to `StepRunner`.
+
+    mixed_graphs   None = no step of prompts runs as a graph
+    """
+
+    mixed_graphs: MixedGraphs | None = None
+
+    def use_mixed_graphs(self, graphs: MixedGraphs) -> None:
+        """From now on they run what they can. A runner without graphs does not pass through here at any step."""
+        self.mixed_graphs = graphs
+        self.launch_model = self._launch_graph_or_model
+
+    @torch.inference_mode()
+    def _launch_graph_or_model(self, output: SchedulerOutput) -> PendingStep:
+        graphs = self.mixed_graphs
+        if graphs is None or not (size := graphs.size_for(output)):
+            return super().launch_model(output)
+        batch = InputBatch.from_scheduler_output(output)
+        if self.lora_manager is not None:
+            padded = graphs.padded(batch, size)
+            self.set_active_loras(padded, padded.num_scheduled_tokens, padded.num_sampled_tokens)
+        return graphs.run(batch, size, self._batch_has_loras())

@@ -1,0 +1,73 @@
+"""An engine goes by the policies that its options name: who is kept and who goes first changes, and no token does."""
+
+import pytest
+from tiny_engine import greedy, run, tiny_world, tokens_of
+
+from minivllm.config import EVICTION_POLICIES, SCHEDULING_POLICIES
+from minivllm.policies import keeping, scheduling
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def test_the_configuration_knows_the_policies_that_there_are():
+    assert tuple(keeping.POLICIES) == EVICTION_POLICIES
+    assert tuple(scheduling.POLICIES) == SCHEDULING_POLICIES
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+@pytest.mark.parametrize("kept", EVICTION_POLICIES)
+def test_tokens_do_not_depend_on_policies(world, policy, kept):
+    options = {"max_loras": 1, "max_cpu_loras": 2, "max_num_seqs": 2}
+    names = world.names * 2
+    prompts = [[3 + number, 5, 7] for number in range(len(names))]
+
+    def answers(**more):
+        engine = world.engine(**options, **more)
+        for number, (name, prompt) in enumerate(zip(names, prompts)):
+            engine.add_request(
+                str(number), {"prompt_token_ids": prompt}, greedy(6), lora_request=world.request(name)
+            )
+        return {request_id: tokens_of(output) for request_id, output in run(engine).items()}
+
+    assert answers(eviction_policy=kept, scheduling_policy=policy) == answers()
+
+
+def test_an_engine_asks_in_the_order_of_its_policy(world):
+    first, other = world.names[:2]
+
+    def joined(policy):
+        order = []
+        engine = world.engine(max_loras=2, max_num_seqs=2, scheduling_policy=policy)
+        engine.listeners.append(lambda output: order.extend(output.cached_tokens))
+        for request_id, name, tokens in (
+            ("long", first, 12),
+            ("base", None, 3),
+            ("b", other, 2),
+            ("a", first, 2),
+        ):
+            prompt = {"prompt_token_ids": [4, 5, tokens]}
+            engine.add_request(request_id, prompt, greedy(tokens), lora_request=world.request(name))
+        run(engine)
+        return order
+
+    assert joined("fcfs") == ["long", "base", "b", "a"]
+    # Base needs no slot; the adapter of "a" runs when the second place is free again.
+    assert joined("adapter-affine") == ["base", "long", "a", "b"]
+
+
+def test_an_engine_forgets_whom_its_policy_names(world):
+    used, fresh, newcomer = world.names[:3]
+
+    def in_memory(policy):
+        engine = world.engine(max_loras=1, max_cpu_loras=2, eviction_policy=policy)
+        for number, name in enumerate([used, used, used, fresh, newcomer]):
+            prompt = {"prompt_token_ids": [4, 5, 6 + number]}
+            engine.add_request(str(number), prompt, greedy(2), lora_request=world.request(name))
+            run(engine)
+        return {world.names[adapter_id - 1] for adapter_id in engine.adapters.manager.list_adapters()}
+
+    assert in_memory("lru") == {fresh, newcomer}
+    assert in_memory("lfu") == {used, newcomer}

@@ -1,0 +1,110 @@
+"""One kernel for prompts and decodes against a softmax in float64; foreign and unwritten memory is NaN."""
+
+import numpy as np
+import pytest
+import torch
+from gpu import DEVICE
+from nan_guard import Guarded
+from test_paged_attention_kernels import ERRORS, SCALE, Batch, assert_close, new_memory_is_nan
+
+from minivllm.layers.attention import Attention
+from minivllm.layers.triton_ops.mixed_attention import mixed_attention, queries_per_tile
+from minivllm.worker.mixed_buffers import MixedBuffers
+
+__all__ = ["new_memory_is_nan"]
+
+
+@pytest.fixture(params=ERRORS, ids=str)
+def dtype(request):
+    return request.param
+
+
+def filled_buffers(batch, padding):
+    """The buffers of a step, `padding` tokens more than it has; behind their contexts tables hold anything."""
+    tokens = sum(batch.query_lens)
+    widest = max(map(len, batch.tables))
+    buffers = MixedBuffers(
+        tokens + padding,
+        len(batch.query_lens) + 2,
+        widest,
+        batch.block_size,
+        queries_per_tile(batch.num_heads // batch.num_kv_heads),
+        DEVICE,
+    )
+    buffers.block_tables.fill_(10**9)
+    queries, contexts = np.array(batch.query_lens), np.array(batch.seq_lens)
+    used = -(-contexts // batch.block_size)
+    tables = [table[:blocks] for table, blocks in zip(batch.tables, used)]
+    ids = list(range(100, 100 + tokens))
+    buffers.fill(ids, queries, contexts - queries, tables, [], tokens + padding)
+    return buffers
+
+
+def attend(batch, padding=0):
+    for row, length in enumerate(batch.seq_lens):
+        batch.write(row, 0, length)
+    tokens = sum(batch.query_lens) + padding
+    attn = filled_buffers(batch, padding).attention(tokens)
+    q = torch.full((tokens, batch.num_heads, batch.size), torch.nan, dtype=batch.dtype)
+    q[: tokens - padding] = torch.cat(batch.q)
+    q[tokens - padding :] = 1
+    view = Guarded(q, device=DEVICE).view
+    return mixed_attention(view, batch.kv_cache, attn.tiles, attn.block_tables, SCALE)
+
+
+MIXTURES = {
+    "prompts": ([5, 70, 1, 33], [5, 70, 1, 33]),
+    "chunks and decodes": ([1, 40, 1, 7, 1], [130, 100, 1, 71, 64]),
+    "a prefix that was found": ([3, 25], [67, 41]),
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [((6, 2, 64), 16), ((3, 1, 80), 4), pytest.param((20, 1, 32), 16), ((2, 2, 16), 4)],
+    ids=str,
+)
+def test_every_mixture_equals_the_definition(dtype, heads, block_size, mixture):
+    batch = Batch(*MIXTURES[mixture], dtype, heads, block_size)
+
+    actual = attend(batch)
+
+    assert_close(actual, batch.expected())
+
+
+@pytest.mark.parametrize("padding", [1, 50])
+def test_padding_gives_zeros_and_reads_nothing(dtype, padding):
+    batch = Batch([9, 1], [9, 30], dtype)
+
+    actual = attend(batch, padding)
+
+    zeros = torch.zeros(padding, actual.shape[1], dtype=torch.float64)
+    assert_close(actual, torch.cat((batch.expected(), zeros)))
+
+
+def test_more_query_heads_than_a_tile_has_rows(dtype):
+    batch = Batch([1, 3], [20, 5], dtype, heads=(71, 1, 16))
+
+    assert_close(attend(batch), batch.expected())
+
+
+def test_a_layer_writes_new_keys_and_values_before_it_attends(dtype):
+    """The whole layer: rotated by no angle, so that the definition is that of plain attention."""
+    batch = Batch([6, 1, 4], [6, 12, 9], dtype)
+    layer = Attention(batch.num_heads, batch.size, SCALE, batch.num_kv_heads)
+    layer.bind_kv_cache(batch.kv_cache)
+    for row, (new, length) in enumerate(zip(batch.query_lens, batch.seq_lens)):
+        batch.write(row, 0, length - new)
+    heads = batch.heads().to(DEVICE)
+    rotary = (torch.ones(11, 1, 16, device=DEVICE), torch.zeros(11, 1, 16, device=DEVICE))
+
+    actual = layer(heads, rotary, filled_buffers(batch, 0).attention(11))
+
+    assert_close(actual, batch.expected())
+
+
+def test_the_same_step_gives_the_same_bits(dtype):
+    first, second = (attend(Batch([30, 1, 1], [30, 50, 9], dtype)) for _ in range(2))
+
+    assert torch.equal(first, second)

@@ -1,0 +1,155 @@
+"""Shrink, expand and writing over pages, against float64: pages in any order, NaN wherever nothing is live."""
+
+import pytest
+import torch
+from gpu import DEVICE
+
+from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+from minivllm.lora.ops.triton_ops.paged_expand_op import paged_expand
+from minivllm.lora.ops.triton_ops.paged_pieces import PagedPieces
+from minivllm.lora.ops.triton_ops.paged_shrink_op import paged_shrink
+from minivllm.lora.ops.triton_ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.ops.triton_ops.write_pages_op import write_pages
+
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+# Of h and y as a share of the largest value: products of half-precision numbers are summed in float32.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+# tokens, R, K, widths, page ranks
+SHAPES = [
+    (1, 8, 64, [48], 8),
+    (20, 16, 160, [24, 16, 16], 8),
+    (9, 20, 150, [130, 70], 4),
+    (33, 72, 96, [40], 8),
+    (18, 130, 48, [33, 20], 16),
+]
+SLOTS = 5
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Batch:
+    """A batch on slots of unlike ranks, the weights in pages dealt at random from a pool of NaN."""
+
+    def __init__(self, shape, dtype, experts=1):
+        self.tokens, self.rank, self.width, self.heights, self.page_ranks = shape
+        n, pages_a_slot = len(self.heights), -(-self.rank // self.page_ranks)
+        pick = torch.Generator().manual_seed(self.tokens)
+        full = (self.rank, 0, 1, self.rank // 2, max(1, self.rank - 3))
+        self.ranks = [[full[(slot + 2 * i) % 5] for slot in range(SLOTS)] for i in range(n)]
+        self.adapters = torch.randint(0, SLOTS * experts, (self.tokens,), generator=pick)
+        self.adapters[torch.rand(self.tokens, generator=pick) < 0.3] = -1
+        self.adapters[-1] = SLOTS * experts - 1
+        self.experts = experts
+        self.x = random(self.tokens, self.width, dtype=dtype, seed=1)
+        self.y = random(self.tokens, sum(self.heights), dtype=dtype, seed=2)
+        self.a = [random(SLOTS, experts, self.rank, self.width, dtype=dtype, seed=10 + i) for i in range(n)]
+        self.b = [
+            random(SLOTS, experts, h, self.rank, dtype=dtype, seed=20 + i) for i, h in enumerate(self.heights)
+        ]
+        sizes = [experts * self.page_ranks * length for length in (*[self.width] * n, *self.heights)]
+        places = [8 + sum(size + 3 for size in sizes[:i]) for i in range(len(sizes))]
+        stride = places[-1] + sizes[-1] + 5
+        count = SLOTS * pages_a_slot + 2
+        self.table = torch.randperm(count, generator=pick)[: SLOTS * pages_a_slot].view(SLOTS, pages_a_slot)
+        pool = torch.full((count * stride,), float("nan"), dtype=dtype)
+        self.pieces = PagedPieces(
+            pool.to(DEVICE),
+            self.table.int().to(DEVICE),
+            torch.tensor(self.ranks, dtype=torch.int32, device=DEVICE),
+            *(self.rank, self.page_ranks, stride, experts, tuple(places[:n]), tuple(places[n:])),
+            *((self.width,) * n, tuple(self.heights)),
+        )
+        meta = LoRAKernelMeta.make(SLOTS * experts, self.tokens, DEVICE)
+        meta.prepare_tensors(self.adapters)
+        self.tiles = meta.meta_args(self.tokens)
+        for slot in range(SLOTS):
+            self.write(slot)
+
+    def write(self, slot):
+        """One slot's weights by the kernel that writes pages."""
+        pieces, flat, sources, places = self.pieces, [], [], []
+        for i in range(len(self.a)):
+            live = self.ranks[i][slot]
+            for expert in range(self.experts):
+                both = self.a[i][slot, expert, :live], self.b[i][slot, expert, :, :live]
+                for tensor, first, width, is_b in zip(
+                    both, (pieces.a[i], pieces.b[i]), (self.width, self.heights[i]), (0, 1)
+                ):
+                    sources.append([sum(t.numel() for t in flat), *tensor.shape] if live else [0, 0, 0])
+                    flat.append(tensor.reshape(-1))
+                    first += expert * self.page_ranks * width
+                    address = pieces.pool.data_ptr() + first * pieces.pool.itemsize
+                    places.append([address, pieces.page_stride, width, is_b])
+        write_pages(
+            torch.cat([*flat, flat[0].new_zeros(1)]).to(DEVICE),
+            torch.tensor(sources, device=DEVICE),
+            torch.tensor(places, device=DEVICE),
+            self.table[slot].int().to(DEVICE),
+            self.page_ranks,
+            self.rank * max(self.width, *self.heights),
+        )
+
+    def expected(self):
+        """h of each slice and row, and y, in float64."""
+        y, hs = self.y.double().clone(), []
+        for row, adapter in enumerate(self.adapters.tolist()):
+            slot, expert, offset, h_row = adapter // self.experts, adapter % self.experts, 0, []
+            for i, height in enumerate(self.heights):
+                live = self.ranks[i][slot] if adapter >= 0 else 0
+                h = self.a[i][slot, expert, :live].double() @ self.x[row].double()
+                y[row, offset : offset + height] += self.b[i][slot, expert, :, :live].double() @ h
+                offset += height
+                h_row.append(h)
+            hs.append(h_row)
+        return hs, y
+
+
+def assert_near(found, expected, tolerance):
+    assert not found.isnan().any(), "NaN: something was read past a live rank, or left unwritten"
+    assert (found.double().cpu() - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
+
+
+def all_tilings(batch):
+    """As chosen for the shape, and the tilings of prompts and decodes on top."""
+    n = len(batch.heights)
+    for tokens in (1, 100, 4096):
+        yield (
+            paged_shrink_tiles(tokens, batch.width, batch.rank, n),
+            paged_expand_tiles(tokens, batch.rank, max(batch.heights)),
+        )
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_every_row_gets_its_own_adapters_product_whatever_pages_it_has(shape, dtype, experts):
+    batch = Batch(shape, dtype, experts)
+    hs, expected = batch.expected()
+
+    for shrink_tiles, expand_tiles in all_tilings(batch):
+        n, splits = len(batch.heights), shrink_tiles.splits
+        h = torch.full((splits, n, batch.tokens, batch.rank), float("nan"), device=DEVICE)
+        y = batch.y.clone().to(DEVICE)
+        paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, h, shrink_tiles)
+        paged_expand(h, batch.pieces, y, batch.tiles, expand_tiles)
+
+        for row, parts in enumerate(hs):
+            for i, part in enumerate(parts):
+                found = h.sum(0)[i, row].cpu()
+                assert_near(found[: len(part)], part, TOLERANCE[torch.float32] * 4) if len(part) else None
+                assert found[len(part) :].isnan().all(), "h was written past the live rank"
+        assert_near(y, expected, TOLERANCE[dtype])
+
+
+def test_base_rows_stay_as_they_are_bit_by_bit():
+    batch = Batch(SHAPES[1], torch.float16)
+    y = batch.y.clone().to(DEVICE)
+
+    paged_expand(paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles), batch.pieces, y, batch.tiles)
+
+    is_base = batch.adapters < 0
+    assert is_base.any()
+    assert torch.equal(y.cpu()[is_base], batch.y[is_base])

@@ -1,0 +1,176 @@
+"""`minivllm simulate`: tables, JSON, a page, policies of one's own, and the cost of a step from results."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from minivllm.cli import app
+from minivllm.commands import simulate_cli
+from minivllm.policies import keeping, prefetching, routing, scheduling
+from minivllm.simulate.cost_model import CostModel, StepWork
+from minivllm.simulate.fit import Measured, fit_steps, non_negative_least_squares
+
+SMALL = ["simulate", "--requests", "60", "--rate", "20", "--adapters", "12", "--max-loras", "3"]
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+# What a newcomer writes to see a policy of her own in the report.
+NEWCOMERS = '''"""The adapter that most requests wait for goes first."""
+
+from minivllm.policies import scheduling
+from minivllm.policies.scheduling import BoundedOvertaking
+
+
+def few_wait(scheduler, request):
+    """0 for the adapter that most wait for, nearly 1 for one that a single request waits for."""
+    waiting = len(scheduler.waiting.of_adapters([request.adapter_id]))
+    return 1 - waiting / len(scheduler.waiting)
+
+
+scheduling.POLICIES["crowd-first"] = lambda ranks: BoundedOvertaking(few_wait)
+'''
+
+
+def simulate(*arguments):
+    result = CliRunner().invoke(app, [*SMALL, *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_every_combination_of_policies_is_in_the_table_and_in_the_json():
+    arguments = ["--eviction-policy", "lru,gdsf", "--scheduling-policy", "fcfs,fair,shortest-first"]
+
+    report, table = json.loads(simulate(*arguments, "--json")), simulate(*arguments)
+
+    named = [(row["eviction_policy"], row["scheduling_policy"]) for row in report["rows"]]
+    assert named == [(e, s) for e in ("lru", "gdsf") for s in ("fcfs", "fair", "shortest-first")]
+    assert all(
+        row["requests"] == 60 and row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 for row in report["rows"]
+    )
+    assert table.count("lru,") == table.count("gdsf,") == 3 and "TTFT" in table
+
+
+def test_the_same_seed_says_the_same_to_the_byte():
+    arguments = ["--times", "bursts", "--adapter-mix", "bursts", "--turns", "3", "--json"]
+
+    first, again, other = (simulate(*arguments, "--seed", seed) for seed in ("4", "4", "5"))
+
+    assert first == again != other
+
+
+def test_a_newcomers_policy_is_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.setitem(scheduling.POLICIES, "crowd-first", None)  # gone again after the test
+    own = tmp_path / "crowd.py"
+    own.write_text(NEWCOMERS)
+    arguments = ["--max-num-seqs", "2", "--json"]
+
+    report = json.loads(
+        simulate(*arguments, "--policy-file", str(own), "--scheduling-policy", "fcfs,crowd-first")
+    )
+
+    assert len(NEWCOMERS.splitlines()) <= 30
+    assert [row["scheduling_policy"] for row in report["rows"]] == ["fcfs", "crowd-first"]
+    assert report["rows"][0]["ttft_p50_ms"] != report["rows"][1]["ttft_p50_ms"]
+
+
+def test_the_page_holds_everything_itself(tmp_path):
+    page = tmp_path / "page.html"
+
+    simulate("--prefetch", "none,arrival", "--replicas", "2", "--routing", "hashing", "--page", str(page))
+
+    text = page.read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)', text) and "<script" not in text
+    assert text.count("<tr>") == 3 and "none" in text and "arrival" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--eviction-policy", "fifo"],
+            "there is no policy 'fifo' for --eviction-policy; known are lru, lfu",
+        ),
+        (["--times", "daily"], "there is no 'daily' for --times; known are trace, poisson"),
+        (["--adapter-mix", "x"], "there is no 'x' for --adapter-mix; known are zipf"),
+        (["--trace", "x"], "there is no trace 'x'"),
+    ],
+)
+def test_what_there_is_not_is_said_with_what_there_is(arguments, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        simulate(*arguments)
+
+
+def test_the_options_name_all_policies():
+    text = Path(simulate_cli.__file__).read_text()
+
+    for policies in (keeping, scheduling, prefetching, routing):
+        assert ", ".join(policies.POLICIES) in text
+
+
+def test_least_squares_without_negatives_are_as_good_as_any():
+    rng = np.random.default_rng(1)
+    x = rng.random((60, 4))
+    y = x @ np.array([2.0, 0.0, 0.5, 1.0]) + 0.1 * rng.standard_normal(60) - 0.3 * x[:, 1]
+
+    found = non_negative_least_squares(x, y)
+
+    # What is 0 would have to be negative, what is not has no slope: the conditions of Karush, Kuhn and Tucker.
+    slope = x.T @ (x @ found - y)
+    assert (found >= 0).all() and found[1] == 0 and slope[1] > 0
+    assert np.abs(slope[found > 0]).max() < 1e-6
+
+
+def test_a_fit_finds_what_a_step_costs():
+    rng = np.random.default_rng(2)
+    truth = CostModel({"steps": 0.006, "tokens": 8e-6, "context": 4e-8, "adapters": 3e-5})
+    works = [StepWork(*rng.uniform(0, 100, len(StepWork._fields))) for _ in range(80)]
+    copies = rng.integers(0, 3, 80).tolist()
+    measured = [Measured(w, c, truth.step_seconds(w) + 0.02 * c) for w, c in zip(works, copies)]
+
+    found, copy_s = fit_steps(measured)
+
+    expected = dict.fromkeys(StepWork._fields, 0.0) | truth.step
+    assert {name: found.get(name, 0.0) for name in expected} == pytest.approx(expected, rel=1e-2, abs=3e-9)
+    assert copy_s == pytest.approx(0.02, rel=1e-2)
+    assert fit_steps(measured, {"tokens": 8e-6})[0]["tokens"] == 8e-6
+
+
+def test_a_fit_says_the_mean_of_what_was_measured():
+    rng = np.random.default_rng(3)
+    measured = [Measured(StepWork(steps=1), 0, seconds) for seconds in rng.lognormal(-4, 0.5, 400)]
+
+    found, _ = fit_steps(measured)
+
+    assert found["steps"] == pytest.approx(np.mean([one.seconds for one in measured]), rel=1e-3)
+
+
+def test_the_package_brings_what_the_results_say(tmp_path):
+    names = (
+        "engine-decode-h100-2026-11-21",
+        "engine-decode-128-h100-2026-11-21",
+        "engine-switch-h100-2026-11-21",
+    )
+    out = tmp_path / "cost.json"
+    arguments = ["simulate", "fit", *(str(RESULTS / f"{n}.json") for n in names), "--assume", "context=4e-8"]
+
+    result = CliRunner().invoke(app, [*arguments, "-o", str(out)], catch_exceptions=False)
+
+    assert result.exit_code == 0
+    brought = Path(simulate_cli.__file__).parents[1] / "simulate" / "costs" / "h100-llama-8b.json"
+    fitted, kept = CostModel.load(out), CostModel.load(brought)
+    assert fitted.step == pytest.approx(kept.step) and fitted.source == kept.source
+    # A step of 128 rows without adapters was measured to take 9.76 ms.
+    assert kept.step_seconds(StepWork(steps=1, requests=128, tokens=128, context=128 * 256)) == pytest.approx(
+        9.76e-3, rel=0.05
+    )
+
+
+def test_what_is_no_result_is_refused(tmp_path):
+    other = RESULTS / "layers-peers-h100-2026-11-21.json"
+    with pytest.raises(ValueError, match="has no steps to fit to"):
+        CliRunner().invoke(app, ["simulate", "fit", str(other)], catch_exceptions=False)
+    with pytest.raises(ValueError, match="is no cost model"):
+        CostModel.load(other)
