@@ -41,6 +41,13 @@ def measure(
     options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int | None
 ) -> dict[str, object]:
     """One engine, warmed up, served the traffic. Adapters are in memory beforehand unless the start is cold."""
+    engine = warm_engine(options, traffic, adapters, slots)
+    return measure_on(engine, traffic, adapters)
+
+
+def warm_engine(
+    options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int | None
+) -> LLMEngine:
     longest = options.prompt_max + options.output_max
     cpu_loras = options.cpu_loras or max(options.adapters, slots or 0)
     engine = LLMEngine.from_engine_args(engine_args(options, options.max_num_seqs, longest, slots, cpu_loras))
@@ -48,10 +55,14 @@ def measure(
     if slots != 0:
         for adapter in adapters:
             (engine.remove_lora(adapter.lora_int_id) if options.cold else engine.add_lora(adapter))
+    return engine
+
+
+def measure_on(engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest]) -> dict[str, object]:
     before = counters(engine)
     start, steps = serve(engine, traffic, adapters)
     happened = {name: count - before[name] for name, count in counters(engine).items()}
-    return {**serve_summary(start, steps, traffic), **happened}
+    return {**serve_summary(start, steps, traffic), **happened, **record(start, steps, traffic)}
 
 
 def warm_up(engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest]) -> None:
@@ -113,6 +124,21 @@ def serve_summary(start: float, steps: list[Step], traffic: list[Arrival]) -> di
         **percentiles("itl", between),
         "ttft_quantiles_ms": quantiles_ms(firsts),
         "itl_quantiles_ms": quantiles_ms(between),
+    }
+
+
+def record(start: float, steps: list[Step], traffic: list[Arrival]) -> dict[str, list[str]]:
+    """What came and what was done, for whoever wants to replay it.
+
+    arrivals   seconds after the start, prompt tokens, output tokens, number of the adapter or -1
+    steps      seconds after the start, milliseconds it took, requests that got a token
+    """
+    return {
+        "arrivals": [
+            f"{a.time_s:.4f} {a.prompt_tokens} {a.output_tokens} {-1 if a.adapter is None else a.adapter}"
+            for a in traffic
+        ],
+        "steps": [f"{s.started - start:.4f} {1e3 * s.seconds:.2f} {len(s.emitted)}" for s in steps],
     }
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.server --model demo --streams 32
 
-One process has the engine. In every round its thread first steps through the requests by itself, then the same requests
-come as streams from a client in another process. Both have the same engine, threads and memory.
+In every round the engine first steps through the requests by itself, then the same requests come as streams from a
+client in another process. Both have the same engine, threads and memory.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +22,18 @@ import numpy as np
 from benchmarks.adapters import write_adapters
 from benchmarks.arguments import SHAPE_NAMES, device, run_as_command, whole
 from benchmarks.decode import prompts
+from benchmarks.direct import cpu_seconds, make_engine, run_direct
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
-from benchmarks.stand_in import take_time
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
-from minivllm.sampling_params import SamplingParams
 from minivllm.server.app import build_app
-from minivllm.server.run import ServerThread, avoid_pauses
+from minivllm.server.run import ServerThread
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.engine_process import EngineProcess
+from minivllm.serving.pauses import avoid_pauses
 
 NAME = "python -m benchmarks.server"
 BASE = "base"
@@ -54,6 +55,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--step-ms", type=whole(), help="stand in for a GPU whose steps of one token a stream take so long"
     )
+    parser.add_argument(
+        "--engine", choices=("process", "thread"), default="process", help="its own, or of the server's"
+    )
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     parsed = parser.parse_args(arguments)
     parsed.punica_backend, parsed.target_modules, parsed.max_num_batched_tokens = "auto", None, 8192
@@ -61,42 +65,20 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return parsed
 
 
-def make_engine(options: Namespace) -> LLMEngine:
-    """The demo model with its tokenizer, or a shape without one."""
+def make_llm(options: Namespace) -> AsyncLLM:
+    """Around the demo model with its tokenizer, or a shape without one."""
     args = engine_args(options, options.streams, options.max_model_len, options.adapters)
     if options.is_demo:
         args = EngineArgs(**{**vars(args), "load_format": "auto", "skip_tokenizer_init": False})
-    engine = LLMEngine.from_engine_args(args)
-    if options.step_ms is not None:
-        take_time(engine, 1e-3 * options.step_ms)
-    return engine
-
-
-def run_direct(
-    engine: LLMEngine, token_ids: list[list[int]], adapters: list[LoRARequest], max_tokens: int
-) -> dict[str, float]:
-    """All requests, stepped by whoever calls."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    first: dict[str, float] = {}
-    num_tokens, started, cpu = 0, time.perf_counter(), time.process_time()
-    for number, ids in enumerate(token_ids):
-        lora = adapters[number % len(adapters)] if adapters else None
-        engine.add_request(f"direct-{number}", ids, params, lora_request=lora)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now = time.perf_counter()
-        for output in outputs:
-            first.setdefault(output.request_id, now - started)
-            num_tokens += len(output.outputs[0].delta_token_ids)
-    seconds = time.perf_counter() - started
-    cpu = time.process_time() - cpu
-    return summary(num_tokens, seconds, list(first.values()), cpu)
+    if options.engine == "thread":
+        return AsyncLLM.from_engine(make_engine(args, options.step_ms))
+    return AsyncLLM(EngineProcess(partial(make_engine, args, options.step_ms)))
 
 
 def run_streams(
     server: ServerThread, token_ids: list[list[int]], adapters: list[LoRARequest], max_tokens: int
-) -> dict[str, float]:
-    """The same requests from another process."""
+) -> tuple[int, float, list[float]]:
+    """The same requests from another process: tokens, seconds, and those to each first token."""
     models = [adapter.lora_name for adapter in adapters] or [BASE]
     asked = {
         "max_tokens": max_tokens,
@@ -111,7 +93,6 @@ def run_streams(
     ]
     host, port = server.socket.getsockname()
     command = [sys.executable, "-m", "benchmarks.sse_client", host, str(port)]
-    cpu = time.process_time()
     client = subprocess.run(command, input=json.dumps(bodies), capture_output=True, text=True, check=False)
     if client.returncode:
         raise RuntimeError(f"the client failed: {client.stderr.splitlines()[-1]}")
@@ -119,11 +100,11 @@ def run_streams(
     started = min(stream["sent"] for stream in streams)
     seconds = max(stream["events"][-1] for stream in streams) - started
     ttft = [stream["events"][0] - stream["sent"] for stream in streams]
-    return summary(sum(stream["tokens"] for stream in streams), seconds, ttft, time.process_time() - cpu)
+    return sum(stream["tokens"] for stream in streams), seconds, ttft
 
 
 def summary(num_tokens: int, seconds: float, ttft: list[float], cpu_seconds: float) -> dict[str, float]:
-    """cpu_seconds: of the process that has the engine"""
+    """cpu_seconds: of the engine and the server, in whichever processes they are"""
     p50, p99 = np.percentile(ttft, (50, 99)) * 1e3
     return {
         "tokens_per_second": num_tokens / seconds,
@@ -136,11 +117,10 @@ def summary(num_tokens: int, seconds: float, ttft: list[float], cpu_seconds: flo
 def measure(options: Namespace, report: Report, folder: Path) -> None:
     """Rounds of both, after one of each that is not counted; then their medians."""
     adapters = write_adapters(folder, options.model, options.adapters, options.rank)
-    engine = make_engine(options)
-    vocab_size = engine.config.model_config.get_vocab_size()
+    llm = make_llm(options)
+    vocab_size = llm.config.model_config.get_vocab_size()
     token_ids = list(prompts(options.streams, options.prompt_tokens, vocab_size))
     settings = ServerSettings(BASE, adapters=tuple(adapters), max_concurrency=4 * options.streams)
-    llm = AsyncLLM.from_engine(engine)
     rows: dict[str, list[dict[str, float]]] = {"engine": [], "server": []}
     try:
         app = build_app(llm, settings)
@@ -148,9 +128,12 @@ def measure(options: Namespace, report: Report, folder: Path) -> None:
         with ServerThread(app, settings) as server:
             for number in range(-1, options.rounds):
                 work = token_ids, adapters, options.output_tokens
+                direct = asyncio.run(llm.call(run_direct, *work))
+                cpu = cpu_of_both(llm)
+                streams = run_streams(server, *work)
                 found = {
-                    "engine": asyncio.run(llm.call(lambda engine, work=work: run_direct(engine, *work))),
-                    "server": run_streams(server, *work),
+                    "engine": summary(*direct),
+                    "server": summary(*streams, cpu_of_both(llm) - cpu),
                 }
                 for kind, row in found.items() if number >= 0 else ():
                     rows[kind].append(row)
@@ -158,6 +141,12 @@ def measure(options: Namespace, report: Report, folder: Path) -> None:
     finally:
         llm.shutdown()
     report.add(compare(rows))
+
+
+def cpu_of_both(llm: AsyncLLM) -> float:
+    """Seconds of the server's process, and of the engine's if that is another one."""
+    of_engine = asyncio.run(llm.call(cpu_seconds))
+    return of_engine + (time.process_time() if isinstance(llm._client, EngineProcess) else 0)
 
 
 def compare(rows: dict[str, list[dict[str, float]]]) -> dict[str, object]:

@@ -4,6 +4,7 @@
 `judge` fits a cost model to one record, and lets the simulator serve the arrivals of another one.
 """
 
+import datetime
 import json
 import tempfile
 import time
@@ -60,26 +61,26 @@ class Clock:
 
 
 class Recorded:
-    """Listens to an engine's steps and adapters: the work of each step, copies and their seconds."""
+    """Listens to an engine's steps and adapters: the work of each step, and the copies in it."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.ranks = dict.fromkeys(range(1, ADAPTERS + 1), RANK)
         self.rows: list[dict[str, object]] = []
-        self.copies: list[float] = []
+        self.copies = 0
         self.work: list[float] | None = None
         engine.listeners.append(self.step_launched)
         engine.adapters.manager.listeners.append(self.heard)
 
     def step_launched(self, output: object) -> None:
-        self.work = list(work_of(output, self.ranks))
+        self.work = [round(each, 3) for each in work_of(output, self.ranks)]
 
     def heard(self, event: LoRAEvent) -> None:
         if event.kind == "activate":
-            self.copies.append(event.seconds)
+            self.copies += 1
 
     def step_ended(self, seconds: float) -> None:
-        self.rows.append({"work": self.work, "seconds": seconds, "copies": self.copies})
-        self.work, self.copies = None, []
+        self.rows.append({"work": self.work, "seconds": round(seconds, 6), "copies": self.copies})
+        self.work, self.copies = None, 0
 
 
 def serve(
@@ -130,13 +131,21 @@ def record(options: Namespace) -> None:
             engine.add_lora(adapter)
         found = serve(engine, traffic, adapters, Clock(options.clock))
     told = {
-        "machine": machine("cpu") | {"threads": options.threads},
+        "date": str(datetime.date.today()),
+        "machine": machine("cpu") | {"threads": options.threads, "clock": options.clock},
         "rate": options.rate,
         "seed": options.seed,
     }
     arrivals = [asdict(arrival) for arrival in traffic]
-    report = {"benchmark": "trust", **told, "engine": ENGINE, "arrivals": arrivals, **found}
-    options.out.write_text(json.dumps(report), encoding="utf-8")
+    report = {
+        "benchmark": "trust",
+        "date": str(datetime.date.today()),
+        **told,
+        "engine": ENGINE,
+        "arrivals": arrivals,
+        **found,
+    }
+    options.out.write_text(json.dumps(report, separators=(",", ":")) + "\n", encoding="utf-8")
     print(json.dumps({k: v for k, v in found["summary"].items() if "quantiles" not in k}, indent=1))
 
 

@@ -193,7 +193,12 @@ def serve(
     max_queued: Annotated[
         int | None, typer.Option(min=0, help="Requests that wait for a place in the batch; 429 beyond.")
     ] = 1024,
-    max_loras: Annotated[int, typer.Option(help="Slots: adapters in one batch.")] = 4,
+    max_loras: Annotated[
+        int | None,
+        typer.Option(
+            help="Slots: adapters in one batch. By default 4, but on a GPU as many as memory has room for."
+        ),
+    ] = None,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
     bias_enabled: Bias = False,

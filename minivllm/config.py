@@ -254,21 +254,20 @@ class SchedulerConfig:
     max_num_seqs            requests running at once
     max_num_batched_tokens  tokens a step, prompts and answers together; longer prompts go in chunks
     max_lora_wait_steps     steps a request may be passed over for want of a slot before it is served next
+    async_scheduling        launch a step before the tokens of the one before are read, where steps are CUDA graphs
     policy                  who is asked first, of SCHEDULING_POLICIES; see `minivllm.policies.scheduling`
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_lora_wait_steps: int = 64
+    async_scheduling: bool = True
     policy: str = "fcfs"
 
     def __post_init__(self) -> None:
-        require_int(
-            1,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_lora_wait_steps=self.max_lora_wait_steps,
-        )
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_wait_steps"):
+            require_int(1, **{name: getattr(self, name)})
+        require_bool(async_scheduling=self.async_scheduling)
         require_one_of(SCHEDULING_POLICIES, scheduling_policy=self.policy)
 
 

@@ -42,10 +42,10 @@ async def unless_gone(
     receive   of ASGI: its next message, `{"type": "http.disconnect"}` once the connection is closed; others before it
               mean nothing. It waits until there is one
 
-    In the end nothing runs on, also when this task is cancelled itself: what runs is cancelled, and has ended when
-    this one does.
+    The coroutine runs in this task, so that its request is on its way before another connection's turn. In the end
+    nothing runs on, also when this task is cancelled by others, which is raised: what runs is cancelled, and has ended
+    when this one does.
     """
-
     raise Todo("lab 9.3: whoever stops listening")
 
 

@@ -30,7 +30,8 @@ def demo_1_3() -> Iterator[str]:
         helper = PEFTHelper(
             8, 16, ["q_proj"], use_rslora=is_rs, alpha_pattern={"q_proj": 4, "layers.1.v_proj": 64}
         )
-        yield f"alpha 16, {'rsLoRA' if is_rs else 'plain LoRA'}; alpha_pattern {helper.alpha_pattern}"
+        rule = "rsLoRA: alpha / sqrt(rank)" if is_rs else "plain LoRA: alpha / rank"
+        yield f"{rule}, alpha being 16, or what alpha_pattern says: {helper.alpha_pattern}"
         for module, rank in (
             ("layers.0.k_proj", 8),
             ("layers.0.k_proj", 2),

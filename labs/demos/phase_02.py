@@ -26,6 +26,7 @@ def demo_2_1() -> Iterator[str]:
 
 def demo_2_2() -> Iterator[str]:
     slots = Slots.empty(2, 6, [(H, H)], DTYPE, "cpu")
+    yield f"adapters {H} wide: A is 1, B is 1 in the first and 5 in the second"
     slots.beside = {"bias": (torch.zeros(2, 1, H, dtype=DTYPE),)}
     for said, parts in (
         ("rank 6 comes", [weights("q", 6)]),

@@ -49,11 +49,13 @@ def demo_3_4() -> Iterator[str]:
 
 def demo_3_5() -> Iterator[str]:
     runs, x, h = [(1, slice(0, 2)), (0, slice(3, 4))], ones(4, 3), ones(4, 3, value=-7)
+    yield "x is 1 everywhere, three wide; A and B of slot 0 are 1, A of slot 1 is 10 and its B 3"
+    yield "rows 0 and 1 have slot 1, row 2 is base, row 3 has slot 0"
     shrink_runs(x, a_of_two_slots(), h, runs, scaling=2)
-    yield f"shrunk: {numbers(h)}"
+    yield f"shrunk, times 2: {numbers(h)}; expected are 2 x 3 x 10 and 2 x 3 x 1"
     b, y = torch.stack([ones(2, 2), ones(2, 2, value=3)]), ones(4, 4, value=0.5)
     expand_runs(h, b, y, runs, slice_offset=1, slice_size=2)
-    yield f"added to columns 1 and 2: {numbers(y)}"
+    yield f"added to columns 1 and 2: {numbers(y)}; expected are 60 x 2 x 3 and 6 x 2 x 1 more"
     expand_runs(h, b, y, runs, slice_offset=1, slice_size=2, add_inputs=False)
     yield f"put there instead: {numbers(y)}"
 
@@ -65,6 +67,7 @@ def demo_3_6() -> Iterator[str]:
     slots = backend.place(Slots.empty(2, 2, [(H, H)], torch.float64, "cpu"), base)
     slots.write(0, [weights("o_proj", 1, 100.0)])
     x = torch.arange(4, dtype=torch.float64)[:, None].expand(4, H)
+    yield f"x is 0, 1, 2, 3 by rows, {H} wide; the base gives it back; adapter 7 adds {H} x 100 times it"
     for ids in ((0, 0, 7, 7), (0, 0, 0, 0)):
         backend.begin_step(LoRAMapping(ids, ()), [7, None])
         yield f"rows of adapters {' '.join(map(str, ids))}: {numbers(backend.linear(x, base, slots))}"

@@ -69,6 +69,7 @@ def demo_4_4() -> Iterator[str]:
         pair = torch.ones(1, 16), torch.full((16, 1), 1.0 + slot)
         slots.write(slot, [LoRALayerWeights("o_proj", 1, 1, *pair)])
     x = torch.arange(4, dtype=torch.float32, device=DEVICE)[:, None].expand(4, 16).contiguous()
+    yield "x is 0, 1, 2, 3 by rows, 16 wide; the base gives it back; adapter 5 adds 16 times it, adapter 6 32 times"
     for ids in ((6, 0, 5, 6), (0, 0, 0, 0)):
         backend.begin_step(LoRAMapping(ids, ()), [5, 6])
         first = backend.linear(x, base, slots)[:, 0]

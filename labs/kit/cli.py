@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -419,8 +420,23 @@ def demo(number: Number) -> None:
         raise typer.Exit(1)
     console.print(f"[bold]lab {number}: {escape(exercise.title)}[/], on your code")
     sys.stdout.flush()
+    raise typer.Exit(show_demo(number))
+
+
+def show_demo(number: str) -> int:
+    """Print the demo's lines on the learner's code, with ours where they differ; the exit status of theirs."""
     program = [sys.executable, "-m", "labs.demos", number]
-    raise typer.Exit(subprocess.run(program, env=environment(number), cwd=ROOT).returncode)
+    ours = subprocess.Popen(program, env=environment(""), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    yours = subprocess.run(program, env=environment(number), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    lines, expected = yours.stdout.splitlines(), ours.communicate()[0].splitlines()
+    for line, wanted in zip_longest(lines, expected):
+        if line is not None:
+            print(line)
+        if line != wanted:
+            console.print(f"  [yellow]ours:[/] {escape(wanted or 'no such line')}")
+    if lines == expected:
+        console.print("[dim]ours prints the same[/]")
+    return yours.returncode
 
 
 def begun() -> str:

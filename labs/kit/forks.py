@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,12 +27,15 @@ from labs.kit.tampering import judges, replaced
 from minivllm.labs import ROOT, Overlay, Source
 from minivllm.quiet import quiet_libraries
 
+NO_END = "no end after"  # so many seconds
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 LIMIT = 60.0  # seconds that an exercise's tests may compute
 LONGEST_MESSAGE = 1 << 22  # bytes of a result
 FOREIGN = "something else than the tests wrote to the grader"
 PATIENCE = 10.0  # how many times as long they may take in all
+IDLE = 0.05  # whoever computes for less than this share of so many seconds waits for what never comes
+LOOK = 1.0  # seconds between looks at who is still there
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 WANTED_BY_SOME = ("transformers", "peft")  # by no exercise, but by tests of incidents
 _WANTS = re.compile(r"tiny_(?!models)|(import|from) (peft|transformers)")
@@ -75,6 +77,14 @@ class Job:
     files: tuple[Path, ...] = ()
     names: frozenset[str] = frozenset()
     memory: int | None = None
+
+    def all_files(self) -> list[Path]:
+        """In which its tests are."""
+        found = list(self.files) or test_files(self.exercise)
+        if self.only is None:
+            return found
+        wanted = {test.partition("::")[0] for test in self.only}
+        return [path for path in found if path.relative_to(ROOT).as_posix() in wanted]
 
     def wants(self, item: pytest.Item) -> bool:
         """Whether a test is one of the job's."""
@@ -122,7 +132,7 @@ def run(
     """
     at_a_time = at_a_time or os.cpu_count() or 1
     _import(WANTED_BY_ALL)
-    waiting = [(job, list(job.files) or test_files(job.exercise)) for job in jobs]
+    waiting = [(job, job.all_files()) for job in jobs]
     running: dict[Connection, _Child] = {}
     used = 0
     try:
@@ -134,12 +144,12 @@ def run(
                     _import(WANTED_BY_SOME)
                 child = _Child(job, files, limit, patience)
                 running[child.receiver] = child
-            for receiver in wait(running):
-                child = running[receiver]
-                if result := child.receive():
-                    if on_test:
-                        on_test(child.job, result)
-                else:
+            ready = wait(running, LOOK)
+            for receiver, child in list(running.items()):
+                result = child.receive() if receiver in ready else child.miss()
+                if result and on_test:
+                    on_test(child.job, result)
+                if child.has_ended:
                     del running[receiver]
                     yield child.job, child.outcome
     finally:
@@ -173,6 +183,7 @@ class _Child:
         self.outcome = Outcome()
         self.started = time.monotonic()
         self.begun = ""
+        self.has_ended = False
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if job.memory else None
         self.receiver, sender = context.Pipe(duplex=False)
         self.token = secrets.token_hex(16)
@@ -188,28 +199,33 @@ class _Child:
         self.last_resort.start()
 
     def receive(self) -> Result | None:
-        """A test's result; None when there are no more."""
-        with suppress(EOFError, OSError):
-            while True:
-                kind, said = self._read()
-                if kind == "begun":
-                    self.begun = str(said)
-                elif kind == "result":
-                    self.outcome.results.append(Result(*said))
-                    return self.outcome.results[-1]
-                elif kind == "end":
-                    self._end(TROUBLE.get(said))
-                    return None
-                else:
-                    self.process.kill()
-                    self._end(str(said))
-                    return None
-        self.process.join()
-        is_late = self.process.exitcode in (-signal.SIGXCPU, -signal.SIGALRM)
-        is_late |= self.process.exitcode == -signal.SIGKILL and time.monotonic() - self.started > self.limit
-        why = f"no end after {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
-        self._end(f"{why}, in {self.begun}" if self.begun else why)
+        """One message, if it is a test's result. Nobody waits here for the next."""
+        try:
+            kind, said = self._read()
+        except (EOFError, OSError):
+            return self._vanish()
+        if kind == "begun":
+            self.begun = str(said)
+        elif kind == "result":
+            self.outcome.results.append(Result(*said))
+            return self.outcome.results[-1]
+        else:
+            if kind != "end":
+                self.process.kill()
+            self._end(TROUBLE.get(said) if kind == "end" else str(said))
         return None
+
+    def miss(self) -> None:
+        """Nothing came. A process that it has started may hold the pipe open after its own end."""
+        if not self.process.is_alive() and not self.receiver.poll():
+            self._vanish()
+
+    def _vanish(self) -> None:
+        self.process.join()
+        is_late = self.process.exitcode == -signal.SIGXCPU
+        is_late |= self.process.exitcode == -signal.SIGKILL and time.monotonic() - self.started > self.limit
+        why = f"{NO_END} {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
+        self._end(f"{why}, in {self.begun}" if self.begun else why)
 
     def _read(self) -> tuple[str, Any]:
         """What the recorder has sent: begun, result, end or tampering, and what there is to say of it."""
@@ -227,6 +243,7 @@ class _Child:
         if self.folder:
             self.folder.cleanup()
         self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.started
+        self.has_ended = True
 
 
 def _run_tests(
@@ -270,17 +287,25 @@ def _confine(home: Path, memory: int) -> None:
 
 
 def _set_limits(limit: float, patience: float, recorder: "_Recorder") -> None:
-    """A test that has computed too long fails where it is. Signals end the process if that does not help, or if it
-    waits, whoever else has gone."""
+    """A test that has computed too long, or waits for what never comes, fails where it is. If that does not help,
+    a signal ends the process, or whoever has started it."""
+    computed, started = time.process_time(), time.monotonic()
 
-    def fail(number: int, frame: FrameType | None) -> None:
+    def fail(what: str) -> None:
         recorder.session.shouldstop = "no end"
-        pytest.fail(f"no end after {limit:.0f} s of computing")
+        pytest.fail(f"{NO_END} {limit:.0f} s of {what}")
 
-    signal.signal(signal.SIGPROF, fail)
+    def look(number: int, frame: FrameType | None) -> None:
+        nonlocal computed
+        before, computed = computed, time.process_time()
+        if computed - before < IDLE * limit or time.monotonic() - started > patience * limit:
+            fail("waiting")
+
+    signal.signal(signal.SIGPROF, lambda number, frame: fail("computing"))
     signal.setitimer(signal.ITIMER_PROF, limit, 1)
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 5, int(limit) + 10))
-    signal.setitimer(signal.ITIMER_REAL, patience * limit)
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, limit, limit)
 
 
 class _Recorder:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.kit.forks import Job, Outcome, run
+from labs.kit.forks import NO_END, Job, Outcome, run
 from labs.kit.hunt import Hunt, read_hunts
 from minivllm.labs import ROOT, LabError, Source, compile_source
 
@@ -91,9 +91,9 @@ def problem_of(engine: str, outcome: Outcome) -> str | None:
     """Why this is not what a right test does on that engine; None if it is."""
     failed = [result for result in outcome.of("failed", "todo") if "::" in result.test]
     must_fail = engine in (BROKEN, VARIANT)
-    endless = next((result.message for result in failed if "no end after" in result.message), outcome.trouble)
+    endless = next((result.message for result in failed if NO_END in result.message), outcome.trouble)
     if endless and (endless != outcome.trouble or not failed):
-        return f"on {engine}: {endless}" + ("; bound its steps or its seconds" if "no end" in endless else "")
+        return f"on {engine}: {endless}" + ("; bound its steps or its seconds" if NO_END in endless else "")
     broken_file = [result for result in outcome.of("failed", "todo") if "::" not in result.test]
     if broken_file:
         return f"on {engine} the file cannot be read: {broken_file[0].message}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import NamedTuple
 
-from labs.kit.forks import Job, Outcome, run
+from labs.kit.forks import NO_END, Job, Outcome, run
 from labs.kit.mutants import Mutant, mutants_of
 from labs.kit.regions import Exercise
 from minivllm.labs import LabError
@@ -18,6 +18,7 @@ CLOSER = 5  # mistakes that are then compared by all
 PAIRED = 3  # of these are tried together, two at a time
 MOST_NAMED = 3
 LIMIT = 5.0  # seconds that the tests of a mistake may compute
+QUICK = 2.5  # that a few of them may, or all where the learner's code has no end either
 
 _ADDRESS = re.compile("0x[0-9a-f]+")
 _NUMBER = re.compile(r"(?<![A-Za-z_])-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan\b|inf\b)")
@@ -62,13 +63,14 @@ def known_mistakes(exercise: Exercise) -> list[Mutant]:
 def likenesses(mistakes: list[Mutant], outcome: Outcome) -> list[Likeness]:
     """Mistakes that the failures contain, first those that explain most; else the nearest, if there is one near."""
     mine = _failures(outcome)
+    limit = QUICK if any(NO_END in said for said in mine.values()) else LIMIT
     near = _nearest(mistakes, mine)
-    alone = _compared([(mistake,) for mistake in near], mine)
+    alone = _compared([(mistake,) for mistake in near], mine, limit)
     sure = [one for one in alone if one.is_sure]
     sure = [one for one in sure if not any(one.failing < other.failing for other in sure)]
     if not any(one.is_all for one in sure):
         pairs = [pair for pair in combinations(near[:PAIRED], 2) if _applies(_made_together(pair))]
-        if both := [one for one in _compared(pairs, mine) if one.is_all]:
+        if both := [one for one in _compared(pairs, mine, limit) if one.is_all]:
             return both[:1]
     nearest = max(alone, key=lambda one: one.alike, default=None)
     return sure[:MOST_NAMED] or [nearest] * bool(nearest and nearest.alike >= NEAR)
@@ -79,29 +81,29 @@ def _nearest(mistakes: list[Mutant], mine: Failures) -> list[Mutant]:
     tests = sorted(mine)
     some = frozenset(tests[:: -(-len(tests) // LOOKED_AT)]) if "" not in mine else None
     shared = {}
-    for (mistake,), theirs in _broken([(mistake,) for mistake in mistakes], some):
+    for (mistake,), theirs in _broken([(mistake,) for mistake in mistakes], some, QUICK):
         shared[mistake.name] = _in_common(theirs, mine)
     named = sorted((m for m in mistakes if shared[m.name]), key=lambda m: -shared[m.name])
     return named[:CLOSER]
 
 
-def _compared(candidates: list[tuple[Mutant, ...]], mine: Failures) -> list[Likeness]:
+def _compared(candidates: list[tuple[Mutant, ...]], mine: Failures, limit: float) -> list[Likeness]:
     found = []
-    for mistakes, theirs in _broken(candidates):
+    for mistakes, theirs in _broken(candidates, None, limit):
         if common := _in_common(theirs, mine):
             found.append(Likeness(mistakes, frozenset(theirs), common / len(theirs), common / len(mine)))
     return sorted(found, key=lambda one: (-one.explained, -one.contained, one.mistakes[0].name))
 
 
 def _broken(
-    candidates: list[tuple[Mutant, ...]], only: frozenset[str] | None = None
+    candidates: list[tuple[Mutant, ...]], only: frozenset[str] | None, limit: float
 ) -> Iterator[tuple[tuple[Mutant, ...], Failures]]:
     """What each breaks, of all tests or of some."""
     jobs = [
         Job(mistakes, mistakes[0].exercise.number, _made_together(mistakes).sources(), only=only)
         for mistakes in candidates
     ]
-    for job, outcome in run(jobs, limit=LIMIT) if jobs else ():
+    for job, outcome in run(jobs, limit=limit) if jobs else ():
         yield job.key, _failures(outcome)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from minivllm.devices import parse_device
 from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
 from minivllm.lora.request import LoRARequest
 
@@ -17,11 +18,15 @@ ENGINE_OPTIONS = (
     *("device", "dtype", "quantization", "threads", "load_format", "max_model_len"),
     *("eviction_policy", "scheduling_policy"),
 )
+# Of a server on a CPU, where slots are allocated once.
+CPU_SLOTS = 4
 
 
 def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     """Of a command's options, by name, those that `EngineArgs` takes."""
     options = {name: given[name] for name in ENGINE_OPTIONS if name in given}
+    if "max_loras" in given and given["max_loras"] is None and parse_device(given["device"]) == "cpu":
+        options["max_loras"] = CPU_SLOTS
     if "punica" in given:
         options["punica_backend"] = given["punica"]
     if "long_lora_scaling_factors" in given:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minivllm.commands.common import checkout_folder, register_folder, resolve_model
 from minivllm.engine.async_llm import AsyncLLM
@@ -30,7 +31,7 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
     )  # a port that is taken is said at once
     logging.getLogger("minivllm.access").setLevel(logging.INFO)
     console = Console(stderr=True)
-    with console.status("loading the model"):
+    with loading(console):
         llm = AsyncLLM.from_engine_args(
             EngineArgs(model=resolve_model(given["model"]), enable_lora=True, **options),
             max_queued=given["max_queued"],
@@ -45,6 +46,14 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
         DrainingServer(app, settings).run([socket])
     finally:
         llm.shutdown()
+
+
+def loading(console: Console) -> Progress:
+    """A bar that says for how long already: the engine's process does not tell how far it is."""
+    columns = TextColumn("loading the model"), BarColumn(), TimeElapsedColumn()
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    progress.add_task("", total=None)
+    return progress
 
 
 def settings_of(given: dict[str, Any]) -> ServerSettings:

@@ -11,7 +11,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.core.step_policy import StepPolicy
 from minivllm.core.waiting_queue import WaitingQueue
-from minivllm.guards.refusals import all_pinned, lacks_blocks, lora_is_off
+from minivllm.guards.refusals import all_pinned, id_in_use, lacks_blocks, lora_is_off
 
 
 class Scheduler(StepPolicy):
@@ -73,7 +73,7 @@ class Scheduler(StepPolicy):
     def check_request(self, request: Request) -> None:
         """ValueError if its id is in use, LoRA is off, or an empty KV cache would not hold it."""
         if request.request_id in self.requests:
-            raise ValueError(f"request id '{request.request_id}' is in use; give every request its own")
+            raise id_in_use(request.request_id)
         if request.lora_request and not self.lora.max_loras:
             raise lora_is_off(request.request_id, request.lora_request.lora_name)
         # The last token is sampled but never computed.

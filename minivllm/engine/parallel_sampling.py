@@ -12,6 +12,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.guards.refusals import id_in_use
 from minivllm.sampling_params import SamplingParams
 
 
@@ -139,7 +140,7 @@ class ParallelSampling:
         """Make sure that a request to come, and its children, have ids of their own. ValueError if one is in use."""
         for claimed in [request_id, *child_ids(request_id, n)]:
             if self.is_in_use(claimed, undelivered):
-                raise ValueError(f"request id '{claimed}' is in use; give every request its own")
+                raise id_in_use(claimed)
             self.forget([claimed, self.asked_as(claimed)])  # parents that have ended
 
     def is_in_use(self, request_id: str, undelivered: Collection[RequestOutput]) -> bool:

@@ -5,12 +5,14 @@ from contextlib import nullcontext
 from typing import Any
 
 from minivllm.core.output import SchedulerOutput
-from minivllm.core.request import RequestStatus
+from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.core import EngineCore
 from minivllm.engine.outputs import RequestOutput
 from minivllm.faults import adapter_at_fault, as_fault
 from minivllm.guards.mending import mend
+from minivllm.guards.run_ahead import RunAhead
 from minivllm.guards.turns import Turns, in_turn
+from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
 
@@ -25,6 +27,10 @@ class GuardedCore(EngineCore):
         self._launched: SchedulerOutput | None = None  # the step that is being computed
         self._launched_at = 0.0
         self._failed_steps = 0  # in a row
+        # None = every step is read before the next one is scheduled.
+        self._ahead: RunAhead | None = None
+        if self.config.scheduler_config.async_scheduling and self.runner.can_run_ahead:
+            self._ahead = RunAhead(self)
         threads = self.runner.cpu_threads
         self._around_step = nullcontext if threads.is_pytorchs else threads.around_step
 
@@ -64,6 +70,8 @@ class GuardedCore(EngineCore):
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""
         parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        if self._ahead is not None:
+            self._ahead.answer(self._undelivered)
         ids = self.parallel.ids_within(parents)
         for request_id in ids:
             # Before all else: `mend` brings back every request that the output processor knows.
@@ -94,16 +102,37 @@ class GuardedCore(EngineCore):
             split[self.parallel.asked_as(output.request_id) not in of].append(output)
         return split
 
+    def _step(self, outputs: list[RequestOutput]) -> None:
+        ahead = None if self._ahead is None else self._ahead.step
+        super()._step(outputs)
+        if ahead is not None and self._ahead.step is ahead:
+            self._ahead.answer(outputs)  # nothing was launched after it
+
     def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
         self._launched, self._launched_at = scheduled, self.clock()
+        if self._ahead is not None:
+            self._ahead.before_launch(scheduled)
         return super()._launch(scheduled)
 
     def _sample(self, launched: PendingStep, outputs: list[RequestOutput]) -> Sampled:
-        sampled = super()._sample(launched, outputs)
+        sampled = None if self._ahead is None else self._ahead.sample(launched, outputs)
+        if sampled is None:
+            sampled = super()._sample(launched, outputs)
         seconds = self.clock() - self._launched_at
         self.runner.cpu_threads.observe_step(self._launched.total_num_scheduled_tokens, seconds)
         self._launched = None
         return sampled
+
+    def _finish(
+        self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None = None
+    ) -> None:
+        if self._ahead is None or self._ahead.may_finish(request, outputs, logprobs):
+            super()._finish(request, outputs, logprobs)
+
+    def _fail(self, request_ids: list[str], error: BaseException, outputs: list[RequestOutput]) -> None:
+        if self._ahead is not None:
+            self._ahead.answer(outputs)  # no token is lost
+        super()._fail(request_ids, error, outputs)
 
     def _end_who_is_at_fault(self, error: BaseException) -> None:
         """End the requests of the adapter that made a step fail.
@@ -111,6 +140,8 @@ class GuardedCore(EngineCore):
         If no adapter did, raise the error. The second time in a row end the requests of the step instead.
         """
         launched, self._launched = self._launched, None
+        if self._ahead is not None and self._ahead.step is not None:
+            self._mend()
         if adapter_id := adapter_at_fault(error):
             return self._fail_adapter(adapter_id, error, self._undelivered)
         self._failed_steps += 1
@@ -131,5 +162,7 @@ class GuardedCore(EngineCore):
     def _mend(self) -> None:
         """After a call that broke off: every request goes on from its last output, delivered or about to be."""
         self._launched = None
+        if self._ahead is not None:
+            self._ahead.step = None
         self._left_by.clear()
         mend(self, self._undelivered)

@@ -7,6 +7,11 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.validation import shown
 
 
+def id_in_use(request_id: str) -> ValueError:
+    """Of a request with the id of another one that has not had its last output."""
+    return ValueError(f"request id '{request_id}' is in use; give every request its own")
+
+
 def asks_too_much(
     request_id: str, name: str, params: SamplingParams, model_config: ModelConfig
 ) -> ValueError:

@@ -1,7 +1,8 @@
 """Which adapters are read from disk before a step asks for them.
 
 A policy is called before every step, and names adapters in the order in which they are to be read. Those that are in
-memory, or are being read, are passed over. vLLM (v0.22.1) reads an adapter in the step that needs it.
+memory, or are being read, are passed over. One that no request waits for is read when the disk has nothing else to do.
+vLLM (v0.22.1) reads an adapter in the step that needs it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +21,14 @@ class Waiting:
     arrived    requests that came since the step before
     answered   requests that ended with it
     queue      all requests that wait, those of `arrived` among them
+    capacity   adapters that memory holds
     """
 
     now: float
     arrived: Sequence[Request]
     answered: Sequence[Request]
     queue: WaitingQueue
+    capacity: int
 
 
 PrefetchPolicy = Callable[[Waiting], Iterable[int]]
@@ -49,7 +52,8 @@ class ByQueuePosition:
 class BySession:
     """The adapters of whoever has just come, then those of answers of the last `think_s` seconds, the latest first.
 
-    Who has read an answer may ask again, by the same adapter.
+    Who has read an answer may ask again, by the same adapter. Half of memory is for those: more would drive each other
+    out.
     """
 
     def __init__(self, think_s: float = 30.0) -> None:
@@ -66,7 +70,7 @@ class BySession:
             if waiting.now - self._answered_at[oldest] <= self.think_s:
                 break
             del self._answered_at[oldest]
-        return [*on_arrival(waiting), *reversed(self._answered_at)]
+        return [*on_arrival(waiting), *islice(reversed(self._answered_at), waiting.capacity // 2)]
 
 
 # Name -> what makes a policy for one engine; None = an adapter is read when its request's turn has come.

@@ -49,22 +49,34 @@ async def unless_gone(
     receive   of ASGI: its next message, `{"type": "http.disconnect"}` once the connection is closed; others before it
               mean nothing. It waits until there is one
 
-    In the end nothing runs on, also when this task is cancelled itself: what runs is cancelled, and has ended when
-    this one does.
+    The coroutine runs in this task, so that its request is on its way before another connection's turn. In the end
+    nothing runs on, also when this task is cancelled by others, which is raised: what runs is cancelled, and has ended
+    when this one does.
     """
+    task, is_gone = asyncio.current_task(), False
 
     async def closed() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(closed())
+    def end(watch: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        is_gone = not watch.cancelled() and task.cancel()
+
+    watch = asyncio.ensure_future(closed())
+    watch.add_done_callback(end)
     try:
-        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
+        return await coroutine
+    except asyncio.CancelledError:
+        if is_gone and task.cancelling() == 1:  # nobody else wants this task to end
+            return None
+        raise
     finally:
-        for task in (work, watch):
-            task.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
+        watch.remove_done_callback(end)
+        if is_gone:
+            task.uncancel()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
 
 
 # endregion

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minivllm.simulate.cost_model import CostModel, StepWork
 
+ROUNDS = 5
 
-@dataclass(frozen=True)
-class Measured:
-    """Work, and the seconds that it took."""
+
+class Measured(NamedTuple):
+    """Work, copies into slots that the step waited for, and the seconds that both took."""
 
     work: StepWork
+    copies: int
     seconds: float
 
 
@@ -40,8 +41,13 @@ def non_negative_least_squares(x: np.ndarray, y: np.ndarray, sweeps: int = 20_00
     return found / scale
 
 
-def fit_steps(measured: Sequence[Measured], assumed: Mapping[str, float]) -> dict[str, float]:
-    """What a step costs by each kind of work. Squares are of the errors' shares of the seconds.
+def fit_steps(
+    measured: Sequence[Measured], assumed: Mapping[str, float] | None = None
+) -> tuple[dict[str, float], float]:
+    """What a step costs by each kind of work, and what a copy that it waits for costs.
+
+    Squares are of the errors' shares of the seconds that the fit says. Shares of those measured would let it say less
+    than the mean. Hence it is made again by what it said before.
 
     assumed   field of `StepWork` -> seconds for each, which are not looked for
 
@@ -51,13 +57,17 @@ def fit_steps(measured: Sequence[Measured], assumed: Mapping[str, float]) -> dic
         raise ValueError(
             "there is no step to fit to; give a result of `benchmarks.engine decode` or a record"
         )
+    given = CostModel(dict(assumed or {}))
     seconds = np.array([one.seconds for one in measured])
-    given = CostModel(dict(assumed))
-    rest = 1 - np.array([given.step_seconds(one.work) for one in measured]) / seconds
-    x = np.array([one.work for one in measured], dtype=float) / seconds[:, None]
-    x[:, [name in assumed for name in StepWork._fields]] = 0
-    found = zip(StepWork._fields, non_negative_least_squares(x, rest).tolist())
-    return {name: each for name, each in found if each} | given.step
+    rest = seconds - [given.step_seconds(one.work) for one in measured]
+    x = np.array([(*one.work, one.copies) for one in measured], dtype=float)
+    x[:, [name in given.step for name in (*StepWork._fields, "copies")]] = 0
+    said = seconds
+    for _ in range(ROUNDS):
+        found = non_negative_least_squares(x / said[:, None], rest / said)
+        said = x @ found + seconds - rest
+    *steps, copy = found.tolist()
+    return {name: each for name, each in zip(StepWork._fields, steps) if each} | given.step, copy
 
 
 def steps_of_decode(result: dict[str, Any]) -> list[Measured]:
@@ -66,11 +76,11 @@ def steps_of_decode(result: dict[str, Any]) -> list[Measured]:
     for row in result["rows"]:
         used = 0 if row["case"] in ("base", "none") else min(int(row["case"]), row["requests"])
         decode = _work(row["requests"], 1, options["prompt_tokens"] + options["output_tokens"] / 2, used, 1)
-        measured.append(Measured(decode, row["step_ms"] / 1e3))
+        measured.append(Measured(decode, 0, row["step_ms"] / 1e3))
         tokens = row["requests"] * options["prompt_tokens"]
         steps = -(-tokens // options["max_num_batched_tokens"])
         prompts = _work(row["requests"], options["prompt_tokens"], options["prompt_tokens"], used, steps)
-        measured.append(Measured(prompts, row["prompt_steps_ms"] / 1e3))
+        measured.append(Measured(prompts, 0, row["prompt_steps_ms"] / 1e3))
     return measured
 
 
@@ -91,8 +101,8 @@ def _work(requests: int, tokens: int, context: float, adapters: int, steps: int)
 
 
 def steps_of_record(result: dict[str, Any]) -> list[Measured]:
-    """Of `benchmarks.trust record`: every step, less what it waited for copies."""
-    return [Measured(StepWork(*row["work"]), row["seconds"] - sum(row["copies"])) for row in result["steps"]]
+    """Of `benchmarks.trust record`: every step."""
+    return [Measured(StepWork(*row["work"]), row["copies"], row["seconds"]) for row in result["steps"]]
 
 
 def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> CostModel:
@@ -111,19 +121,10 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
             model["bytes_per_rank"] = row["bytes"] / result["options"]["rank"]
         elif kind == "trust":
             measured += steps_of_record(result)
-            model |= copies_of_record(result)
+            model |= {"copy_bytes_per_s": float("inf"), "copies_beside": False}  # adapters are alike
         else:
             raise ValueError(f"'{path}' has no steps to fit to; give results of benchmarks.engine or .trust")
         sources.append(f"{path.stem} ({result['machine']['device']})")
     sources += [f"{name} assumed" for name in assumed or {}]
-    return CostModel(step=fit_steps(measured, assumed or {}), source=", ".join(sources), **model)
-
-
-def copies_of_record(result: dict[str, Any]) -> dict[str, Any]:
-    """A copy's seconds: the median of those in the record, whose adapters are alike. They hold up the step."""
-    seconds = [one for row in result["steps"] for one in row["copies"]]
-    return {
-        "copy_s": float(np.median(seconds)) if seconds else 0.0,
-        "copy_bytes_per_s": float("inf"),
-        "copies_beside": False,
-    }
+    steps, copy_s = fit_steps(measured, assumed)
+    return CostModel(step=steps, copy_s=copy_s, source=", ".join(sources), **model)

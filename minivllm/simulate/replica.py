@@ -152,8 +152,9 @@ class Replica:
             self.scheduler.add_request(request)
             self._count_hit(request.adapter_id)
         if self.prefetching:
-            for adapter_id in self.prefetching(Waiting(now, arrived, self._answered, self.scheduler.waiting)):
-                self.reader.begin(adapter_id)
+            known = Waiting(now, arrived, self._answered, self.scheduler.waiting, self.manager.capacity)
+            for adapter_id in self.prefetching(known):
+                self.reader.begin_ahead(adapter_id)
         self._answered = []
         output = self.scheduler.schedule()
         while output.preempted and not output.scheduled:  # the next one finds the blocks that they gave back

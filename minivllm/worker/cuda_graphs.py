@@ -31,21 +31,30 @@ DecodeStep = Callable[[], DecodeOutput]
 class StepOutput:
     """Where all captured steps leave their logits: graphs of many sizes need not keep a copy each.
 
-    max_rows   the most that sample in a step
-    tokens     (max_rows,) int64, the likeliest token of each row of the step before.
+    max_rows     the most that sample in a step
+    tokens       (max_rows,) int64, the likeliest token of each row of the step launched last
+    host_tokens  (max_rows,) int64, where they go to be read
     """
 
     def __init__(self, max_rows: int, device: torch.device | str) -> None:
         self.tokens = torch.zeros(max_rows, dtype=torch.long, device=device)
-        self._logits: torch.Tensor | None = (
-            None  # (max_rows, V), made by the first step, which is not captured
-        )
+        self.host_tokens = torch.zeros(max_rows, dtype=torch.long, pin_memory=self.tokens.is_cuda)
+        # V -> (max_rows, V), made by the first step of that width, which is not captured. Steps with adapters that
+        # add tokens are wider.
+        self._logits: dict[int, torch.Tensor] = {}
+
+    def fill_in(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Part of a step that is captured: ids with the tokens for which -1, -2, ... stand in.   input_ids: (T,)"""
+        from minivllm.layers.triton_ops.stand_ins import fill_in  # Triton is not everywhere
+
+        return fill_in(input_ids, self.tokens)
 
     def keep(self, logits: torch.Tensor) -> DecodeOutput:
         """Part of a step that is captured.   logits: (P, V)"""
-        if self._logits is None:
-            self._logits = logits.new_empty(len(self.tokens), logits.shape[1])
-        kept, tokens = self._logits[: len(logits)].copy_(logits), self.tokens[: len(logits)]
+        rows, width = logits.shape
+        if width not in self._logits:
+            self._logits[width] = logits.new_empty(len(self.tokens), width)
+        kept, tokens = self._logits[width][:rows].copy_(logits), self.tokens[:rows]
         return DecodeOutput(kept, torch.argmax(kept, dim=-1, out=tokens))
 
 
@@ -137,7 +146,8 @@ class DecodeGraphs:
         input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
 
         def step() -> DecodeOutput:
-            return self.output.keep(self.model.compute_logits(self.model(input_ids, positions, attn)))
+            hidden_states = self.model(self.output.fill_in(input_ids), positions, attn)  # (P, H)
+            return self.output.keep(self.model.compute_logits(hidden_states))
 
         self._steps[size, with_lora] = self.wrapper(step)
 

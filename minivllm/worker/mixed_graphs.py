@@ -58,7 +58,8 @@ class MixedGraphs:
         fields, attn = self.buffers.fields(size), self.buffers.attention(size)
 
         def step() -> DecodeOutput:
-            hidden_states = self.model(fields.input_ids, fields.positions, attn)  # (T, H)
+            input_ids = self.output.fill_in(fields.input_ids)
+            hidden_states = self.model(input_ids, fields.positions, attn)  # (T, H)
             return self.output.keep(self.model.compute_logits(hidden_states[fields.last_rows]))
 
         self._steps[size, with_lora] = self.wrapper(step)

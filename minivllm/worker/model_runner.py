@@ -9,13 +9,13 @@ from minivllm.worker.cpu_threads import cpu_threads
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.elastic_memory import ElasticMemory
 from minivllm.worker.gpu_memory import refuse_slots_that_do_not_fit
-from minivllm.worker.mixed_graphs import GraphedSteps
 from minivllm.worker.prefetch import AdapterPrefetch
 from minivllm.worker.row_sampler import RowSampler
+from minivllm.worker.steps_ahead import StepsAhead
 from minivllm.worker.warm_up import WarmUp
 
 
-class ModelRunner(ElasticMemory, GraphedSteps, WarmUp, AdapterPrefetch):
+class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
     """One model on one device, its KV cache, and its adapters. vLLM: `GPUModelRunner`.
 
     num_blocks      KV blocks there are, block 0 included, which is never handed out

@@ -175,6 +175,7 @@ def test_on_a_gpu_graphs_give_the_logits_of_eager_steps(world, dtype, backend):
         punica_backend=backend,
         warm_up=True,
         max_num_batched_tokens=20,
+        async_scheduling=False,  # eager steps want tokens
     )
     watch_replays(engine)
     runner, launch = engine.runner, engine.runner.launch_model

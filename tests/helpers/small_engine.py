@@ -6,36 +6,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from labs.demos import small
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+CONFIG = {**small.CONFIG, "num_hidden_layers": 2}
 WIDTHS = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16), "mlp.down_proj": (48, 32)}  # (K, N)
 RANK = 4
-OPTIONS = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "dtype": "float64",
-    "enable_lora": True,
-    "max_loras": 2,
-    "max_cpu_loras": 4,
-    "max_lora_rank": 8,
-    "block_size": 4,
-    "num_kv_blocks": 100,
-    "warm_up": False,
-}
+OPTIONS = {**small.OPTIONS, "max_cpu_loras": 4, "num_kv_blocks": 100}
 
 
 class SmallWorld:

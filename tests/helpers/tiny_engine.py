@@ -88,6 +88,7 @@ class TinyWorld(AdapterFolders):
 
 
 def make_engine(model: Path, tokenizer: object, options: dict[str, object]) -> LLMEngine:
+    torch.set_num_threads(1)  # as in conftest.py, also in a process of its own
     args = EngineArgs(model=str(model), **{**OPTIONS, **options})
     return LLMEngine(args.create_engine_config(), tokenizer, warm_up=args.warm_up)
 

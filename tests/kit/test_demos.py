@@ -49,6 +49,8 @@ def test_a_demo_shows_what_a_classic_mistake_changes(number, tmp_path):
 def test_a_demo_runs_on_the_learners_code_once_it_is_there(tmp_path):
     checkout = Checkout(tmp_path)
     before = checkout.lab("demo", "2.2")
+    checkout.solve("2.2")
+    right = checkout.lab("demo", "2.2")
     checkout.answer("2.2", ("self.live_ranks[i][slot] = rank", "self.live_ranks[i][slot] = rank + 1"))
     after = checkout.lab("demo", "2.2")
     beside = checkout.lab("demo", "2.8")
@@ -56,6 +58,9 @@ def test_a_demo_runs_on_the_learners_code_once_it_is_there(tmp_path):
     assert before.returncode == 1
     assert "TODO labs/02_lora_layers/slots.py:" in before.stdout
     assert after.returncode == 0
-    assert "rank 2 follows: live rank 3" in after.stdout
+    assert "rank 2 follows: live rank 3\n  ours: rank 2 follows: live rank 2\n" in after.stdout
+    assert "ours prints the same" not in after.stdout
+    assert right.stdout.endswith("slot 0 was never written: zeros\nours prints the same\n")
+    assert "ours:" not in right.stdout
     assert beside.returncode == 2
     assert "lab 2.8 is a side track, and has no demo" in beside.stderr

@@ -341,3 +341,35 @@ class TestAConnection:
             return await waits
 
         assert run(main()) == "the answer"
+
+    def test_that_is_closed_leaves_the_handler_a_task_that_nobody_cancels(self):
+        async def main():
+            connection = Connection()
+            connection.closed.set()
+            answer = await unless_gone(connection.receive, Work().run())
+            return answer, asyncio.current_task().cancelling()
+
+        assert run(main()) == (None, 0)
+
+    @pytest.mark.parametrize("turns", range(8))
+    def test_that_is_closed_while_the_handler_is_cancelled_hides_nothing(self, turns):
+        """So many turns of the loop lie between the two; the handler may have ended by then."""
+
+        async def main():
+            closed = asyncio.Event()
+
+            async def receive():
+                await closed.wait()
+                return {"type": "http.disconnect"}
+
+            waits = asyncio.ensure_future(unless_gone(receive, Work().run()))
+            await asyncio.sleep(0.01)
+            closed.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            is_cancelled = waits.cancel()
+            [ended] = await asyncio.gather(waits, return_exceptions=True)
+            return is_cancelled, ended
+
+        is_cancelled, ended = run(main())
+        assert isinstance(ended, asyncio.CancelledError) if is_cancelled else ended is None

@@ -20,9 +20,9 @@ def world(tmp_path_factory):
     return tiny_world(tmp_path_factory)
 
 
-@pytest.fixture(scope="module")
-def server(world):
-    with serving(world, *NAMES) as server:
+@pytest.fixture(scope="module", params=[False, True], ids=["thread", "process"])
+def server(world, request):
+    with serving(world, *NAMES, in_a_process=request.param) as server:
         yield server
 
 
@@ -257,6 +257,6 @@ def test_a_chat_answers_until_the_context_is_full_unless_told_otherwise(server, 
     usage = client.chat.completions.create(**asked).usage
     short = client.chat.completions.create(**asked, max_completion_tokens=3).usage
 
-    longest = server.server.state.llm._client.engine.config.model_config.max_model_len
+    longest = server.server.state.llm.config.model_config.max_model_len
     assert usage.total_tokens == longest
     assert short.completion_tokens == 3

@@ -18,9 +18,9 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 ASKED = [(BASE_NAME, 5), ("qv", 3), ("all", 7), ("qv", 9), ("mlp", 4), ("all", 2)]
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    with serving(tiny_world(tmp_path_factory), *NAMES) as server:
+@pytest.fixture(scope="module", params=[False, True], ids=["thread", "process"])
+def samples(tmp_path_factory, request):
+    with serving(tiny_world(tmp_path_factory), *NAMES, in_a_process=request.param) as server:
         with client_of(server) as client:
             for i, (model, length) in enumerate(ASKED):
                 prompt = "abcdefghij"[:length]

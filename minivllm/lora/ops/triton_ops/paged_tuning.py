@@ -29,9 +29,9 @@ class PagedExpandTiles(NamedTuple):
     num_warps: int
 
 
-# Shares of K, and so planes that every program of the expand adds up. On an H100 each costs a decode step some 1.2 us a
-# layer, while a captured shrink hides behind the base product.
-SPLITS = 2
+# Shares of K, and so planes that every program of the expand adds up: of few tokens, and of prompts. On an H100 twice
+# as many cost a decode step 5 to 10 us a layer. With half as many the base product ends before the shrink.
+FEW_SPLITS, PROMPT_SPLITS = 4, 2
 
 
 def paged_shrink_tiles(tokens: int, width: int, rank: int, slices: int) -> PagedShrinkTiles:
@@ -40,7 +40,8 @@ def paged_shrink_tiles(tokens: int, width: int, rank: int, slices: int) -> Paged
     The number of slots is not asked: what it costs must not depend on how many there could be. Of the tokens only
     whether they are few, so that a warm-up can compile every variant there is.
     """
-    splits = max(1, min(SPLITS, width // 256))
+    wanted = FEW_SPLITS if tokens <= FEW_TOKENS else PROMPT_SPLITS
+    splits = max(1, min(wanted, width // 256))
     block_r = block_ranks(rank)
     if tokens <= FEW_TOKENS:
         return PagedShrinkTiles(1, block_r, 128, splits, num_warps=4, num_stages=3)

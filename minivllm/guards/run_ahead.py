@@ -1,0 +1,111 @@
+"""The next step is launched before the tokens of this one are read. Stands for async scheduling (vLLM 0.22.1).
+
+There it is vllm/v1/core/sched/async_scheduler.py. A GPU then always has a step to do while the host schedules,
+and tells callers what is new.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request, RequestStatus, check_stop
+from minivllm.engine.core import EngineCore
+from minivllm.engine.outputs import RequestOutput
+from minivllm.guards.refusals import id_in_use
+from minivllm.layers.sampler import Logprob
+from minivllm.worker.row_sampler import PendingStep, Sampled
+
+# In the place of a stand-in's logprobs: its request has no output yet.
+UNREAD: dict[int, Logprob] = {}
+
+
+@dataclass
+class StepAhead:
+    """A step whose tokens the host does not know.
+
+    row_of     request id -> row of the step
+    wait       gives the rows' tokens
+    answered   requests that were given a stand-in, which is their last token
+    is_read    whether the tokens have taken the places of the stand-ins
+    """
+
+    row_of: dict[str, int]
+    wait: Callable[[], list[int]]
+    answered: list[Request] = field(default_factory=list)
+    is_read: bool = False
+
+
+class RunAhead:
+    """One step ahead: what an engine does between a launch and the next.
+
+    A step is committed with stand-ins as soon as it is launched, so that the next one can be scheduled. Requests whose
+    last token it is by number are then out of the scheduler. After the next launch its tokens are read, and answers
+    are made. Whoever they end has a row too many in that next step. Nobody hears of that row, and its blocks are given
+    to others only in later steps.
+
+    step   None = the host knows every token
+    """
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self.step: StepAhead | None = None
+        self._check_request = engine.scheduler.check_request
+        engine.scheduler.check_request = self.check_request
+
+    def check_request(self, request: Request) -> None:
+        """As the scheduler's, which no longer knows a request whose last token is still to be read."""
+        if self.step is not None and request.request_id in {r.request_id for r in self.step.answered}:
+            raise id_in_use(request.request_id)
+        self._check_request(request)
+
+    def before_launch(self, scheduled: SchedulerOutput) -> None:
+        """Read tokens that the step cannot look up on the device."""
+        if self.step is not None and not self.engine.runner.takes_stand_ins(scheduled):
+            self._read(self.step)
+
+    def sample(self, launched: PendingStep, outputs: list[RequestOutput]) -> Sampled | None:
+        """Answer the step before. Then stand-ins for the step launched now, or None if it is to be sampled."""
+        self.answer(outputs)
+        wait = self.engine.runner.leave_tokens(launched)
+        if wait is None:
+            return None
+        ids = [request.request_id for request in launched.requests]
+        self.step = StepAhead({request_id: row for row, request_id in enumerate(ids)}, wait)
+        return {request_id: (-1 - row, UNREAD) for row, request_id in enumerate(ids)}
+
+    def may_finish(
+        self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None
+    ) -> bool:
+        """Whether an output can be made of a request now. If it was given a stand-in, `answer` makes it later."""
+        if logprobs is UNREAD:
+            self.step.answered.append(request)
+            return False
+        if self.step is not None and request.request_id in self.step.row_of:
+            self.answer(outputs)
+        return True
+
+    def answer(self, outputs: list[RequestOutput]) -> None:
+        """Wait for the tokens of the step before, and make the outputs of its requests.
+
+        If it breaks off, the step is kept, and with it the need to mend.
+        """
+        step, engine = self.step, self.engine
+        if step is None:
+            return
+        self._read(step)
+        for request in step.answered:
+            # Who ended in the meantime has had an output, or wants none.
+            if request.status not in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+                check_stop(request, engine.scheduler.max_model_len)
+                EngineCore._finish(engine, request, outputs)
+        self.step = None
+
+    def _read(self, step: StepAhead) -> None:
+        """Put tokens in the places of stand-ins."""
+        if step.is_read:
+            return
+        tokens = step.wait()
+        for request in step.answered:
+            token = tokens[step.row_of[request.request_id]]
+            request.output_token_ids[-1] = request.all_token_ids[-1] = token
+        step.is_read = True

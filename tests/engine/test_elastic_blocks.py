@@ -1,0 +1,81 @@
+"""KV blocks that adapters may borrow, against a model: any history of requests, prefixes and adapters."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.elastic.block_pool import ElasticBlockPool
+from minivllm.lora.gpu.page_ledger import PageLedger
+
+BLOCKS, A_PAGE, LEAST = 26, 4, 6
+PAGES = 9  # of which the last two and a half are the adapters' own
+
+
+class Adapters:
+    """As much of a manager as the pool asks for: slots with pages, of which some may give way."""
+
+    def __init__(self):
+        self.pool = self
+        self.ledger = PageLedger(PAGES)
+
+    def idle(self, spare):
+        return [slot for slot in self.ledger.held if slot not in spare]
+
+    def give_way(self, spare, of_use):
+        slot = next((slot for slot in self.idle(spare) if slot in of_use), None)
+        if slot is not None:
+            self.ledger.free_slot(slot)
+        return slot
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("adapter"), st.integers(0, 3), st.integers(0, 5)),
+    st.tuples(st.just("request"), st.integers(1, 12)),
+    st.tuples(st.just("end"), st.integers(0, 5)),
+    st.tuples(st.just("busy"), st.frozensets(st.integers(0, 3))),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ACTIONS, max_size=40))
+def test_a_block_is_a_requests_or_an_adapters_or_free(actions):
+    adapters, busy = Adapters(), [frozenset()]
+    pool = ElasticBlockPool(BLOCKS, A_PAGE, LEAST, adapters, lambda: busy[0])
+    adapters.ledger.lender = pool
+    requests, name = [], 0
+    for kind, value, *more in actions:
+        if kind == "adapter":
+            if adapters.ledger.reserve(1, more[0]):
+                adapters.ledger.assign(1, value, more[0])
+        elif kind == "request" and value <= pool.get_num_free_blocks():
+            blocks = pool.get_new_blocks(value)
+            assert len(set(blocks)) == value
+            for block in blocks[::2]:
+                name += 1
+                pool.cache_block(block, str(name).encode())
+            requests.append(blocks)
+        elif kind == "end" and requests:
+            pool.free_blocks(requests.pop(value % len(requests)))
+        elif kind == "busy":
+            busy[0] = value
+
+        lent = [b for pages in adapters.ledger.held.values() for page in pages for b in pool.blocks_of(page)]
+        used = [block for blocks in requests for block in blocks]
+        assert sorted([*lent, *used, *pool.free]) == list(range(1, BLOCKS))
+        assert pool.num_lent == len(lent) <= pool.num_usable_blocks - LEAST
+        assert not pool.hash_of.keys() & set(lent)
+        assert {block: digest for digest, block in pool.block_of.items()} == pool.hash_of
+
+
+def test_keys_and_values_get_back_what_idle_adapters_borrowed_and_no_more():
+    adapters, busy = Adapters(), {0}
+    pool = ElasticBlockPool(BLOCKS, A_PAGE, LEAST, adapters, lambda: busy)
+    adapters.ledger.lender = pool
+    adapters.ledger.assign(1, slot=0, wanted=4)  # two of its own, and blocks 24 and 25, and 20 to 23
+    adapters.ledger.assign(2, slot=1, wanted=2)
+
+    assert pool.num_lent == 14
+    assert pool.get_num_free_blocks() == 25 - 14 + 8
+
+    pool.get_new_blocks(19)
+
+    assert adapters.ledger.held.keys() == {0}

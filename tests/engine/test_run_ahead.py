@@ -1,0 +1,253 @@
+"""An engine one step ahead of its tokens gives the tokens of one that is not, whatever happens between two steps.
+
+Here a step is computed when it is launched, and its tokens come when they are waited for. tests/gpu has the graphs
+that look up stand-ins on the device.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from tiny_engine import greedy, run, tiny_world, tokens_of
+from tiny_models import token_ids
+
+from minivllm import SamplingParams
+from minivllm.guards.run_ahead import RunAhead
+from minivllm.worker.row_sampler import takes_likeliest
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+def ahead_engine(world, **options):
+    """`engine.ahead.left` counts the steps that were left unread when the next one was scheduled."""
+    engine = world.engine(**options)
+    run_ahead(engine)
+    return engine
+
+
+def run_ahead(engine):
+    runner = engine.runner
+    engine._ahead = RunAhead(engine)
+    engine.ahead = SimpleNamespace(left=0, fail_next=False)
+    runner.takes_stand_ins = lambda output: False
+
+    def leave_tokens(step):
+        if step.logits is None or not all(map(takes_likeliest, step.requests)):
+            return None
+        engine.ahead.left += 1
+        tokens = step.logits.argmax(dim=-1).tolist()
+
+        def wait():
+            if engine.ahead.fail_next:
+                engine.ahead.fail_next = False
+                raise RuntimeError("the device is lost")
+            return tokens
+
+        return wait
+
+    runner.leave_tokens = leave_tokens
+
+
+def test_tokens_are_those_of_each_request_alone(world):
+    engine = ahead_engine(world)
+    names = [None, "qv", "all", "mlp"]
+
+    for i, name in enumerate(names):
+        engine.add_request(
+            str(i), token_ids(3 + 4 * i, i), greedy(4 + i), lora_request=world.request(name) if name else None
+        )
+    outputs = run(engine)
+
+    for i, name in enumerate(names):
+        assert tokens_of(outputs[str(i)]) == world.oracle().greedy(name, token_ids(3 + 4 * i, i), 4 + i)
+    assert engine.ahead.left == len(engine.trace)
+
+
+def test_outputs_come_one_step_later_and_are_whole(world):
+    engine = ahead_engine(world)
+    engine.add_request("a", token_ids(5, 1), greedy(3))
+    expected = world.oracle().greedy(None, token_ids(5, 1), 3)
+
+    steps = []
+    while engine.has_unfinished_requests():
+        steps.append([list(output.outputs[0].delta_token_ids) for output in engine.step()])
+
+    assert steps == [[], [[expected[0]]], [[expected[1]]], [[expected[2]]]]
+
+
+def test_a_request_that_stops_has_a_row_too_many_that_nobody_hears_of(world):
+    prompt = token_ids(6, 2)
+    expected = world.oracle().greedy("qv", prompt, 8)
+    stop = expected[3]
+    engine = ahead_engine(world)
+
+    engine.add_request("a", prompt, greedy(8, stop_token_ids=[stop]), lora_request=world.request("qv"))
+    output = run(engine)["a"]
+
+    assert tokens_of(output) == expected[: expected.index(stop) + 1]
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason == stop
+    assert len(engine.trace) == expected.index(stop) + 2
+    blocks = engine.scheduler.kv_cache.block_pool
+    assert blocks.get_num_free_blocks() == blocks.num_usable_blocks
+
+
+def test_the_last_token_by_number_that_would_also_stop_says_so(world):
+    prompt = token_ids(6, 2)
+    expected = world.oracle().greedy(None, prompt, 3)
+    engine = ahead_engine(world)
+
+    engine.add_request("a", prompt, greedy(3, stop_token_ids=[expected[2]]))
+    output = run(engine)["a"]
+
+    assert tokens_of(output) == expected
+    stops_before = expected[2] in expected[:2]
+    assert not stops_before
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_rows_that_want_more_than_the_likeliest_token_are_read_at_once(world):
+    answers = []
+    for make in (world.engine, lambda **options: ahead_engine(world, **options)):
+        engine = make()
+        wishes = {
+            "logprobs": SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True),
+            "penalty": SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=6, ignore_eos=True),
+            "drawn": SamplingParams(temperature=1.1, seed=4, max_tokens=7, ignore_eos=True),
+            "greedy": greedy(12),
+        }
+        for i, (name, params) in enumerate(wishes.items()):
+            engine.add_request(name, token_ids(5, i), params)
+        answers.append({name: tokens_of(output) for name, output in run(engine).items()})
+
+    assert answers[0] == answers[1]
+    assert 0 < engine.ahead.left < len(engine.trace)
+
+
+def test_an_id_is_in_use_until_the_last_token_was_told(world):
+    engine = ahead_engine(world)
+    engine.add_request("a", token_ids(5, 1), greedy(1))
+    assert engine.step() == []
+
+    with pytest.raises(ValueError, match="request id 'a' is in use"):
+        engine.add_request("a", token_ids(5, 2), greedy(1))
+
+    assert tokens_of(run(engine)["a"]) == world.oracle().greedy(None, token_ids(5, 1), 1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_an_aborted_request_is_gone_and_the_others_go_on(world, steps):
+    engine = ahead_engine(world)
+    for name in ("stays", "goes"):
+        engine.add_request(name, token_ids(5, len(name)), greedy(2 + 2 * (name == "stays")))
+    outputs = [output for _ in range(steps) for output in engine.step()]
+
+    engine.abort_request("goes")
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+
+    tokens = [token for o in outputs if o.request_id == "stays" for token in o.outputs[0].delta_token_ids]
+    assert tokens == world.oracle().greedy(None, token_ids(5, 5), 4)
+    assert [o.request_id for o in outputs if o.finished and o.request_id == "goes"] == ["goes"] * (steps > 2)
+    assert not engine.scheduler.requests
+    engine.add_request("goes", token_ids(5, 4), greedy(2))
+    assert tokens_of(run(engine)["goes"]) == world.oracle().greedy(None, token_ids(5, 4), 2)
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_a_step_whose_tokens_never_come_is_taken_again(world, after):
+    engine = ahead_engine(world)
+    names = [None, "qv", "all"]
+    for i, name in enumerate(names):
+        engine.add_request(str(i), token_ids(4 + i, i), greedy(3 + i), lora_request=world.request(name))
+    outputs = {}
+    for _ in range(after):
+        outputs |= {output.request_id: output for output in engine.step()}
+
+    engine.ahead.fail_next = True
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step()}
+    outputs |= run(engine)
+
+    for i, name in enumerate(names):
+        assert tokens_of(outputs[str(i)]) == world.oracle().greedy(name, token_ids(4 + i, i), 3 + i)
+
+
+def test_a_step_that_fails_twice_ends_its_requests(world):
+    engine = ahead_engine(world)
+    engine.add_request("a", token_ids(4, 1), greedy(5))
+    engine.step()
+    launch = engine.runner.launch_model
+
+    def fail(output):
+        raise RuntimeError("no launch")
+
+    engine.runner.launch_model = fail
+    with pytest.raises(RuntimeError, match="no launch"):
+        engine.step()
+    [output] = engine.step()
+    engine.runner.launch_model = launch
+
+    assert output.outputs[0].finish_reason == "error"
+    assert all(token >= 0 for token in output.outputs[0].token_ids)
+    engine.add_request("b", token_ids(4, 1), greedy(3))
+    assert tokens_of(run(engine)["b"]) == world.oracle().greedy(None, token_ids(4, 1), 3)
+
+
+def play(engine, world, seed):
+    """A history of arrivals, aborts and unloads between steps; what each request was told, in all."""
+    rng = random.Random(seed)
+    told, ended, aborted, count = {}, set(), set(), 0
+    for _ in range(400):
+        if count < 14 and rng.random() < 0.5:
+            name = rng.choice([None, *world.names])
+            prompt = token_ids(rng.randint(1, 22), rng.randrange(4))
+            stops = rng.sample(range(3, 97), rng.choice([0, 25]))
+            drawn = rng.choice([{"temperature": 0}] * 7 + [{"temperature": 0.8, "seed": 5, "n": 2}])
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 9), stop_token_ids=stops, ignore_eos=True, **drawn
+            )
+            engine.add_request(str(count), prompt, params, lora_request=world.request(name) if name else None)
+            count += 1
+        if rng.random() < 0.06 and count:
+            victim = str(rng.randrange(count))
+            engine.abort_request(victim)
+            aborted.add(victim)
+        # Unused as far as the scheduler knows: with the last token of a request still to be read, perhaps.
+        unused = rng.randint(1, 4)
+        if unused in engine.list_loras() and unused not in engine.scheduler.in_flight:
+            engine.remove_lora(unused)
+        for output in engine.step():
+            for completion in output.outputs:
+                told.setdefault((output.request_id, completion.index), []).extend(completion.delta_token_ids)
+            if output.finished:
+                ended.add(output.request_id)
+        if count == 14 and not engine.has_unfinished_requests():
+            break
+    assert not engine.has_unfinished_requests()
+    return told, ended, aborted
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_any_history_tells_what_an_engine_that_waits_tells(world, seed):
+    """Few blocks and slots, so that requests are preempted; an aborted one may have been told more or less."""
+    options = {"num_kv_blocks": 9, "max_num_seqs": 4, "max_num_batched_tokens": 9}
+    waiting, ahead = world.engine(**options), ahead_engine(world, **options)
+
+    expected, ended, aborted = play(waiting, world, seed)
+    told, ended_ahead, _ = play(ahead, world, seed)
+
+    for (request_id, index), tokens in expected.items():
+        if request_id not in aborted:
+            assert told[request_id, index] == tokens
+    assert ended - aborted == ended_ahead - aborted
+    assert ahead.ahead.left > 5
+    assert ahead.get_metrics()["scheduler"]["num_preemptions"] > 0
+    for engine in (waiting, ahead):
+        blocks = engine.scheduler.kv_cache.block_pool
+        assert blocks.get_num_free_blocks() == blocks.num_usable_blocks
+        assert not engine.scheduler.in_flight

@@ -1,0 +1,61 @@
+"""The processes that run exercises' tests: one that hangs is named, and holds up nobody else."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HANGS = {
+    "waits": "    threading.Event().wait()  # here\n",
+    "computes": "    while True: pass  # here\n",
+}
+LEAVES_A_PROCESS = "    if not os.fork():\n        time.sleep(60)\n    os.abort()\n"
+RUN = """
+import json, sys
+from pathlib import Path
+from labs.kit.forks import Job, run
+
+said = []
+jobs = [Job(name, "3.2", {}, files=(Path(name),)) for name in sys.argv[2:]]
+for job, outcome in run(jobs, lambda job, result: said.append(result.test), limit=float(sys.argv[1])):
+    results = [[r.test.partition("::")[2], r.outcome, r.message, r.asked] for r in outcome.results]
+    print(json.dumps([job.key, results, outcome.trouble]), flush=True)
+"""
+
+
+def run(limit, *files):
+    """(file, results, trouble) of every job, in the order in which they ended."""
+    command = [sys.executable, "-c", RUN, str(limit), *map(str, files)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def write(path, body):
+    path.write_text(f"import os, threading, time\n\ndef test_first(): pass\n\ndef test_it():\n{body}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("body", "what"), [(HANGS["waits"], "waiting"), (HANGS["computes"], "computing")], ids=HANGS
+)
+def test_a_test_without_an_end_is_told_with_its_line_and_others_are_not_held_up(body, what, tmp_path):
+    hanging = write(tmp_path / "test_hanging.py", body)
+    quick = write(tmp_path / "test_quick.py", "    pass\n")
+
+    first, second = run(3, hanging, quick)
+
+    line = hanging.read_text().split("\n").index(next(s for s in body.split("\n") if "here" in s)) + 1
+    assert first == [str(quick), [["test_first", "passed", "", ""], ["test_it", "passed", "", ""]], None]
+    path, [passed, [name, outcome, message, asked]], trouble = second
+    assert (path, passed[1], trouble) == (str(hanging), "passed", None)
+    assert (name, outcome, message) == ("test_it", "failed", f"no end after 3 s of {what}")
+    assert asked.endswith(f"test_hanging.py:{line}")
+
+
+def test_a_process_that_a_test_has_left_behind_holds_up_nobody(tmp_path):
+    [[_, results, trouble]] = run(20, write(tmp_path / "test_leaving.py", LEAVES_A_PROCESS))
+
+    assert [name for name, *_ in results] == ["test_first"]
+    assert trouble == "the tests' process ended before they did, in test_it"
