@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from checkout import Checkout
 
-from labs.kit.cli import say_next
+from labs.kit.commands.overview import say_next
 from labs.kit.path import next_of, track_of
 from labs.kit.regions import read_engine
 from minivllm.labs import ROOT
