@@ -74,11 +74,15 @@ def sync(
         bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")
     ] = False,
     release: Annotated[
-        bool, typer.Option("--release", help="Remember these starters, so that `lab migrate` knows them.")
+        bool,
+        typer.Option(
+            "--release",
+            help="Remember these starters for `lab migrate`; with --check: see that it knows them.",
+        ),
     ] = False,
 ) -> None:
     """Generate starters, their hashes and the code in solutions and chapters."""
-    from labs.kit.migrate import record_release
+    from labs.kit.migrate import record_release, unreleased
     from labs.kit.sync import sync as sync_files
 
     stale, left_alone = sync_files(write=not only_look)
@@ -90,4 +94,7 @@ def sync(
         console.print("everything generated is up to date")
     if release and not only_look:
         record_release()
-    raise typer.Exit(1 if only_look and stale else 0)
+    unknown = unreleased() if release else []
+    for name in unknown:
+        console.print(f"not yet in labs/released.json: {name}")
+    raise typer.Exit(1 if only_look and (stale or unknown) else 0)
