@@ -74,6 +74,16 @@ def test_the_path_shows_what_is_solved_and_what_comes_next(checkout):
     assert "Next: lab 1.1" in said
 
 
+def test_commands_of_instructors_and_maintainers_stand_apart_from_a_learners(checkout):
+    learners, instructors, maintainers = re.split(
+        "For instructors|For maintainers", checkout.lab("--help").stdout
+    )
+
+    assert " check " in learners
+    assert re.findall(r"(?m)^│ (\w+)", instructors) == ["grade"]
+    assert re.findall(r"(?m)^│ (\w+)", maintainers) == ["mutants", "variants", "sync"]
+
+
 def test_the_first_line_comes_before_anything_slow(checkout):
     code = "import sys, labs.kit.cli\nprint([m for m in ('torch', 'pytest') if m in sys.modules])"
 

@@ -62,10 +62,10 @@ def reset_command(
 ) -> None:
     """Put the stub back. What was there is kept under .lab/backup."""
     if is_hunt(number):
-        hunts = choose_hunts(number)
+        chosen = choose_hunts(number)
         if not yes and not typer.confirm(f"Put back {'all hunts' if number == '8' else f'hunt {number}'}?"):
             raise typer.Exit(1)
-        for path in hunts.reset(hunts):
+        for path in hunts.reset(chosen):
             console.print(f"kept: {shown(path)}")
         return
     chosen = choose(number)

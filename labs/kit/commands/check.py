@@ -60,10 +60,10 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
 def stuck_at(left: list[Exercise], alone: bool) -> Exercise | None:
     """Which of those that did not pass a hint is offered for: the first that was begun, else the first to begin.
 
-    alone   it was asked for by its number. A side track that nobody began is else none to be stuck at
+    alone   it was asked for by its number. Beside the core path nobody is stuck who has not begun
     """
     begun = [exercise for exercise in left if not is_untouched(exercise)]
-    ahead = [exercise for exercise in left if alone or track_of(exercise) != "side"]
+    ahead = [exercise for exercise in left if alone or track_of(exercise) == "core"]
     return next(iter(begun + ahead), None)
 
 
