@@ -1,7 +1,9 @@
 """What every test relies on."""
 
+import gc
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ pytest_plugins = ["labs.kit.plugin"]
 # PEFT imports torchao, which warns of kernels for hardware that is not there and that no test calls.
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
+
+# A shell has what it runs in the background ignore Ctrl-C, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two cores: one thread a test leaves room for what else runs, and tiny models gain nothing from more.
 torch.set_num_threads(1)
@@ -37,6 +43,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker("nightly")
     waiting = {item.path for item in items if item.get_closest_marker("alone_on_gpu")}
     items.sort(key=lambda item: (item.path in waiting, item.path.name not in LONGEST))
+
+
+def pytest_collection_finish():
+    """Libraries and tests stay: whoever looks for garbage, or for what is left, passes over them from here on."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,6 +19,7 @@ OPEN = {
     "05_slot_manager": "eviction",
     "06_max_loras_scheduler": "turns",
     "07_engine": "waiting_line",
+    "09_serving": "detokenizer",
 }
 OURS = ("naive", "good", "best")
 

@@ -100,7 +100,11 @@ class HostedEngine(EngineThread):
         self._outbox.flush()
 
     def _run(self) -> None:
-        super()._run()
+        try:
+            super()._run()
+        except BaseException as error:  # a learner's code may raise at the very end
+            self._outbox.send("death", None, portable(error))
+            raise
         self._outbox.send("death", None, portable(self.error))
 
 

@@ -210,8 +210,12 @@ class EngineProcess:
     def _wake(self) -> None:
         due, self._due = self._due, []
         if lost := wake(due):  # their event loops are closed
-            for number in [i for i, (sink, _) in list(self._requests.items()) if sink in lost]:
-                _, reader = self._requests.pop(number)
+            # Not in this thread: while it waits to send, nobody reads, and the engine may be waiting to send, too.
+            threading.Thread(target=self._abort_all, args=(lost,), name="minivllm-abort", daemon=True).start()
+
+    def _abort_all(self, sinks: list[Sink]) -> None:
+        for number, (sink, reader) in list(self._requests.items()):
+            if sink in sinks and self._requests.pop(number, None) is not None:
                 self._post(next(self._numbers), "abort", [reader.request_id], number)
 
     def on_output(self, number: int, delta: Delta) -> None:

@@ -41,7 +41,14 @@ TEXTS = [
     *("dtype", "device", "load_format", "lora_dtype", "punica_backend"),
     *("eviction_policy", "scheduling_policy"),
 ]
-MAY_BE_NONE = {"max_model_len", "max_cpu_loras", "num_kv_blocks", "kv_cache_memory_bytes", "quantization"}
+MAY_BE_NONE = {
+    "max_model_len",
+    "max_loras",
+    "max_cpu_loras",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+    "quantization",
+}
 NO_INTS = [1.5, "x", "5", True, math.nan, math.inf, -2, 10**400, [1], {}, 1j, None]
 
 

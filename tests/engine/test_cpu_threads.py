@@ -14,6 +14,7 @@ from minivllm import EngineArgs, LLMEngine
 from minivllm.worker import cpu_threads as module
 from minivllm.worker import model_runner
 from minivllm.worker.cpu_threads import PASSES, CPUThreads, cpu_quota, cpu_threads, numbers_up_to
+from minivllm.worker.openmp import set_num_threads
 
 PARTS = 10
 
@@ -190,14 +191,20 @@ class TestWhoDecides:
 
     @pytest.fixture
     def four_threads(self, monkeypatch):
-        """PyTorch has four threads, and the process as many cores, whatever there is here."""
-        before, set_threads = torch.get_num_threads(), torch.set_num_threads
+        """PyTorch has four threads, and the process as many cores, whatever there is here.
+
+        Set in OpenMP: MKL, once PyTorch has told it a number, keeps to that in steps on other numbers.
+        """
+        before = torch.get_num_threads()
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr(module, "available_cores", lambda: 4)
         monkeypatch.setattr(module, "nobody_else_computes", lambda: False)
-        set_threads(4)
+        monkeypatch.setattr(
+            module, "WEIGHTS", module.WEIGHTS // 4
+        )  # how long it takes is nobody's business here
+        set_num_threads(4)
         yield
-        set_threads(before)  # not by its name: a test's double may still stand there
+        set_num_threads(before)
 
     def engine(self, world, **options):
         return LLMEngine.from_engine_args(EngineArgs(model=str(world.base), **OPTIONS, **options))

@@ -552,7 +552,7 @@ def test_of_a_pickle_a_process_prints_the_verdict_and_nothing_else(world, tmp_pa
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MINIVLLM_LABS": ""},
     )
 
     assert (done.returncode, done.stderr) == (1, "")

@@ -56,7 +56,7 @@ class Checkout:
         return self._serve(["labs.kit.cli", *arguments], stdin=stdin)
 
     def pytest(self, *arguments: str, labs: str | None = None) -> subprocess.CompletedProcess:
-        return self._serve(["pytest", "-p", "no:cacheprovider", "-p", "no:warnings", *arguments], labs)
+        return self._serve(["pytest", "-p", "no:cacheprovider", "-W", "ignore", *arguments], labs)
 
     def _serve(
         self, command: list[str], labs: str | None = None, stdin: str = ""

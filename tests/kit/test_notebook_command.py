@@ -229,6 +229,16 @@ def test_no_browser_is_started_where_there_is_nothing_to_show_it_on(monkeypatch)
     assert "--no-browser" in notebook.command(path, [], browser=False)
 
 
+@pytest.mark.parametrize(("user", "told"), [(0, True), (1000, False)])
+def test_root_may_start_it(monkeypatch, user, told):
+    """In a container there may be nobody else, and Jupyter asks to be told."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+
+    started = notebook.command(notebook.FOLDER / "03_cpu_punica.ipynb", [], browser=False)
+
+    assert ("--allow-root" in started) is told
+
+
 def test_without_jupyterlab_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "jupyterlab", None)
 

@@ -70,11 +70,35 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
             "class Line:\n    arrive = leave = lambda *_: None\n    def admit(*_): return []\n",
             "gave [], and the first in line that fit are",
         ),
+        (
+            "detokenizer",
+            "class Detokenizer:\n    def __init__(*_): pass\n    def push(*_): return ''\n    finish = push\n",
+            "by now, and '' was given",
+        ),
     ],
-    ids=["header", "packing", "mixed_batch", "eviction", "turns", "waiting_line"],
+    ids=["header", "packing", "mixed_batch", "eviction", "turns", "waiting_line", "detokenizer"],
 )
 def test_who_ignores_the_input_is_refused(name, text, why):
     verdict = judged(name, text)
+
+    assert verdict.count is None
+    assert why in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"" if text.endswith("\\ufffd") else', "", "was given, which it never says"),
+        ("self.decode(tokens)\n        return", "self.decode(tokens[-1:])\n        return", "was given"),
+        ("self._rest(name, self.decode(self.tokens.pop(name)))", '""', "ended as"),
+    ],
+    ids=["half a character", "each token alone", "nothing at the end"],
+)
+def test_text_that_is_not_the_answers_is_refused(old, new, why):
+    text = naive_of("detokenizer")
+    assert old in text
+
+    verdict = judged("detokenizer", text.replace(old, new))
 
     assert verdict.count is None
     assert why in verdict.why
@@ -214,8 +238,8 @@ def test_an_answer_that_does_not_end_is_ended(monkeypatch):
 
 
 def test_a_phase_without_one_is_named():
-    with pytest.raises(LabError, match="phase '9' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7"):
-        kit.open_exercises("9")
+    with pytest.raises(LabError, match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9"):
+        kit.open_exercises("8")
 
 
 @pytest.fixture

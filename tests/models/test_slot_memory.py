@@ -1,7 +1,6 @@
 """What slots take, three times: as predicted from two configs, as `get_memory_stats` tells, and by the allocator."""
 
 import dataclasses
-import gc
 
 import pytest
 import torch
@@ -33,15 +32,6 @@ OPTIONS = {
 }
 # Rows of a step that the GPU backends keep tables for, which nobody predicts.
 TOKENS, ROWS = 64, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def old_objects_are_not_looked_through():
-    """What was there before can be no part of what a test makes, and takes most of a garbage collection's time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def tiny(variant):

@@ -16,6 +16,7 @@ from small_model import (
 )
 from tiers_model import TwoTiers
 
+from minivllm.faults import adapter_at_fault
 from minivllm.lora.layers import LoRAMapping
 
 pytestmark = pytest.mark.lab("5.7")
@@ -311,6 +312,22 @@ def test_a_copy_that_fails_in_a_step_is_made_up_for_in_the_next(folders, monkeyp
     worker.set_active_adapters(folders.requests(3), LoRAMapping((3,), (3,)))
 
     assert_slot_holds(worker.manager, 0, folders.weights[3], "adapter 3")
+
+
+@pytest.mark.parametrize("where", ["its folder", "the copy into its slot"])
+def test_what_an_adapter_raises_in_a_step_is_put_down_to_it(folders, monkeypatch, where):
+    worker = make_worker(slots=2, memory=2)
+    worker.set_active_adapters(folders.requests(1), None)
+    requests = folders.requests(1, 3)
+    if where == "its folder":
+        fail_load(monkeypatch, worker, 3, OSError("device lost"))
+    else:
+        fail_copies(monkeypatch, worker.manager, next(iter(modules_of(folders.weights[3]))))
+
+    with pytest.raises(OSError, match="device lost") as raised:
+        worker.set_active_adapters(requests, None)
+
+    assert adapter_at_fault(raised.value) == 3, f"{where} failed in a step that needs 1 and 3"
 
 
 def test_a_step_like_the_last_one_brings_back_what_a_failed_copy_has_thrown_out(folders, monkeypatch):

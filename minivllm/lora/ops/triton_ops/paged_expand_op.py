@@ -13,6 +13,38 @@ from minivllm.lora.ops.triton_ops.paged_tuning import PagedExpandTiles, paged_ex
 from minivllm.lora.ops.triton_ops.tuning import can_overlap
 
 
+@triton.jit
+def _read_b(
+    columns_ptr,  # of B's row 0 in page 0
+    table_ptr,  # of the slot
+    page_stride,
+    rank,
+    live,
+    R,
+    expert,
+    is_column,
+    WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+):
+    """B of some ranks, zeros past the live one: (ranks, columns). Pages are looked up before `live` is known."""
+    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
+    row = page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
+    return tl.load(
+        columns_ptr[None, :] + row[:, None], mask=(rank < live)[:, None] & is_column[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _read_h(h_ptr, rows, rank, is_row, live, split_stride, row_stride, SPLITS: tl.constexpr):
+    """The sum of the planes of some ranks, zeros past the live one: (rows, ranks) float32"""
+    place = h_ptr + rows[:, None] * row_stride + rank[None, :]
+    is_h = is_row[:, None] & (rank < live)[None, :]
+    h = tl.load(place, mask=is_h, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        h += tl.load(place + split * split_stride, mask=is_h, other=0.0)
+    return h
+
+
 # These strides differ from step to step: not a variant of the kernel for each of their values.
 @triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride", "capacity"])
 def _paged_expand_kernel(
@@ -23,6 +55,7 @@ def _paged_expand_kernel(
     tiles_ptr,  # (3, capacity) adapter, first row, rows
     table_ptr,  # (S, G) pages
     ranks_ptr,  # (n, S) live ranks
+    R,
     capacity,
     ranks_row,
     table_row,
@@ -35,6 +68,7 @@ def _paged_expand_kernel(
     WIDTHS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,  # of ranks
     EXPERTS: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -67,34 +101,51 @@ def _paged_expand_kernel(
             live = tl.load(ranks_ptr + i * ranks_row + slot)
             columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
             is_column = columns < WIDTHS[i]
-            update = tl.zeros((BLOCK_ROWS, BLOCK_N), dtype=tl.float32)
-            for start in range(0, live, BLOCK_R):
-                rank = start + ranks
-                is_live = rank < live
-                page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=is_live, other=0)
-                b_row = page.to(tl.int64) * page_stride + b_places[i]
-                b_row += (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTHS[i]
-                b_block = pool_ptr + b_row[:, None] + columns[None, :]
-                b = tl.load(
-                    b_block, mask=is_live[:, None] & is_column[None, :], other=0.0
-                )  # (BLOCK_R, BLOCK_N)
-
+            y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
+            is_y = is_row[:, None] & is_column[None, :] & (live > 0)
+            if ONE_BLOCK:
+                # Straight on, so that all loads are under way together.
+                b = _read_b(
+                    pool_ptr + b_places[i] + columns, table_ptr + slot * table_row, page_stride, ranks, live, R,
+                    expert, is_column, WIDTHS[i], PAGE_RANKS,
+                )  # fmt: skip
                 # Up to here nothing depends on the product before; from here on, its h and its y must be there.
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
-                h_block = h_ptr + i * h_slice_stride + rows[:, None] * h_row_stride + rank[None, :]
-                is_h = is_row[:, None] & is_live[None, :]
-                h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
-                for split in tl.static_range(SPLITS):
-                    h += tl.load(h_block + split * h_split_stride, mask=is_h, other=0.0)
-                update = tl.dot(h.to(b.dtype), b, update, input_precision="ieee")
-            if live > 0:
-                y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
-                is_y = is_row[:, None] & is_column[None, :]
-                update += tl.load(y_block, mask=is_y, other=0.0)
-                tl.store(y_block, update, mask=is_y)
-            elif OVERLAP:
-                tl.extra.cuda.gdc_wait()
+                y = tl.load(y_block, mask=is_y, other=0.0)
+                h = _read_h(
+                    h_ptr + i * h_slice_stride,
+                    rows,
+                    ranks,
+                    is_row,
+                    live,
+                    h_split_stride,
+                    h_row_stride,
+                    SPLITS,
+                )
+                update = tl.dot(h.to(b.dtype), b, input_precision="ieee") + y
+            else:
+                if OVERLAP:
+                    tl.extra.cuda.gdc_wait()
+                update = tl.load(y_block, mask=is_y, other=0.0).to(tl.float32)
+                for start in range(0, live, BLOCK_R):
+                    rank = start + ranks
+                    b = _read_b(
+                        pool_ptr + b_places[i] + columns, table_ptr + slot * table_row, page_stride, rank, live, R,
+                        expert, is_column, WIDTHS[i], PAGE_RANKS,
+                    )  # fmt: skip
+                    h = _read_h(
+                        h_ptr + i * h_slice_stride,
+                        rows,
+                        rank,
+                        is_row,
+                        live,
+                        h_split_stride,
+                        h_row_stride,
+                        SPLITS,
+                    )
+                    update = tl.dot(h.to(b.dtype), b, update, input_precision="ieee")
+            tl.store(y_block, update, mask=is_y)
         block -= blocks
         offset += WIDTHS[i]
 
@@ -126,6 +177,7 @@ def paged_expand(
         tiles.tiles,
         pieces.table,
         pieces.ranks,
+        pieces.rank,
         tiles.tiles.shape[1],
         pieces.ranks.stride(0),
         pieces.table.stride(0),
@@ -138,6 +190,7 @@ def paged_expand(
         WIDTHS=pieces.heights,
         SPLITS=len(h),
         OVERLAP=overlap,
+        ONE_BLOCK=pieces.rank <= tuned.block_r,
         EXPERTS=pieces.experts,
         PAGE_RANKS=pieces.page_ranks,
         BLOCK_ROWS=tiles.block_rows,

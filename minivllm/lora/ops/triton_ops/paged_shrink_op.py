@@ -67,7 +67,7 @@ def _paged_shrink_kernel(
     is_row = place < length
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
 
-    page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=is_live, other=0).to(tl.int64)
+    page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
     a_row = page * page_stride + a_first + i * a_step + (expert * PAGE_RANKS + rank % PAGE_RANKS) * K
     columns = tl.arange(0, BLOCK_K)
     x_block = x_ptr + rows[:, None] * x_row_stride + columns[None, :]  # (BLOCK_ROWS, BLOCK_K)
