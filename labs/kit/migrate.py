@@ -61,12 +61,23 @@ def migrate(root: Path = ROOT) -> list[str]:
 
 def record_release(root: Path = ROOT) -> None:
     """For maintainers: remember the starters of today as those of a release."""
-    texts = {
-        _home(exercise, root): starter(exercise.text, exercise.module)
-        for exercise in read_engine(root).values()
-    }
-    known = _released(root).union(*(_hashes(text, path.name) for path, text in texts.items()))
+    known = _released(root).union(*(_hashes(text, path.name) for path, text in _fresh(root).items()))
     (root / "labs" / "released.json").write_text(json.dumps(sorted(known), indent=0) + "\n", encoding="utf-8")
+
+
+def unreleased(root: Path = ROOT) -> list[str]:
+    """Starters of today that no release is known to have: whoever has them, `lab migrate` takes them for own work."""
+    known = _released(root)
+    return [
+        path.relative_to(root).as_posix()
+        for path, text in _fresh(root).items()
+        if not _hashes(text, path.name) <= known
+    ]
+
+
+def _fresh(root: Path) -> dict[Path, str]:
+    """Every starter's file, and its text as it belongs there today."""
+    return {_home(e, root): starter(e.text, e.module) for e in read_engine(root).values()}
 
 
 class _Migration:
@@ -80,7 +91,7 @@ class _Migration:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.exercises = read_engine(root)
-        self.fresh = {_home(e, root): starter(e.text, e.module) for e in self.exercises.values()}
+        self.fresh = _fresh(root)
         self.known = _released(root)
         self.texts: dict[Path, str] = {}
         self.kept: dict[Path, list[str]] = {}

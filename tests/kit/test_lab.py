@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from checkout import Checkout
 
-from labs.kit.cli import say_next
+from labs.kit.commands.overview import say_next
 from labs.kit.path import next_of, track_of
 from labs.kit.regions import read_engine
 from minivllm.labs import ROOT
@@ -476,3 +476,19 @@ def test_instructors_get_points_as_json_and_junit(checkout):
     assert cases["3.2"].find("failure") is None
     assert cases["3.4"].find("failure").get("type") == "failed"
     assert cases["3.1"].find("failure").get("type") == "todo"
+
+
+def test_a_release_is_checked_by_the_starters_it_would_hand_out(checkout):
+    file = checkout.root / "labs" / "released.json"
+    file.write_text("[]")
+
+    unknown = checkout.lab("sync", "--release", "--check")
+    nothing_said_of_releases = checkout.lab("sync", "--check")
+    recorded = checkout.lab("sync", "--release")
+    known = checkout.lab("sync", "--release", "--check")
+
+    assert unknown.returncode == 1
+    assert "not yet in labs/released.json: labs/03_cpu_punica/by_token.py" in unknown.stdout
+    assert (nothing_said_of_releases.returncode, recorded.returncode, known.returncode) == (0, 0, 0)
+    assert "not yet" not in nothing_said_of_releases.stdout + recorded.stdout + known.stdout
+    assert len(json.loads(file.read_text())) > 40

@@ -5,7 +5,7 @@ import json
 import pytest
 from checkout import Checkout
 
-from labs.kit.migrate import migrate, record_release, strays
+from labs.kit.migrate import migrate, record_release, strays, unreleased
 from labs.kit.regions import starter
 from labs.kit.sync import sync
 
@@ -394,3 +394,15 @@ def test_of_two_methods_with_one_name_the_one_that_is_left_gets_the_firsts_body(
     migrate(lab.root)
 
     assert "return 2 * x" in lab.read(STAYS)
+
+
+def test_starters_that_no_release_has_are_named_until_one_has_them(lab):
+    before = unreleased(lab.root)
+    lab.write("minivllm/ops.py", OPS_NOW)
+    sync(lab.root)
+
+    after = unreleased(lab.root)
+
+    assert (before, after) == ([], [STAYS])
+    record_release(lab.root)
+    assert unreleased(lab.root) == []

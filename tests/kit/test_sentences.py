@@ -3,7 +3,7 @@
 import pytest
 from checkout import Checkout
 
-from labs.kit.cli import name_of
+from labs.kit.commands.check import name_of
 from labs.kit.sentences import of_comparison, shown
 
 TESTS = """

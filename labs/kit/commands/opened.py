@@ -1,15 +1,13 @@
 """What `lab open` says."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
+import typer
 from rich.markup import escape
 
+from labs.kit.commands.shared import SIGNS, console
 from labs.kit.open_exercises import OpenExercise, fresh_seed, leaderboard, open_exercises, report
 from labs.kit.progress import Progress, shown
-
-console = Console(highlight=False, soft_wrap=True)
-SIGNS = {"passed": "[green]✓[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
 
 
 def line_of(exercise: OpenExercise, progress: Progress) -> str:
@@ -63,3 +61,12 @@ def judge_open(which: str) -> bool:
 def grades(which: str | None) -> list[dict[str, Any]]:
     """For instructors: of the phases that `which` names whole; none for an exercise, or a phase without one."""
     return report([exercise for exercise in open_exercises() if which in (None, exercise.number)])
+
+
+def open_exercise(
+    which: Annotated[str | None, typer.Argument(help="A phase, such as 5; none: all of them.")] = None,
+) -> None:
+    """Judge your answer to a phase's open exercise beside ours. Exit status 1 if it misses the budget."""
+    if which is None:
+        return list_open()
+    raise typer.Exit(0 if judge_open(which) else 1)

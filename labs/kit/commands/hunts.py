@@ -5,17 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
+import typer
 from rich.markup import escape
 
+from labs.kit.commands.shared import SIGNS, console, only_hunt
 from labs.kit.hunt import PHASE, Hunt, choose_hunts, read_hunts
 from labs.kit.progress import FOLDER, Progress, keep, shown
 from minivllm.labs import LabError
-
-console = Console(highlight=False, soft_wrap=True)
-SIGNS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
 
 
 def say_count() -> None:
@@ -56,7 +54,7 @@ def tell(hunt: Hunt) -> None:
     console.print(f"lab hunt {hunt.id} --check grades both, lab hint {hunt.number} helps.")
 
 
-def spoil(hunt: Hunt) -> None:
+def say_spoiler(hunt: Hunt) -> None:
     """The fault and its variants, and where the post-mortem is."""
     from labs.kit.hunt_grade import spoiler
 
@@ -162,3 +160,22 @@ def report(which: str) -> dict[str, Any]:
             }
         )
     return {"points": sum(e["points"] for e in entries), "of": len(entries), "exercises": entries}
+
+
+def hunt(
+    number: Annotated[str | None, typer.Argument(help="A hunt, such as 7; none: all of them.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Run it on the broken engine, such as `-- pytest FILE`.")
+    ] = None,
+    grade_it: Annotated[bool, typer.Option("--check", help="Grade your test, and then your fix.")] = False,
+    spoil: Annotated[bool, typer.Option("--spoil", help="Show what was broken.")] = False,
+) -> None:
+    """An incident of a real server: its symptom, and an engine with that fault in it."""
+    if number is None:
+        return list_hunts()
+    hunt = only_hunt(f"8.{number.removeprefix('8.')}")
+    if command:
+        raise typer.Exit(run_broken(hunt, command))
+    if grade_it:
+        raise typer.Exit(0 if check_hunts([hunt]) else 1)
+    return (say_spoiler if spoil else tell)(hunt)

@@ -1,0 +1,1 @@
+"""The commands of `lab`, by what they are about; `labs.kit.cli` lists them."""

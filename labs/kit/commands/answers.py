@@ -1,0 +1,86 @@
+"""`lab hint`, `lab diff`, `lab reset` and `lab migrate`: about what you have written, or will."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from labs.kit.commands import hunts
+from labs.kit.commands.shared import Number, choose, choose_one, console, only_hunt
+from labs.kit.hints import hints_of
+from labs.kit.hunt import choose_hunts, is_hunt
+from labs.kit.progress import Progress, learners_code, reset, shown
+from minivllm.labs import LabError, starters
+
+
+def hint(number: Number) -> None:
+    """The next of three hints: a nudge, the approach, pseudocode."""
+    if is_hunt(number):
+        hunts.hint(only_hunt(number))
+        return
+    exercise, progress = choose_one(number), Progress()
+    hints = hints_of(exercise)
+    if not hints:
+        raise LabError(f"there are no hints for lab {number} yet")
+    given = min(progress.hints.get(number, 0) + 1, len(hints.hints))
+    progress.hints[number] = given
+    progress.save()
+    console.print(f"[bold]Hint {given} of {len(hints.hints)}, lab {number}: {escape(exercise.title)}[/]")
+    console.print(hints.hints[given - 1].strip("\n"), markup=False)
+
+
+def diff(
+    number: Number, spoil: Annotated[bool, typer.Option("--spoil", help="Also before you pass.")] = False
+) -> None:
+    """Your code beside ours."""
+    if is_hunt(number):
+        raise LabError(f"`lab hunt {only_hunt(number).id} --spoil` shows what was broken")
+    exercise = choose_one(number)
+    if not spoil and Progress().state(exercise) != "passed":
+        raise LabError(
+            f"lab {number} has not passed as it is now; `lab check {number}`, or --spoil to see ours"
+        )
+    yours, ours = (
+        Syntax(code, "python", theme="ansi_dark", word_wrap=True)
+        for code in (learners_code(exercise), exercise.code())
+    )
+    if console.width >= 160:
+        table = Table("yours", "ours")
+        table.add_row(yours, ours)
+        Console().print(table)
+    else:
+        Console().print("[bold]yours[/]", yours, "[bold]ours[/]", ours)
+    console.print(f"[dim]why it is so: solutions/{exercise.phase}/README.md[/]")
+
+
+def reset_command(
+    number: Annotated[str, typer.Argument(help="An exercise, such as 3.2; or a phase: all of its files.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Put the stub back. What was there is kept under .lab/backup."""
+    if is_hunt(number):
+        chosen = choose_hunts(number)
+        if not yes and not typer.confirm(f"Put back {'all hunts' if number == '8' else f'hunt {number}'}?"):
+            raise typer.Exit(1)
+        for path in hunts.reset(chosen):
+            console.print(f"kept: {shown(path)}")
+        return
+    chosen = choose(number)
+    is_phase = "." not in number
+    what = f"all of labs/{chosen[0].phase}" if is_phase else f"lab {number} in {shown(chosen[0].starter)}"
+    if not yes and not typer.confirm(f"Put back {what} as it was at the start?"):
+        raise typer.Exit(1)
+    for path in reset(chosen, whole_files=is_phase):
+        console.print(f"kept: {shown(path)}")
+
+
+def migrate() -> None:
+    """After an update: carry your answers to where their exercises are now. Your old files are kept."""
+    from labs.kit.migrate import migrate as carry
+
+    starters()  # says so where there is no checkout
+    for sentence in carry() or ["every exercise is where it belongs"]:
+        console.print(escape(sentence))

@@ -1,0 +1,167 @@
+"""`lab check` and `lab watch`."""
+
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from labs.kit.commands import hunts
+from labs.kit.commands.shared import SIGNS, WIPE, Which, choose, console
+from labs.kit.hunt import choose_hunts, is_hunt
+from labs.kit.path import mark, track_of
+from labs.kit.progress import Progress, digest, is_untouched, place
+from labs.kit.regions import Exercise
+
+if TYPE_CHECKING:
+    from labs.kit.forks import Job, Result
+    from labs.kit.grade import Grade
+
+Trace = Annotated[bool, typer.Option("--trace", help="Whole tracebacks.")]
+
+
+def check(which: Which = None, trace: Trace = False) -> None:
+    """Run the tests of exercises on your code. Exit status 1 unless all pass."""
+    if is_hunt(which):
+        raise typer.Exit(0 if hunts.check_hunts(choose_hunts(which)) else 1)
+    chosen = choose(which)
+    numbers = chosen[0].number if len(chosen) == 1 else f"{chosen[0].number} to {chosen[-1].number}"
+    console.print(f"Checking {numbers}: your code in labs/, ours for everything else")
+    raise typer.Exit(0 if check_all(chosen, trace) else 1)
+
+
+def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
+    """Grade, say what came out, remember what passed; whether all did."""
+    from labs.kit.grade import grade
+
+    progress, states = Progress(), {}
+    for result in in_order(grade(chosen, trace, say_test if console.is_terminal else None), chosen):
+        states[result.exercise.number] = result.state
+        say_grade(result, trace)
+        if result.state == "passed":
+            progress.remember(result.exercise.number, result.digest)
+    if len(chosen) > 1:
+        counts = {state: list(states.values()).count(state) for state in ("passed", "failed", "todo")}
+        console.print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['todo']} TODO")
+    left = [exercise for exercise in chosen if states[exercise.number] != "passed"]
+    if stuck := stuck_at(left, alone=len(chosen) == 1):
+        console.print(f"[dim]stuck? lab hint {stuck.number}[/]")
+    if not left and len(chosen) == 1:
+        number = chosen[0].number
+        if track_of(chosen[0]) != "side":
+            console.print(f"[dim]lab demo {number} shows what it changes[/]")
+        console.print(f"[dim]lab diff {number} shows your code beside ours[/]")
+    return not left
+
+
+def stuck_at(left: list[Exercise], alone: bool) -> Exercise | None:
+    """Which of those that did not pass a hint is offered for: the first that was begun, else the first to begin.
+
+    alone   it was asked for by its number. Beside the core path nobody is stuck who has not begun
+    """
+    begun = [exercise for exercise in left if not is_untouched(exercise)]
+    ahead = [exercise for exercise in left if alone or track_of(exercise) == "core"]
+    return next(iter(begun + ahead), None)
+
+
+def in_order(grades: Iterable["Grade"], chosen: list[Exercise]) -> Iterator["Grade"]:
+    """The grades in the order of the exercises, each as soon as those before it are there."""
+    waiting, ahead = {}, deque(exercise.number for exercise in chosen)
+    for result in grades:
+        waiting[result.exercise.number] = result
+        while ahead and ahead[0] in waiting:
+            yield waiting.pop(ahead.popleft())
+
+
+def say_test(job: "Job", result: "Result") -> None:
+    """On a line that is wiped before the next."""
+    name = f"{job.exercise} {result.test.rpartition('::')[2]}"[: console.width - 1]
+    print(f"{WIPE}{name}\r", end="", flush=True)
+
+
+def say_grade(result: "Grade", trace: bool) -> None:
+    if console.is_terminal:
+        print(WIPE, end="")
+    exercise, outcome = result.exercise, result.outcome
+    tests = len(outcome.results)
+    wrong = outcome.of("failed")
+    said = {
+        "passed": f"{tests} test{'s' * (tests != 1)}, {outcome.seconds:.1f} s",
+        "failed": f"{len(wrong)} of {tests} tests fail" if wrong else "",
+        "todo": f"TODO {place(exercise)}" + f", {len(wrong)} of {tests} tests fail" * bool(wrong),
+    }[result.state]
+    title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
+    console.print(f"{SIGNS[result.state]} {exercise.number} {title}  [dim]{said}[/]")
+    if outcome.trouble:
+        console.print(f"    [red]{escape(outcome.trouble)}[/]")
+    shown_messages = set()
+    for test in wrong:
+        if test.message in shown_messages or len(shown_messages) == (1 if trace else 2):
+            continue
+        shown_messages.add(test.message)
+        console.print(f"    [bold]{escape(name_of(test.test))}[/]")
+        console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
+        yours = f"your code: {test.place}   " if test.place else ""
+        console.print(f"      [dim]{yours}asked in {test.asked}[/]")
+    if (wrong or (outcome.trouble and outcome.results)) and not trace:
+        say_mistakes(result)
+
+
+def name_of(test: str) -> str:
+    """What a test is called; without its case where nobody has named that: `[ids0-missing0]`."""
+    name, bracket, case = (test.partition("::")[2] or test).partition("[")
+    is_named = not all(re.fullmatch(r"[a-z_]+\d+", part) for part in case.removesuffix("]").split("-"))
+    return f"{name}{bracket}{case}" if is_named else name
+
+
+def say_mistakes(result: "Grade") -> None:
+    """Which of the known mistakes it looks like. That takes a while, so it is said first."""
+    from labs.kit.likeness import known_mistakes, likenesses
+
+    known = known_mistakes(result.exercise)
+    if not known:
+        return
+    console.print(
+        f"    [dim]comparing with {len(known)} known mistakes[/]", end="\r" * console.is_terminal or "\n"
+    )
+    found = likenesses(known, result.outcome)
+    if console.is_terminal:
+        print(WIPE, end="")
+    for likeness in found:
+        if likeness.is_all:
+            how = "It looks like this:"
+        elif likeness.is_sure:
+            how = f"Some of it looks like this ({likeness.explained:.0%} of what fails):"
+        else:
+            how = f"The nearest of the known mistakes, {likeness.alike:.0%} alike:"
+        for mistake in likeness.mistakes:
+            console.print(f"    [yellow]{how}[/] {escape(' '.join(mistake.misconception.split()))}")
+    if not found:
+        console.print(f"    [dim]It is none of the {len(known)} known mistakes.[/]")
+
+
+def watch(which: Which = None) -> None:
+    """Check what you have begun, and again whenever you save."""
+    chosen = choose(which)
+    saved, known = saved_at(chosen), {exercise.number: digest(exercise) for exercise in chosen}
+    console.print(f"Watching {', '.join(sorted({f'labs/{e.phase}' for e in chosen}))}; Ctrl-C ends it")
+    changed = [exercise for exercise in chosen if not is_untouched(exercise)]
+    try:
+        while True:
+            if changed:
+                check_all(changed)
+            while (latest := saved_at(chosen)) == saved:
+                time.sleep(0.2)
+            before, saved = known, latest
+            known = {exercise.number: digest(exercise) for exercise in chosen}
+            changed = [e for e in chosen if known[e.number] != before[e.number] and not is_untouched(e)]
+    except KeyboardInterrupt:
+        console.print()
+
+
+def saved_at(chosen: list[Exercise]) -> list[int]:
+    files = sorted({exercise.starter for exercise in chosen})
+    return [file.stat().st_mtime_ns for file in files if file.exists()]

@@ -1,0 +1,65 @@
+"""`lab` alone: the path, how far along it you are, and what comes next."""
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from labs.kit.commands import hunts, opened
+from labs.kit.commands.shared import SIGNS, choose, console
+from labs.kit.hints import hints_of
+from labs.kit.migrate import strays
+from labs.kit.path import TRACKS, counts, mark, next_of, track_of
+from labs.kit.progress import Progress, place, shown
+from labs.kit.regions import Exercise
+
+WHAT_NOW = """\
+  lab run -- minivllm demo   the demo, served with your code
+  lab compare                the same on our code, too: the first step that differs, if any
+  lab hunt                   incidents of real servers: find the fault, mend it
+  lab open                   open exercises: an interface and a budget, no recipe
+  lab check 4.1              where the kernel path begins: phases/04_triton_sgmv/README.md
+  lab check 9.1              where the serving path begins: phases/09_serving/README.md
+  docs/capstone.md           the end of the course: change one policy, and defend it with measurements
+  Side tracks stand in the list above."""
+
+
+def overview(context: typer.Context) -> None:
+    """Your path through the course, and how far along it you are."""
+    if context.invoked_subcommand not in ("migrate", "sync"):
+        say_strays()
+    if context.invoked_subcommand:
+        return
+    progress, exercises = Progress(), choose(None)
+    states = {exercise.number: progress.state(exercise) for exercise in exercises}
+    solved = counts([(track_of(e), states[e.number] == "passed") for e in exercises])
+    said = [f"{done} of {of} {TRACKS[track]}" for track, (done, of) in solved.items()]
+    console.print(f"{', '.join(said)} solved.")
+    console.print(
+        "✓ solved  ~ started or changed since  · TODO  (a number that is missing is not in use any more)\n"
+    )
+    for phase in dict.fromkeys(exercise.phase for exercise in exercises):
+        console.print(f"[bold]{phase}[/]")
+        for exercise in (e for e in exercises if e.phase == phase):
+            title = f"{escape(exercise.title)}[dim]{mark(exercise)}[/]"
+            console.print(f"  {SIGNS[states[exercise.number]]} {exercise.number} {title}")
+    hunts.say_count()
+    opened.say_count()
+    console.print()
+    say_next(next_of(exercises, states, progress.last))
+
+
+def say_strays() -> None:
+    """On the other stream: `lab grade --json` prints nothing but JSON."""
+    if found := strays():
+        names = ", ".join(map(shown, found))
+        Console(stderr=True).print(f"{names}: exercises have moved; run `lab migrate`", soft_wrap=True)
+
+
+def say_next(exercise: Exercise | None) -> None:
+    if exercise is None:
+        console.print(f"[green]The core path is done.[/] An engine runs on your code. What now:\n{WHAT_NOW}")
+        return
+    hints = hints_of(exercise)
+    minutes = f", about {hints.minutes} minutes" if hints else ""
+    console.print(f"Next: lab {exercise.number}, {escape(exercise.title)}{mark(exercise)}{minutes}")
+    console.print(f"  {place(exercise)}\n  lab check {exercise.number}    lab hint {exercise.number}")

@@ -1,0 +1,111 @@
+"""`lab run`, `lab demo` and `lab compare`: programs on your code."""
+
+import os
+import subprocess
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from labs.kit.commands.shared import SIGNS, Number, choose, choose_one, console
+from labs.kit.path import track_of
+from labs.kit.progress import has_stub, is_untouched, learners_exercise, place
+from minivllm.labs import ROOT, LabError
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="Any command, such as `-- minivllm demo`.")],
+    labs: Annotated[
+        str | None, typer.Option(help="What is yours: 3,5 or 3.2 or all. None: what you began.")
+    ] = None,
+) -> None:
+    """Run a command on your code, and ours for what you have not begun."""
+    yours = labs or begun()
+    console.print(f"yours: {yours or 'nothing yet, this is our code'}")
+    if not labs and (left := unfinished()):
+        console.print(f"ours: {left}, of which a part is still TODO")
+    try:
+        status = subprocess.run(command, env=environment(yours)).returncode
+    except OSError as error:
+        raise LabError(f"'{command[0]}' cannot be run: {error.strerror}") from None
+    raise typer.Exit(status)
+
+
+def demo(number: Number) -> None:
+    """After an exercise: the smallest visible thing that it changes, on your code."""
+    exercise = choose_one(number)
+    if track_of(exercise) == "side":
+        raise LabError(f"lab {number} is a side track, and has no demo; `lab` shows what is on the core path")
+    learners_exercise(exercise)  # says so where Python cannot read it
+    if has_stub(exercise):
+        console.print(f"{SIGNS['todo']} {number} {escape(exercise.title)}  [dim]TODO {place(exercise)}[/]")
+        raise typer.Exit(1)
+    console.print(f"[bold]lab {number}: {escape(exercise.title)}[/], on your code")
+    sys.stdout.flush()
+    raise typer.Exit(show_demo(number))
+
+
+def show_demo(number: str) -> int:
+    """Print the demo's lines on the learner's code, with ours where they differ; the exit status of theirs."""
+    program = [sys.executable, "-m", "labs.demos", number]
+    ours = subprocess.Popen(program, env=environment(""), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    yours = subprocess.run(program, env=environment(number), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    lines, expected = yours.stdout.splitlines(), ours.communicate()[0].splitlines()
+    for line, wanted in zip_longest(lines, expected):
+        if line is not None:
+            print(line)
+        if line != wanted:
+            console.print(f"  [yellow]ours:[/] {escape(wanted or 'no such line')}")
+    if lines == expected:
+        console.print("[dim]ours prints the same[/]")
+    return yours.returncode
+
+
+def compare_command(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="A Python program; none: `-- minivllm demo`.")
+    ] = None,
+    labs: Annotated[str | None, typer.Option(help="What is yours, as for `lab run`.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where compare.html and both records go.")] = Path(
+        "out/compare"
+    ),
+) -> None:
+    """Run a program on your engine and on ours: the first step that differs, and why. Exit status 1 if one does."""
+    from labs.kit.compare import compare_program
+
+    command = command or ["minivllm", "demo"]
+    yours = labs or begun()
+    if not yours:
+        raise LabError("nothing is yours yet; begin an exercise, or name some with --labs")
+    console.print(f"yours: {yours}")
+    with console.status("") as status:
+        found = compare_program(command, environment(yours), environment(""), folder, status.update)
+    for run in (found.ours, found.yours):
+        console.print(f"{run.name}: {len(run.steps)} steps, {run.seconds:.1f} s with its start")
+    colour = "green" if found.column is None else "yellow"
+    console.print(f"[{colour}]{escape(found.verdict)}[/]")
+    for reason in found.reasons:
+        console.print(f"  {escape(reason)}")
+    page = folder / "compare.html"
+    page.write_text(found.page(" ".join(command)), encoding="utf-8")
+    console.print(f"[dim]both, step by step: {escape(str(page))}[/]")
+    raise typer.Exit(0 if found.column is None else 1)
+
+
+def begun() -> str:
+    """The exercises that the learner has written, as MINIVLLM_LABS takes them; of what is TODO nothing can run."""
+    return ",".join(e.number for e in choose(None) if not is_untouched(e) and not has_stub(e))
+
+
+def unfinished() -> str:
+    """Those of which a stub still stands."""
+    return ", ".join(e.number for e in choose(None) if not is_untouched(e) and has_stub(e))
+
+
+def environment(yours: str) -> dict[str, str]:
+    """This process's, with the learner's code for `yours`, and with this Python's programs before others."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "MINIVLLM_LABS": yours, "PATH": path}

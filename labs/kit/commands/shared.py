@@ -1,0 +1,48 @@
+"""What commands share: the screen, arguments, and how exercises and hunts are chosen."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from labs.kit.hunt import Hunt, choose_hunts
+from labs.kit.regions import PHASES, Exercise, read_engine
+from minivllm.labs import LabError, starters
+
+console = Console(highlight=False, soft_wrap=True)
+WIPE = "\x1b[2K"  # what a terminal takes for: empty this line
+SIGNS = {"passed": "[green]✓[/]", "failed": "[red]✗[/]", "todo": "[yellow]·[/]", "started": "[yellow]~[/]"}
+
+Which = Annotated[
+    str | None, typer.Argument(help="A phase, such as 3, or an exercise, such as 3.2; none: all.")
+]
+Number = Annotated[str, typer.Argument(help="An exercise, such as 3.2.")]
+
+
+def choose(which: str | None) -> list[Exercise]:
+    """The exercises of a phase, one exercise, or all. LabError for what is neither."""
+    starters()  # says so where there is no checkout
+    exercises = read_engine()
+    found = [e for number, e in exercises.items() if which in (None, number, number.partition(".")[0])]
+    if not found:
+        near = [n for n in exercises if n.partition(".")[0] == which.partition(".")[0]] or list(exercises)
+        raise LabError(
+            f"there is no lab '{which}': give a phase, 1 to {int(PHASES[-1][:2])}, or an exercise, "
+            f"{near[0]} to {near[-1]}"
+        )
+    return found
+
+
+def choose_one(number: str) -> Exercise:
+    [first, *others] = choose(number)
+    if others or first.number != number:
+        raise LabError(f"{number} is a phase; name one exercise, such as {first.number}")
+    return first
+
+
+def only_hunt(number: str) -> Hunt:
+    """LabError for the number of their phase."""
+    [first, *others] = choose_hunts(number)
+    if others:
+        raise LabError(f"{number} is a phase; name one hunt, such as {first.number}")
+    return first
