@@ -149,9 +149,9 @@ def record(options: Namespace) -> None:
     print(json.dumps({k: v for k, v in found["summary"].items() if "quantiles" not in k}, indent=1))
 
 
-def judge(options: Namespace) -> None:
-    """Fit to one record, simulate the arrivals of another, and print both sides."""
-    record = json.loads(options.record.read_text(encoding="utf-8"))
+def compare(fitted: Path, judged: Path) -> dict[str, tuple[float, float]]:
+    """Fit to one record, simulate the arrivals of another: name -> what was measured, and what was simulated."""
+    record = json.loads(judged.read_text(encoding="utf-8"))
     engine = record["engine"]
     lora = LoRAConfig(
         max_lora_rank=RANK, max_loras=engine["max_loras"], max_cpu_loras=engine["max_cpu_loras"]
@@ -162,13 +162,18 @@ def judge(options: Namespace) -> None:
         lora,
         reads_beside=False,
     )
-    cost = replace(fit([options.fitted]), read_bytes_per_s=float("inf"))  # all were in memory
+    cost = replace(fit([fitted]), read_bytes_per_s=float("inf"))  # all were in memory
     fleet = Fleet(config, cost, adapters_of_ranks([RANK] * ADAPTERS, 1.0), least_loaded)
     fleet.serve([Arrival(**arrival) for arrival in record["arrivals"]])
     simulated, measured = report(fleet), record["summary"]
-    for name in ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms"):
-        share = simulated[name] / measured[name] - 1
-        print(f"{name}: measured {measured[name]:.1f}, simulated {simulated[name]:.1f} ({share:+.1%})")
+    names = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms")
+    return {name: (measured[name], simulated[name]) for name in names}
+
+
+def judge(options: Namespace) -> None:
+    """Print both sides."""
+    for name, (measured, simulated) in compare(options.fitted, options.record).items():
+        print(f"{name}: measured {measured:.1f}, simulated {simulated:.1f} ({simulated / measured - 1:+.1%})")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -30,10 +30,10 @@ class Reader:
     def may_run(self, request: Request) -> str | None:
         """None, or LOADING while the request's adapter is being read; that begins here if need be."""
         adapter_id = request.adapter_id
-        if not adapter_id or self.is_there(adapter_id) or self.begin(adapter_id):
-            return None if not adapter_id or self.is_there(adapter_id) else LOADING
-        # Those that have been read wait for slots: the step reads this one, if it can join.
-        return LOADING if self.reads else None
+        if not adapter_id or self.is_there(adapter_id):
+            return None
+        # With no room for one more, and all read that wait for slots, the step reads this one.
+        return LOADING if self.begin(adapter_id) or self.reads else None
 
     def is_there(self, adapter_id: int) -> bool:
         """Whether a step would find it without reading."""
