@@ -110,6 +110,7 @@ def test_steps_of_a_sparse_model_are_not_captured(tmp_path, variant, captured):
     runner.use_paged_attention = True
     captures = []
     runner.capture_model = lambda: captures.append(True)
+    runner.capture_mixed_steps = lambda: None
 
     runner.warm_up()
 
