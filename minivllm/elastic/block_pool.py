@@ -1,6 +1,6 @@
 """KV blocks whose memory adapters may borrow. Beside vllm/v1/core/block_pool.py, not in vLLM."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 
 from minivllm.core.block_pool import BlockPool
 from minivllm.lora.gpu.elastic_manager import ElasticModelManager
@@ -36,18 +36,27 @@ class ElasticBlockPool(BlockPool):
 
     # What adapters ask for.
 
-    def lend(self, page: int) -> bool:
-        """Give a page to adapters, if all its blocks are free and enough are left."""
+    def choose(self, pages: Iterable[int], most: int) -> list[int]:
+        """The first of these pages whose blocks are all free, as long as enough blocks are left."""
+        chosen: list[int] = []
+        left = self.num_usable_blocks - self.num_lent - self.least
+        for page in pages:
+            if len(chosen) >= most:
+                break
+            blocks = self.blocks_of(page)
+            if len(blocks) <= max(left, 0) and all(block in self.free for block in blocks):
+                chosen.append(page)
+                left -= len(blocks)
+        return chosen
+
+    def lend(self, page: int) -> None:
+        """Give a page to adapters; what was found in its blocks is forgotten."""
         blocks = self.blocks_of(page)
-        enough = self.num_usable_blocks - self.num_lent - len(blocks) >= self.least
-        if blocks and not (enough and all(block in self.free for block in blocks)):
-            return False
         for block in blocks:
             del self.free[block]
             if block_hash := self.hash_of.pop(block, None):
                 del self.block_of[block_hash]
         self.num_lent += len(blocks)
-        return True
 
     def take_back(self, page: int) -> None:
         """Blocks that nothing can be found in are handed out next."""

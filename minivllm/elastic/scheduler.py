@@ -32,6 +32,5 @@ class ElasticScheduler(Scheduler):
         ledger = self.manager.pool.ledger
         ledger.lender = pool
         for page in [page for pages in (*ledger.held.values(), *ledger.reserved.values()) for page in pages]:
-            if not pool.lend(page):
-                raise RuntimeError(f"page {page} is the adapters', but its KV blocks are not free")
+            pool.lend(page)
         self.kv_cache.block_pool = pool

@@ -28,6 +28,7 @@ INTS = [
 ]
 NUMBERS = ("gpu_memory_utilization",)
 FLAGS = [
+    "async_scheduling",
     "skip_tokenizer_init",
     "enforce_eager",
     "enable_lora",

@@ -15,12 +15,12 @@ class Lender:
     def __init__(self):
         self.in_use, self.lent = set(), set()
 
+    def choose(self, pages, most):
+        return [page for page in pages if page not in self.in_use][: max(most, 0)]
+
     def lend(self, page):
-        if page in self.in_use:
-            return False
-        assert page not in self.lent
+        assert page not in self.lent | self.in_use
         self.lent.add(page)
-        return True
 
     def take_back(self, page):
         self.lent.remove(page)

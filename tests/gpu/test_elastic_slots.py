@@ -7,6 +7,7 @@ from gpu import DEVICE
 from tiny_adapters import save_adapter
 from tiny_engine import TinyWorld, greedy, run, tokens_of
 from tiny_models import token_ids
+from tiny_moe import MIXTRAL, sparse_world
 
 SEED = 5
 RANKS = (1, 16, 4, 9, 8, 12, 2, 16)
@@ -145,3 +146,18 @@ def test_any_history_of_growth_and_shrinking_leaves_every_answer_right(world):
 
     assert_right(world, outputs, requests)
     assert_books_agree(engine)
+
+
+@pytest.mark.nightly_without_gpu
+def test_adapters_of_experts_lie_in_pages_too(tmp_path_factory):
+    sparse = sparse_world(tmp_path_factory, MIXTRAL)
+    engine = elastic_engine(sparse)
+    requests = [(str(i), name, 4 + i, 5) for i, name in enumerate([None, *sparse.names])]
+
+    add(engine, sparse, requests)
+    outputs = run(engine)
+
+    for request_id, name, prompt, answer in requests:
+        expected = sparse.answer(name, token_ids(prompt, prompt), answer)
+        assert tokens_of(outputs[request_id]) == expected, name
+    assert any(slots.experts > 1 for slots in engine.runner.lora_manager.manager.pool.layers)

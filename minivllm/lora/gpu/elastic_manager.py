@@ -39,9 +39,13 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
         wanted = self.pages_for(adapter_id)
         if self._least_refused is not None and wanted >= self._least_refused:
             return False
-        while not self.pool.ledger.reserve(adapter_id, wanted):
+        ledger = self.pool.ledger
+        idle = sum(len(ledger.held.get(slot, ())) for slot in self.idle(spare))
+        if ledger.within_reach(adapter_id, wanted) + idle < wanted:
+            self._least_refused = wanted  # and nobody gave way for nothing
+            return False
+        while not ledger.reserve(adapter_id, wanted):
             if self.give_way(spare) is None:
-                self._least_refused = wanted
                 return False
         return True
 

@@ -6,14 +6,18 @@ S-LoRA's unified paging is the idea (arXiv:2311.03285).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Protocol
 
 
 class Lender(Protocol):
     """Whose memory the pages are while no adapter is in them."""
 
-    def lend(self, page: int) -> bool:
-        """Give a page to adapters if nothing is in it. False: it is in use."""
+    def choose(self, pages: Iterable[int], most: int) -> list[int]:
+        """The first of these pages, at most so many, that could be lent together: nothing is in use there."""
+
+    def lend(self, page: int) -> None:
+        """Give a page that was chosen to adapters."""
 
     def take_back(self, page: int) -> None:
         """No adapter is in the page any more."""
@@ -22,8 +26,11 @@ class Lender(Protocol):
 class OwnPages:
     """A lender whose pages are for adapters alone."""
 
-    def lend(self, page: int) -> bool:
-        return True
+    def choose(self, pages: Iterable[int], most: int) -> list[int]:
+        return list(islice(pages, max(most, 0)))
+
+    def lend(self, page: int) -> None:
+        """Nobody else has it."""
 
     def take_back(self, page: int) -> None:
         """Nobody else wants it."""
@@ -56,6 +63,11 @@ class PageLedger:
         self.reserved[adapter_id] = kept + more
         return True
 
+    def within_reach(self, adapter_id: int, most: int) -> int:
+        """How many pages, up to `most`, the adapter has kept or could have now."""
+        kept = len(self.reserved.get(adapter_id, []))
+        return kept + len(self.lender.choose(reversed(self._unlent), most - kept))
+
     def release_reserved(self, spare: Iterable[int] = ()) -> None:
         """Give back what is kept for adapters, but for those."""
         for adapter_id in self.reserved.keys() - set(spare):
@@ -84,16 +96,11 @@ class PageLedger:
 
     def _take(self, wanted: int) -> list[int] | None:
         """So many pages, the highest numbers first; None, and none taken, if there are too few."""
-        taken: list[int] = []
-        for page in reversed(self._unlent):
-            if len(taken) >= wanted:
-                break
-            if self.lender.lend(page):
-                taken.append(page)
+        taken = self.lender.choose(reversed(self._unlent), wanted)
         if len(taken) < wanted:
-            for page in taken:
-                self.lender.take_back(page)
             return None
+        for page in taken:
+            self.lender.lend(page)
         gone = set(taken)
         self._unlent = [page for page in self._unlent if page not in gone]
         return taken
