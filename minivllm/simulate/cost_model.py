@@ -39,9 +39,6 @@ class StepWork(NamedTuple):
     ranks: float = 0.0
     admitted: float = 0.0
 
-    def plus(self, other: StepWork) -> StepWork:
-        return StepWork(*map(sum, zip(self, other)))
-
 
 def work_of(output: SchedulerOutput, ranks: Mapping[int, int]) -> StepWork:
     """The work of a scheduled step, before its tokens count as computed.   ranks: adapter id -> rank"""

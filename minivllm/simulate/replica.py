@@ -70,7 +70,6 @@ class Counters:
     busy_s: float = 0.0
     copies: int = 0
     copies_beside: int = 0
-    copied_bytes: int = 0
     reads: int = 0
     asked: int = 0
     in_slot: int = 0
@@ -205,7 +204,7 @@ class Replica:
         self.worker.bring_in(wanted)
         waits = sum(map(self._read_seconds, self.worker.read))
         waits += sum(map(self._copy_seconds, self.worker.layers.copied))
-        self._count_copies(self.worker.layers.copied)
+        self.counters.copies += len(self.worker.layers.copied)
         self.counters.reads += len(self.worker.read)
         beside = self._prefetch(output.prefetch)
         return waits + max(beside, self.cost.step_seconds(work_of(output, self.ranks)))
@@ -217,7 +216,7 @@ class Replica:
             if self._can_prefetch(adapter_id) and self.manager.has_room_for(adapter_id):
                 self.manager.activate_adapter(adapter_id)
         copied = self.worker.layers.copied
-        self._count_copies(copied)
+        self.counters.copies += len(copied)
         self.counters.copies_beside += len(copied)
         return sum(map(self._copy_seconds, copied))
 
@@ -226,11 +225,6 @@ class Replica:
             self.counters.asked += 1
             self.counters.in_slot += adapter_id in self.manager._active_adapters
             self.counters.in_memory += self.reader.is_there(adapter_id)
-
-    def _count_copies(self, adapter_ids: Iterable[int]) -> None:
-        for adapter_id in adapter_ids:
-            self.counters.copies += 1
-            self.counters.copied_bytes += self.adapters[adapter_id].num_bytes
 
     def _can_prefetch(self, adapter_id: int) -> bool:
         in_memory = self.manager.get_adapter(adapter_id) is not None

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +32,7 @@ from soak_checks import check_engine, check_slot_contents
 from tiny_engine import TinyWorld, greedy, tokens_of
 
 import minivllm
-from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm import LLM, LLMEngine, RequestOutput, SamplingParams
 
 PACKAGE = str(Path(minivllm.__file__).parent)
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 20, 21], [30, 31, 32], [5, 6, 7, 8, 40, 41, 42, 43, 44]]
@@ -215,11 +216,18 @@ class Signal:
         time.sleep(0)  # a signal that was sent while the block ended arrives here
 
 
-def run_attack(interrupts: int, seed: int = 0, signals: int = 0) -> Counter[str]:
-    """Interrupt so many calls; AssertionError says at which line, and what was wrong after it."""
+def run_attack(
+    interrupts: int, seed: int = 0, signals: int = 0, prepare: Callable[[LLMEngine], None] | None = None
+) -> Counter[str]:
+    """Interrupt so many calls; AssertionError says at which line, and what was wrong after it.
+
+    prepare   is given the engine that is attacked
+    """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         attack = Attack(Path(folder), rng)
+        if prepare is not None:
+            prepare(attack.llm.llm_engine)
         attack.look()
         seconds = -time.perf_counter()
         attack.call(attack.pick())

@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from interrupts import run_attack
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
@@ -251,3 +252,9 @@ def test_any_history_tells_what_an_engine_that_waits_tells(world, seed):
         blocks = engine.scheduler.kv_cache.block_pool
         assert blocks.get_num_free_blocks() == blocks.num_usable_blocks
         assert not engine.scheduler.in_flight
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_answers_are_right():
+    counts = run_attack(interrupts=60, seed=3, prepare=run_ahead)
+
+    assert counts["interrupted"] > 30
