@@ -105,7 +105,11 @@ class HostedEngine(EngineThread):
         except BaseException as error:  # a learner's code may raise at the very end
             self._outbox.send("death", None, portable(error))
             raise
-        self._outbox.send("death", None, portable(self.error))
+
+    def _end(self, error: Exception) -> None:
+        # First of all: who hears of the end by a request may ask at once how the engine is.
+        self._outbox.send("death", None, portable(error))
+        super()._end(error)
 
 
 class EngineHost:

@@ -74,6 +74,10 @@ class EngineThread(EngineLoop):
         except BaseException as cause:  # whatever it is, whoever waits must hear of it
             logger.error("the engine has ended", exc_info=cause)
             error = died_of(cause)
+        self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Whoever waits for anything gets the error."""
         self.hand_over.end(error)
         self.fail(error)
 

@@ -222,6 +222,7 @@ class TestOptions:
         ("device", "asked", "backend"),
         [
             ("cuda", "auto", "triton"),
+            ("cuda", "auto", "paged"),
             ("cuda", "triton", "triton"),
             ("cuda", "loops", "loops"),
             ("cpu", "auto", "auto"),
@@ -231,7 +232,10 @@ class TestOptions:
         self, llama, monkeypatch, device, asked, backend
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        config = self.config(llama, device=device, dtype="bfloat16", enable_lora=True, punica_backend=asked)
+        # Where the number of slots is not given, adapters lie in pages.
+        slots = None if backend == "paged" else 2
+        options = {"device": device, "dtype": "bfloat16", "max_loras": slots, "punica_backend": asked}
+        config = self.config(llama, enable_lora=True, **options)
 
         assert config.lora_config.punica_backend == backend
         assert config.lora_config.lora_dtype == torch.bfloat16
