@@ -46,10 +46,12 @@ def shared(world):
 
 
 @pytest.fixture
-def llm(shared):
-    """An engine that many tests use; after each nothing may be left in it."""
+def llm(world, shared):
+    """An engine that many tests use; after each nothing may be left in it, and it knows no adapters."""
     yield shared
     asyncio.run(shared.call(check_is_empty))
+    for name in world.names:
+        asyncio.run(shared.remove_lora(world.request(name).lora_int_id))
     assert not shared._open and not shared._client._requests and not shared._client._calls
 
 
