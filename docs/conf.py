@@ -20,6 +20,7 @@ include_patterns = [
     "phases/**",
     "solutions/**",
     "benchmarks/README.md",
+    "minivllm/simulate/traces/README.md",
     "adapters/README.md",
     "adapters/*/README.md",
 ]
