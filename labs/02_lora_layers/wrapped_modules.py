@@ -65,9 +65,6 @@ class WrappedModules:
         modules           the layer's first name -> its wrapper
         wrapper.targets   what adapters may call a slice, under any name of the layer (`_names_of_slices`) -> its number
         claims            these, and what the wrapper is `also_called` under any name -> the first name
-
-        To use: `replace_submodule(model, place, wrapper)` (replace.py), `place_of(name)` and `also_called(name)` of a
-        wrapper (layers/base.py).
         """
         raise Todo("lab 2.5: wrap every layer of a model, once")
 
@@ -102,9 +99,6 @@ class WrappedModules:
         Names are routed to modules (`claims`), then `givers` add to what was found, then layers judge. A giver is
         called for what an option found of the whole adapter, where `beside` has its name. Names that no module has
         would be lost in silence: one ValueError, worded by `unmatched`, has them all. Layers raise their own.
-
-        To use: `loras` and `beside` of the adapter (lora_model.py), `judge(weights by name)` of a layer
-        (layers/accepting.py), `unmatched(unknown, known, target_modules)` (checks.py).
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
@@ -112,8 +106,6 @@ class WrappedModules:
         """Give an adapter's weights the form in which slots are written (`pack`), by module name; once.
 
         ValueError as in `judge`, before the adapter has changed. What `givers` gave to layers leaves `beside`.
-
-        To use: `is_accepted` and `loras` of the adapter (lora_model.py), `pack(parts)` of a layer.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
@@ -122,8 +114,6 @@ class WrappedModules:
 
         A module for which the adapter has no weights is cleared: it would keep the last adapter's. Whatever stops the
         copy on its way, Ctrl-C included, is raised on, with the slot left empty in every layer.
-
-        To use: `get_lora(name)` of the adapter (lora_model.py), `write(slot, weights)` and `clear(slot)` of a layer.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 

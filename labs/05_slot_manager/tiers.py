@@ -94,10 +94,7 @@ class AdapterTiers:
 
     # region lab 5.4: who has to go
     def _make_room_in_memory(self) -> None:
-        """When memory is full, what was used longest ago leaves it.
-
-        To use, here and below: `remove_oldest(spare)` and `pop` of either `LRUCache` (lru_cache.py).
-        """
+        """When memory is full, what was used longest ago leaves it."""
         raise Todo("lab 5.4: who has to go")
 
     def remove_oldest_adapter(self) -> bool:

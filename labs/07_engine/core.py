@@ -38,10 +38,6 @@ class EngineCore(EngineParts):
         step, and the adapters of `prefetch` are copied. Only when the tokens are there is anything committed:
         `update_from_output` takes request id -> [token]. Whoever it names gets an output with its logprobs.
         `metrics.observe_step` counts the step, the seconds from its beginning, and those from launch to tokens.
-
-        To use: `clock()`, `scheduler.schedule()` and the fields of what it returns (core/output.py),
-        `output_processor.mark_scheduled(request_id)`, `listen(scheduled)` of each listener,
-        `runner.prefetch_lora(adapter_id)`, `scheduler.update_from_output(scheduled, tokens)`, which gives requests.
         """
         raise Todo("lab 7.4: one step of the engine")
 

@@ -32,11 +32,8 @@ class StepPolicy:
         """Give running requests their next tokens, in order, while the budget lasts (`_budget_left`).
 
         Each gets all tokens it has that are not computed, or what the budget has left; `_give` notes them.
-        If `kv_cache.allocate_slots` lacks blocks for them, `halted_by` becomes NO_BLOCKS. Then the request admitted
-        last is preempted, as often as it takes. If that was the request itself, nobody is left to serve.
-
-        To use: `num_tokens` and `num_computed_tokens` of a request (request.py); `allocate_slots(request, n)`, False
-        without blocks (kv_cache.py); `_preempt(request, output)`, which takes it out of `running` (scheduler.py).
+        `kv_cache.allocate_slots(request, n)` is False where blocks are lacking: `halted_by` becomes NO_BLOCKS. Then the
+        request admitted last leaves `running` (`_preempt`), as often as it takes, perhaps the request itself.
         """
         position = 0
         while position < len(self.running) and (budget := self._budget_left(output)):
@@ -62,9 +59,6 @@ class StepPolicy:
         MAX_LORAS             it does not fit (`lora.fits`), and from now on it waits (`lora.pass_over`)
         ADAPTER_COPY          it comes into its slot beside this step (`_prefetches`)
         NO_BLOCKS ends it, where `_admit` is False. Blocks come free one by one: a big request might wait for ever.
-
-        To use: `adapter_id` of a request (request.py), `fits(id)` and `pass_over(id)` of `lora` (lora_admission.py),
-        `halted_by` and `passed_over` of the output (output.py).
         """
         for request in self.line(output):
             output.halted_by = self._full(output)

@@ -74,7 +74,7 @@ class Slots:
 
         Raises ValueError for another number of parts than n.
 
-        To use: `lora_a` (r, K) and `lora_b` (N, r) of a part (module_weights.py); (E, r, K) and (E, N, r) of experts.
+        To use: `lora_a` (r, K) and `lora_b` (N, r) of a part (module_weights.py). Of experts they have a first axis E.
         """
         for i, part in zip(range(len(self.a)), parts, strict=True):
             rank = 0 if part is None else part.lora_a.shape[-2]
