@@ -23,7 +23,7 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: WeightsMapper | None =
     `base_model.model.model.embed_tokens.lora_embedding_B` -> `("model.embed_tokens", False)`
 
     name             with PEFT's prefix or without it; inside a name the same words are no prefix
-    weights_mapper   renames what follows the prefix, `.lora_A.weight` and all. Where its `_map_name` gives None the name
+    weights_mapper   renames what follows the prefix, `.lora_A.weight` and all. Where `_map_name` gives None the name
                      stays. None where the model's names are Hugging Face's
 
     ValueError, its text `unsupported(name)`, for a name that is neither A nor B of a module. vLLM: the same name.
