@@ -4,12 +4,12 @@ import pytest
 import torch
 from gpu import DEVICE
 
+from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+from minivllm.lora.gpu.ops.paged_shrink_op import paged_shrink
+from minivllm.lora.gpu.ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.gpu.ops.write_pages_op import write_pages
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta
-from minivllm.lora.ops.triton_ops.paged_expand_op import paged_expand
-from minivllm.lora.ops.triton_ops.paged_pieces import PagedPieces
-from minivllm.lora.ops.triton_ops.paged_shrink_op import paged_shrink
-from minivllm.lora.ops.triton_ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles
-from minivllm.lora.ops.triton_ops.write_pages_op import write_pages
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 # Of h and y as a share of the largest value: products of half-precision numbers are summed in float32.

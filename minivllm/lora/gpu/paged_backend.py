@@ -4,13 +4,13 @@ import torch
 
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES
+from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
+from minivllm.lora.gpu.ops.paged_shrink_op import empty_planes, paged_shrink
+from minivllm.lora.gpu.ops.paged_tuning import paged_shrink_tiles
 from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.ops.triton_ops import TileList
-from minivllm.lora.ops.triton_ops.paged_expand_op import paged_expand
-from minivllm.lora.ops.triton_ops.paged_shrink_op import empty_planes, paged_shrink
-from minivllm.lora.ops.triton_ops.paged_tuning import paged_shrink_tiles
 from minivllm.lora.slots import Slots
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.ops.triton_ops.paged_pieces import PagedPieces
 from minivllm.lora.slots import Slots
 
 # Pieces begin at multiples of so many elements: 16 bytes or more, so that kernels read at full speed.

@@ -5,10 +5,10 @@ Stands for `set_lora` in vllm/lora/layers/base_linear.py (v0.22.1).
 
 import torch
 
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.gpu.slot_writer import SlotWriter
-from minivllm.lora.ops.triton_ops.paged_pieces import PagedPieces
 from minivllm.lora.wrapped_modules import WrappedModules
 
 
@@ -32,7 +32,7 @@ class PagedSlotWriter(SlotWriter):
         return [module.slots for module in self.modules.values() if isinstance(module.slots, PagedSlots)]
 
     def _scatter(self, weights: torch.Tensor, table: torch.Tensor, slot: int) -> None:
-        from minivllm.lora.ops.triton_ops.write_pages_op import write_pages  # Triton is not everywhere
+        from minivllm.lora.gpu.ops.write_pages_op import write_pages  # Triton is not everywhere
 
         super()._scatter(weights, table, slot)
         if self._bound_to is not self.pool.regions:

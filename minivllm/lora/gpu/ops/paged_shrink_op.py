@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+from minivllm.lora.gpu.ops.paged_tuning import PagedShrinkTiles, paged_shrink_tiles
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
-from minivllm.lora.ops.triton_ops.paged_pieces import PagedPieces
-from minivllm.lora.ops.triton_ops.paged_tuning import PagedShrinkTiles, paged_shrink_tiles
 
 
 # These strides differ from step to step: not a variant of the kernel for each of their values.
