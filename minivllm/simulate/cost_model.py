@@ -70,12 +70,14 @@ def work_of(output: SchedulerOutput, ranks: Mapping[int, int]) -> StepWork:
 class CostModel:
     """Seconds of a step, of a copy into a slot and of a read from disk.
 
-    step                field of `StepWork` -> seconds for each
+    step                field of `StepWork` -> seconds for each, of the device
     copy_s, read_s      seconds of each copy and each read, whatever its size
     copy_bytes_per_s    from memory into a slot
     read_bytes_per_s    from disk into memory
     copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
     bytes_per_rank      bytes of an adapter, by its rank
+    launch_s, answer_s  the host's: until a step is launched, and from its tokens until callers have them
+    graph_tokens        steps of more tokens are no CUDA graphs, so that an engine one step ahead reads all tokens first
     source              what it was fitted to
     """
 
@@ -86,6 +88,9 @@ class CostModel:
     read_bytes_per_s: float = 2e9
     copies_beside: bool = True
     bytes_per_rank: float = 5_242_880.0
+    launch_s: float = 0.0
+    answer_s: float = 0.0
+    graph_tokens: int = 1024
     source: str = ""
 
     def __post_init__(self) -> None:
