@@ -86,8 +86,11 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
         )
         self.ranks = ranks
         self.layers = RecordedLayers()
-        slots = RecordedPages(lora_config, self.layers, pages) if pages else None
-        self.manager = self._adapter_manager = slots or AdapterSlots(lora_config, self.layers, None)
+        self.manager = self._adapter_manager = (
+            RecordedPages(lora_config, self.layers, pages)
+            if pages
+            else AdapterSlots(lora_config, self.layers, None)
+        )
         self.read: list[int] = []
         self.done: set[int] = set()
         self._load_ids = itertools.count(1)

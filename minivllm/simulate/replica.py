@@ -197,7 +197,7 @@ class Replica:
         self.output = output
         if not output.scheduled:  # nothing is launched after a step whose tokens nobody has read
             self._stays_unread = False
-            return max(0.0, self.device.free_at - now) + self.cost.answer_s
+            return max(0.0, self.device.free_at - now)
         return self._launch(output, now) - now
 
     @property
@@ -258,7 +258,7 @@ class Replica:
         self.counters.steps += 1
         self.counters.busy_s += self.device.free_at - max(now, free_at)
         read_at = free_at if self._stays_unread else self.device.free_at
-        return max(launched_at, read_at) + self.cost.answer_s
+        return max(launched_at, read_at)
 
     def _bring_in(self, wanted: dict[int, LoRARequest], admits: bool) -> float:
         """Have the step's adapters in slots; seconds that the host reads. `layers.copied` names those copied."""
