@@ -98,6 +98,7 @@ class CostModel:
     copy_bytes_per_s    from memory into a slot
     read_bytes_per_s    from disk into memory
     copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
+    slowed_s            by so much each copy slows the step that it goes on beside
     bytes_per_rank      bytes of an adapter, by its rank
     prompts, lora_prompts   [tokens, seconds] of steps with prompts, ascending, which come on top of `step`: such a step
                         takes as long as what lies on the line between two of them. Those with adapters have their own
@@ -112,6 +113,7 @@ class CostModel:
     read_s: float = 0.0
     read_bytes_per_s: float = 2e9
     copies_beside: bool = True
+    slowed_s: float = 0.0
     bytes_per_rank: float = 5_242_880.0
     prompts: list[list[float]] = field(default_factory=list)
     lora_prompts: list[list[float]] = field(default_factory=list)

@@ -17,8 +17,9 @@ ROUNDS = 5
 
 
 class Measured(NamedTuple):
-    """Work, copies into slots that the step waited for, and the seconds that both took.
+    """Work, copies into slots, and the seconds that both took.
 
+    copies   that the step waited for; on a GPU those that went on beside it
     before   a step that was computed in the same seconds
     """
 
@@ -172,9 +173,9 @@ def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
         if call.work is None or one is None or one.work is None or not one.ahead:
             continue  # nothing was there to wait for
         if not call.ahead:
-            measured.append(Measured(call.work, 0, call.ended_s - one.ended_s, one.work))
+            measured.append(Measured(call.work, call.beside, call.ended_s - one.ended_s, one.work))
         elif following is not None and (following.work is None or following.ahead):
-            measured.append(Measured(call.work, 0, following.ended_s - call.ended_s))
+            measured.append(Measured(call.work, call.beside, following.ended_s - call.ended_s))
     return measured
 
 
@@ -209,7 +210,7 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
             raise ValueError(f"'{path}' has no steps to fit to; give results of benchmarks.engine or .trust")
         sources.append(f"{path.stem} ({result['machine']['device']})")
     sources += [f"{name} assumed" for name in assumed or {}]
+    found = fit_steps(measured, assumed, with_curves=bool(launches))._asdict()
     if launches:
-        model["launch_s"] = float(np.median(launches))
-    found = fit_steps(measured, assumed, with_curves=bool(launches))
-    return CostModel(**found._asdict(), source=", ".join(sources), **model)
+        model |= {"launch_s": float(np.median(launches)), "slowed_s": found.pop("copy_s")}
+    return CostModel(**found, source=", ".join(sources), **model)

@@ -17,12 +17,14 @@ class Call(NamedTuple):
     """One call of an engine's `step`. Times are seconds after the start.
 
     ended_s   when it returned
+    beside    copies into slots while that step ran
     ahead     the tokens of the step that it launched were read by the next call
     work      of that step; None if none was launched
     """
 
     started_s: float
     ended_s: float
+    beside: int
     ahead: bool
     work: StepWork | None
 
@@ -45,7 +47,10 @@ def calls_of(row: Mapping[str, Any]) -> Iterator[Call]:
         started = float(said[places["started_s"]])
         work = StepWork(*(float(said[places[name]]) for name in StepWork._fields))
         ahead = said[places["ahead"]] == "1"
-        yield Call(started, started + float(said[places["ms"]]) / 1e3, ahead, work if work.steps else None)
+        named = said[places["beside"]]
+        beside = 0 if named == "-" else 1 + named.count(",")
+        ended = started + float(said[places["ms"]]) / 1e3
+        yield Call(started, ended, beside, ahead, work if work.steps else None)
 
 
 def sizes_of(row: Mapping[str, Any], bytes_per_rank: float) -> dict[int, AdapterSize]:

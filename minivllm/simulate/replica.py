@@ -253,8 +253,9 @@ class Replica:
             launched_at += sum(map(self._copy_seconds, self.worker.layers.copied))
         else:
             self._copy(max(launched_at, free_at))
-        self.device.run(launched_at, self.cost.step_seconds(work_of(output, self.ranks)), wanted)
-        self._prefetch(output.prefetch, max(launched_at, free_at))
+        seconds = self.cost.step_seconds(work_of(output, self.ranks))
+        seconds += self.cost.slowed_s * self._prefetch(output.prefetch, max(launched_at, free_at))
+        self.device.run(launched_at, seconds, wanted)
         self.counters.steps += 1
         self.counters.busy_s += self.device.free_at - max(now, free_at)
         read_at = free_at if self._stays_unread else self.device.free_at
@@ -276,8 +277,8 @@ class Replica:
         for adapter_id in self.worker.layers.copied:
             self.device.copy(adapter_id, begins, self._copy_seconds(adapter_id))
 
-    def _prefetch(self, adapter_ids: Iterable[int], begins: float) -> None:
-        """Copy adapters into slots beside the step, as `ModelRunner.prefetch_lora` does."""
+    def _prefetch(self, adapter_ids: Iterable[int], begins: float) -> int:
+        """Copy adapters into slots beside the step, as `ModelRunner.prefetch_lora` does; how many."""
         self.worker.layers.copied = []
         for adapter_id in adapter_ids:
             if self._can_prefetch(adapter_id) and self.manager.has_room_for(adapter_id):
@@ -286,6 +287,7 @@ class Replica:
         copied = len(self.worker.layers.copied)
         self.counters.copies += copied
         self.counters.copies_beside += copied
+        return copied
 
     def _count_hit(self, adapter_id: int) -> None:
         if adapter_id:
