@@ -18,6 +18,8 @@ LAYERS = (
     (
         "config",
         "devices",
+        "distributed.process_group",
+        "distributed.tensor_parallel",
         "engine_args",
         "faults",
         "palette",
