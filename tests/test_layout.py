@@ -18,8 +18,7 @@ LAYERS = (
     (
         "config",
         "devices",
-        "distributed.process_group",
-        "distributed.tensor_parallel",
+        "distributed",
         "engine_args",
         "faults",
         "palette",
