@@ -37,6 +37,9 @@ def add_engine_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=whole(), help="CPU threads; as many as are fastest if not given")
     parser.add_argument("--rank", type=whole(), default=16, help="of the adapters and of the slots")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits whatever else is in a batch"
+    )
     parser.add_argument("--punica-backend", type=one_of(BACKENDS), default="auto")
     parser.add_argument(
         "--target-modules", type=each_once(str), help="what to wrap; all that can be if not given"

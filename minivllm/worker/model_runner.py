@@ -40,6 +40,7 @@ class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
                 load_format=model_config.load_format,
                 seed=model_config.seed,
                 quantization=model_config.quantization,
+                batch_invariant=model_config.batch_invariant,
             )
             if config.lora_config is not None:
                 refuse_slots_that_do_not_fit(config)
