@@ -1,7 +1,7 @@
 """What each call of an engine's `step` computed, and what became of adapters meanwhile: for whoever replays it."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from benchmarks.measure import Step, run_step
 from minivllm.core.output import SchedulerOutput
@@ -112,7 +112,7 @@ def facts(engine: LLMEngine, ranks: Mapping[int, int]) -> dict[str, object]:
     }
 
 
-def as_text(record: StepRecord, start: float) -> dict[str, Sequence[str]]:
+def as_text(record: StepRecord, start: float) -> dict[str, list[str]]:
     """COLUMNS, and a line for each call of `step` that did anything.
 
     started_s, ms   when the call began, seconds after the start, and what it took
@@ -133,4 +133,4 @@ def as_text(record: StepRecord, start: float) -> dict[str, Sequence[str]]:
             f"{step.started - start:.4f} {1e3 * step.seconds:.2f} {len(step.emitted)} {done:.4f} {ahead:d}"
         )
         lines.append(f"{times} {row}")
-    return {"step_columns": COLUMNS, "steps": lines}
+    return {"step_columns": list(COLUMNS), "steps": lines}
