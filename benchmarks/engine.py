@@ -71,6 +71,16 @@ def add_serve_options(parser: ArgumentParser) -> None:
         "--slots", type=whole(), help="as many as there is memory for if not given; 1 on a CPU"
     )
     parser.add_argument("--cpu-loras", type=whole(), help="adapters in memory; all of them if not given")
+    parser.add_argument(
+        "--lowest-rank",
+        type=whole(),
+        help="adapters have ranks from here to --rank in turns; --rank if not given",
+    )
+    parser.add_argument(
+        "--earlier-requests",
+        type=whole(),
+        help="adapters that so many asked for are loaded; all if not given",
+    )
     parser.add_argument("--cold", action="store_true", help="adapters are read when first asked for")
     parser.add_argument("--max-num-seqs", type=whole(), default=128)
     parser.add_argument("--prompt-median", type=whole(), default=128)

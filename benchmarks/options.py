@@ -52,6 +52,7 @@ def engine_args(
 
 def free_memory() -> None:
     """Give an engine's memory back to the device, once nothing refers to the engine any more."""
+    gc.unfreeze()  # what `avoid_pauses` froze
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ LAYERS = (
     (
         "config",
         "devices",
+        "distributed",
         "engine_args",
         "faults",
         "palette",

@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
@@ -148,9 +149,10 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
         config: ModelArchitecture,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.tp = config, tp
         dtype, device = dtype or config.dtype, torch.device(device)
         self.model = LlamaModel(config, dtype, device)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, False, dtype, device)
