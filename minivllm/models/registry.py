@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minivllm.layers.batch_invariant import make_batch_invariant
 from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.layers.batch_invariant import make_batch_invariant
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.quantization import quantize_linears
