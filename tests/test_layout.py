@@ -28,6 +28,7 @@ LAYERS = (
         "sampling_params",
         "structured_outputs",
         "validation",
+        "model_options",
         "models.config",
         "models.interfaces",
         "models.demo_model",

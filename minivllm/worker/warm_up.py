@@ -85,6 +85,8 @@ class WarmUp(DummyLoRAs):
             self.capture_mixed_steps()
             self.capture_model()
 
+    decode_buffers = DecodeBuffers
+
     @property
     def _captures(self) -> bool:
         """Whether steps become CUDA graphs."""
@@ -128,7 +130,7 @@ class WarmUp(DummyLoRAs):
         """
         wrapper = wrapper or self._graph_wrapper
         lora_config, max_model_len = self.config.lora_config, self.config.model_config.max_model_len
-        buffers = DecodeBuffers(
+        buffers = self.decode_buffers(
             self._most_rows, self.max_blocks_per_request, self.config.cache_config.block_size, self.device
         )
         graphs = DecodeGraphs(self.model, buffers, self.step_output, max_model_len, wrapper)
