@@ -56,10 +56,11 @@ class TensorParallel:
         raise NotImplementedError
 
     def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """This process's term of a look-up in a table whose rows are shared out: zeros for the rows of others.
+        """The rows of a table that processes share out.   ids: (T,) int64   table: (rows of each, H) -> (T, H)"""
+        return self.all_reduce(self.look_up_own(ids, table))
 
-        ids: (T,) int64    table: (rows of each process, H) -> (T, H)
-        """
+    def look_up_own(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """This process's term of `look_up`: zeros for the rows of others."""
         own = ids - self.rank * len(table)  # (T,)
         is_others = (own < 0) | (own >= len(table))
         return F.embedding(own.masked_fill(is_others, 0), table).masked_fill(is_others[:, None], 0)
@@ -84,8 +85,8 @@ class Alone(TensorParallel):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, table)
+    look_up = staticmethod(F.embedding)
+    look_up_own = staticmethod(F.embedding)
 
     def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return logits

@@ -17,10 +17,7 @@ class VocabParallelEmbedding(nn.Module):
 
     org_num_embeddings: how many rows are the base model's own tokens, where V has room for more; None = all
     rows: tokens of this process; its weight has zeros past them, where others have more
-    reduce_results: whether `forward` gives the sum of all processes' terms; as for RowParallelLinear
     """
-
-    reduce_results = True
 
     def __init__(
         self,
@@ -46,8 +43,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: (T,) int64 -> (T, H)"""
-        term = self.tp.look_up(input_ids, self.weight)
-        return self.tp.all_reduce(term) if self.reduce_results else term
+        return self.tp.look_up(input_ids, self.weight)
 
 
 class ParallelLMHead(LinearBase):
