@@ -18,6 +18,7 @@ LAYERS = (
     (
         "config",
         "devices",
+        "distributed",
         "engine_args",
         "faults",
         "palette",
@@ -27,6 +28,7 @@ LAYERS = (
         "sampling_params",
         "structured_outputs",
         "validation",
+        "model_options",
         "models.config",
         "models.interfaces",
         "models.demo_model",
