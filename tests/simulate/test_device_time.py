@@ -80,7 +80,7 @@ def test_adapters_in_pages_share_memory_with_kv_blocks():
     elastic = Elastic(pages=3, blocks_a_page=10)
     arrivals = [Arrival(0.0, 4, 4, 0), Arrival(0.0, 4, 4, 1)]
 
-    replica_config = config(slots=4, memory=6, blocks=40, elastic=elastic, max_model_len=64)
+    replica_config = config(slots=4, memory=6, blocks=40, elastic=elastic, reads_beside=False)
     made = fleet(replica_config, ranks=(16,) * 6)
     made.serve(arrivals)
     (replica,) = made.replicas
@@ -88,4 +88,8 @@ def test_adapters_in_pages_share_memory_with_kv_blocks():
     assert {one.last_s for one in made.requests} == {made.now}  # side by side
     ledger, pool = replica.manager.pool.ledger, replica.scheduler.kv_cache.block_pool
     assert ledger.count == 3 + 4 and sorted(map(len, ledger.held.values())) == [2, 2]
-    assert pool.num_lent == 10 and pool.get_num_free_blocks() == 39
+    assert pool.num_lent == 10 and len(pool.free) == 29
+
+    made.serve([Arrival(9.0, 500, 4, None)])  # 32 blocks: an adapter that nobody uses gives way
+
+    assert pool.num_lent == 0 and sorted(map(len, ledger.held.values())) == [2]
