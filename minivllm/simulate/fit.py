@@ -212,5 +212,9 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
     sources += [f"{name} assumed" for name in assumed or {}]
     found = fit_steps(measured, assumed, with_curves=bool(launches))._asdict()
     if launches:
-        model |= {"launch_s": float(np.median(launches)), "slowed_s": found.pop("copy_s")}
+        model |= {
+            "launch_s": float(np.median(launches)),
+            "slowed_s": found.pop("copy_s"),
+            "graph_tokens": MOST_TOKENS,
+        }
     return CostModel(**found, source=", ".join(sources), **model)

@@ -67,7 +67,6 @@ def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> Replica
         SchedulerConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
         CacheConfig(num_blocks=engine["kv_blocks"], enable_prefix_caching=False),
         LoRAConfig(options["rank"], engine.get("max_loras", 1), engine.get("max_cpu_loras", 1)),
-        ahead=any(call.ahead for call in calls_of(row)),
         elastic=Elastic(own_pages, width) if pages else None,
     )
 
