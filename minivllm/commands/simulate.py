@@ -2,7 +2,7 @@
 
 import runpy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -118,6 +118,8 @@ def check(option: str, name: str, known: list[str]) -> None:
 def make_fleet(given: dict[str, Any], case: Case) -> Fleet:
     """Engines and router, with nothing in them yet."""
     cost = load_cost(given["cost"])
+    if given["disk"] is not None:
+        cost = replace(cost, read_bytes_per_s=given["disk"] * 1e9)
     ranks = [int(rank) for rank in given["ranks"].split(",")]
     config = ReplicaConfig(
         SchedulerConfig(given["max_num_seqs"], given["max_num_batched_tokens"], given["max_lora_wait_steps"]),

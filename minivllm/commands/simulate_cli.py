@@ -55,6 +55,9 @@ def simulate(
         list[Path] | None, typer.Option(help="A Python file that adds policies; may be repeated.")
     ] = None,
     cost: Annotated[str, typer.Option(help="A file of `simulate fit`, or h100-llama-8b.")] = "h100-llama-8b",
+    disk: Annotated[
+        float | None, typer.Option(min=1e-3, help="GB a second from disk; else what the cost model says.")
+    ] = None,
     price: Annotated[float, typer.Option(min=0, help="US dollars an hour and engine.")] = 2.5,
     page: Annotated[Path | None, typer.Option(help="Write a page that compares them.")] = None,
     as_json: Json = False,

@@ -127,31 +127,35 @@ def columns(one: Measured, curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def steps_of_decode(result: dict[str, Any]) -> list[Measured]:
-    """Of `benchmarks.engine decode`: a step in which all requests decode, and the steps of their prompts together."""
+    """Of `benchmarks.engine decode`: a step in which all requests decode, and the one that holds nothing but prompts.
+
+    That is the first one, which is full if there are more prompts: the next step has rows of those that it ended.
+    """
     options, measured = result["options"], []
+    prompt, rank = options["prompt_tokens"], options["rank"]
     for row in result["rows"]:
-        used = 0 if row["case"] in ("base", "none") else min(int(row["case"]), row["requests"])
-        decode = _work(row["requests"], 1, options["prompt_tokens"] + options["output_tokens"] / 2, used, 1)
+        requests = row["requests"]
+        used = 0 if row["case"] in ("base", "none") else min(int(row["case"]), requests)
+        decode = _step(requests, 1, prompt + options["output_tokens"] / 2, used, rank)
         measured.append(Measured(decode, 0, row["step_ms"] / 1e3))
-        tokens = row["requests"] * options["prompt_tokens"]
-        steps = -(-tokens // options["max_num_batched_tokens"])
-        prompts = _work(row["requests"], options["prompt_tokens"], options["prompt_tokens"], used, steps)
-        measured.append(Measured(prompts, 0, row["prompt_steps_ms"] / 1e3))
+        first = min(requests, options["max_num_batched_tokens"] / prompt)
+        measured.append(Measured(_step(first, prompt, prompt, used, rank), 0, row["prompt_steps_ms"] / 1e3))
     return measured
 
 
-def _work(requests: int, tokens: int, context: float, adapters: int, steps: int) -> StepWork:
-    """Of as many rows that compute `tokens` each, in so many steps that all have the same adapters."""
+def _step(requests: float, tokens: int, context: float, adapters: int, rank: int) -> StepWork:
+    """A step of as many rows, which compute `tokens` each."""
     return StepWork(
-        steps=steps,
-        prompt_steps=steps * (tokens > 1),
+        steps=1,
+        prompt_steps=float(tokens > 1),
         requests=requests,
         tokens=requests * tokens,
         context=requests * context,
         pairs=requests * tokens * (context - (tokens - 1) / 2) / 1000,
-        lora=steps * bool(adapters),
-        adapters=steps * adapters,
-        lora_tokens=requests * tokens * bool(adapters),
+        lora=float(adapters > 0),
+        adapters=adapters,
+        lora_tokens=requests * tokens * (adapters > 0),
+        ranks=adapters * rank,
         admitted=requests * (tokens > 1),
     )
 

@@ -72,11 +72,16 @@ def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> Replica
 
 
 def put_in_place(replica: Replica, row: Mapping[str, Any]) -> None:
-    """Adapters that were in memory and in slots when the traffic began, in the order of their last use."""
-    for adapter_id in row["engine"].get("in_memory", []):
+    """Adapters that were in memory and in slots when the traffic began, in the order of their last use.
+
+    Those that the traffic does not name, which served another one before, are left out.
+    """
+    in_memory, in_slots = (
+        [a for a in row["engine"].get(where, []) if a in replica.ranks] for where in ("in_memory", "in_slots")
+    )
+    for adapter_id in in_memory:
         replica.worker.add_adapter(lora_request(adapter_id))
-    manager = replica.manager
-    for adapter_id in manager.list_active_adapters().keys() - set(row["engine"].get("in_slots", [])):
-        manager.deactivate_adapter(adapter_id)
-    for adapter_id in row["engine"].get("in_slots", []):
-        manager.activate_adapter(adapter_id)
+    for adapter_id in replica.manager.list_active_adapters().keys() - set(in_slots):
+        replica.manager.deactivate_adapter(adapter_id)
+    for adapter_id in in_slots:
+        replica.manager.activate_adapter(adapter_id)
