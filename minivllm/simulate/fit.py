@@ -169,8 +169,8 @@ def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
     """Of `benchmarks.engine serve`: steps that the device began as soon as the one before was through.
 
     A call that ran ahead returns when the step before its own is through. Such a step took from there to the end of
-    the next call. A step that was not launched ahead took until its own call's end, and so did what was left of the
-    one before.
+    the next call. One that is no graph is launched when the step before is through: from the end of the call before,
+    both were computed until its own call's end, or the next one's if it was left unread.
     """
     measured, calls = [], list(calls_of(row))
     for one, call, following in zip([None, *calls], calls, [*calls[1:], None]):
@@ -178,6 +178,8 @@ def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
             continue  # nothing was there to wait for
         if not call.ahead:
             measured.append(Measured(call.work, call.beside, call.ended_s - one.ended_s, one.work))
+        elif call.work.tokens > MOST_TOKENS and following is not None:
+            measured.append(Measured(call.work, call.beside, following.ended_s - one.ended_s, one.work))
         elif following is not None and (following.work is None or following.ahead):
             measured.append(Measured(call.work, call.beside, following.ended_s - call.ended_s))
     return measured
