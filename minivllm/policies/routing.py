@@ -59,6 +59,7 @@ class ConsistentHashing:
             least_loaded(adapter_id, engines) if not adapter_id else self.homes(adapter_id, len(engines))[0]
         )
 
+    # region lab 10.5: homes on a ring
     def homes(self, adapter_id: int, num_engines: int) -> list[int]:
         """All engines, in the order in which they come on the ring after the adapter's place."""
         if num_engines != self._num_engines:
@@ -67,6 +68,8 @@ class ConsistentHashing:
             self._num_engines = num_engines
         start = bisect_right(self._ring, (place_of(f"adapter {adapter_id}"), num_engines))
         return list(dict.fromkeys(number for _, number in self._ring[start:] + self._ring[:start]))
+
+    # endregion
 
 
 class BoundedLoads(ConsistentHashing):
@@ -79,12 +82,15 @@ class BoundedLoads(ConsistentHashing):
         super().__init__(points)
         self.most = most
 
+    # region lab 10.5: the first home that is not full
     def __call__(self, adapter_id: int, engines: Sequence[Engine]) -> int:
         if not adapter_id:
             return least_loaded(adapter_id, engines)
         limit = self.most * (sum(engine.load for engine in engines) + 1) / len(engines)
         homes = self.homes(adapter_id, len(engines))
         return next(number for number in homes if engines[number].load < limit)
+
+    # endregion
 
 
 class AdapterAffine:
