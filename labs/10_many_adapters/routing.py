@@ -62,7 +62,11 @@ class ConsistentHashing:
 
     # region lab 10.5: homes on a ring
     def homes(self, adapter_id: int, num_engines: int) -> list[int]:
-        """All engines, in the order in which they come on the ring after the adapter's place."""
+        """All engines, in the order in which the first point of each comes behind the adapter's place on the ring.
+
+        Point p of engine n is at `place_of(f"engine {n}, point {p}")`, an adapter at `place_of(f"adapter {id}")`. After
+        the last point comes the first. `_ring` is made anew only for another number of engines than `_num_engines`.
+        """
         raise Todo("lab 10.5: homes on a ring")
 
     # endregion
@@ -80,6 +84,7 @@ class BoundedLoads(ConsistentHashing):
 
     # region lab 10.5: the first home that is not full
     def __call__(self, adapter_id: int, engines: Sequence[Engine]) -> int:
+        """The first home whose load is below `most` times the mean. For base, which is everywhere: the least loaded."""
         raise Todo("lab 10.5: the first home that is not full")
 
     # endregion
