@@ -1,8 +1,8 @@
 """Open exercise, phase 10: who is kept, by what it costs to bring back. `lab open 10` judges it.
 
 An engine has 32 adapters in memory and 8 in slots. Some 300 keep coming back, by a popularity that drifts. For a while
-one of them is hot, and now and then there is a sweep over some that come once. Ranks are 8 to 64, and time goes with the
-rank: 2.6 ms to read and 0.12 ms to copy for each. Each tier has a policy of its own. Both hear of every request.
+one of them is hot, and now and then there is a sweep over some that come once. Ranks are 8 to 64, and time goes with
+the rank: 2.6 ms to read and 0.12 ms to copy for each. Each tier has a policy of its own. Both hear of every request.
 
 Budget: at most 0.95 of the milliseconds that GDSF has beyond the least that is possible. GDSF is 1, and 0 is who knows
 the future. Traffic is made afresh for each judgement.
