@@ -10,7 +10,7 @@ TRACKS = {
     "core": "on the core path",
     "kernels": "on the kernel path",
     "serving": "on the serving path",
-    "policies": "on the path of policies",
+    "policies": "on the policy path",
     "side": "on side tracks",
 }
 MARKS = {"side": "  (side track)"}  # behind a title

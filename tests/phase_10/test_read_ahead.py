@@ -48,8 +48,8 @@ class TestByQueuePosition:
         assert list(ByQueuePosition(5)(waiting)) == [1, 2, 3, 4, 5]
 
     def test_makes_up_for_a_slow_disk(self):
-        """Five adapters, 8 s to read each, 8 s to serve each, one at a time. Only the first has to be waited for."""
-        cost = CostModel({"steps": 8.0}, copy_bytes_per_s=1e12, read_bytes_per_s=1e5)
+        """Five adapters, 6 s to read each, 8 s to serve each, one at a time. Only the first has to be waited for."""
+        cost = CostModel({"steps": 8.0}, copy_bytes_per_s=1e12, read_s=6.0, read_bytes_per_s=1e12)
         ends = {}
 
         for name, policy in (("turn", None), ("ahead", ByQueuePosition)):
@@ -57,8 +57,8 @@ class TestByQueuePosition:
             made.serve([Arrival(0.0, 4, 1, adapter) for adapter in range(5)])
             ends[name] = made.now
 
-        assert ends["ahead"] == pytest.approx(8 + 5 * 8, abs=0.1)
-        assert ends["turn"] == pytest.approx(ends["ahead"] + 2 * 8, abs=0.1)  # two more are waited for
+        assert ends["ahead"] == pytest.approx(6 + 5 * 8, abs=0.1)
+        assert ends["turn"] == pytest.approx(ends["ahead"] + 2 * 6, abs=0.1)  # two more are waited for
 
 
 class Walked:
