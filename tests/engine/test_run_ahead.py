@@ -5,15 +5,14 @@ that look up stand-ins on the device.
 """
 
 import random
-from types import SimpleNamespace
 
 import pytest
 from interrupts import run_attack
+from running_ahead import WISHES, run_ahead
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
-from minivllm.guards.run_ahead import RunAhead
 
 
 @pytest.fixture(scope="module")
@@ -22,32 +21,7 @@ def world(tmp_path_factory):
 
 
 def ahead_engine(world, **options):
-    """`engine.ahead.left` counts the steps that were left unread when the next one was scheduled."""
-    engine = world.engine(**options)
-    run_ahead(engine)
-    return engine
-
-
-def run_ahead(engine):
-    runner = engine.runner
-    engine._ahead = RunAhead(engine)
-    engine.ahead = SimpleNamespace(left=0, fail_next=False)
-    runner.takes_stand_ins = lambda output: False
-    leave = runner.leave_tokens
-
-    def leave_tokens(step):
-        wait = leave(step)
-        engine.ahead.left += wait is not None
-
-        def wait_or_fail():
-            if engine.ahead.fail_next:
-                engine.ahead.fail_next = False
-                raise RuntimeError("the device is lost")
-            return wait()
-
-        return wait and wait_or_fail
-
-    runner.leave_tokens = leave_tokens
+    return run_ahead(world.engine(**options))
 
 
 def test_tokens_are_those_of_each_request_alone(world):
@@ -106,19 +80,6 @@ def test_the_last_token_by_number_that_would_also_stop_says_so(world):
     stops_before = expected[2] in expected[:2]
     assert not stops_before
     assert output.outputs[0].finish_reason == "stop"
-
-
-WISHES = {
-    "logprobs": {"temperature": 0, "logprobs": 2},
-    "drawn logprobs": {"temperature": 0.9, "seed": 3, "logprobs": 0},
-    "repetition": {"temperature": 0, "repetition_penalty": 1.5},
-    "presence": {"temperature": 0.7, "seed": 8, "presence_penalty": 1.0, "frequency_penalty": 0.3},
-    "bias": {"temperature": 0, "logit_bias": {5: 3.0}},
-    "drawn": {"temperature": 1.1, "seed": 4},
-    "filtered": {"temperature": 1.4, "seed": 9, "top_p": 0.7, "top_k": 20, "min_p": 0.01},
-    "late stop": {"temperature": 0, "min_tokens": 4, "ignore_eos": False},
-    "greedy": {"temperature": 0},
-}
 
 
 def test_rows_that_want_more_than_the_likeliest_token_hold_up_no_step(world):
