@@ -1,4 +1,4 @@
-"""`python -m deploy.fleet`: a fleet on this machine, until Ctrl-C. On several machines Ray starts it (docs/deploy.md)."""
+"""`python -m deploy.fleet`: a fleet on this machine, until Ctrl-C. On several, Ray starts it (docs/deploy.md)."""
 
 import os
 import signal

@@ -1,12 +1,13 @@
 """What a fleet is started with: by `python -m deploy.fleet`, by `serve run`, or by a manifest's `args`."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from minivllm.commands.common import CPU_SLOTS, resolve_model
 from minivllm.commands.serve import adapters_of, model_name
 from minivllm.engine_args import EngineArgs
+from minivllm.policies.routing import POLICIES
 from minivllm.server.settings import ServerSettings
 
 
@@ -20,7 +21,8 @@ class FleetArgs(BaseModel):
     max_queued                  requests of one engine beside those that run; more of them go to another one, or wait
     min_replicas, max_replicas  engines; as many as `target_ongoing_requests` of each need
     num_cpus, num_gpus          that Ray reserves for one engine
-    affinity                    whether a request goes where its adapter is; else to any engine
+    routing                     which engine gets a request: a policy of minivllm.policies.routing, or "ray",
+                                Serve's own for multiplexed models
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -38,7 +40,7 @@ class FleetArgs(BaseModel):
     target_ongoing_requests: float = Field(default=8.0, gt=0)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
-    affinity: bool = True
+    routing: Literal["ray", *POLICIES] = "hashing"
 
     @model_validator(mode="after")
     def _check(self) -> "FleetArgs":

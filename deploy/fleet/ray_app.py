@@ -9,12 +9,14 @@ from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.fleet_llm import FleetLLM
 from deploy.fleet.replica import Replica
+from deploy.fleet.router import PolicyRouter
 from minivllm.commands.common import register_folder
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.server.app import FLEET_ROUTERS, build_app
@@ -37,6 +39,7 @@ def build(args: FleetArgs) -> Application:
             "max_replicas": args.max_replicas,
             "target_ongoing_requests": args.target_ongoing_requests,
         },
+        request_router_config=router_of(args),
         ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": args.num_gpus},
         health_check_period_s=SECONDS_BETWEEN_CHECKS,
         logging_config={"enable_access_log": False},
@@ -55,6 +58,15 @@ def build(args: FleetArgs) -> Application:
         graceful_shutdown_timeout_s=SECONDS_TO_DRAIN,
     )
     return server.bind(engines.bind(args))
+
+
+def router_of(args: FleetArgs) -> RequestRouterConfig:
+    if args.routing == "ray":
+        return RequestRouterConfig()
+    return RequestRouterConfig(
+        request_router_class=PolicyRouter,
+        request_router_kwargs={"policy": args.routing, "slots": args.slots},
+    )
 
 
 def engine_class(slots: int) -> type[Replica]:
@@ -83,14 +95,14 @@ def engine_class(slots: int) -> type[Replica]:
 
 
 class RayEngines:
-    """`Engines` behind a handle.   affinity: whether a request goes where its adapter is"""
+    """`Engines` behind a handle. A request names its adapter as Serve's multiplexed model, and is routed by it."""
 
-    def __init__(self, handle: DeploymentHandle, affinity: bool = True) -> None:
-        self.handle, self.affinity = handle, affinity
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self.handle = handle
 
     async def generate(self, adapter: str | None, *args: Any) -> AsyncGenerator[Any, None]:
-        options = {"multiplexed_model_id": adapter} if adapter and self.affinity else {}
-        response = self.handle.options(stream=True, **options).generate.remote(*args)
+        handle = self.handle.options(stream=True, multiplexed_model_id=adapter or "")
+        response = handle.generate.remote(*args)
         try:
             async for item in response:
                 yield item
@@ -128,4 +140,4 @@ def server_app(args: FleetArgs) -> FastAPI:
     handle = serve.get_deployment_handle(ENGINE)
     with ThreadPoolExecutor(1) as thread:  # the event loop is this thread's, and may not wait
         config, tokenizer = thread.submit(lambda: handle.ask.remote("start").result()).result()
-    return build_app(FleetLLM(RayEngines(handle, args.affinity), config, tokenizer), settings, FLEET_ROUTERS)
+    return build_app(FleetLLM(RayEngines(handle), config, tokenizer), settings, FLEET_ROUTERS)
