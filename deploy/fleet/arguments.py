@@ -40,7 +40,7 @@ class FleetArgs(BaseModel):
     target_ongoing_requests: float = Field(default=8.0, gt=0)
     num_cpus: float = Field(default=1.0, ge=0)
     num_gpus: float = Field(default=0.0, ge=0)
-    routing: Literal["ray", *POLICIES] = "hashing"
+    routing: Literal["ray", *POLICIES] = "affine"
 
     @model_validator(mode="after")
     def _check(self) -> "FleetArgs":
@@ -68,6 +68,11 @@ class FleetArgs(BaseModel):
     def slots(self) -> int:
         """Of each engine."""
         return self.engine_args("").max_loras
+
+    @property
+    def adapters_in_memory(self) -> int:
+        """Of each engine."""
+        return self.engine_args("").max_cpu_loras or self.slots
 
     @property
     def max_ongoing_requests(self) -> int:

@@ -65,7 +65,7 @@ def router_of(args: FleetArgs) -> RequestRouterConfig:
         return RequestRouterConfig()
     return RequestRouterConfig(
         request_router_class=PolicyRouter,
-        request_router_kwargs={"policy": args.routing, "slots": args.slots},
+        request_router_kwargs={"policy": args.routing, "room": args.adapters_in_memory},
     )
 
 
