@@ -24,10 +24,14 @@ def main(
     host: Annotated[str, typer.Option(help="where it listens")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="where it listens")] = 8000,
     cpus: Annotated[int, typer.Option(help="that Ray shares out; an engine takes `num_cpus` of them")] = 2,
+    join: Annotated[bool, typer.Option(help="the Ray that runs on this machine, and start none")] = False,
 ) -> None:
     """Serve until a signal says otherwise."""
     args = FleetArgs(**yaml.safe_load(config.read_text())) if config else FleetArgs(lora_modules=["demo"])
-    start_ray(cpus)
+    if join:
+        ray.init(address="auto")
+    else:
+        start_ray(cpus)
     signal.signal(signal.SIGTERM, _as_ctrl_c)
     try:
         serve.start(http_options={"host": host, "port": port})

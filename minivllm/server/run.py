@@ -25,6 +25,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: FastAPI, settings: ServerSettings, **options: object) -> None:
         config = uvicorn.Config(
             app,
+            loop="asyncio",  # whatever else is installed: what was tested is what runs
             http="h11",
             ws="none",
             lifespan="on",
