@@ -39,6 +39,7 @@ def engine_args(
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
+        batch_invariant=options.batch_invariant,
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -51,6 +52,7 @@ def engine_args(
 
 def free_memory() -> None:
     """Give an engine's memory back to the device, once nothing refers to the engine any more."""
+    gc.unfreeze()  # what `avoid_pauses` froze
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

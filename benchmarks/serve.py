@@ -1,5 +1,6 @@
 """Random traffic in real time: the same arrivals to a base engine, and to one with adapters."""
 
+import threading
 import time
 from argparse import Namespace
 from collections import deque
@@ -8,28 +9,29 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.adapters import write_adapters
+from benchmarks.adapters import ranks_of, write_adapters
 from benchmarks.decode import prompts
-from benchmarks.measure import Step, gaps, percentiles, run_step, run_to_end, token_times
+from benchmarks.measure import Step, gaps, percentiles, run_to_end, token_times
 from benchmarks.options import engine_args, free_memory
 from benchmarks.report import Report
+from benchmarks.step_record import StepRecord, as_text, facts
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
+from minivllm.serving.pauses import avoid_pauses
 from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 4
+READERS = 12  # before the first request
+LONGEST_READ = 1.0  # seconds; whoever waits for longer looks again
 COUNTERS = ("loads", "activations", "evictions", "cpu_evictions")
 
 
 def run(options: Namespace, report: Report, folder: Path) -> None:
     """The base engine first, then the one with adapters."""
-    prompt = Lengths(options.prompt_median, options.sigma, 8, options.prompt_max)
-    output = Lengths(options.output_median, options.sigma, 2, options.output_max)
-    traffic = make_traffic(
-        options.num_requests, options.rate, options.adapters, options.alpha, prompt, output, options.seed
-    )
-    adapters = write_adapters(folder, options.model, options.adapters, options.rank)
+    traffic = traffic_of(options, options.num_requests, options.seed)
+    adapters = write_adapters(folder, options.model, options.adapters, options.rank, options.lowest_rank)
     for case in options.cases:
         slots = options.slots if case == "lora" else 0
         arrivals = [replace(arrival, adapter=None) for arrival in traffic] if slots == 0 else traffic
@@ -37,12 +39,18 @@ def run(options: Namespace, report: Report, folder: Path) -> None:
         free_memory()
 
 
+def traffic_of(options: Namespace, requests: int, seed: int) -> list[Arrival]:
+    prompt = Lengths(options.prompt_median, options.sigma, 8, options.prompt_max)
+    output = Lengths(options.output_median, options.sigma, 2, options.output_max)
+    return make_traffic(requests, options.rate, options.adapters, options.alpha, prompt, output, seed)
+
+
 def measure(
     options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest], slots: int | None
 ) -> dict[str, object]:
     """One engine, warmed up, served the traffic. Adapters are in memory beforehand unless the start is cold."""
     engine = warm_engine(options, traffic, adapters, slots)
-    return measure_on(engine, traffic, adapters)
+    return measure_on(engine, options, traffic, adapters)
 
 
 def warm_engine(
@@ -50,19 +58,53 @@ def warm_engine(
 ) -> LLMEngine:
     longest = options.prompt_max + options.output_max
     cpu_loras = options.cpu_loras or max(options.adapters, slots or 0)
-    engine = LLMEngine.from_engine_args(engine_args(options, options.max_num_seqs, longest, slots, cpu_loras))
+    args = engine_args(options, options.max_num_seqs, longest, slots, cpu_loras)
+    policies = {"eviction_policy": options.eviction_policy, "scheduling_policy": options.scheduling_policy}
+    engine = LLMEngine.from_engine_args(replace(args, **policies))
     warm_up(engine, traffic, adapters)
     if slots != 0:
-        for adapter in adapters:
-            (engine.remove_lora(adapter.lora_int_id) if options.cold else engine.add_lora(adapter))
+        for arrival in traffic[:WARM_UP_REQUESTS]:
+            engine.remove_lora(adapters[arrival.adapter].lora_int_id)
+        load(engine, [adapters[number] for number in loaded_before(options)])
     return engine
 
 
-def measure_on(engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest]) -> dict[str, object]:
+def loaded_before(options: Namespace) -> list[int]:
+    """Numbers of the adapters that are loaded before the first request, the one used longest ago first.
+
+    They are those that `--earlier-requests` would have asked for; all if that is not given, none at a cold start.
+    """
+    if options.cold:
+        return []
+    if options.earlier_requests is None:
+        return list(range(options.adapters))
+    earlier = traffic_of(options, options.earlier_requests, options.seed + 1)
+    last_use_first = dict.fromkeys(arrival.adapter for arrival in reversed(earlier))
+    return list(last_use_first)[: options.cpu_loras][::-1]
+
+
+def load(engine: LLMEngine, adapters: list[LoRARequest]) -> None:
+    """In this order, read by many threads."""
+    reader = AdapterReader(engine, READERS, lambda: None)
+    reads = [reader.begin_ahead(adapter) for adapter in adapters[:READERS]]
+    for number, adapter in enumerate(adapters):
+        if reads[number] is not None:
+            reads[number].result()
+        engine.add_lora(adapter)
+        reader.end_ahead(adapter)
+        reads += [reader.begin_ahead(later) for later in adapters[number + READERS : number + READERS + 1]]
+    reader.close()
+
+
+def measure_on(
+    engine: LLMEngine, options: Namespace, traffic: list[Arrival], adapters: list[LoRARequest]
+) -> dict[str, object]:
     before = counters(engine)
-    start, steps = serve(engine, traffic, adapters)
+    ranks = dict(enumerate(ranks_of(options.adapters, options.rank, options.lowest_rank), 1))
+    said: dict[str, object] = {"engine": facts(engine, ranks), "arrivals": arrivals_as_text(traffic)}
+    start, record = serve(engine, traffic, adapters, ranks)
     happened = {name: count - before[name] for name, count in counters(engine).items()}
-    return {**serve_summary(start, steps, traffic), **happened, **record(start, steps, traffic)}
+    return {**serve_summary(start, record.steps, traffic), **happened, **said, **as_text(record, start)}
 
 
 def warm_up(engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest]) -> None:
@@ -81,19 +123,30 @@ def add(engine: LLMEngine, request_id: str, arrival: Arrival, adapters: list[LoR
     engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
 
 
-def serve(engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest]) -> tuple[float, list[Step]]:
-    """Queue every request once its time has come, and step; the start (`time.perf_counter`) and the steps."""
-    pending = deque(enumerate(traffic))
-    start, steps = time.perf_counter(), []
+def serve(
+    engine: LLMEngine, traffic: list[Arrival], adapters: list[LoRARequest], ranks: dict[int, int]
+) -> tuple[float, StepRecord]:
+    """Queue every request once its time has come, and step; the start (`time.perf_counter`) and the steps.
+
+    Adapters are read beside the steps, and the garbage collector is kept from pauses, as in the server.
+    """
+    pending, was_read = deque(enumerate(traffic)), threading.Event()
+    reader = engine.adapters and AdapterReader(engine, PARALLEL_READS, was_read.set)
+    record = StepRecord(engine, ranks)
+    avoid_pauses()
+    start = time.perf_counter()
     while pending or engine.has_unfinished_requests():
         while pending and pending[0][1].time_s <= time.perf_counter() - start:
             number, arrival = pending.popleft()
             add(engine, str(number), arrival, adapters)
-        if engine.has_unfinished_requests():
-            steps.append(run_step(engine))
-        else:
-            time.sleep(max(0.0, start + pending[0][1].time_s - time.perf_counter()))
-    return start, steps
+        was_read.clear()
+        if not record.step():  # nobody is here, or all who are wait for their adapters to be read
+            until_next = start + pending[0][1].time_s - time.perf_counter() if pending else LONGEST_READ
+            was_read.wait(max(0.0, until_next))
+    record.close()
+    if reader is not None:
+        reader.close()
+    return start, record
 
 
 def counters(engine: LLMEngine) -> dict[str, int]:
@@ -127,19 +180,12 @@ def serve_summary(start: float, steps: list[Step], traffic: list[Arrival]) -> di
     }
 
 
-def record(start: float, steps: list[Step], traffic: list[Arrival]) -> dict[str, list[str]]:
-    """What came and what was done, for whoever wants to replay it.
-
-    arrivals   seconds after the start, prompt tokens, output tokens, number of the adapter or -1
-    steps      seconds after the start, milliseconds it took, requests that got a token
-    """
-    return {
-        "arrivals": [
-            f"{a.time_s:.4f} {a.prompt_tokens} {a.output_tokens} {-1 if a.adapter is None else a.adapter}"
-            for a in traffic
-        ],
-        "steps": [f"{s.started - start:.4f} {1e3 * s.seconds:.2f} {len(s.emitted)}" for s in steps],
-    }
+def arrivals_as_text(traffic: list[Arrival]) -> list[str]:
+    """Of each its seconds after the start, prompt tokens, output tokens, number of its adapter or -1."""
+    return [
+        f"{a.time_s:.4f} {a.prompt_tokens} {a.output_tokens} {-1 if a.adapter is None else a.adapter}"
+        for a in traffic
+    ]
 
 
 def quantiles_ms(seconds: list[float]) -> list[float]:

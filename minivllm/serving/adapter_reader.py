@@ -136,4 +136,5 @@ class AdapterReader:
     def _timed_read(self, lora_request: LoRARequest) -> tuple[LoRAModel, float]:
         started = time.perf_counter()
         lora = self.worker._load_adapter(lora_request)
+        self.worker.manager._stage(lora)  # here, not in the step that takes it: on a GPU it is one more copy
         return lora, time.perf_counter() - started

@@ -3,6 +3,7 @@
 import torch
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
 from minivllm.layers.sampler import Sampler
 from minivllm.models.registry import get_model
 from minivllm.worker.cpu_threads import cpu_threads
@@ -22,7 +23,7 @@ class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
     decode_graphs   captured decode steps, once `capture_model` has run; None = every step runs eagerly
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tp: TensorParallel = ALONE) -> None:
         self.config = config
         self.device = config.device
         model_config = config.model_config
@@ -40,6 +41,8 @@ class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
                 load_format=model_config.load_format,
                 seed=model_config.seed,
                 quantization=model_config.quantization,
+                batch_invariant=model_config.batch_invariant,
+                tp=tp,
             )
             if config.lora_config is not None:
                 refuse_slots_that_do_not_fit(config)

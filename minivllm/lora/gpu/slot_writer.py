@@ -51,7 +51,12 @@ class SlotWriter:
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def stage(self, lora: LoRAModel) -> None:
-        """Move an accepted adapter into one piece of page-locked memory; its tensors become views of it."""
+        """Move an accepted adapter into one piece of page-locked memory; its tensors become views of it.
+
+        Once is enough. Any thread may do it that nobody else reads the adapter in.
+        """
+        if lora in self.pools:
+            return
         tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
         nbytes = sum(_aligned(tensor.numel() * self.dtype.itemsize) for tensor in tensors)
         pool = torch.empty(self.table_bytes + nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)

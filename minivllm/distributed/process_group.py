@@ -1,0 +1,29 @@
+"""Processes that share a model by torch.distributed. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
+
+import torch
+import torch.distributed as dist
+
+from minivllm.distributed.tensor_parallel import TensorParallel
+
+
+class ProcessGroup(TensorParallel):
+    """A process of a group of torch.distributed: gloo on CPUs, NCCL on GPUs. vLLM: `GroupCoordinator`.
+
+    Every process must make the same calls in the same order, or all wait.
+
+    group   None = all processes there are; torch.distributed is initialised already
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=self.group)
+        return gathered.movedim(0, -2).flatten(-2)  # (..., size * n)

@@ -1,0 +1,43 @@
+"""What a process has of a layer, and what all have together."""
+
+import pytest
+import torch
+from lockstep import in_lockstep
+
+from minivllm.distributed.tensor_parallel import ALONE
+
+
+def test_alone_a_process_has_all_and_hands_tensors_back_as_they_are():
+    x = torch.randn(3, 4)
+
+    assert ALONE.share(7, "heads") == 7
+    assert ALONE.part(7) == slice(0, 7)
+    assert ALONE.all_reduce(x) is x
+    assert ALONE.all_gather(x) is x
+
+
+def test_the_parts_of_all_processes_are_the_whole_in_order():
+    whole = torch.arange(12)
+
+    parts = in_lockstep(3, lambda tp: whole[tp.part(tp.share(12, "rows"))])
+
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize(("size", "number"), [(2, 9), (4, 9)])
+def test_what_cannot_be_divided_is_refused_by_name_with_a_size_that_can(size, number):
+    divides = max(n for n in range(1, size + 1) if number % n == 0)
+    expected = f"attention heads {number} cannot be divided by tensor_parallel_size {size}; "
+
+    with pytest.raises(ValueError, match=expected + f"pass --tensor-parallel-size {divides}"):
+        in_lockstep(size, lambda tp: tp.share(number, "attention heads"))
+
+
+def test_all_processes_get_the_sum_and_all_parts_side_by_side():
+    whole = torch.randn(4, 2, 3, dtype=torch.float64)  # of each process (2, 3)
+
+    results = in_lockstep(4, lambda tp: (tp.all_reduce(whole[tp.rank]), tp.all_gather(whole[tp.rank])))
+
+    for summed, gathered in results:
+        assert torch.allclose(summed, whole.sum(0))
+        assert torch.equal(gathered, torch.cat(list(whole), dim=-1))

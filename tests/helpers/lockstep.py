@@ -1,0 +1,72 @@
+"""Processes that share a model, played by threads of one process: their collectives meet at a barrier."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from minivllm.distributed.tensor_parallel import TensorParallel
+
+PATIENCE_SECONDS = 60
+
+
+class Meeting:
+    """Where `size` threads put a tensor each, and take all."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_SECONDS)
+        self.brought: list[torch.Tensor] = [torch.empty(0)] * size
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        """What every thread has brought, in the order of ranks. A copy: `x` may change afterwards."""
+        self.brought[rank] = x.clone()
+        self.barrier.wait()
+        all_of_them = list(self.brought)
+        self.barrier.wait()
+        return all_of_them
+
+
+class ThreadOfMany(TensorParallel):
+    """As `ProcessGroup`, among threads. It sums in the order of ranks.
+
+    calls   (name, elements) of every collective
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        super().__init__(rank, size)
+        self.meeting = meeting
+        self.calls: list[tuple[str, int]] = []
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(("all_reduce", x.numel()))
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(("all_gather", x.numel()))
+        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+
+
+def in_lockstep(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
+    """What `work` gives on each of `size` threads. An error on one ends the others' waiting, and is raised here."""
+    meeting = Meeting(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode():
+                results[rank] = work(ThreadOfMany(rank, size, meeting))
+        except BaseException as error:  # raised again below, by the thread that asked
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        broken = threading.BrokenBarrierError
+        raise next((error for error in errors if not isinstance(error, broken)), errors[0])
+    return results
