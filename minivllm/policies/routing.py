@@ -100,33 +100,22 @@ class BoundedLoads(ConsistentHashing):
 
 class AdapterAffine:
     """The least loaded of those that have the adapter, unless another one has far less to do.
-
-    One that nobody has goes to the least loaded, of several to that which has waited longest for a new one: where
-    there is little to do, one engine would get all of them, and they would drive each other out.
+    What nobody has goes to equally loaded ones in turns: a single one would drive out the last for the next.
 
     spill   requests by which it may be ahead of the least loaded of all
     """
 
     def __init__(self, spill: int = 8) -> None:
-        self.spill = spill
-        self._num_new = 0
-        self._newest: dict[int, int] = {}  # engine -> number of the last adapter that was new to it
+        self.spill, self._turns = spill, {}
 
     def __call__(self, adapter_id: int, engines: Sequence[Engine]) -> int:
-        quietest = least_loaded(adapter_id, engines)
+        quietest = min(range(len(engines)), key=lambda n: (engines[n].load, self._turns.get(n, 0)))
         having = [number for number, engine in enumerate(engines) if adapter_id and engine.has(adapter_id)]
         if not having:
-            return self._place(engines, engines[quietest].load) if adapter_id else quietest
+            self._turns[quietest] = 1 + max(self._turns.values(), default=0)
+            return quietest
         nearest = min(having, key=lambda number: engines[number].load)
         return nearest if engines[nearest].load <= engines[quietest].load + self.spill else quietest
-
-    def _place(self, engines: Sequence[Engine], load: int) -> int:
-        """Of those with this load, whose newest adapter is the oldest."""
-        equal = [number for number, engine in enumerate(engines) if engine.load == load]
-        number = min(equal, key=lambda number: self._newest.get(number, 0))
-        self._num_new += 1
-        self._newest[number] = self._num_new
-        return number
 
 
 # Name -> what makes a policy for a fleet, from a seed.
