@@ -13,9 +13,11 @@ class LinearBase(nn.Module):
     There is one tensor-parallel rank; vLLM's attributes for ranks stay, since LoRA layers read them.
     prefix: the layer's name in the model, for people.
     is_head: whether it makes logits; what adapts it is not what adapts linears inside the model.
+    read_by: the activation that alone reads its output, if there is one; what adds to the output may do so there.
     """
 
     is_head = False
+    read_by: nn.Module | None = None
     tp_size = 1
     tp_rank = 0
 

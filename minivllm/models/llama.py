@@ -30,6 +30,8 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [width] * 2, bias, dtype, device)
         self.down_proj = RowParallelLinear(width, config.hidden_size, bias, dtype, device)
         self.act_fn = SiluAndMul()
+        # Not a part of the linear, so not a submodule of it.
+        self.gate_up_proj.__dict__["read_by"] = self.act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (T, H) -> (T, H)"""

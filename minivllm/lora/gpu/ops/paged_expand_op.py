@@ -14,41 +14,16 @@ from minivllm.lora.ops.triton_ops.tuning import can_overlap
 
 
 @triton.jit
-def _read_b(
-    columns_ptr,  # of B's row 0 in page 0
-    table_ptr,  # of the slot
-    page_stride,
-    rank,
-    live,
-    R,
-    expert,
-    is_column,
-    WIDTH: tl.constexpr,
-    PAGE_RANKS: tl.constexpr,
-):
-    """B of some ranks, zeros past the live one: (ranks, columns). Pages are looked up before `live` is known."""
-    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
-    row = page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
-    return tl.load(
-        columns_ptr[None, :] + row[:, None], mask=(rank < live)[:, None] & is_column[None, :], other=0.0
-    )
+def _rows_of_b(table_ptr, page_stride, rank, is_live, expert, WIDTH: tl.constexpr, PAGE_RANKS: tl.constexpr):
+    """Where B of some ranks begins, past B's place in page 0: (ranks,) int64.   table_ptr: of the slot"""
+    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=is_live, other=0).to(tl.int64)
+    return page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
 
 
-@triton.jit
-def _read_h(h_ptr, rows, rank, is_row, live, split_stride, row_stride, SPLITS: tl.constexpr):
-    """The sum of the planes of some ranks, zeros past the live one: (rows, ranks) float32"""
-    place = h_ptr + rows[:, None] * row_stride + rank[None, :]
-    is_h = is_row[:, None] & (rank < live)[None, :]
-    h = tl.load(place, mask=is_h, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        h += tl.load(place + split * split_stride, mask=is_h, other=0.0)
-    return h
-
-
-# These strides differ from step to step: not a variant of the kernel for each of their values.
-@triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride", "capacity"])
+# These numbers differ between steps, or engines: not a variant of the kernel for each of their values.
+@triton.jit(do_not_specialize=["slice_stride", "capacity", "ranks_row", "table_row", "group"])
 def _paged_expand_kernel(
-    h_ptr,  # (splits, n, T, R)
+    h_ptr,  # (n, T, R)
     pool_ptr,  # pages
     y_ptr,  # (T, >= N)
     rows_ptr,  # (T,) rows by slot
@@ -61,12 +36,10 @@ def _paged_expand_kernel(
     table_row,
     page_stride,
     b_places,  # n: where B of each slice begins in a page
-    h_split_stride,
-    h_slice_stride,
-    h_row_stride,
+    slice_stride,
     y_row_stride,
+    group,
     WIDTHS: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # of ranks
     EXPERTS: tl.constexpr,
@@ -75,12 +48,12 @@ def _paged_expand_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: one tile of rows, one block of columns of one slice, all live ranks, BLOCK_R at a time.
+    """One program: one tile of rows, `group` blocks of columns of one slice, all live ranks, BLOCK_R at a time.
 
-    Axes as in `_lora_expand_kernel`. A rank's share of B is a row of N_i elements in its page. Nothing past the live
-    rank is read, of h nor of B. With OVERLAP the kernels ahead may still run, until gdc_wait.
+    Axes as in `_lora_expand_kernel`, blocks in groups. A rank's share of B is a row of N_i elements in its page.
+    Nothing past the live rank is read, of h nor of B. With OVERLAP the kernels ahead may still run, until gdc_wait.
     """
-    tile, block = tl.program_id(0), tl.program_id(1)
+    tile, part = tl.program_id(0), tl.program_id(1)
     adapter = tl.load(tiles_ptr + tile).to(tl.int64)
     if adapter < 0:
         if OVERLAP:  # or what comes after this kernel might not wait for what came before it
@@ -93,60 +66,59 @@ def _paged_expand_kernel(
     is_row = place < length
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
     ranks = tl.arange(0, BLOCK_R)
+    table_ptr += slot * table_row
 
     offset = 0
     for i in tl.static_range(len(b_places)):
-        blocks = (WIDTHS[i] + BLOCK_N - 1) // BLOCK_N
-        if (block >= 0) & (block < blocks):
+        parts = (WIDTHS[i] + group * BLOCK_N - 1) // (group * BLOCK_N)
+        if (part >= 0) & (part < parts):
             live = tl.load(ranks_ptr + i * ranks_row + slot)
-            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            is_column = columns < WIDTHS[i]
+            columns = part * group * BLOCK_N + tl.arange(0, BLOCK_N)
+            b_block = pool_ptr + b_places[i] + columns[None, :]
             y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
-            is_y = is_row[:, None] & is_column[None, :] & (live > 0)
+            h_block = h_ptr + i * slice_stride + rows[:, None] * R + ranks[None, :]
             if ONE_BLOCK:
-                # Straight on, so that all loads are under way together.
-                b = _read_b(
-                    pool_ptr + b_places[i] + columns, table_ptr + slot * table_row, page_stride, ranks, live, R,
-                    expert, is_column, WIDTHS[i], PAGE_RANKS,
-                )  # fmt: skip
+                # Straight on, so that all loads are under way together, those of the next block's B too.
+                is_live = ranks < live
+                b_rows = _rows_of_b(table_ptr, page_stride, ranks, is_live, expert, WIDTHS[i], PAGE_RANKS)
+                b_block += b_rows[:, None]
+                b = tl.load(b_block, mask=is_live[:, None] & (columns < WIDTHS[i])[None, :], other=0.0)
                 # Up to here nothing depends on the product before; from here on, its h and its y must be there.
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
-                y = tl.load(y_block, mask=is_y, other=0.0)
-                h = _read_h(
-                    h_ptr + i * h_slice_stride,
-                    rows,
-                    ranks,
-                    is_row,
-                    live,
-                    h_split_stride,
-                    h_row_stride,
-                    SPLITS,
-                )
-                update = tl.dot(h.to(b.dtype), b, input_precision="ieee") + y
+                h = tl.load(
+                    h_block, mask=is_row[:, None] & is_live[None, :], other=0.0
+                )  # (BLOCK_ROWS, BLOCK_R)
+                for done in range(0, group * BLOCK_N, BLOCK_N):
+                    is_y = is_row[:, None] & (columns < WIDTHS[i] - done)[None, :] & (live > 0)
+                    y = tl.load(y_block + done, mask=is_y, other=0.0)
+                    is_next = (columns < WIDTHS[i] - done - BLOCK_N) & (done + BLOCK_N < group * BLOCK_N)
+                    b_next = tl.load(
+                        b_block + done + BLOCK_N, mask=is_live[:, None] & is_next[None, :], other=0.0
+                    )
+                    tl.store(y_block + done, tl.dot(h, b, input_precision="ieee") + y, mask=is_y)
+                    b = b_next
             else:
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
-                update = tl.load(y_block, mask=is_y, other=0.0).to(tl.float32)
-                for start in range(0, live, BLOCK_R):
-                    rank = start + ranks
-                    b = _read_b(
-                        pool_ptr + b_places[i] + columns, table_ptr + slot * table_row, page_stride, rank, live, R,
-                        expert, is_column, WIDTHS[i], PAGE_RANKS,
-                    )  # fmt: skip
-                    h = _read_h(
-                        h_ptr + i * h_slice_stride,
-                        rows,
-                        rank,
-                        is_row,
-                        live,
-                        h_split_stride,
-                        h_row_stride,
-                        SPLITS,
-                    )
-                    update = tl.dot(h.to(b.dtype), b, update, input_precision="ieee")
-            tl.store(y_block, update, mask=is_y)
-        block -= blocks
+                for done in range(0, group * BLOCK_N, BLOCK_N):
+                    is_column = columns < WIDTHS[i] - done
+                    is_y = is_row[:, None] & is_column[None, :] & (live > 0)
+                    update = tl.load(y_block + done, mask=is_y, other=0.0).to(tl.float32)
+                    for start in range(0, live, BLOCK_R):
+                        is_live = ranks < live - start
+                        b_rows = _rows_of_b(
+                            table_ptr, page_stride, start + ranks, is_live, expert, WIDTHS[i], PAGE_RANKS
+                        )
+                        b = tl.load(
+                            b_block + done + b_rows[:, None],
+                            mask=is_live[:, None] & is_column[None, :],
+                            other=0.0,
+                        )
+                        h = tl.load(h_block + start, mask=is_row[:, None] & is_live[None, :], other=0.0)
+                        update = tl.dot(h, b, update, input_precision="ieee")
+                    tl.store(y_block + done, update, mask=is_y)
+        part -= parts
         offset += WIDTHS[i]
 
 
@@ -159,7 +131,7 @@ def paged_expand(
 ) -> None:
     """y[:, slice i] += h[i] · B_iᵀ, in place. One launch for all slices.
 
-    h       (splits, n, T, R): planes to be added up, rank contiguous
+    h       (n, T, R) of the pages' dtype, as `paged_shrink` gives it
     y       (T, >= N), rows may be further apart than N; slice i begins where slice i - 1 ends
     tuned   tile sizes, None = by shape
 
@@ -168,8 +140,9 @@ def paged_expand(
     tuned = tuned or paged_expand_tiles(len(y), pieces.rank, max(pieces.heights))
     # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
     overlap = can_overlap(y.device)
-    blocks = sum(triton.cdiv(height, tuned.block_n) for height in pieces.heights)
-    _paged_expand_kernel[(tiles.count, blocks)](
+    group = tuned.group(tiles.count, pieces.heights)
+    parts = sum(triton.cdiv(height, group * tuned.block_n) for height in pieces.heights)
+    _paged_expand_kernel[(tiles.count, parts)](
         h,
         pieces.pool,
         y,
@@ -184,11 +157,9 @@ def paged_expand(
         pieces.page_stride,
         pieces.b,
         h.stride(0),
-        h.stride(1),
-        h.stride(2),
         y.stride(0),
+        group,
         WIDTHS=pieces.heights,
-        SPLITS=len(h),
         OVERLAP=overlap,
         ONE_BLOCK=pieces.rank <= tuned.block_r,
         EXPERTS=pieces.experts,

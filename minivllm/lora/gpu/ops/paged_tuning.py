@@ -11,9 +11,8 @@ from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS
 
 
 class PagedShrinkTiles(NamedTuple):
-    """A program takes `block_r` ranks of `slices` slices, block_k columns of x at a time; `splits` share a row."""
+    """A program takes `block_r` ranks of one slice, block_k columns of x at a time; `splits` share a row."""
 
-    slices: int
     block_r: int
     block_k: int
     splits: int
@@ -22,43 +21,50 @@ class PagedShrinkTiles(NamedTuple):
 
 
 class PagedExpandTiles(NamedTuple):
-    """block_n columns of y, block_r ranks at a time."""
+    """block_n columns of y, block_r ranks at a time. A program takes as many blocks as leave `programs` of them."""
 
     block_n: int
     block_r: int
     num_warps: int
+    programs: int
+
+    def group(self, tiles: int, widths: tuple[int, ...]) -> int:
+        """Blocks of columns that one program takes."""
+        blocks = sum(triton.cdiv(width, self.block_n) for width in widths)
+        return min(8, max(1, tiles * blocks // self.programs))
 
 
-# Shares of K, and so planes that every program of the expand adds up: of few tokens, and of prompts. On an H100 twice
-# as many cost a decode step 5 to 10 us a layer. With half as many the base product ends before the shrink.
-FEW_SPLITS, PROMPT_SPLITS = 4, 2
+# No fewer ranks in one product than a tensor core takes.
+LEAST_BLOCK_RANKS = 16
+# Shares of K: of few tokens, and of prompts. The number of slots is not asked: what it costs must not depend on how
+# many there could be. Of the tokens only whether they are few, so that a warm-up can compile every variant there is.
+FEW_SPLITS, PROMPT_SPLITS = 8, 2
 
 
-def paged_shrink_tiles(tokens: int, width: int, rank: int, slices: int) -> PagedShrinkTiles:
-    """tokens: T, width: K, rank: R, slices: n
-
-    The number of slots is not asked: what it costs must not depend on how many there could be. Of the tokens only
-    whether they are few, so that a warm-up can compile every variant there is.
-    """
-    wanted = FEW_SPLITS if tokens <= FEW_TOKENS else PROMPT_SPLITS
-    splits = max(1, min(wanted, width // 256))
-    block_r = block_ranks(rank)
-    if tokens <= FEW_TOKENS:
-        return PagedShrinkTiles(1, block_r, 128, splits, num_warps=4, num_stages=3)
-    if rank > 64:
-        # Most adapters are shorter than the longest: small blocks of ranks, of which those not live end at once.
-        return PagedShrinkTiles(1, 32, 64, splits, num_warps=4, num_stages=3)
-    # Prompts: x is read once for all slices.
-    return PagedShrinkTiles(triton.next_power_of_2(slices), block_r, 64, splits, num_warps=8, num_stages=3)
+def paged_shrink_tiles(tokens: int, width: int, rank: int) -> PagedShrinkTiles:
+    """tokens: T, width: K, rank: R"""
+    few = tokens <= FEW_TOKENS
+    splits = max(1, min(FEW_SPLITS if few else PROMPT_SPLITS, width // 256))
+    if few:
+        return PagedShrinkTiles(block_ranks(rank), 128, splits, num_warps=4, num_stages=3)
+    # Most adapters are shorter than the longest: small blocks of ranks, of which those not live end at once.
+    return PagedShrinkTiles(min(32, block_ranks(rank)), 64, splits, num_warps=4, num_stages=4)
 
 
 def paged_expand_tiles(tokens: int, rank: int, widest: int) -> PagedExpandTiles:
     """tokens: T, rank: R, widest: the largest N_i"""
     block_r = block_ranks(rank)
-    wide = tokens <= FEW_TOKENS and block_r <= 32 and widest >= 4096
-    return PagedExpandTiles(256 if wide else 128, block_r, num_warps=4)
+    few = tokens <= FEW_TOKENS
+    wide = few and block_r <= 32 and widest >= 4096
+    return PagedExpandTiles(256 if wide else 128, block_r, num_warps=4, programs=1024 if few else 1 << 30)
+
+
+def paged_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
+    """tokens: T, rank: R"""
+    block_r = block_ranks(rank)
+    return PagedExpandTiles(64 if block_r <= 16 else 128, block_r, num_warps=4, programs=1 << 30)
 
 
 def block_ranks(rank: int) -> int:
-    """Ranks in one product: no fewer than a tensor core takes."""
-    return min(64, max(16, triton.next_power_of_2(rank)))
+    """Ranks in one product."""
+    return min(64, max(LEAST_BLOCK_RANKS, triton.next_power_of_2(rank)))
