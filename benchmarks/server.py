@@ -60,6 +60,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     parsed = parser.parse_args(arguments)
+    parsed.batch_invariant = False
     parsed.punica_backend, parsed.target_modules, parsed.max_num_batched_tokens = "auto", None, 8192
     parsed.max_model_len = parsed.prompt_tokens + parsed.output_tokens
     return parsed

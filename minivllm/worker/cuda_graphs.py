@@ -132,17 +132,8 @@ class DecodeGraphs:
 
         Take the largest first: the smaller ones find their memory in the pool.
         """
-        from minivllm.layers.paged_attention import PagedAttentionMetadata
-
         buffers = self.buffers
-        attn = PagedAttentionMetadata(
-            slot_mapping=buffers.slot_mapping[:size],
-            decode_rows=buffers.decode_rows[:size],
-            block_tables=buffers.block_tables[:size],
-            seq_lens=buffers.seq_lens[:size],
-            max_seq_len=self.max_model_len,
-            prefill=None,
-        )
+        attn = buffers.attention(size, self.max_model_len)
         input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
 
         def step() -> DecodeOutput:

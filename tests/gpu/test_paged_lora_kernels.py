@@ -172,7 +172,8 @@ def test_the_activation_adds_what_adapters_add_to_gate_and_up_on_its_way(shape, 
 
     for shrink_tiles, expand_tiles in all_tilings(batch):
         y = batch.y.to(DEVICE)
-        h = paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room_of_nan(batch, shrink_tiles))
+        room = room_of_nan(batch, shrink_tiles)
+        h = paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room, shrink_tiles)
         for tuned in (expand_tiles, paged_silu_tiles(batch.tokens, batch.rank)):
             found = paged_silu(h, batch.pieces, y, batch.tiles, tuned)
 
@@ -197,7 +198,9 @@ def test_base_rows_stay_as_they_are_bit_by_bit():
     batch = Batch(SHAPES[1], torch.float16)
     y = batch.y.clone().to(DEVICE)
 
-    paged_expand(paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles), batch.pieces, y, batch.tiles)
+    tuned = paged_shrink_tiles(batch.tokens, batch.width, batch.rank)
+    h = paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room_of_nan(batch, tuned), tuned)
+    paged_expand(h, batch.pieces, y, batch.tiles)
 
     is_base = batch.adapters < 0
     assert is_base.any()

@@ -11,7 +11,7 @@ from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
 from minivllm.lora.gpu.ops.paged_silu_op import paged_silu
-from minivllm.lora.gpu.ops.paged_tuning import paged_shrink_tiles
+from minivllm.lora.gpu.ops.paged_tuning import PagedShrinkTiles, paged_expand_tiles, paged_shrink_tiles
 from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.gpu.triton_backend import TritonBackend
@@ -26,7 +26,7 @@ class PagedBackend(TritonBackend):
     S is only the number of rows of a table, so it may be large. Kernels look a slot's pages up in that table, which
     stays where it is. Embeddings and heads keep slots of one size (`TritonSlots`): their widths are not the layers'.
 
-    counts   zeros for the shrinks of linears, which run one after the other
+    counts   zeros for the shrinks, which run one after the other
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PagedBackend(TritonBackend):
         """y without adapters (T, N), and h: side by side, where that costs the host no time."""
         tuned = paged_shrink_tiles(len(x), pieces.widths[0], pieces.rank)
         # Made here, since memory belongs to the stream it is made on.
-        room = ShrinkRoom.make(x, pieces, self.counts, tuned)
+        room = self._room(x, pieces, tiles, tuned)
         if not x.is_cuda or (len(x) <= FEW_TOKENS and not torch.cuda.is_current_stream_capturing()):
             return base.forward(x)[0], paged_shrink(x, pieces, tiles, room, tuned)
         here = torch.cuda.current_stream()
@@ -91,8 +91,22 @@ class PagedBackend(TritonBackend):
         if not isinstance(slots, PagedSlots):
             super().add(y, x, slots, rows, slices)
             return
-        pieces = slots.pieces.of(slices)
-        paged_expand(paged_shrink(x, pieces, rows), pieces, y, rows)
+        self._add_paged(y, x, slots.pieces.of(slices), rows, len(x))
+
+    def _add_paged(
+        self, y: torch.Tensor, x: torch.Tensor, pieces: PagedPieces, tiles: TileList, tokens: int
+    ) -> None:
+        """One kernel after the other, with the tile sizes of so many tokens."""
+        tuned = paged_shrink_tiles(tokens, pieces.widths[0], pieces.rank)
+        h = paged_shrink(x, pieces, tiles, self._room(x, pieces, tiles, tuned), tuned)
+        paged_expand(h, pieces, y, tiles, paged_expand_tiles(tokens, pieces.rank, max(pieces.heights)))
+
+    def _room(
+        self, x: torch.Tensor, pieces: PagedPieces, tiles: TileList, tuned: PagedShrinkTiles
+    ) -> ShrinkRoom:
+        wanted = counts_wanted(tiles.count, len(pieces.a), pieces.rank)
+        counts = self.counts if wanted <= len(self.counts) else self.counts.new_zeros(wanted)
+        return ShrinkRoom.make(x, pieces, counts, tuned)
 
     def sync_slots(self) -> None:
         super().sync_slots()

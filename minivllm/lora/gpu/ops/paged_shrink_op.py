@@ -12,11 +12,7 @@ import triton
 import triton.language as tl
 
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
-from minivllm.lora.gpu.ops.paged_tuning import (
-    LEAST_BLOCK_RANKS,
-    PagedShrinkTiles,
-    paged_shrink_tiles,
-)
+from minivllm.lora.gpu.ops.paged_tuning import LEAST_BLOCK_RANKS, PagedShrinkTiles
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 
 
@@ -137,23 +133,18 @@ def paged_shrink(
     x: torch.Tensor,
     pieces: PagedPieces,
     tiles: TileList,
-    room: ShrinkRoom | None = None,
-    tuned: PagedShrinkTiles | None = None,
+    room: ShrinkRoom,
+    tuned: PagedShrinkTiles,
 ) -> torch.Tensor:
     """h = x · Aᵀ, for `paged_expand`. One launch for all slices.
 
     x       (T, K), rows may be further apart than K; all slices have this K
-    room    where to write, None = new memory
-    tuned   tile sizes, None = by shape
+    room    where to write, made for these tile sizes
 
     Returns h (n, T, R), summed in float32 and rounded once. Base rows, and what is past a row's live rank, are not
     written.
     """
     n, width = len(pieces.a), pieces.widths[0]
-    tuned = tuned or paged_shrink_tiles(len(x), width, pieces.rank)
-    if room is None:
-        counts = torch.zeros(counts_wanted(tiles.count, n, pieces.rank), dtype=torch.int32, device=x.device)
-        room = ShrinkRoom.make(x, pieces, counts, tuned)
     _paged_shrink_kernel[(tiles.count, tuned.splits, n * triton.cdiv(pieces.rank, tuned.block_r))](
         x,
         pieces.pool,
