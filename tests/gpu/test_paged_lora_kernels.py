@@ -138,7 +138,7 @@ def all_tilings(batch):
         yield shrink, expand
         yield (
             shrink._replace(splits=3, block_k=16, block_r=16),
-            expand._replace(block_n=16, programs=batch.tiles.count),
+            expand._replace(block_n=16, block_r=16),
         )
 
 

@@ -14,14 +14,34 @@ from minivllm.lora.ops.triton_ops.tuning import can_overlap
 
 
 @triton.jit
-def _rows_of_b(table_ptr, page_stride, rank, is_live, expert, WIDTH: tl.constexpr, PAGE_RANKS: tl.constexpr):
-    """Where B of some ranks begins, past B's place in page 0: (ranks,) int64.   table_ptr: of the slot"""
+def read_b(
+    b_ptr,  # of the slice, in page 0
+    table_ptr,  # of the slot
+    page_stride,
+    rank,
+    live,
+    expert,
+    columns,
+    WIDTH: tl.constexpr,
+    PAGE_RANKS: tl.constexpr,
+):
+    """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)"""
+    is_live = rank < live
     page = tl.load(table_ptr + rank // PAGE_RANKS, mask=is_live, other=0).to(tl.int64)
-    return page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
+    row = page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
+    mask = is_live[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(b_ptr + row[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def read_h(h_ptr, rows, is_row, rank, live, R):
+    """h of some ranks of one slice, zeros past the live rank: (rows, ranks)"""
+    mask = is_row[:, None] & (rank < live)[None, :]
+    return tl.load(h_ptr + rows[:, None] * R + rank[None, :], mask=mask, other=0.0)
 
 
 # These numbers differ between steps, or engines: not a variant of the kernel for each of their values.
-@triton.jit(do_not_specialize=["slice_stride", "capacity", "ranks_row", "table_row", "group"])
+@triton.jit(do_not_specialize=["slice_stride", "capacity", "ranks_row", "table_row"])
 def _paged_expand_kernel(
     h_ptr,  # (n, T, R)
     pool_ptr,  # pages
@@ -38,7 +58,6 @@ def _paged_expand_kernel(
     b_places,  # n: where B of each slice begins in a page
     slice_stride,
     y_row_stride,
-    group,
     WIDTHS: tl.constexpr,
     OVERLAP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # of ranks
@@ -48,12 +67,12 @@ def _paged_expand_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: one tile of rows, `group` blocks of columns of one slice, all live ranks, BLOCK_R at a time.
+    """One program: one tile of rows, one block of columns of one slice, all live ranks, BLOCK_R at a time.
 
-    Axes as in `_lora_expand_kernel`, blocks in groups. A rank's share of B is a row of N_i elements in its page.
+    Axes as in `_lora_expand_kernel`. A rank's share of B is a row of N_i elements in its page.
     Nothing past the live rank is read, of h nor of B. With OVERLAP the kernels ahead may still run, until gdc_wait.
     """
-    tile, part = tl.program_id(0), tl.program_id(1)
+    tile, block = tl.program_id(0), tl.program_id(1)
     adapter = tl.load(tiles_ptr + tile).to(tl.int64)
     if adapter < 0:
         if OVERLAP:  # or what comes after this kernel might not wait for what came before it
@@ -70,55 +89,39 @@ def _paged_expand_kernel(
 
     offset = 0
     for i in tl.static_range(len(b_places)):
-        parts = (WIDTHS[i] + group * BLOCK_N - 1) // (group * BLOCK_N)
-        if (part >= 0) & (part < parts):
+        blocks = (WIDTHS[i] + BLOCK_N - 1) // BLOCK_N
+        if (block >= 0) & (block < blocks):
             live = tl.load(ranks_ptr + i * ranks_row + slot)
-            columns = part * group * BLOCK_N + tl.arange(0, BLOCK_N)
-            b_block = pool_ptr + b_places[i] + columns[None, :]
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_column = columns < WIDTHS[i]
+            b_place = pool_ptr + b_places[i]
+            h_block = h_ptr + i * slice_stride
             y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
-            h_block = h_ptr + i * slice_stride + rows[:, None] * R + ranks[None, :]
+            is_y = is_row[:, None] & is_column[None, :] & (live > 0)
             if ONE_BLOCK:
-                # Straight on, so that all loads are under way together, those of the next block's B too.
-                is_live = ranks < live
-                b_rows = _rows_of_b(table_ptr, page_stride, ranks, is_live, expert, WIDTHS[i], PAGE_RANKS)
-                b_block += b_rows[:, None]
-                b = tl.load(b_block, mask=is_live[:, None] & (columns < WIDTHS[i])[None, :], other=0.0)
+                # Straight on, so that all loads are under way together.
+                b = read_b(
+                    b_place, table_ptr, page_stride, ranks, live, expert, columns, WIDTHS[i], PAGE_RANKS
+                )
                 # Up to here nothing depends on the product before; from here on, its h and its y must be there.
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
-                h = tl.load(
-                    h_block, mask=is_row[:, None] & is_live[None, :], other=0.0
-                )  # (BLOCK_ROWS, BLOCK_R)
-                for done in range(0, group * BLOCK_N, BLOCK_N):
-                    is_y = is_row[:, None] & (columns < WIDTHS[i] - done)[None, :] & (live > 0)
-                    y = tl.load(y_block + done, mask=is_y, other=0.0)
-                    is_next = (columns < WIDTHS[i] - done - BLOCK_N) & (done + BLOCK_N < group * BLOCK_N)
-                    b_next = tl.load(
-                        b_block + done + BLOCK_N, mask=is_live[:, None] & is_next[None, :], other=0.0
-                    )
-                    tl.store(y_block + done, tl.dot(h, b, input_precision="ieee") + y, mask=is_y)
-                    b = b_next
+                y = tl.load(y_block, mask=is_y, other=0.0)
+                h = read_h(h_block, rows, is_row, ranks, live, R)
+                update = tl.dot(h, b, input_precision="ieee") + y
             else:
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
-                for done in range(0, group * BLOCK_N, BLOCK_N):
-                    is_column = columns < WIDTHS[i] - done
-                    is_y = is_row[:, None] & is_column[None, :] & (live > 0)
-                    update = tl.load(y_block + done, mask=is_y, other=0.0).to(tl.float32)
-                    for start in range(0, live, BLOCK_R):
-                        is_live = ranks < live - start
-                        b_rows = _rows_of_b(
-                            table_ptr, page_stride, start + ranks, is_live, expert, WIDTHS[i], PAGE_RANKS
-                        )
-                        b = tl.load(
-                            b_block + done + b_rows[:, None],
-                            mask=is_live[:, None] & is_column[None, :],
-                            other=0.0,
-                        )
-                        h = tl.load(h_block + start, mask=is_row[:, None] & is_live[None, :], other=0.0)
-                        update = tl.dot(h, b, update, input_precision="ieee")
-                    tl.store(y_block + done, update, mask=is_y)
-        part -= parts
+                update = tl.load(y_block, mask=is_y, other=0.0).to(tl.float32)
+                for start in range(0, live, BLOCK_R):
+                    rank = start + ranks
+                    b = read_b(
+                        b_place, table_ptr, page_stride, rank, live, expert, columns, WIDTHS[i], PAGE_RANKS
+                    )
+                    h = read_h(h_block, rows, is_row, rank, live, R)
+                    update = tl.dot(h, b, update, input_precision="ieee")
+            tl.store(y_block, update, mask=is_y)
+        block -= blocks
         offset += WIDTHS[i]
 
 
@@ -140,9 +143,8 @@ def paged_expand(
     tuned = tuned or paged_expand_tiles(len(y), pieces.rank, max(pieces.heights))
     # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
     overlap = can_overlap(y.device)
-    group = tuned.group(tiles.count, pieces.heights)
-    parts = sum(triton.cdiv(height, group * tuned.block_n) for height in pieces.heights)
-    _paged_expand_kernel[(tiles.count, parts)](
+    blocks = sum(triton.cdiv(height, tuned.block_n) for height in pieces.heights)
+    _paged_expand_kernel[(tiles.count, blocks)](
         h,
         pieces.pool,
         y,
@@ -158,7 +160,6 @@ def paged_expand(
         pieces.b,
         h.stride(0),
         y.stride(0),
-        group,
         WIDTHS=pieces.heights,
         OVERLAP=overlap,
         ONE_BLOCK=pieces.rank <= tuned.block_r,

@@ -7,29 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.lora.gpu.ops.paged_expand_op import _rows_of_b
+from minivllm.lora.gpu.ops.paged_expand_op import read_b, read_h
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.ops.paged_tuning import PagedExpandTiles, paged_silu_tiles
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 from minivllm.lora.ops.triton_ops.tuning import can_overlap
-
-
-@triton.jit
-def _read_b(
-    b_ptr, table_ptr, page_stride, rank, live, columns, WIDTH: tl.constexpr, PAGE_RANKS: tl.constexpr
-):
-    """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)"""
-    is_live = rank < live
-    b_rows = _rows_of_b(table_ptr, page_stride, rank, is_live, 0, WIDTH, PAGE_RANKS)
-    mask = is_live[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(b_ptr + b_rows[:, None] + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _read_h(h_ptr, rows, is_row, rank, live, R):
-    """h of some ranks of one slice, zeros past the live rank: (rows, ranks)"""
-    mask = is_row[:, None] & (rank < live)[None, :]
-    return tl.load(h_ptr + rows[:, None] * R + rank[None, :], mask=mask, other=0.0)
 
 
 # These numbers differ between steps, or engines: not a variant of the kernel for each of their values.
@@ -100,25 +82,25 @@ def _paged_silu_kernel(
     gate_b, up_b = pool_ptr + b_gate, pool_ptr + b_up
     ranks = tl.arange(0, BLOCK_R)
     if ONE_BLOCK:  # straight on, so that all loads are under way together
-        own_gate = _read_b(gate_b, table_ptr, page_stride, ranks, live_gate, columns, WIDTH, PAGE_RANKS)
-        own_up = _read_b(up_b, table_ptr, page_stride, ranks, live_up, columns, WIDTH, PAGE_RANKS)
+        own_gate = read_b(gate_b, table_ptr, page_stride, ranks, live_gate, 0, columns, WIDTH, PAGE_RANKS)
+        own_up = read_b(up_b, table_ptr, page_stride, ranks, live_up, 0, columns, WIDTH, PAGE_RANKS)
     if OVERLAP:  # the kernels ahead may still run until here
         tl.extra.cuda.gdc_wait()
     gate = tl.load(y_block, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y_block + WIDTH, mask=inside, other=0.0).to(tl.float32)
     if ONE_BLOCK:
-        h = _read_h(h_ptr, rows, is_row, ranks, live_gate, R)
+        h = read_h(h_ptr, rows, is_row, ranks, live_gate, R)
         gate = tl.dot(h, own_gate, gate, input_precision="ieee")
-        h = _read_h(h_ptr + slice_stride, rows, is_row, ranks, live_up, R)
+        h = read_h(h_ptr + slice_stride, rows, is_row, ranks, live_up, R)
         up = tl.dot(h, own_up, up, input_precision="ieee")
     else:
         for start in range(0, tl.maximum(live_gate, live_up), BLOCK_R):
             rank = start + ranks
-            b = _read_b(gate_b, table_ptr, page_stride, rank, live_gate, columns, WIDTH, PAGE_RANKS)
-            h = _read_h(h_ptr, rows, is_row, rank, live_gate, R)
+            b = read_b(gate_b, table_ptr, page_stride, rank, live_gate, 0, columns, WIDTH, PAGE_RANKS)
+            h = read_h(h_ptr, rows, is_row, rank, live_gate, R)
             gate = tl.dot(h, b, gate, input_precision="ieee")
-            b = _read_b(up_b, table_ptr, page_stride, rank, live_up, columns, WIDTH, PAGE_RANKS)
-            h = _read_h(h_ptr + slice_stride, rows, is_row, rank, live_up, R)
+            b = read_b(up_b, table_ptr, page_stride, rank, live_up, 0, columns, WIDTH, PAGE_RANKS)
+            h = read_h(h_ptr + slice_stride, rows, is_row, rank, live_up, R)
             up = tl.dot(h, b, up, input_precision="ieee")
     tl.store(
         out_ptr + rows[:, None] * WIDTH + columns[None, :], gate / (1.0 + tl.exp(-gate)) * up, mask=inside

@@ -21,48 +21,46 @@ class PagedShrinkTiles(NamedTuple):
 
 
 class PagedExpandTiles(NamedTuple):
-    """block_n columns of y, block_r ranks at a time. A program takes as many blocks as leave `programs` of them."""
+    """block_n columns of y, block_r ranks at a time."""
 
     block_n: int
     block_r: int
     num_warps: int
-    programs: int
-
-    def group(self, tiles: int, widths: tuple[int, ...]) -> int:
-        """Blocks of columns that one program takes."""
-        blocks = sum(triton.cdiv(width, self.block_n) for width in widths)
-        return min(8, max(1, tiles * blocks // self.programs))
 
 
 # No fewer ranks in one product than a tensor core takes.
 LEAST_BLOCK_RANKS = 16
-# Shares of K: of few tokens, and of prompts. The number of slots is not asked: what it costs must not depend on how
-# many there could be. Of the tokens only whether they are few, so that a warm-up can compile every variant there is.
-FEW_SPLITS, PROMPT_SPLITS = 8, 2
+# Rows of a decode step that wait for launches more than for bytes.
+FEWEST_TOKENS = 32
 
 
 def paged_shrink_tiles(tokens: int, width: int, rank: int) -> PagedShrinkTiles:
-    """tokens: T, width: K, rank: R"""
-    few = tokens <= FEW_TOKENS
-    splits = max(1, min(FEW_SPLITS if few else PROMPT_SPLITS, width // 256))
-    if few:
-        return PagedShrinkTiles(block_ranks(rank), 128, splits, num_warps=4, num_stages=3)
-    # Most adapters are shorter than the longest: small blocks of ranks, of which those not live end at once.
-    return PagedShrinkTiles(min(32, block_ranks(rank)), 64, splits, num_warps=4, num_stages=4)
+    """tokens: T, width: K, rank: R
+
+    The number of slots is not asked: what it costs must not depend on how many there could be. Of the tokens only
+    in which of three classes they are, so that a warm-up can compile every variant there is.
+    """
+    most = max(1, width // 256)
+    if tokens > FEW_TOKENS:
+        # Most adapters are shorter than the longest: small blocks of ranks, of which those not live end at once.
+        return PagedShrinkTiles(min(32, block_ranks(rank)), 64, min(2, most), num_warps=4, num_stages=4)
+    splits = min(4 if tokens <= FEWEST_TOKENS else 8, most)
+    return PagedShrinkTiles(block_ranks(rank), 128, splits, num_warps=4, num_stages=4)
 
 
 def paged_expand_tiles(tokens: int, rank: int, widest: int) -> PagedExpandTiles:
     """tokens: T, rank: R, widest: the largest N_i"""
     block_r = block_ranks(rank)
-    few = tokens <= FEW_TOKENS
-    wide = few and block_r <= 32 and widest >= 4096
-    return PagedExpandTiles(256 if wide else 128, block_r, num_warps=4, programs=1024 if few else 1 << 30)
+    wide = tokens <= FEW_TOKENS and block_r <= 32 and widest >= 4096
+    return PagedExpandTiles(256 if wide else 128, block_r, num_warps=4)
 
 
 def paged_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
     """tokens: T, rank: R"""
     block_r = block_ranks(rank)
-    return PagedExpandTiles(64 if block_r <= 16 else 128, block_r, num_warps=4, programs=1 << 30)
+    if tokens <= FEW_TOKENS:
+        return PagedExpandTiles(128, block_r, num_warps=4)
+    return PagedExpandTiles(64, block_r, num_warps=8 if block_r == LEAST_BLOCK_RANKS else 4)
 
 
 def block_ranks(rank: int) -> int:
