@@ -248,7 +248,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    max_lora_wait_steps: int = 64
+    max_lora_wait_steps: int = 96
     async_scheduling: bool = True
     policy: str = "fcfs"
 
