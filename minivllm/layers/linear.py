@@ -20,12 +20,14 @@ class LinearBase(nn.Module):
     heights, rows: N of each of the n linears, and which of its rows the process has.
     columns: which of K it has.
     tp: the process.
+    read_by: the activation that alone reads its output, if there is one; what adds to the output may do so there.
     """
 
     is_head = False
     heights: list[int]
     rows: list[slice]
     columns: slice
+    read_by: nn.Module | None = None
 
     def __init__(
         self,
