@@ -7,13 +7,13 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
+from minivllm.distributed.executor import make_runner
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
 from minivllm.policies.install import install_policies
-from minivllm.worker.model_runner import ModelRunner
 
 
 class EngineParts:
@@ -36,7 +36,7 @@ class EngineParts:
         self.config = config
         self.tokenizer = tokenizer
         self.clock = clock
-        self.runner = ModelRunner(config)
+        self.runner = make_runner(config)
         self.runner.row_sampler.masks.tokenizer = tokenizer
         if warm_up:
             self.runner.warm_up()

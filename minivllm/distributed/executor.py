@@ -1,0 +1,13 @@
+"""What runs an engine's steps: one runner, or several ranks. Stands for vllm/v1/executor/abstract.py (v0.22.1)."""
+
+from minivllm.config import EngineConfig
+from minivllm.worker.model_runner import ModelRunner
+
+
+def make_runner(config: EngineConfig) -> ModelRunner:
+    """A runner of this process alone, or one that has other ranks run each step too. Errors as of `ModelRunner`."""
+    if config.parallel_config.tensor_parallel_size == 1:
+        return ModelRunner(config)
+    from minivllm.distributed.leader import start_ranks  # whoever is alone needs none of it
+
+    return start_ranks(config)
