@@ -1,5 +1,7 @@
 """What runs an engine's steps: one runner, or several ranks. Stands for vllm/v1/executor/abstract.py (v0.22.1)."""
 
+from collections.abc import Callable
+
 from minivllm.config import EngineConfig
 from minivllm.worker.model_runner import ModelRunner
 
@@ -11,3 +13,9 @@ def make_runner(config: EngineConfig) -> ModelRunner:
     from minivllm.distributed.leader import start_ranks  # whoever is alone needs none of it
 
     return start_ranks(config)
+
+
+def when_a_rank_ends(runner: ModelRunner, tell: Callable[[Callable[[], None]], object]) -> None:
+    """Give `tell`, from a thread of its own, what raises the EngineDeadError; never, where there are no others."""
+    if (others := getattr(runner, "others", None)) is not None:
+        others.on_death.append(lambda: tell(others.check))

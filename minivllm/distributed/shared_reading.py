@@ -24,7 +24,8 @@ class SharedReading:
     def __init__(self, worker: LRUCacheWorkerLoRAManager, others: OtherRanks) -> None:
         self._others = others
         self._numbers = itertools.count(1)
-        self._number_of: dict[int, int] = {}  # load id -> the number that the others know it by
+        # Adapter -> the number that the others know it by.
+        self._number_of: weakref.WeakKeyDictionary[LoRAModel, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # numbers that nobody here has any more
         self._seats: dict[int, tuple[int, int]] = {}  # that the others know
         self._manager = worker.manager
@@ -52,7 +53,7 @@ class SharedReading:
         except BaseException:
             self._dropped.append(number)
             raise
-        self._number_of[lora.load_id] = number
+        self._number_of[lora] = number
         weakref.finalize(lora, self._dropped.append, number).atexit = False
         return lora
 
@@ -62,7 +63,7 @@ class SharedReading:
         adapter id -> its slot, and the number that it was read by
         """
         adapters, slots = self._manager._registered_adapters, self._manager._active_adapters
-        seats = {i: (slot, self._number_of[adapters[i].load_id]) for i, slot in slots.items()}
+        seats = {i: (slot, self._number_of[adapters[i]]) for i, slot in slots.items()}
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         is_new, self._seats = seats != self._seats, seats
         return seats if is_new else None, dropped
