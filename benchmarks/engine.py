@@ -10,6 +10,8 @@ from pathlib import Path
 from benchmarks.arguments import (
     BACKENDS,
     DTYPES,
+    EVICTION_POLICIES,
+    SCHEDULING_POLICIES,
     SHAPE_NAMES,
     decode_case,
     device,
@@ -37,6 +39,9 @@ def add_engine_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=whole(), help="CPU threads; as many as are fastest if not given")
     parser.add_argument("--rank", type=whole(), default=16, help="of the adapters and of the slots")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits whatever else is in a batch"
+    )
     parser.add_argument("--punica-backend", type=one_of(BACKENDS), default="auto")
     parser.add_argument(
         "--target-modules", type=each_once(str), help="what to wrap; all that can be if not given"
@@ -78,6 +83,8 @@ def add_serve_options(parser: ArgumentParser) -> None:
         type=whole(),
         help="adapters that so many asked for are loaded; all if not given",
     )
+    parser.add_argument("--eviction-policy", type=one_of(EVICTION_POLICIES), default="lru")
+    parser.add_argument("--scheduling-policy", type=one_of(SCHEDULING_POLICIES), default="fcfs")
     parser.add_argument("--cold", action="store_true", help="adapters are read when first asked for")
     parser.add_argument("--max-num-seqs", type=whole(), default=128)
     parser.add_argument("--prompt-median", type=whole(), default=128)

@@ -39,6 +39,7 @@ def engine_args(
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
+        batch_invariant=options.batch_invariant,
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

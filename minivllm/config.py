@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from minivllm.devices import DTYPES as DTYPES
 from minivllm.devices import parse_device, parse_dtype
+from minivllm.model_options import check_batch_invariant, check_quantization
 from minivllm.models.config import ModelArchitecture
 from minivllm.validation import (
     is_folder,
@@ -24,9 +24,9 @@ from minivllm.validation import (
 
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
-PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged")
+PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged", "invariant")
+PAGED_BACKENDS = ("paged", "invariant")
 LOAD_FORMATS = ("auto", "dummy")
-TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
 CPU_KV_CACHE_BYTES = 2**30
 # Slots where adapters lie in pages and nobody says how many. The last bounds slots times rank.
 MOST_SLOTS, LEAST_SLOTS, MOST_SLOT_RANKS = 256, 32, 4096
@@ -48,8 +48,9 @@ class LoRAConfig:
                     experts
     fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
     punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels). Or "folded" (A as
-                    extra rows of the base weight), "paged" (in pages of a few ranks). "auto" = grouped on a CPU.
-                    On CUDA it is paged without `max_loras`, else folded, but triton if the base is quantized
+                    extra rows of the base weight), "paged" (in pages of a few ranks). Or "invariant" (paged,
+                    for `batch_invariant`). "auto" = grouped on a CPU. On CUDA it is paged without `max_loras`, else
+                    folded, but triton if the base is quantized
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
@@ -119,8 +120,9 @@ class LoRAConfig:
         if self.max_loras is not None:
             return self
         slots, backend = 1, self.punica_backend
-        if self.backend_on(device) == "paged":
-            slots, backend = min(MOST_SLOTS, max(LEAST_SLOTS, MOST_SLOT_RANKS // self.max_lora_rank)), "paged"
+        if self.backend_on(device) in PAGED_BACKENDS:
+            slots = min(MOST_SLOTS, max(LEAST_SLOTS, MOST_SLOT_RANKS // self.max_lora_rank))
+            backend = self.backend_on(device)
         return replace(self, max_loras=min(slots, self.max_cpu_loras or slots), punica_backend=backend)
 
     def _checked_factors(self) -> tuple[float, ...]:
@@ -148,6 +150,7 @@ class ModelConfig:
     enforce_eager   no CUDA graphs
     quantization    "torchao" = the linears of the blocks in int8, weights only (its Int8WeightOnlyConfig), as they are
                     loaded. Embeddings, head, router and experts stay in `dtype`. None = nothing is quantized
+    batch_invariant  a request's logits have the same bits whatever else is in its batches; see docs/architecture.md
     position_factor  how many times the model's positions a context may have: the largest rotary factor of adapters
     max_logprobs    the most logprobs a request may ask for beside each token; -1 = as many as there are tokens. Each
                     costs time in steps that others wait for, too
@@ -161,6 +164,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
     quantization: str | None = None
+    batch_invariant: bool = False
     position_factor: float = 1.0
     max_logprobs: int = 20
     architecture: ModelArchitecture = field(init=False)
@@ -170,7 +174,8 @@ class ModelConfig:
             require_int(1, max_model_len=self.max_model_len)
         require_int(-1, max_logprobs=self.max_logprobs)
         require_int(0, seed=self.seed)
-        require_bool(skip_tokenizer_init=self.skip_tokenizer_init, enforce_eager=self.enforce_eager)
+        for name in ("skip_tokenizer_init", "enforce_eager", "batch_invariant"):
+            require_bool(**{name: getattr(self, name)})
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(
                 f"load_format {shown(self.load_format)} is not supported; use one of {', '.join(LOAD_FORMATS)}"
@@ -186,27 +191,10 @@ class ModelConfig:
         object.__setattr__(self, "max_model_len", max_model_len)
         if self.dtype != "auto":
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        if self.batch_invariant:
+            check_batch_invariant(self.quantization, architecture)
         if self.quantization is not None:
-            self._check_quantization()
-
-    def _check_quantization(self) -> None:
-        """ValueError for what torchao cannot do, ModuleNotFoundError where it is missing."""
-        if self.quantization != "torchao":
-            raise ValueError(
-                f"quantization {shown(self.quantization)} is not supported; use torchao, or None for the weights as "
-                "stored"
-            )
-        # It multiplies by the int8 numbers before it scales, and so leaves float16's range; float64 it does not know.
-        if self.dtype in (torch.float16, torch.float64):
-            raise ValueError(
-                f"quantization 'torchao' computes in float32 or bfloat16, but the dtype is {self.dtype}; "
-                "pass --dtype bfloat16 or float32"
-            )
-        if importlib.util.find_spec("torchao") is None:
-            raise ModuleNotFoundError(
-                "quantization 'torchao' needs the package torchao, which is not installed; "
-                f"run `pip install '{TORCHAO_REQUIREMENT}'`"
-            )
+            check_quantization(self.quantization, self.dtype)
 
     def on_device(self, device: str) -> ModelConfig:
         """The same with the dtype that "auto" means there."""
@@ -260,7 +248,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    max_lora_wait_steps: int = 64
+    max_lora_wait_steps: int = 96
     async_scheduling: bool = True
     policy: str = "fcfs"
 
@@ -305,6 +293,13 @@ class EngineConfig:
             lora_config = self.lora_config.on_device(self.device)
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
+        if self.model_config.batch_invariant and self.parallel_config.tensor_parallel_size > 1:
+            raise ValueError(
+                f"batch_invariant does not go with tensor_parallel_size {self.parallel_config.tensor_parallel_size}: "
+                "sums over ranks have another order; leave one out"
+            )
+        if self.lora_config is not None and self.model_config.batch_invariant:
+            object.__setattr__(self, "lora_config", replace(self.lora_config, punica_backend="invariant"))
         if self.lora_config is not None and self.model_config.quantization is not None:
             object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
 

@@ -35,6 +35,7 @@ class EngineArgs:
     enforce_eager: bool = ModelConfig.enforce_eager
     quantization: str | None = ModelConfig.quantization
     max_logprobs: int = ModelConfig.max_logprobs
+    batch_invariant: bool = ModelConfig.batch_invariant
     enable_lora: bool = False
     max_loras: int | None = None
     max_lora_rank: int = LoRAConfig.max_lora_rank

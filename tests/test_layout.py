@@ -29,6 +29,7 @@ LAYERS = (
         "sampling_params",
         "structured_outputs",
         "validation",
+        "model_options",
         "models.config",
         "models.interfaces",
         "models.demo_model",
@@ -75,7 +76,6 @@ LAYERS = (
     ("lora", "economics"),
     ("guards.refusals", "guards.turns"),
     ("core", "policies"),
-    ("simulate",),
     ("elastic",),
     ("worker",),
     (
@@ -87,6 +87,7 @@ LAYERS = (
         "distributed.shared_reading",
         "distributed.step_messages",
     ),
+    ("simulate",),
     ("engine", "guards", "serving", "text.answer", "text.chats"),
     ("server",),
     ("commands",),

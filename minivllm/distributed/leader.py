@@ -4,6 +4,7 @@ vllm/v1/executor/multiproc_executor.py (v0.22.1), whose first rank is a process 
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from minivllm.distributed.shared_reading import SharedReading
 from minivllm.distributed.step_messages import StepWriter
 from minivllm.guards.turns import no_interrupts
 from minivllm.worker.mixed_graphs import MixedGraphs
-from minivllm.worker.row_sampler import PendingStep, Sampled
+from minivllm.worker.row_sampler import PendingStep, Sampled, takes_likeliest
 
 
 class LeadingRunner(RankRunner):
@@ -82,17 +83,16 @@ class LeadingRunner(RankRunner):
         self.others.check()  # a GPU's waiting for a rank that has ended is cut short, and leaves anything
         return sampled
 
-    def leave_tokens(self, step: PendingStep) -> Callable[[], list[int]] | None:
-        wait = super().leave_tokens(step)
-        return wait and self._checked(wait)
+    def leave_tokens(self, step: PendingStep) -> Callable[[], Sampled] | None:
+        """As in the parent class, but None where tokens are drawn: others know the likeliest ones alone."""
+        if step.tokens is None or not all(map(takes_likeliest, step.requests)):
+            return None
+        return partial(self._wait, super().leave_tokens(step))
 
-    def _checked(self, wait: Callable[[], list[int]]) -> Callable[[], list[int]]:
-        def wait_and_check() -> list[int]:
-            tokens = wait()
-            self.others.check()
-            return tokens
-
-        return wait_and_check
+    def _wait(self, wait: Callable[[], Sampled]) -> Sampled:
+        sampled = wait()
+        self.others.check()
+        return sampled
 
 
 def start_ranks(config: EngineConfig) -> LeadingRunner:

@@ -15,8 +15,8 @@ class ProcessGroup(TensorParallel):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()

@@ -1,10 +1,11 @@
 """Which part of every layer a process has. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
 
 import torch
+import torch.nn.functional as F
 
 
 class TensorParallel:
-    """One of `size` processes that share every layer of a model; here the only one, who has all of each.
+    """One of `size` processes that share every layer of a model, on paper: it knows its part, and meets nobody.
 
     Layers get it when they are made. They ask it what part is theirs, and have it put parts together. vLLM asks globals
     (`get_tensor_model_parallel_rank`, `tensor_model_parallel_all_reduce`).
@@ -12,15 +13,17 @@ class TensorParallel:
     rank   which of them, from 0 on    size   how many there are
     """
 
-    rank = 0
-    size = 1
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    # ---- what is ours ---------------------------------------------------------------------------------------
 
     def share(self, n: int, what: str) -> int:
         """How many of n things each process has; ValueError, naming what they are, unless all have as many."""
         if n % self.size:
+            fits = max(size for size in range(1, self.size + 1) if n % size == 0)
             raise ValueError(
-                f"{what} {n} cannot be divided by tensor_parallel_size {self.size}; "
-                f"pass --tensor-parallel-size {self._largest_divisor(n)}"
+                f"{what} {n} cannot be divided by tensor_parallel_size {self.size}; pass --tensor-parallel-size {fits}"
             )
         return n // self.size
 
@@ -28,16 +31,65 @@ class TensorParallel:
         """Which of all things this process has, where each has `share` of them."""
         return slice(self.rank * share, (self.rank + 1) * share)
 
+    def kv_heads(self, heads: int) -> slice:
+        """Which key-value heads: as many as others have. Where processes are more than heads, some have the same one.
+
+        ValueError where neither divides the other. vLLM: `num_kv_head_replicas`.
+        """
+        if self.size <= heads or self.size % heads:
+            return self.part(self.share(heads, "num_key_value_heads"))
+        first = self.rank * heads // self.size
+        return slice(first, first + 1)
+
+    def tokens(self, vocabulary: int) -> int:
+        """How many rows each process has for the tokens of a vocabulary; past its end rows stand for none."""
+        return -(-vocabulary // self.size)
+
+    # ---- what all have --------------------------------------------------------------------------------------
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of what all processes have. The caller's tensor may change; read only what is returned."""
-        return x
+        raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """What all processes have, side by side along the last dimension.   (..., n) -> (..., size * n)"""
+        raise NotImplementedError
+
+    def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """The rows of a table that processes share out.   ids: (T,) int64   table: (rows of each, H) -> (T, H)"""
+        return self.all_reduce(self.look_up_own(ids, table))
+
+    def look_up_own(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """This process's term of `look_up`: zeros for the rows of others."""
+        own = ids - self.rank * len(table)  # (T,)
+        is_others = (own < 0) | (own >= len(table))
+        return F.embedding(own.masked_fill(is_others, 0), table).masked_fill(is_others[:, None], 0)
+
+    def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Logits of all tokens, of each process's. Columns past the process's own tokens are the same on all: added
+        tokens.   (P, tokens(V) + X) -> (P, V + X)
+        """
+        own, added = logits.tensor_split([self.tokens(vocabulary)], dim=1)
+        return torch.cat([self.all_gather(own)[:, :vocabulary], added], dim=1)
+
+
+class Alone(TensorParallel):
+    """The only process: it has all of every layer."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def _largest_divisor(self, n: int) -> int:
-        return max(size for size in range(1, self.size + 1) if n % size == 0)
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    look_up = staticmethod(F.embedding)
+    look_up_own = staticmethod(F.embedding)
+
+    def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        return logits
 
 
-ALONE = TensorParallel()
+ALONE = Alone()

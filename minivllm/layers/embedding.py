@@ -3,21 +3,21 @@
 Stands for vllm/model_executor/layers/vocab_parallel_embedding.py and logits_processor.py (v0.22.1).
 """
 
+from operator import attrgetter
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
 from minivllm.layers.linear import LinearBase
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A row of weight (V, H) per token (vLLM: VocabParallelEmbedding).
+    """A row of weight (V, H) per token; processes share the tokens out (vLLM: VocabParallelEmbedding).
 
     org_num_embeddings: how many rows are the base model's own tokens, where V has room for more; None = all
+    rows: tokens of this process; its weight has zeros past them, where others have more
     """
-
-    tp_size = 1
-    tp_rank = 0
 
     def __init__(
         self,
@@ -27,22 +27,30 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         org_num_embeddings: int | None = None,
         prefix: str = "",
+        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
-        self.prefix = prefix
+        self.prefix, self.tp = prefix, tp
         self.num_embeddings = num_embeddings
         self.org_vocab_size = org_num_embeddings or num_embeddings
         self.embedding_dim = embedding_dim
-        weight = torch.empty(num_embeddings, embedding_dim, dtype=params_dtype, device=device)
+        self.rows = _own_tokens(num_embeddings, tp)
+        weight = torch.empty(tp.tokens(num_embeddings), embedding_dim, dtype=params_dtype, device=device)
+        weight[self.rows.stop - self.rows.start :] = 0
         self.weight = nn.Parameter(weight, requires_grad=False)
+
+    tp_rank, tp_size = property(attrgetter("tp.rank")), property(attrgetter("tp.size"))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: (T,) int64 -> (T, H)"""
-        return F.embedding(input_ids, self.weight)
+        return self.tp.look_up(input_ids, self.weight)
 
 
 class ParallelLMHead(LinearBase):
-    """The linear from hidden states to logits, weight (V, H) (vLLM: ParallelLMHead); V as for the embedding."""
+    """The linear from hidden states to logits, weight (V, H) (vLLM: ParallelLMHead); V as for the embedding.
+
+    `forward` gives the logits of the process's own tokens.
+    """
 
     is_head = True
 
@@ -55,11 +63,23 @@ class ParallelLMHead(LinearBase):
         device: torch.device | str | None = None,
         org_num_embeddings: int | None = None,
         prefix: str = "",
+        tp: TensorParallel = ALONE,
     ) -> None:
-        super().__init__(embedding_dim, num_embeddings, bias, params_dtype, device, prefix)
+        super().__init__(embedding_dim, num_embeddings, bias, params_dtype, device, prefix, tp)
         self.num_embeddings = num_embeddings
         self.org_vocab_size = org_num_embeddings or num_embeddings
         self.embedding_dim = embedding_dim
+        for parameter in self.parameters():
+            parameter[self.rows[0].stop - self.rows[0].start :] = 0
+
+    def _take_part(self) -> None:
+        self.heights, self.rows = [self.output_size], [_own_tokens(self.output_size, self.tp)]
+        self.columns = slice(0, self.input_size)
+
+    @property
+    def output_size_per_partition(self) -> int:
+        """As many as others have."""
+        return self.tp.tokens(self.output_size)
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Share the input embedding's table."""
@@ -67,11 +87,11 @@ class ParallelLMHead(LinearBase):
 
 
 class LogitsProcessor(nn.Module):
-    """Hidden states to logits, a module of its own so that LoRA can wrap it (vLLM: LogitsProcessor)."""
+    """Hidden states to logits of all tokens, a module of its own so that LoRA can wrap it (vLLM: LogitsProcessor)."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, tp: TensorParallel = ALONE) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.tp = vocab_size, tp
 
     def forward(
         self,
@@ -89,5 +109,11 @@ class LogitsProcessor(nn.Module):
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden_states: (P, H)   embedding_bias: (V,) or None -> (P, V)"""
-        logits, _ = lm_head(hidden_states)  # (P, V)
+        logits = self.tp.gather_tokens(lm_head(hidden_states)[0], self.vocab_size)  # (P, V)
         return logits if embedding_bias is None else logits + embedding_bias
+
+
+def _own_tokens(vocabulary: int, tp: TensorParallel) -> slice:
+    """Tokens whose rows a process has; the last processes may have fewer than others."""
+    part = tp.part(tp.tokens(vocabulary))
+    return slice(min(part.start, vocabulary), min(part.stop, vocabulary))

@@ -1,11 +1,13 @@
 """The experts of a sparse layer. Stands for vllm/model_executor/layers/fused_moe/layer.py (v0.22.1)."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
 from minivllm.layers.activation import SiluAndMul
 
 # grouped_mm reads rows in pieces of so many bytes.
@@ -40,10 +42,10 @@ class FusedMoE(nn.Module):
     w13_weight   (E, 2I, H), of each expert the rows of gate (w1) and then those of up (w3)
     w2_weight    (E, H, I), down
     renormalize  whether the weights of a token's k experts are made to sum to one
-    """
 
-    tp_size = 1
-    tp_rank = 0
+    Processes share out I, of every expert: each has a term of a token's answer. w13_weight has the rows `inner` of
+    gate and of up, w2_weight these columns.
+    """
 
     def __init__(
         self,
@@ -54,18 +56,23 @@ class FusedMoE(nn.Module):
         renormalize: bool = True,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
-        self.num_experts, self.top_k = num_experts, top_k
+        self.num_experts, self.top_k, self.tp = num_experts, top_k, tp
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.renormalize = renormalize
-        shape = num_experts, 2 * intermediate_size, hidden_size
+        share = tp.share(intermediate_size, "the experts' intermediate size")
+        self.inner, self.intermediate_size_per_partition = tp.part(share), share
+        shape = num_experts, 2 * share, hidden_size
         # Uninitialised: the loader fills every parameter or raises.
         w13_weight = torch.empty(shape, dtype=params_dtype, device=device)  # (E, 2I, H)
-        w2_weight = w13_weight.new_empty(num_experts, hidden_size, intermediate_size)  # (E, H, I)
+        w2_weight = w13_weight.new_empty(num_experts, hidden_size, share)  # (E, H, I)
         self.w13_weight = nn.Parameter(w13_weight, requires_grad=False)
         self.w2_weight = nn.Parameter(w2_weight, requires_grad=False)
         self.act_fn = SiluAndMul()
+
+    tp_rank, tp_size = property(attrgetter("tp.rank")), property(attrgetter("tp.size"))
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """x: (T, H), router_logits: (T, E) -> (T, H)"""
@@ -110,7 +117,7 @@ class FusedMoE(nn.Module):
         """
         weighted = y * pairs.weights[:, None]  # (P, H), float32 at least
         choices = weighted[pairs.places].view(-1, self.top_k, self.hidden_size)  # (T, k, H)
-        return choices.sum(dim=1).to(y.dtype)
+        return self.tp.all_reduce(choices.sum(dim=1).to(y.dtype))
 
     def extra_repr(self) -> str:
         return (

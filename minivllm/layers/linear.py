@@ -1,23 +1,31 @@
 """The linear layers of a base model. Stands for vllm/model_executor/layers/linear.py (v0.22.1)."""
 
 import functools
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+
 
 class LinearBase(nn.Module):
     """y = x W^T + b, with weight (N, K) as checkpoints store it (vLLM: LinearBase).
 
-    There is one tensor-parallel rank; vLLM's attributes for ranks stay, since LoRA layers read them.
+    A process may have a part of the weight: of each of the n linears that the layer fuses some rows, and some columns.
+
     prefix: the layer's name in the model, for people.
     is_head: whether it makes logits; what adapts it is not what adapts linears inside the model.
+    heights, rows: N of each of the n linears, and which of its rows the process has.
+    columns: which of K it has.
+    tp: the process.
     """
 
     is_head = False
-    tp_size = 1
-    tp_rank = 0
+    heights: list[int]
+    rows: list[slice]
+    columns: slice
 
     def __init__(
         self,
@@ -27,14 +35,37 @@ class LinearBase(nn.Module):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         prefix: str = "",
+        tp: TensorParallel = ALONE,
     ) -> None:
         super().__init__()
-        self.prefix = prefix
+        self.prefix, self.tp = prefix, tp
         self.input_size = input_size
         self.output_size = output_size
-        self.weight = _parameter((output_size, input_size), params_dtype, device)
-        self.bias = _parameter((output_size,), params_dtype, device) if bias else None
+        self._take_part()
+        shape = self.output_size_per_partition, self.input_size_per_partition
+        self.weight = _parameter(shape, params_dtype, device)
+        self.bias = _parameter(shape[:1], params_dtype, device) if bias else None
         self.packed_weight: torch.Tensor | None = None
+
+    tp_rank, tp_size = property(attrgetter("tp.rank")), property(attrgetter("tp.size"))
+
+    def _take_part(self) -> None:
+        """Say which `rows` and `columns` the process has: all."""
+        self.heights, self.rows = [self.output_size], [slice(0, self.output_size)]
+        self.columns = slice(0, self.input_size)
+
+    @property
+    def output_partition_sizes(self) -> list[int]:
+        """Rows of each linear that are here (vLLM: the same name)."""
+        return [rows.stop - rows.start for rows in self.rows]
+
+    @property
+    def output_size_per_partition(self) -> int:
+        return sum(self.output_partition_sizes)
+
+    @property
+    def input_size_per_partition(self) -> int:
+        return self.columns.stop - self.columns.start
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """x: (T, K) -> (T, N), None: vLLM's second is a bias to be added later, which nobody asks for here"""
@@ -66,15 +97,36 @@ class LinearBase(nn.Module):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear that every rank would hold whole (vLLM: ReplicatedLinear)."""
+    """A linear that every process has whole (vLLM: ReplicatedLinear)."""
 
 
 class ColumnParallelLinear(LinearBase):
-    """A linear whose outputs ranks would share out (vLLM: ColumnParallelLinear)."""
+    """A linear whose outputs processes share out (vLLM: ColumnParallelLinear)."""
+
+    def _take_part(self) -> None:
+        self.heights = getattr(self, "output_sizes", [self.output_size])
+        self.rows = [self.tp.part(self.tp.share(n, f"{self.prefix} outputs")) for n in self.heights]
+        self.columns = slice(0, self.input_size)
 
 
 class RowParallelLinear(LinearBase):
-    """A linear whose inputs ranks would share out (vLLM: RowParallelLinear)."""
+    """A linear whose inputs processes share out, so that each has a term of a sum (vLLM: RowParallelLinear).
+
+    The bias belongs to one term, the first process's; others have zeros.
+
+    reduce_results: whether `forward` gives the sum. What adapts the layer adds to the term, and sums both itself.
+    """
+
+    reduce_results = True
+
+    def _take_part(self) -> None:
+        self.heights, self.rows = [self.output_size], [slice(0, self.output_size)]
+        self.columns = self.tp.part(self.tp.share(self.input_size, f"{self.prefix} inputs"))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """x: (T, own part of K) -> (T, N), None"""
+        term, _ = super().forward(x)
+        return (self.tp.all_reduce(term) if self.reduce_results else term), None
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -91,13 +143,17 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         prefix: str = "",
+        tp: TensorParallel = ALONE,
     ) -> None:
-        super().__init__(input_size, sum(output_sizes), bias, params_dtype, device, prefix)
         self.output_sizes = list(output_sizes)
+        super().__init__(input_size, sum(output_sizes), bias, params_dtype, device, prefix, tp)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """q, k and v in one product (vLLM: QKVParallelLinear); output_sizes: [Hq*D, Hkv*D, Hkv*D]."""
+    """q, k and v in one product (vLLM: QKVParallelLinear); output_sizes: [Hq*D, Hkv*D, Hkv*D].
+
+    num_heads, num_kv_heads: of the process.
+    """
 
     def __init__(
         self,
@@ -109,13 +165,22 @@ class QKVParallelLinear(ColumnParallelLinear):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         prefix: str = "",
+        tp: TensorParallel = ALONE,
     ) -> None:
         self.head_size = head_size
-        self.total_num_heads = self.num_heads = total_num_heads
-        self.total_num_kv_heads = self.num_kv_heads = total_num_kv_heads or total_num_heads
-        q_size, kv_size = self.num_heads * head_size, self.num_kv_heads * head_size
-        super().__init__(hidden_size, q_size + 2 * kv_size, bias, params_dtype, device, prefix)
+        self.total_num_heads = total_num_heads
+        self.total_num_kv_heads = total_num_kv_heads or total_num_heads
+        q_size, kv_size = self.total_num_heads * head_size, self.total_num_kv_heads * head_size
         self.output_sizes = [q_size, kv_size, kv_size]
+        super().__init__(hidden_size, q_size + 2 * kv_size, bias, params_dtype, device, prefix, tp)
+
+    def _take_part(self) -> None:
+        q = self.tp.part(self.tp.share(self.total_num_heads, "num_attention_heads"))
+        kv = self.tp.kv_heads(self.total_num_kv_heads)
+        self.num_heads, self.num_kv_heads = q.stop - q.start, kv.stop - kv.start
+        self.heights, self.columns = self.output_sizes, slice(0, self.input_size)
+        size = self.head_size
+        self.rows = [slice(heads.start * size, heads.stop * size) for heads in (q, kv, kv)]
 
 
 @functools.cache

@@ -42,6 +42,26 @@ class TiledAttentionMetadata:
     tiles: torch.Tensor
     block_tables: torch.Tensor
 
+    @classmethod
+    def build(
+        cls,
+        query_lens: list[int],
+        seq_lens: list[int],
+        block_tables: list[list[int]],
+        block_size: int,
+        tile_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> "TiledAttentionMetadata":
+        """The first four as `PagedAttentionMetadata.build`.   tile_tokens: most tokens of a tile"""
+        queries, contexts = np.array(query_lens), np.array(seq_lens)
+        tables = _tables(contexts, block_tables, block_size)  # (P, W)
+        starts = contexts - queries
+        return cls(
+            torch.from_numpy(_slots(tables, starts, queries, block_size)).to(device),
+            _int32(query_tiles(queries, starts, tile_tokens), device),
+            _int32(tables, device),
+        )
+
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
@@ -80,8 +100,7 @@ class PagedAttentionMetadata:
             same, so that no step has to wait for a kernel to be compiled
         """
         queries, contexts = np.array(query_lens), np.array(seq_lens)
-        widest = -(-int(contexts.max()) // block_size)
-        tables = np.array([table[:widest] + [0] * (widest - len(table)) for table in block_tables])  # (P, W)
+        tables = _tables(contexts, block_tables, block_size)  # (P, W)
         starts = np.cumsum(queries) - queries
         decodes, prefills = np.flatnonzero(queries == 1), np.flatnonzero(queries > 1)
         slot_mapping = _slots(tables, contexts - queries, queries, block_size)  # (T,)
@@ -122,6 +141,27 @@ def _prefill_batch(
         int(contexts.max()),
         context_slots,
     )
+
+
+def query_tiles(query_lens: np.ndarray, starts: np.ndarray, tile_tokens: int) -> np.ndarray:
+    """Requests' tokens, end to end, cut into tiles of at most `tile_tokens`.
+
+    query_lens, starts   (P,) how many each has, and the position of its first
+
+    Returns (4, tiles), as `mixed_attention` wants them.
+    """
+    counts = -(-query_lens // tile_tokens)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    done = (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]) * tile_tokens
+    first_rows = (np.cumsum(query_lens) - query_lens)[owners] + done
+    lengths = np.minimum(query_lens[owners] - done, tile_tokens)
+    return np.stack([owners, first_rows, lengths, starts[owners] + done])
+
+
+def _tables(contexts: np.ndarray, block_tables: list[list[int]], block_size: int) -> np.ndarray:
+    """(P, W) of the longest context's width; zeros past the shorter ones"""
+    widest = -(-int(contexts.max()) // block_size)
+    return np.array([table[:widest] + [0] * (widest - len(table)) for table in block_tables])
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -24,11 +24,14 @@ AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata | TiledAttenti
 class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (vLLM: LlamaMLP)."""
 
-    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+    ) -> None:
         super().__init__()
-        width, bias = config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [width] * 2, bias, dtype, device)
-        self.down_proj = RowParallelLinear(width, config.hidden_size, bias, dtype, device)
+        hidden, width = config.hidden_size, config.intermediate_size
+        rest = config.mlp_bias, dtype, device
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [width] * 2, *rest, "gate_up_proj", tp)
+        self.down_proj = RowParallelLinear(width, hidden, *rest, "down_proj", tp)
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,15 +44,19 @@ class LlamaMLP(nn.Module):
 class LlamaAttention(nn.Module):
     """Grouped-query attention; Qwen3 also normalises each head of q and k (vLLM: LlamaAttention)."""
 
-    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+    ) -> None:
         super().__init__()
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, size
+        hidden, rest = config.hidden_size, (dtype, device)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, size, heads, kv_heads, config.qkv_bias, dtype, device
+            hidden, size, heads, kv_heads, config.qkv_bias, *rest, "qkv_proj", tp
         )
-        self.o_proj = RowParallelLinear(heads * size, config.hidden_size, config.o_bias, dtype, device)
-        self.attn = Attention(heads, size, size**-0.5, kv_heads)
+        self.o_proj = RowParallelLinear(heads * size, hidden, config.o_bias, *rest, "o_proj", tp)
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.head_dim = size
+        self.attn = Attention(self.num_heads, size, size**-0.5, self.num_kv_heads)
         self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
 
@@ -72,12 +79,17 @@ class LlamaDecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelArchitecture, layer: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelArchitecture,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, dtype, device)
+        self.self_attn = LlamaAttention(config, dtype, device, tp)
         mlp_type = SparseMoeBlock if layer in config.sparse_layers else LlamaMLP
-        self.mlp = mlp_type(config, dtype, device)
+        self.mlp = mlp_type(config, dtype, device, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
@@ -105,14 +117,18 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embeddings, blocks and the last norm (vLLM: LlamaModel)."""
 
-    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+    ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype, device, tp=tp
+        )
         self.rotary_emb = RotaryEmbedding(
             config.head_dim, config.max_position_embeddings, config.rope_parameters, dtype, device
         )
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer, dtype, device) for layer in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, layer, dtype, device, tp) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
@@ -154,11 +170,11 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
         super().__init__()
         self.config, self.tp = config, tp
         dtype, device = dtype or config.dtype, torch.device(device)
-        self.model = LlamaModel(config, dtype, device)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, False, dtype, device)
+        self.model = LlamaModel(config, dtype, device, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, False, dtype, device, tp=tp)
         if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.logits_processor = LogitsProcessor(config.vocab_size, tp)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AnyAttentionMetadata

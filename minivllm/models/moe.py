@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.linear import ReplicatedLinear
 from minivllm.models.config import ModelArchitecture
@@ -11,7 +12,9 @@ from minivllm.models.config import ModelArchitecture
 class SparseMoeBlock(nn.Module):
     """What a sparse layer has for an MLP: a router and experts (vLLM: MixtralMoE, Qwen3MoeSparseMoeBlock)."""
 
-    def __init__(self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.gate = ReplicatedLinear(config.hidden_size, config.num_experts, False, dtype, device)
         self.experts = FusedMoE(
@@ -22,6 +25,7 @@ class SparseMoeBlock(nn.Module):
             config.norm_topk_prob,
             dtype,
             device,
+            tp,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

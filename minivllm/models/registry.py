@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.layers.batch_invariant import make_batch_invariant
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.quantization import quantize_linears
@@ -34,12 +35,14 @@ def get_model(
     load_format: str = "auto",
     seed: int = 0,
     quantization: str | None = None,
+    batch_invariant: bool = False,
     tp: TensorParallel = ALONE,
 ) -> nn.Module:
     """Build the model a Hugging Face folder describes, and load its weights (vLLM: get_model).
 
     dtype: None keeps the checkpoint's. pack: prepare linears and norms for float32 on a CPU.
-    load_format: "dummy" reads no weights but draws them by `seed`. quantization: as ModelConfig has it.
+    load_format: "dummy" reads no weights but draws them by `seed`.
+    quantization, batch_invariant: as ModelConfig has them.
     tp: which part of every layer this process has.
     Raises FileNotFoundError and ValueError as ModelArchitecture.from_folder and load_weights do.
     """
@@ -53,8 +56,10 @@ def get_model(
         load_weights(model, folder)
     if quantization:
         quantize_linears(model, device)
-    if pack:
+    if pack and not batch_invariant:
         for module in model.modules():
             if isinstance(module, LinearBase | RMSNorm):
                 module.pack()
+    if batch_invariant:
+        make_batch_invariant(model)
     return model.eval()

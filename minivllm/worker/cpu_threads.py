@@ -259,8 +259,9 @@ def products(model: nn.Module, rows: int, dtype: torch.dtype) -> list[Part]:
     left = WEIGHTS
     for module in model.modules():
         if isinstance(module, LinearBase) and left > 0:
-            parts.append(functools.partial(module, torch.zeros(rows, module.input_size, dtype=dtype)))
-            left -= module.input_size * module.output_size
+            x = torch.zeros(rows, module.input_size_per_partition, dtype=dtype)
+            parts.append(functools.partial(LinearBase.forward, module, x))  # without waiting for others
+            left -= x.shape[1] * module.output_size_per_partition
     return parts
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from minivllm.layers.paged_attention import PagedAttentionMetadata
 from minivllm.worker.block_tables import BlockTables
 
 
@@ -43,6 +44,17 @@ class DecodeBuffers:
         rest = words[3 * rows :].view(torch.int32)
         tables = rest[rows + rows % 2 :]  # so that a copy of whole words ends where they begin
         return words[:rows], words[rows : 2 * rows], words[2 * rows : 3 * rows], rest[:rows], tables
+
+    def attention(self, size: int, max_model_len: int) -> PagedAttentionMetadata:
+        """Of the first `size` rows, whose contexts may become as long as that."""
+        return PagedAttentionMetadata(
+            slot_mapping=self.slot_mapping[:size],
+            decode_rows=self.decode_rows[:size],
+            block_tables=self.block_tables[:size],
+            seq_lens=self.seq_lens[:size],
+            max_seq_len=max_model_len,
+            prefill=None,
+        )
 
     def fill(
         self,

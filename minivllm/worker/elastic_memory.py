@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minivllm.config import EngineConfig
+from minivllm.config import PAGED_BACKENDS, EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.elastic.scheduler import ElasticScheduler
 from minivllm.layers.attention import Attention
@@ -35,7 +35,7 @@ class ElasticMemory:
         return getattr(manager.manager.punica_wrapper, "pool", None) if manager is not None else None
 
     def load_lora_model(self, model: nn.Module, vllm_config: EngineConfig, device: str) -> nn.Module:
-        if vllm_config.lora_config.backend_on(device) != "paged":
+        if vllm_config.lora_config.backend_on(device) not in PAGED_BACKENDS:
             return super().load_lora_model(model, vllm_config, device)
         self.lora_manager = ElasticWorkerLoRAManager(vllm_config, device)
         return self.lora_manager.create_lora_manager(model)

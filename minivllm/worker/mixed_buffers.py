@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minivllm.layers.paged_attention import TiledAttentionMetadata
+from minivllm.layers.paged_attention import TiledAttentionMetadata, query_tiles
 from minivllm.worker.block_tables import BlockTables
 
 
@@ -98,22 +98,10 @@ class MixedBuffers:
         tables[: requests * blocks].reshape(requests, blocks)[:] = rows[:requests, :blocks]
         block_ids = rows[owners, positions[:n] // self.block_size].astype(np.int64)
         slots[:n] = block_ids * self.block_size + positions[:n] % self.block_size
-        self._write_tiles(tiles, np.append(query_lens, size - n), np.append(starts, n - size))
+        found = query_tiles(np.append(query_lens, size - n), np.append(starts, n - size), self.tile_tokens)
+        tiles[:, : found.shape[1]] = found
+        tiles[2, found.shape[1] :] = 0
         self._copy(size, requests, blocks)
-
-    def _write_tiles(self, tiles: np.ndarray, query_lens: np.ndarray, starts: np.ndarray) -> None:
-        """Cut each request's tokens into tiles.   tiles: (4, capacity); query_lens, starts: (R + 1,), padding last"""
-        counts = -(-query_lens // self.tile_tokens)
-        total = int(counts.sum())
-        owners = np.repeat(np.arange(len(counts)), counts)
-        done = (np.arange(total) - (np.cumsum(counts) - counts)[owners]) * self.tile_tokens
-        tiles[2, total:] = 0
-        tiles[:, :total] = (
-            owners,
-            (np.cumsum(query_lens) - query_lens)[owners] + done,
-            np.minimum(query_lens[owners] - done, self.tile_tokens),
-            starts[owners] + done,
-        )
 
     def _capacity(self, size: int) -> int:
         """The most tiles that so many tokens need: full ones, one that is not for each request, and for padding."""

@@ -41,6 +41,7 @@ class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
                 load_format=model_config.load_format,
                 seed=model_config.seed,
                 quantization=model_config.quantization,
+                batch_invariant=model_config.batch_invariant,
                 tp=tp,
             )
             if config.lora_config is not None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from math import prod
 
 import numpy as np
 import torch
 
 from minivllm.config import CPU_KV_CACHE_BYTES
+from minivllm.layers.attention import Attention
 from minivllm.layers.penalties import TokenHistory
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cuda_graphs import (
@@ -27,12 +29,14 @@ class WarmUp(DummyLoRAs):
     """The part of a `ModelRunner` that sizes the KV cache, and runs steps nobody asked for: to be ready, to measure
     memory, to capture graphs."""
 
-    @property
+    @cached_property
     def kv_block_bytes(self) -> int:
-        """Bytes of one block's keys and values in all layers."""
-        arch = self.config.model_config.architecture
-        per_token = 2 * arch.num_hidden_layers * arch.num_key_value_heads * arch.head_dim
-        return self.config.cache_config.block_size * per_token * self.config.model_config.dtype.itemsize
+        """Bytes of one block's keys and values in all layers, as far as they are this process's."""
+        block_size, itemsize = self.config.cache_config.block_size, self.config.model_config.dtype.itemsize
+        return sum(prod(layer.kv_cache_shape(1, block_size)) for layer in self._attention()) * itemsize
+
+    def _attention(self) -> list[Attention]:
+        return [layer for layer in self.model.modules() if isinstance(layer, Attention)]
 
     def _batch_has_loras(self) -> bool:
         """Which of the captured steps of a size the batch needs."""
@@ -81,6 +85,8 @@ class WarmUp(DummyLoRAs):
             self.capture_mixed_steps()
             self.capture_model()
 
+    decode_buffers = DecodeBuffers
+
     @property
     def _captures(self) -> bool:
         """Whether steps become CUDA graphs."""
@@ -124,7 +130,7 @@ class WarmUp(DummyLoRAs):
         """
         wrapper = wrapper or self._graph_wrapper
         lora_config, max_model_len = self.config.lora_config, self.config.model_config.max_model_len
-        buffers = DecodeBuffers(
+        buffers = self.decode_buffers(
             self._most_rows, self.max_blocks_per_request, self.config.cache_config.block_size, self.device
         )
         graphs = DecodeGraphs(self.model, buffers, self.step_output, max_model_len, wrapper)
@@ -141,13 +147,13 @@ class WarmUp(DummyLoRAs):
         """Capture steps that hold prompts, for every number of tokens, as `capture_model` does those of decodes."""
         from minivllm.layers.triton_ops.mixed_attention import queries_per_tile  # Triton is not everywhere
 
-        config, arch = self.config, self.config.model_config.architecture
+        config = self.config
         buffers = MixedBuffers(
             mixed_sizes(config.scheduler_config.max_num_batched_tokens)[-1],
             self._most_rows,
             self.max_blocks_per_request,
             config.cache_config.block_size,
-            queries_per_tile(arch.num_attention_heads // arch.num_key_value_heads),
+            queries_per_tile(self._attention()[0].group_size),
             self.device,
         )
         graphs = MixedGraphs(self.model, buffers, self.step_output, wrapper or self._graph_wrapper)

@@ -27,7 +27,7 @@ BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", 
 BESIDE_WORKER = (
     *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
     *("dummy_loras", "elastic_memory", "prefetch", "warm_up", "openmp", "token_masks"),
-    *("block_tables", "mixed_buffers", "mixed_graphs", "steps_ahead"),
+    *("block_tables", "mixed_buffers", "mixed_graphs", "steps_ahead", "invariant_runner", "runners"),
 )
 BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling", "async_llm")
 

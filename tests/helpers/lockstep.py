@@ -34,7 +34,8 @@ class ThreadOfMany(TensorParallel):
     """
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        self.rank, self.size, self.meeting = rank, size, meeting
+        super().__init__(rank, size)
+        self.meeting = meeting
         self.calls: list[tuple[str, int]] = []
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,13 @@ def _paged(max_tokens: int, max_samples: int, device: torch.device | str, config
     return PagedBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
 
 
+def _invariant(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
+    refuse_without_gpu("invariant", device)
+    from minivllm.lora.gpu.invariant_backend import InvariantBackend
+
+    return InvariantBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
+
+
 def _slot_writer(wrapped: Any, device: torch.device | str) -> Any:
     from minivllm.lora.gpu.paged_writer import PagedSlotWriter
     from minivllm.lora.gpu.slot_writer import SlotWriter
@@ -51,5 +58,5 @@ def _slot_writer(wrapped: Any, device: torch.device | str) -> Any:
     return SlotWriter(wrapped, device) if pool is None else PagedSlotWriter(wrapped, device, pool)
 
 
-backends.update(triton=_triton, folded=_folded, paged=_paged)
+backends.update(triton=_triton, folded=_folded, paged=_paged, invariant=_invariant)
 slot_writers["cuda"] = _slot_writer

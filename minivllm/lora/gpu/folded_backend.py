@@ -6,13 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.layers.linear import LinearBase
+from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.gpu.triton_slots import TritonSlots
 from minivllm.lora.ops.triton_ops import expand
 from minivllm.lora.ops.triton_ops.tuning import fold_pays
 from minivllm.lora.slots import Slots
 
+# Forward passes that are x · Wᵀ + b: that of a row-parallel linear sums what it gives over processes.
+PLAIN = (LinearBase.forward, RowParallelLinear.forward)
 # Rows of y and of the folded weight begin at multiples of so many elements: 16 bytes, as matrix products want them.
 ALIGNMENT = 8
 
@@ -52,7 +54,7 @@ class FoldedBackend(TritonBackend):
 
     def place(self, slots: Slots, base: LinearBase | None) -> Slots:
         """Base linears that compute something else than x · Wᵀ + b stay whole."""
-        if base is None or type(base).forward is not LinearBase.forward:
+        if base is None or type(base).forward not in PLAIN:
             return super().place(slots, base)
         if not base.weight.numel():
             raise ValueError(
@@ -64,7 +66,7 @@ class FoldedBackend(TritonBackend):
                 f"{slots.a[0].dtype}; leave it on auto or take another punica backend"
             )
         count, _, rank, width = slots.a[0].shape
-        n, height = len(slots.a), base.output_size
+        n, height = len(slots.a), base.output_size_per_partition
         folded = count * n * rank
         wide, wide_bias = _widen(base, -(-(height + folded) // ALIGNMENT) * ALIGNMENT)
         a = wide[height : height + folded].view(count, n, rank, width)
@@ -88,12 +90,12 @@ class FoldedBackend(TritonBackend):
 
 def _widen(base: LinearBase, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Move a base linear's weight and bias to the beginning of longer ones, zeros past them, and give these."""
-    wide = base.weight.new_zeros(rows, base.input_size)
-    wide[: base.output_size] = base.weight
-    base.weight = nn.Parameter(wide[: base.output_size], requires_grad=False)
+    wide = base.weight.new_zeros(rows, base.input_size_per_partition)
+    wide[: base.output_size_per_partition] = base.weight
+    base.weight = nn.Parameter(wide[: base.output_size_per_partition], requires_grad=False)
     if base.bias is None:
         return wide, None
     wide_bias = base.bias.new_zeros(rows)
-    wide_bias[: base.output_size] = base.bias
-    base.bias = nn.Parameter(wide_bias[: base.output_size], requires_grad=False)
+    wide_bias[: base.output_size_per_partition] = base.bias
+    base.bias = nn.Parameter(wide_bias[: base.output_size_per_partition], requires_grad=False)
     return wide, wide_bias

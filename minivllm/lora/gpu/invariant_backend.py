@@ -1,0 +1,87 @@
+"""Adapters in pages, computed in one order. Stands for VLLM_BATCH_INVARIANT in vllm/lora/ops/triton_ops (v0.22.1)."""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.layers.linear import LinearBase
+from minivllm.lora.backend import ALL_SLICES
+from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
+from minivllm.lora.gpu.ops.paged_shrink_op import paged_shrink
+from minivllm.lora.gpu.ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.gpu.paged_backend import PagedBackend
+from minivllm.lora.gpu.paged_slots import PagedSlots
+from minivllm.lora.ops.triton_ops import LoRAKernelMeta, TileList, expand, shrink
+from minivllm.lora.ops.triton_ops.lora_kernel_metadata import build_tiles
+from minivllm.lora.slots import Slots
+
+# Rows of a tile, and shares of K, for any number of tokens.
+ROWS, SPLITS = 16, 4
+
+
+class InvariantMeta(LoRAKernelMeta):
+    """A tile list whose tiles are as high in every batch: another height may be summed in another order."""
+
+    @classmethod
+    def make(
+        cls,
+        max_loras: int,
+        max_num_tokens: int,
+        device: torch.device | str,
+        captured_lora_counts: list[int] | None = None,
+    ) -> InvariantMeta:
+        rows = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        capacity = _tile_count(max_num_tokens, max_loras)
+        return cls(max_loras, rows, torch.full((3, capacity), -1, dtype=torch.int32, device=device))
+
+    def prepare_tensors(self, token_lora_mapping: torch.Tensor) -> None:
+        rows, tiles = build_tiles(token_lora_mapping, self.max_loras, self.tiles.shape[1], ROWS)
+        self.rows[: len(rows)].copy_(rows.int(), non_blocking=True)
+        self.tiles.copy_(tiles.int(), non_blocking=True)
+
+    def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> TileList:
+        return TileList(self.rows[:token_nums], self.tiles, _tile_count(token_nums, self.max_loras), ROWS)
+
+
+class InvariantBackend(PagedBackend):
+    """A row's output has the same bits whatever else is in the batch: tiles and planes do not depend on the batch."""
+
+    def __init__(
+        self,
+        max_num_batched_tokens: int,
+        max_batches: int,
+        device: torch.device | str,
+        max_loras: int,
+        max_rank: int,
+    ) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device, max_loras, max_rank)
+        self.token_meta = InvariantMeta.make(max_loras, max_num_batched_tokens, device)
+        self.prompt_meta = InvariantMeta.make(max_loras, max_batches, device)
+
+    def linear(self, x: torch.Tensor, base: LinearBase, slots: PagedSlots) -> torch.Tensor:
+        y = base.forward(x)[0]  # (T, N)
+        if not self.no_lora:
+            self.add(y, x, slots, self.token_rows(len(x)))
+        return y
+
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        slots: Slots,
+        rows: TileList,
+        slices: slice = ALL_SLICES,
+    ) -> None:
+        if not isinstance(slots, PagedSlots):
+            h = shrink(x, slots.flat_a[slices], rows, slots.ranks[slices], splits=SPLITS)
+            expand(h, slots.flat_b[slices], y, rows, slots.ranks[slices])
+            return
+        pieces = slots.pieces.of(slices)
+        shrink_tuned = paged_shrink_tiles(1, pieces.widths[0], pieces.rank, len(pieces.a))
+        expand_tuned = paged_expand_tiles(1, pieces.rank, max(pieces.heights))
+        paged_expand(paged_shrink(x, pieces, rows, tuned=shrink_tuned), pieces, y, rows, expand_tuned)
+
+
+def _tile_count(tokens: int, max_loras: int) -> int:
+    """The most tiles that so many rows need: full ones, and one that is not for each slot."""
+    return min(tokens, tokens // ROWS + min(max_loras, tokens))

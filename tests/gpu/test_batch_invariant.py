@@ -1,0 +1,259 @@
+"""`batch_invariant`: a request's logits have the same bits whatever else is in its batches.
+
+On a CPU through Triton's interpreter, whose products are made to add up in one order (`rows_in_order`), as a GPU's do.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu import DEVICE, needs_cuda
+from nan_guard import Guarded
+from test_elastic_slots import CrowdedWorld
+from test_runner_graphs import Rerun
+from tiny_engine import greedy, run, tokens_of
+from tiny_models import token_ids
+from tiny_moe import MIXTRAL, sparse_world
+
+from minivllm.config import ModelConfig
+from minivllm.layers.linear import ColumnParallelLinear
+from minivllm.layers.paged_attention import query_tiles
+from minivllm.layers.triton_ops.invariant_linear import FASTEST, invariant_linear
+from minivllm.lora.gpu.invariant_backend import InvariantBackend
+from minivllm.lora.gpu.paged_backend import PagedBackend
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.mapping import LoRAMapping
+from minivllm.lora.slots import Slots
+
+TILES = [tiles for _, _, tiles in FASTEST]
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def random(*shape, seed, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def rows_in_order(monkeypatch):
+    """A BLAS takes a matrix's edge otherwise than its middle; a tensor core takes all rows alike."""
+
+    def in_order(a, b, dtype):
+        product = np.zeros((a.shape[0], b.shape[1]), dtype)
+        for k in range(a.shape[1]):
+            product += a[:, k : k + 1].astype(dtype) * b[k : k + 1].astype(dtype)
+        return product
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(np, "matmul", in_order)
+
+
+# ---- linears ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_a_linear_is_that_of_float64(tiles, bias, dtype):
+    x, weight = (
+        Guarded(random(70, 150, seed=1, dtype=dtype), device=DEVICE),
+        random(75, 150, seed=2, dtype=dtype),
+    )
+    bias = random(75, seed=3, dtype=dtype) if bias else None
+
+    y = invariant_linear(x.view, weight.to(DEVICE), bias if bias is None else bias.to(DEVICE), tiles)
+
+    expected = x.view.double().cpu() @ weight.double().T + (0 if bias is None else bias.double())
+    assert (y.double().cpu() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    x.assert_intact()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_a_linear_has_the_same_bits_among_any_number_of_rows(dtype):
+    x, weight = (
+        random(600, 200, seed=4, dtype=dtype).to(DEVICE),
+        random(96, 200, seed=5, dtype=dtype).to(DEVICE),
+    )
+
+    whole = invariant_linear(x, weight, tiles=TILES[0])
+
+    for first, count in ((0, 1), (5, 2), (64, 60), (67, 65), (130, 400)):
+        part = invariant_linear(x[first : first + count], weight, tiles=TILES[0])
+        assert torch.equal(part, whole[first : first + count]), f"{count} rows"
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(700, 4096, 512), (513, 14336, 256), (64, 576, 1536)])
+def test_every_tiling_of_a_linear_gives_the_same_bits(shape, dtype):
+    m, k, n = shape
+    x, weight = random(m, k, seed=6, dtype=dtype).to(DEVICE), random(n, k, seed=7, dtype=dtype).to(DEVICE)
+
+    first, *others = [invariant_linear(x, weight, tiles=tiles) for tiles in TILES]
+    alone = invariant_linear(x[5:6], weight)
+
+    assert all(torch.equal(first, other) for other in (*others, invariant_linear(x, weight)))
+    assert torch.equal(alone, first[5:6])
+    if (
+        k == 14336
+    ):  # where a library changes its order with the number of rows, so that there is something to see
+        assert not torch.equal(F.linear(x[5:6], weight), F.linear(x, weight)[5:6])
+
+
+# ---- adapters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend_class, same", [(InvariantBackend, True), (PagedBackend, False)])
+def test_an_adapters_rows_have_the_same_bits_among_few_rows_and_many(backend_class, same):
+    x = random(600, 1024, seed=8)
+    adapters = [(0, 1, 2)[i % 3] for i in range(600)]
+
+    few, many = (shrunk_and_expanded(backend_class, x[:rows], adapters[:rows]) for rows in (40, 600))
+
+    assert torch.allclose(few, many[:40], rtol=1e-4, atol=1e-4) and few.abs().max() > 1
+    assert torch.equal(few, many[:40]) is same
+
+
+def shrunk_and_expanded(backend_class, x, adapters):
+    """What two adapters of random weights add to zeros; 0 of `adapters` is a base row.   -> (rows, N)"""
+    heights, rank = (40, 24), 8
+    backend = backend_class(len(x), 1, DEVICE, 3, rank)
+    empty = Slots.empty(3, rank, [(x.shape[1], height) for height in heights], torch.float32, DEVICE)
+    slots = backend.place(empty, ColumnParallelLinear(x.shape[1], sum(heights)))
+    for slot, r in ((0, 8), (2, 5)):
+        parts = [
+            LoRALayerWeights(
+                "layer", r, r, random(r, x.shape[1], seed=20 + slot), random(height, r, seed=30 + height)
+            )
+            for height in heights
+        ]
+        slots.write(slot, parts)
+    backend.begin_step(LoRAMapping(tuple(adapters), (0,)), [1, None, 2])
+    y = torch.zeros(len(x), sum(heights), device=DEVICE)
+    backend.add(y, x.to(DEVICE), slots, backend.token_rows(len(x)))
+    return y.cpu()
+
+
+# ---- the engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return CrowdedWorld(tmp_path_factory.mktemp("invariant") / "world")
+
+
+def invariant_engine(world, graphs=False, **options):
+    options = {"max_loras": None, "batch_invariant": True, "max_cpu_loras": 12, "max_num_seqs": 6, **options}
+    engine = world.engine(**{"dtype": "float32", "device": DEVICE, **options})
+    if graphs:
+        wrapper = Rerun if DEVICE == "cpu" else None
+        engine.runner.capture_mixed_steps(wrapper)
+        engine.runner.capture_model(wrapper)
+    return engine
+
+
+def logits_of(engine, watched):
+    """Run until all requests have ended; every logits row of one of them, in order."""
+    rows, launch = [], engine.runner.launch_model
+
+    def launched(output):
+        step = launch(output)
+        for request, row in zip(step.requests, step.logits if step.logits is not None else ()):
+            if request.request_id == watched:
+                rows.append(row.clone())
+        return step
+
+    engine.runner.launch_model = launched
+    outputs = run(engine)
+    return torch.stack(rows), outputs
+
+
+def add(engine, world, requests):
+    for request_id, name, prompt, answer in requests:
+        engine.add_request(
+            request_id, token_ids(prompt, prompt), greedy(answer), lora_request=world.request(name)
+        )
+
+
+OTHERS = [("long", "all", 17, 4), ("base", None, 5, 6), ("short", "rank-9-3", 3, 2), ("mlp", "mlp", 9, 3)]
+RARE = pytest.mark.nightly_without_gpu
+
+
+@pytest.mark.parametrize(
+    "name, graphs",
+    [
+        ("qv", False),
+        *(pytest.param(name, graphs, marks=RARE) for name, graphs in [(None, False), ("qv", True)]),
+    ],
+)
+def test_a_request_has_the_same_bits_alone_and_in_company(world, name, graphs):
+    alone = invariant_engine(world, graphs, max_num_batched_tokens=64)
+    company = invariant_engine(world, graphs, max_num_batched_tokens=7)
+    request = [("watched", name, 13, 4)]
+
+    add(alone, world, request)
+    by_itself, _ = logits_of(alone, "watched")
+    add(company, world, OTHERS[:2] + request + OTHERS[2:])
+    among_others, outputs = logits_of(company, "watched")
+
+    assert torch.equal(by_itself, among_others)
+    for request_id, adapter, prompt, answer in OTHERS + request:
+        expected = world.oracle().greedy(adapter, token_ids(prompt, prompt), answer)
+        assert tokens_of(outputs[request_id]) == expected, request_id
+
+
+def test_a_found_prefix_changes_no_bit(world):
+    engine = invariant_engine(world)
+    request = ("watched", "qv", 21, 5)
+
+    add(engine, world, [request])
+    first, _ = logits_of(engine, "watched")
+    add(engine, world, [request])
+    second, outputs = logits_of(engine, "watched")
+
+    assert outputs["watched"].num_cached_tokens == 20
+    assert torch.equal(first, second)
+
+
+@needs_cuda
+def test_half_precision_in_graphs_has_the_same_bits_alone_and_in_company(world):
+    logits = []
+    for others in ([], OTHERS):
+        engine = invariant_engine(world, graphs=True, dtype="bfloat16", max_num_batched_tokens=40)
+        add(engine, world, [("watched", "qv", 23, 8), *others])
+        logits.append(logits_of(engine, "watched")[0])
+
+    assert torch.equal(*logits)
+
+
+# ---- what it does not go with -------------------------------------------------------------------------------
+
+
+def test_experts_are_refused(tmp_path_factory):
+    base = sparse_world(tmp_path_factory, MIXTRAL).base
+
+    with pytest.raises(ValueError, match="batch_invariant does not know experts, but MixtralForCausalLM has"):
+        ModelConfig(str(base), batch_invariant=True)
+
+
+def test_int8_is_refused(world):
+    with pytest.raises(ValueError, match="batch_invariant does not go with quantization 'torchao'"):
+        ModelConfig(str(world.base), batch_invariant=True, quantization="torchao")
+
+
+# ---- tiles of queries ---------------------------------------------------------------------------------------
+
+
+def test_tiles_hold_every_query_once_in_order():
+    lens, starts = np.array([1, 7, 16, 33]), np.array([9, 0, 4, 100])
+
+    requests, rows, lengths, positions = query_tiles(lens, starts, tile_tokens=16)
+
+    seen = [
+        (int(request), int(row) + i, int(position) + i)
+        for request, row, length, position in zip(requests, rows, lengths, positions)
+        for i in range(length)
+    ]
+    first_rows = np.cumsum(lens) - lens
+    assert seen == [(r, first_rows[r] + i, starts[r] + i) for r in range(4) for i in range(lens[r])]
+    assert lengths.max() <= 16
