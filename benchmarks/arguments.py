@@ -12,6 +12,8 @@ SHAPE_NAMES = tuple(sorted(path.name for path in SHAPES.iterdir()))
 DTYPES = ("auto", "float32", "float", "float64", "double", "bfloat16", "float16", "half")
 LAYER_DTYPES = ("float32", "float64", "bfloat16", "float16")
 BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged", "invariant")
+EVICTION_POLICIES = ("lru", "lfu", "gdsf")
+SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
 MIXES = ("uniform", "zipf", "half", "ranks")
 LARGEST = 10**9
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from benchmarks.arguments import (
     BACKENDS,
     DTYPES,
+    EVICTION_POLICIES,
+    SCHEDULING_POLICIES,
     SHAPE_NAMES,
     decode_case,
     device,
@@ -81,6 +83,8 @@ def add_serve_options(parser: ArgumentParser) -> None:
         type=whole(),
         help="adapters that so many asked for are loaded; all if not given",
     )
+    parser.add_argument("--eviction-policy", type=one_of(EVICTION_POLICIES), default="lru")
+    parser.add_argument("--scheduling-policy", type=one_of(SCHEDULING_POLICIES), default="fcfs")
     parser.add_argument("--cold", action="store_true", help="adapters are read when first asked for")
     parser.add_argument("--max-num-seqs", type=whole(), default=128)
     parser.add_argument("--prompt-median", type=whole(), default=128)

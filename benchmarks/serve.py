@@ -58,7 +58,9 @@ def warm_engine(
 ) -> LLMEngine:
     longest = options.prompt_max + options.output_max
     cpu_loras = options.cpu_loras or max(options.adapters, slots or 0)
-    engine = LLMEngine.from_engine_args(engine_args(options, options.max_num_seqs, longest, slots, cpu_loras))
+    args = engine_args(options, options.max_num_seqs, longest, slots, cpu_loras)
+    policies = {"eviction_policy": options.eviction_policy, "scheduling_policy": options.scheduling_policy}
+    engine = LLMEngine.from_engine_args(replace(args, **policies))
     warm_up(engine, traffic, adapters)
     if slots != 0:
         for arrival in traffic[:WARM_UP_REQUESTS]:

@@ -191,10 +191,10 @@ class ModelConfig:
         object.__setattr__(self, "max_model_len", max_model_len)
         if self.dtype != "auto":
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
-        if self.quantization is not None:
-            check_quantization(self.quantization, self.dtype)
         if self.batch_invariant:
             check_batch_invariant(self.quantization, architecture)
+        if self.quantization is not None:
+            check_quantization(self.quantization, self.dtype)
 
     def on_device(self, device: str) -> ModelConfig:
         """The same with the dtype that "auto" means there."""
@@ -248,7 +248,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    max_lora_wait_steps: int = 64
+    max_lora_wait_steps: int = 96
     async_scheduling: bool = True
     policy: str = "fcfs"
 
@@ -297,6 +297,11 @@ class EngineConfig:
             lora_config = self.lora_config.on_device(self.device)
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
+        if self.model_config.batch_invariant and self.parallel_config.tensor_parallel_size > 1:
+            raise ValueError(
+                f"batch_invariant does not go with tensor_parallel_size {self.parallel_config.tensor_parallel_size}: "
+                "sums over ranks have another order; leave one out"
+            )
         if self.lora_config is not None and self.model_config.batch_invariant:
             object.__setattr__(self, "lora_config", replace(self.lora_config, punica_backend="invariant"))
         if self.lora_config is not None and self.model_config.quantization is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Set
 
 from minivllm.core.block_pool import BlockPool
-from minivllm.lora.gpu.elastic_manager import ElasticModelManager
+from minivllm.lora.gpu.elastic_manager import ElasticSlots
 
 
 class ElasticBlockPool(BlockPool):
@@ -22,7 +22,7 @@ class ElasticBlockPool(BlockPool):
         num_blocks: int,
         blocks_a_page: int,
         least: int,
-        manager: ElasticModelManager,
+        manager: ElasticSlots,
         spare: Callable[[], Set[int]],
     ) -> None:
         super().__init__(num_blocks)

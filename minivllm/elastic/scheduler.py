@@ -5,7 +5,7 @@ from typing import Any
 from minivllm.core.scheduler import Scheduler
 from minivllm.elastic.admission import ElasticAdmission
 from minivllm.elastic.block_pool import ElasticBlockPool
-from minivllm.lora.gpu.elastic_manager import ElasticModelManager
+from minivllm.lora.gpu.elastic_manager import ElasticSlots
 
 
 class ElasticScheduler(Scheduler):
@@ -15,7 +15,7 @@ class ElasticScheduler(Scheduler):
     blocks_a_page   w
     """
 
-    def __init__(self, *args: Any, manager: ElasticModelManager, blocks_a_page: int, **options: Any) -> None:
+    def __init__(self, *args: Any, manager: ElasticSlots, blocks_a_page: int, **options: Any) -> None:
         self.manager, self.blocks_a_page = manager, blocks_a_page
         super().__init__(*args, **options)
 

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.lora.adapter_slots import AdapterSlots
+from minivllm.lora.gpu.elastic_manager import ElasticSlots
+from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.policies.keeping import PolicyCache
@@ -49,23 +53,44 @@ class RecordedLayers:
         self.copied.append(adapter.id)
 
 
+class RecordedPages(ElasticSlots):
+    """The engine's own dealing of pages, for adapters that are records.   pages: in all"""
+
+    def __init__(self, lora_config: LoRAConfig, layers: RecordedLayers, pages: int) -> None:
+        super().__init__(lora_config, layers, None)
+        self.pool = PagePool(lora_config.max_loras, lora_config.max_lora_rank, "cpu")
+        self.pool.bind([torch.empty(pages)], 1)  # a page of one element; nothing is ever written
+
+    def rank_of(self, adapter: AdapterRecord) -> int:
+        return adapter.rank
+
+
 class RecordedWorker(LRUCacheWorkerLoRAManager):
     """The engine's worker; reading gives a record, and is noted.
 
     ranks   adapter id -> rank
+    pages   that adapters lie in; 0 = in slots of one size
     read    ids of the adapters that were read in a step since this was last emptied
     done    ids of the adapters that were read beside the steps, for requests that still wait
     """
 
     def __init__(
-        self, lora_config: LoRAConfig, scheduler_config: SchedulerConfig, ranks: Mapping[int, int]
+        self,
+        lora_config: LoRAConfig,
+        scheduler_config: SchedulerConfig,
+        ranks: Mapping[int, int],
+        pages: int = 0,
     ) -> None:
         super().__init__(
             SimpleNamespace(lora_config=lora_config, scheduler_config=scheduler_config), device="cpu"
         )
         self.ranks = ranks
         self.layers = RecordedLayers()
-        self.manager = self._adapter_manager = AdapterSlots(lora_config, self.layers, None)
+        self.manager = self._adapter_manager = (
+            RecordedPages(lora_config, self.layers, pages)
+            if pages
+            else AdapterSlots(lora_config, self.layers, None)
+        )
         self.read: list[int] = []
         self.done: set[int] = set()
         self._load_ids = itertools.count(1)

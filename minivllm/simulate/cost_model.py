@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from minivllm.core.output import SchedulerOutput
+from minivllm.worker.cuda_graphs import smallest_that_holds
+from minivllm.worker.mixed_graphs import MOST_TOKENS, mixed_sizes
 
 
 class StepWork(NamedTuple):
@@ -66,16 +71,39 @@ def work_of(output: SchedulerOutput, ranks: Mapping[int, int]) -> StepWork:
     )
 
 
+@lru_cache
+def graph_sizes() -> list[int]:
+    return mixed_sizes(MOST_TOKENS)
+
+
+def graph_size(tokens: float) -> float:
+    """Tokens of the graph that runs a step with prompts; where there is none, its own."""
+    return smallest_that_holds(graph_sizes(), tokens) or tokens
+
+
+def on_curve(curve: Sequence[Sequence[float]], tokens: float) -> float:
+    """Seconds by so many tokens: between two points on the line. Further out in proportion to the last one."""
+    places, seconds = zip(*curve)
+    if tokens > places[-1]:
+        return seconds[-1] * tokens / places[-1]
+    return float(np.interp(tokens, places, seconds))
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of a step, of a copy into a slot and of a read from disk.
 
-    step                field of `StepWork` -> seconds for each
+    step                field of `StepWork` -> seconds for each, of the device
     copy_s, read_s      seconds of each copy and each read, whatever its size
     copy_bytes_per_s    from memory into a slot
     read_bytes_per_s    from disk into memory
     copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
+    slowed_s            by so much each copy slows the step that it goes on beside
     bytes_per_rank      bytes of an adapter, by its rank
+    prompts, lora_prompts   [tokens, seconds] of steps with prompts, ascending, which come on top of `step`: such a step
+                        takes as long as what lies on the line between two of them. Those with adapters have their own
+    launch_s            of the host, until a step is launched; 0 where `step` has it
+    graph_tokens        steps of more tokens are no CUDA graphs, so that an engine one step ahead reads all tokens first
     source              what it was fitted to
     """
 
@@ -85,7 +113,12 @@ class CostModel:
     read_s: float = 0.0
     read_bytes_per_s: float = 2e9
     copies_beside: bool = True
+    slowed_s: float = 0.0
     bytes_per_rank: float = 5_242_880.0
+    prompts: list[list[float]] = field(default_factory=list)
+    lora_prompts: list[list[float]] = field(default_factory=list)
+    launch_s: float = 0.0
+    graph_tokens: int = MOST_TOKENS
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -95,7 +128,11 @@ class CostModel:
             )
 
     def step_seconds(self, work: StepWork) -> float:
-        return sum(seconds * getattr(work, name) for name, seconds in self.step.items())
+        seconds = sum(seconds * getattr(work, name) for name, seconds in self.step.items())
+        curve = self.lora_prompts if work.lora else self.prompts
+        if curve and work.prompt_steps:
+            seconds += work.prompt_steps * on_curve(curve, graph_size(work.tokens / work.prompt_steps))
+        return seconds
 
     def copy_seconds(self, num_bytes: float) -> float:
         return self.copy_s + num_bytes / self.copy_bytes_per_s

@@ -9,17 +9,44 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minivllm.simulate.cost_model import CostModel, StepWork
+from minivllm.simulate.cost_model import CostModel, StepWork, graph_size
+from minivllm.simulate.records import calls_of
+from minivllm.worker.mixed_graphs import MOST_TOKENS
 
 ROUNDS = 5
 
 
 class Measured(NamedTuple):
-    """Work, copies into slots that the step waited for, and the seconds that both took."""
+    """Work, copies into slots, and the seconds that both took.
+
+    copies   that the step waited for; on a GPU those that went on beside it
+    before   a step that was computed in the same seconds
+    """
 
     work: StepWork
     copies: int
     seconds: float
+    before: StepWork | None = None
+
+    @property
+    def steps(self) -> list[StepWork]:
+        return [self.work] if self.before is None else [self.before, self.work]
+
+
+class Found(NamedTuple):
+    """What a fit found, by the names of `CostModel`."""
+
+    step: dict[str, float]
+    copy_s: float
+    prompts: list[list[float]]
+    lora_prompts: list[list[float]]
+
+
+# Tokens between which steps that are no graphs lie on one line.
+WITHOUT_GRAPH = (MOST_TOKENS + 1, 8 * MOST_TOKENS)
+
+# Where prompts have curves: how many tokens there are says no more.
+ON_CURVES = {"tokens", "prompt_steps", "lora_tokens"}
 
 
 def non_negative_least_squares(x: np.ndarray, y: np.ndarray, sweeps: int = 20_000) -> np.ndarray:
@@ -42,14 +69,15 @@ def non_negative_least_squares(x: np.ndarray, y: np.ndarray, sweeps: int = 20_00
 
 
 def fit_steps(
-    measured: Sequence[Measured], assumed: Mapping[str, float] | None = None
-) -> tuple[dict[str, float], float]:
+    measured: Sequence[Measured], assumed: Mapping[str, float] | None = None, with_curves: bool = False
+) -> Found:
     """What a step costs by each kind of work, and what a copy that it waits for costs.
 
     Squares are of the errors' shares of the seconds that the fit says. Shares of those measured would let it say less
     than the mean. Hence it is made again by what it said before.
 
-    assumed   field of `StepWork` -> seconds for each, which are not looked for
+    assumed       field of `StepWork` -> seconds for each, which are not looked for
+    with_curves   steps with prompts take as long as graphs of their sizes do, which no line goes through
 
     ValueError for nothing to fit to.
     """
@@ -59,15 +87,43 @@ def fit_steps(
         )
     given = CostModel(dict(assumed or {}))
     seconds = np.array([one.seconds for one in measured])
-    rest = seconds - [given.step_seconds(one.work) for one in measured]
-    x = np.array([(*one.work, one.copies) for one in measured], dtype=float)
-    x[:, [name in given.step for name in (*StepWork._fields, "copies")]] = 0
+    rest = seconds - [sum(map(given.step_seconds, one.steps)) for one in measured]
+    curves = [knots(measured, lora) if with_curves else [] for lora in (False, True)]
+    x = np.array([columns(one, curves) for one in measured])
+    left_out = given.step.keys() | (ON_CURVES if with_curves else set())
+    x[:, [place for place, name in enumerate(StepWork._fields) if name in left_out]] = 0
     said = seconds
     for _ in range(ROUNDS):
         found = non_negative_least_squares(x / said[:, None], rest / said)
         said = x @ found + seconds - rest
-    *steps, copy = found.tolist()
-    return {name: each for name, each in zip(StepWork._fields, steps) if each} | given.step, copy
+    names, base = StepWork._fields, len(StepWork._fields) + 1
+    step = {name: each for name, each in zip(names, found.tolist()) if each} | given.step
+    points = found[base:].tolist()
+    prompts, lora_prompts = ([[k, points.pop(0)] for k in curve] for curve in curves)
+    return Found(step, float(found[base - 1]), prompts, lora_prompts)
+
+
+def knots(measured: Sequence[Measured], lora: bool) -> list[float]:
+    """Of the curve of steps with prompts, with adapters or without: each size of a graph, and a line for the others."""
+    steps = [step for one in measured for step in one.steps if step.prompt_steps and bool(step.lora) == lora]
+    sizes = {graph_size(step.tokens / step.prompt_steps) for step in steps}
+    graphs = {size for size in sizes if size <= MOST_TOKENS}
+    return sorted(graphs | (set(WITHOUT_GRAPH) if sizes - graphs else set()))
+
+
+def columns(one: Measured, curves: Sequence[Sequence[float]]) -> list[float]:
+    """A row to fit: work, copies, and how much of each knot of the curves is in it."""
+    row = [sum(each) for each in zip(*one.steps)] + [float(one.copies)]
+    for lora, curve in enumerate(curves):
+        shares = np.zeros(len(curve))
+        for step in one.steps:
+            if step.prompt_steps and curve and bool(step.lora) == bool(lora):
+                size = graph_size(step.tokens / step.prompt_steps)
+                shares += step.prompt_steps * np.array(
+                    [np.interp(size, curve, unit) for unit in np.eye(len(curve))]
+                )
+        row += shares.tolist()
+    return row
 
 
 def steps_of_decode(result: dict[str, Any]) -> list[Measured]:
@@ -105,16 +161,44 @@ def steps_of_record(result: dict[str, Any]) -> list[Measured]:
     return [Measured(StepWork(*row["work"]), row["copies"], row["seconds"]) for row in result["steps"]]
 
 
+def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
+    """Of `benchmarks.engine serve`: steps that the device began as soon as the one before was through.
+
+    A call that ran ahead returns when the step before its own is through. Such a step took from there to the end of
+    the next call. A step that was not launched ahead took until its own call's end, and so did what was left of the
+    one before.
+    """
+    measured, calls = [], list(calls_of(row))
+    for one, call, following in zip([None, *calls], calls, [*calls[1:], None]):
+        if call.work is None or one is None or one.work is None or not one.ahead:
+            continue  # nothing was there to wait for
+        if not call.ahead:
+            measured.append(Measured(call.work, call.beside, call.ended_s - one.ended_s, one.work))
+        elif following is not None and (following.work is None or following.ahead):
+            measured.append(Measured(call.work, call.beside, following.ended_s - call.ended_s))
+    return measured
+
+
+def launches_of_serve(row: dict[str, Any]) -> list[float]:
+    """Seconds of calls that only launched a step: the device had nothing to do before."""
+    calls = list(calls_of(row))
+    idle = (one is None or one.work is None or not one.ahead for one in [None, *calls])
+    return [call.ended_s - call.started_s for was_idle, call in zip(idle, calls) if was_idle and call.ahead]
+
+
 def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> CostModel:
     """One cost model from all these files; `assumed` as in `fit_steps`. ValueError names a file of another kind."""
     measured: list[Measured] = []
     model: dict[str, Any] = {}
-    sources = []
+    sources, launches = [], []
     for path in paths:
         result = json.loads(path.read_text(encoding="utf-8"))
         kind = result.get("benchmark")
         if kind == "engine-decode":
             measured += steps_of_decode(result)
+        elif kind == "engine-serve":
+            measured += [step for row in result["rows"] for step in steps_of_serve(row)]
+            launches += [seconds for row in result["rows"] for seconds in launches_of_serve(row)]
         elif kind == "engine-switch":
             (row,) = [row for row in result["rows"] if row["measure"] == "switch"]
             model["copy_bytes_per_s"] = row["bytes"] / (row["complete_ms"] / 1e3)
@@ -126,5 +210,7 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
             raise ValueError(f"'{path}' has no steps to fit to; give results of benchmarks.engine or .trust")
         sources.append(f"{path.stem} ({result['machine']['device']})")
     sources += [f"{name} assumed" for name in assumed or {}]
-    steps, copy_s = fit_steps(measured, assumed)
-    return CostModel(step=steps, copy_s=copy_s, source=", ".join(sources), **model)
+    found = fit_steps(measured, assumed, with_curves=bool(launches))._asdict()
+    if launches:
+        model |= {"launch_s": float(np.median(launches)), "slowed_s": found.pop("copy_s")}
+    return CostModel(**found, source=", ".join(sources), **model)

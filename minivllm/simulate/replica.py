@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Any
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
+from minivllm.elastic.scheduler import ElasticScheduler
 from minivllm.lora.request import LoRARequest
 from minivllm.policies.install import rank_in
 from minivllm.policies.keeping import KeepPolicy, install_keeping
@@ -18,14 +20,29 @@ from minivllm.policies.scheduling import SchedulingPolicy, install_scheduling
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.adapters import AdapterSize, RecordedWorker
 from minivllm.simulate.cost_model import CostModel, work_of
+from minivllm.simulate.device_time import DeviceTime
 from minivllm.simulate.reader import Reader
 from minivllm.simulate.traffic import Arrival
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Memory that KV blocks and adapters share.
+
+    pages           of `PAGE_RANKS` ranks each, which are the adapters' own
+    blocks_a_page   KV blocks in whose memory a further page lies, when nobody needs them
+    """
+
+    pages: int
+    blocks_a_page: int
 
 
 @dataclass(frozen=True)
 class ReplicaConfig:
     """What one engine has, and how it decides.
 
+    ahead            a step is launched before the tokens of the one before are read, as `RunAhead` does
+    elastic          None = `lora.max_loras` slots; else adapters lie in pages, and slots are rows of a table
     parallel_reads   adapters read beside the steps at a time, or read for requests that still wait
     reads_beside     adapters are read beside the steps, as the server does; else a step waits, as `LLM` does
     keeping          makes a policy for one tier, from what bringing an adapter back costs; None = the engine's own
@@ -37,6 +54,8 @@ class ReplicaConfig:
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_blocks=8192))
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     max_model_len: int | None = None
+    ahead: bool = False
+    elastic: Elastic | None = None
     parallel_reads: int = 2
     reads_beside: bool = True
     keeping: Callable[[Callable[[int], float]], KeepPolicy] | None = None
@@ -90,9 +109,9 @@ class Replica:
     ) -> None:
         self.number, self.config, self.cost, self.adapters = number, config, cost, adapters
         self.ranks = {adapter_id: size.rank for adapter_id, size in adapters.items()}
-        self.worker = RecordedWorker(config.lora, config.scheduler, self.ranks)
+        self.worker = RecordedWorker(config.lora, config.scheduler, self.ranks, self._num_pages())
         self.manager = self.worker.manager
-        self.scheduler = Scheduler(
+        self.scheduler = self._make_scheduler(
             config.scheduler,
             config.cache,
             config.lora,
@@ -111,16 +130,31 @@ class Replica:
         self.inbox: list[tuple[Request, Served]] = []
         self.served: dict[str, Served] = {}
         self.counters = Counters()
+        self.device = DeviceTime()
         self.output: SchedulerOutput | None = None  # of the step that runs
+        self._stays_unread = False  # that step's tokens are read in the next one
+        self._unread: list[tuple[Request, bool, bool]] = []  # as `_commit` gives them, of the step before
         self._answered: list[Request] = []
         self._num_requests = 0
+
+    def _num_pages(self) -> int:
+        """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size."""
+        elastic = self.config.elastic
+        return -(-self.config.cache.num_blocks // elastic.blocks_a_page) + elastic.pages if elastic else 0
+
+    def _make_scheduler(self, *args: Any, **options: Any) -> Scheduler:
+        if self.config.elastic is None:
+            return Scheduler(*args, **options)
+        return ElasticScheduler(
+            *args, manager=self.manager, blocks_a_page=self.config.elastic.blocks_a_page, **options
+        )
 
     # Asked by routers.
 
     @property
     def load(self) -> int:
         """Unfinished requests."""
-        return len(self.scheduler.requests) + len(self.inbox)
+        return len(self.served)
 
     def has(self, adapter_id: int) -> bool:
         """Whether the adapter is in a slot or in memory, or about to be."""
@@ -143,7 +177,7 @@ class Replica:
         return served
 
     def begin_step(self, now: float) -> float | None:
-        """Schedule and launch a step: the seconds it takes. None if nothing can run now: see `wakes_at`."""
+        """Schedule and launch a step: the seconds until `end_step`. None if nothing can run now: see `wakes_at`."""
         self.reader.settle(now)
         arrived = [request for request, _ in self.inbox]
         self.inbox.clear()
@@ -158,13 +192,13 @@ class Replica:
         output = self.scheduler.schedule()
         while output.preempted and not output.scheduled:  # the next one finds the blocks that they gave back
             output = self.scheduler.schedule()
-        if not output.scheduled:
+        if not output.scheduled and not self._unread:
             return None
         self.output = output
-        seconds = self._launch(output)
-        self.counters.steps += 1
-        self.counters.busy_s += seconds
-        return seconds
+        if not output.scheduled:  # nothing is launched after a step whose tokens nobody has read
+            self._stays_unread = False
+            return max(0.0, self.device.free_at - now)
+        return self._launch(output, now) - now
 
     @property
     def wakes_at(self) -> float | None:
@@ -176,49 +210,84 @@ class Replica:
         return self.reader.next_there
 
     def end_step(self, now: float) -> list[Served]:
-        """Commit the step that was begun. Returns the requests that it ended."""
+        """Commit the step that was begun, and answer: it, or the one before if it was left unread.
+
+        Returns the requests that have their last token now.
+        """
         output, self.output = self.output, None
-        sampled = {
-            s.request.request_id: s.request.prompt_token_ids[:1] for s in output.scheduled if s.samples
-        }
+        told, self._unread = self._unread, self._commit(output) if output.scheduled else []
+        if not self._stays_unread:
+            told, self._unread = told + self._unread, []
         ended = []
-        for request in self.scheduler.update_from_output(output, sampled):
+        for request, is_first, is_last in told:
             served = self.served[request.request_id]
-            if len(request.output_token_ids) == 1:
+            if is_first:
                 served.first_s = now
-            if request.is_finished:
+            if is_last:
                 served.last_s = now
                 ended.append(self.served.pop(request.request_id))
                 self._answered.append(request)
         return ended
 
+    def _commit(self, output: SchedulerOutput) -> list[tuple[Request, bool, bool]]:
+        """Each request that gets a token, and whether it is its first and its last."""
+        sampled = {
+            s.request.request_id: s.request.prompt_token_ids[:1] for s in output.scheduled if s.samples
+        }
+        return [
+            (request, len(request.output_token_ids) == 1, request.is_finished)
+            for request in self.scheduler.update_from_output(output, sampled)
+        ]
+
     # What a step takes.
 
-    def _launch(self, output: SchedulerOutput) -> float:
-        """Bring the step's adapters in, in the order of `EngineCore._step`; the seconds that all of it takes."""
+    def _launch(self, output: SchedulerOutput, now: float) -> float:
+        """Bring the step's adapters in and compute it, in the order of `EngineCore._step`; when its call returns."""
         wanted = {r.adapter_id: r.lora_request for r in output.running if r.adapter_id}
+        free_at, tokens = self.device.free_at, output.total_num_scheduled_tokens
+        self._stays_unread = self.config.ahead and tokens <= self.cost.graph_tokens
+        launched_at = now + self.cost.launch_s + self._bring_in(wanted, bool(output.cached_tokens))
+        if not self._stays_unread:  # the host needs the tokens of the step before
+            launched_at = max(launched_at, free_at)
+        if not self.cost.copies_beside:
+            launched_at += sum(map(self._copy_seconds, self.worker.layers.copied))
+        else:
+            self._copy(max(launched_at, free_at))
+        seconds = self.cost.step_seconds(work_of(output, self.ranks))
+        seconds += self.cost.slowed_s * self._prefetch(output.prefetch, max(launched_at, free_at))
+        self.device.run(launched_at, seconds, wanted)
+        self.counters.steps += 1
+        self.counters.busy_s += self.device.free_at - max(now, free_at)
+        read_at = free_at if self._stays_unread else self.device.free_at
+        return max(launched_at, read_at)
+
+    def _bring_in(self, wanted: dict[int, LoRARequest], admits: bool) -> float:
+        """Have the step's adapters in slots; seconds that the host reads. `layers.copied` names those copied."""
         self.worker.read, self.worker.layers.copied = [], []
-        if output.cached_tokens:
+        if admits:
             for error in self.worker.prepare_adapters(wanted.values()).values():
                 raise error
         self.worker.bring_in(wanted)
-        waits = sum(map(self._read_seconds, self.worker.read))
-        waits += sum(map(self._copy_seconds, self.worker.layers.copied))
         self.counters.copies += len(self.worker.layers.copied)
         self.counters.reads += len(self.worker.read)
-        beside = self._prefetch(output.prefetch)
-        return waits + max(beside, self.cost.step_seconds(work_of(output, self.ranks)))
+        return sum(map(self._read_seconds, self.worker.read))
 
-    def _prefetch(self, adapter_ids: Iterable[int]) -> float:
-        """Copy adapters into slots beside the step, as `ModelRunner.prefetch_lora` does; seconds that it takes."""
+    def _copy(self, begins: float) -> None:
+        """The device copies what the worker has."""
+        for adapter_id in self.worker.layers.copied:
+            self.device.copy(adapter_id, begins, self._copy_seconds(adapter_id))
+
+    def _prefetch(self, adapter_ids: Iterable[int], begins: float) -> int:
+        """Copy adapters into slots beside the step, as `ModelRunner.prefetch_lora` does; how many."""
         self.worker.layers.copied = []
         for adapter_id in adapter_ids:
             if self._can_prefetch(adapter_id) and self.manager.has_room_for(adapter_id):
                 self.manager.activate_adapter(adapter_id)
-        copied = self.worker.layers.copied
-        self.counters.copies += len(copied)
-        self.counters.copies_beside += len(copied)
-        return sum(map(self._copy_seconds, copied))
+        self._copy(begins)
+        copied = len(self.worker.layers.copied)
+        self.counters.copies += copied
+        self.counters.copies_beside += copied
+        return copied
 
     def _count_hit(self, adapter_id: int) -> None:
         if adapter_id:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import arguments, engine, layer_arguments
-from minivllm.config import DTYPES, PUNICA_BACKENDS
+from minivllm.config import DTYPES, EVICTION_POLICIES, PUNICA_BACKENDS, SCHEDULING_POLICIES
 
 
 @pytest.mark.parametrize(
@@ -108,3 +108,7 @@ def test_the_command_says_in_one_sentence_what_cannot_be(capsys):
 def test_names_are_those_that_the_engine_knows():
     assert set(arguments.DTYPES) == {"auto", *DTYPES}
     assert arguments.BACKENDS == PUNICA_BACKENDS
+    assert (arguments.EVICTION_POLICIES, arguments.SCHEDULING_POLICIES) == (
+        EVICTION_POLICIES,
+        SCHEDULING_POLICIES,
+    )

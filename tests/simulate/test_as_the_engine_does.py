@@ -81,10 +81,10 @@ def simulated_steps(arrivals, policy, ranks):
     (replica,) = made.replicas
     steps, launch = [], replica._launch
 
-    def watched(output):
-        seconds = launch(output)
+    def watched(output, now):
+        ends = launch(output, now)
         steps.append(step_of(output, replica.manager))
-        return seconds
+        return ends
 
     replica._launch = watched
     made.serve(arrivals)

@@ -17,10 +17,18 @@ class LinearTiles(NamedTuple):
     num_stages: int
 
 
-# Chosen for an H100. Fewer than 64 rows would be another instruction, which might sum in another order.
-FEW_ROWS = LinearTiles(64, 32, 128, 4, 5)
-SOME_ROWS = LinearTiles(128, 64, 64, 4, 4)
-MANY_ROWS = LinearTiles(128, 256, 64, 8, 3)
+# Chosen for an H100: most rows, most columns, and what is fastest up to there. Fewer than 64 rows in a block would be
+# another instruction, which might sum in another order.
+FASTEST = (
+    (64, 5000, LinearTiles(64, 32, 128, 4, 6)),
+    (64, 2**31, LinearTiles(64, 32, 128, 4, 4)),
+    (128, 5000, LinearTiles(64, 64, 128, 4, 4)),
+    (128, 8192, LinearTiles(64, 128, 64, 4, 5)),
+    (512, 5000, LinearTiles(64, 128, 64, 4, 5)),
+    (512, 8192, LinearTiles(128, 64, 64, 4, 4)),
+    (512, 2**31, LinearTiles(128, 128, 64, 8, 4)),
+    (2**31, 2**31, LinearTiles(256, 128, 64, 8, 3)),
+)
 GROUP_M = 8
 
 
@@ -60,11 +68,9 @@ def _invariant_linear_kernel(
     tl.store(y_ptr + rows[:, None] * y_row + columns[None, :], acc, mask=is_y)
 
 
-def linear_tiles(rows: int) -> LinearTiles:
-    """rows: M. The order of a sum is the same in all of them, so each number of rows may have the fastest."""
-    if rows <= 64:
-        return FEW_ROWS
-    return SOME_ROWS if rows <= 512 else MANY_ROWS
+def linear_tiles(rows: int, columns: int) -> LinearTiles:
+    """rows: M, columns: N. The order of a sum is the same in all of them, so each number of rows has the fastest."""
+    return next(tiles for most, widest, tiles in FASTEST if rows <= most and columns <= widest)
 
 
 def invariant_linear(
@@ -74,15 +80,15 @@ def invariant_linear(
 
     x       (M, K), rows may be further apart than K
     weight  (N, K), K contiguous    bias: (N,) or None
-    tiles   None = by M
+    tiles   None = by M and N
 
     Returns (M, N) of x's dtype; products are summed in float32 and rounded once.
     """
     (m, k), n = x.shape, len(weight)
-    tiles = tiles or linear_tiles(m)
+    tiles = tiles or linear_tiles(m, n)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if x.dtype == torch.float32:  # twice the bytes in each tile
-        tiles = tiles._replace(block_n=min(tiles.block_n, 64), block_k=32)
+        tiles = tiles._replace(block_m=min(tiles.block_m, 128), block_n=min(tiles.block_n, 64), block_k=32)
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
     _invariant_linear_kernel[grid](
         x, weight, bias, y,

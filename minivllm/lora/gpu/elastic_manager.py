@@ -4,30 +4,34 @@ Beside vllm/lora/model_manager.py (v0.22.1), where the number of slots is fixed.
 """
 
 from collections.abc import Set
+from operator import attrgetter
 
+from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 
-class ElasticModelManager(LRUCacheLoRAModelManager):
+class ElasticSlots(AdapterSlots):
     """Slots are rows of a table, and pages are what there may be too few of.
 
     An adapter that nobody uses keeps its pages until somebody needs them: another adapter, or the KV cache. Then it
     gives way, the one used longest ago first.
     """
 
+    pool: PagePool
     _least_refused: int | None = None  # pages that could not be had, until some come free
 
-    @property
-    def pool(self) -> PagePool:
-        return self.punica_wrapper.pool
+    def rank_of(self, adapter: LoRAModel) -> int:
+        """The largest of all modules of an accepted adapter; 0 for one that has none."""
+        parts = (part for weights in adapter.loras.values() for part in weights.parts if part is not None)
+        return max((part.lora_a.shape[-2] for part in parts), default=0)
 
     def pages_for(self, adapter_id: int) -> int:
         """That the adapter will take: by its ranks if it is in memory, else by the largest there may be."""
         lora = self.get_adapter(adapter_id)
-        return self.pool.pages_a_slot if lora is None else self.pool.pages_for(largest_rank(lora))
+        return self.pool.pages_a_slot if lora is None else self.pool.pages_for(self.rank_of(lora))
 
     def reserve(self, adapter_id: int, spare: Set[int]) -> bool:
         """Keep pages for an adapter that will come into a slot, if it is in none.
@@ -117,7 +121,7 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
 
     def _write(self, adapter: LoRAModel, slot: int) -> None:
         """Pages first: a slot that is written has room for all ranks. RuntimeError when there are too few."""
-        wanted = self.pool.pages_for(largest_rank(adapter))
+        wanted = self.pool.pages_for(self.rank_of(adapter))
         if not self.pool.regions:
             self.pool.bind_own(self.lora_slots * self.pool.pages_a_slot)
         self._free_pages(slot)
@@ -126,13 +130,13 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
         super()._write(adapter, slot)
 
 
+class ElasticModelManager(ElasticSlots, LRUCacheLoRAModelManager):
+    """An `LRUCacheLoRAModelManager` whose adapters lie in its backend's pages."""
+
+    pool = property(attrgetter("punica_wrapper.pool"))
+
+
 class ElasticWorkerLoRAManager(LRUCacheWorkerLoRAManager):
     """Loads for an `ElasticModelManager`."""
 
     _manager_cls = ElasticModelManager
-
-
-def largest_rank(lora: LoRAModel) -> int:
-    """Of all modules of an accepted adapter; 0 for one that has none."""
-    parts = (part for weights in lora.loras.values() for part in weights.parts if part is not None)
-    return max((part.lora_a.shape[-2] for part in parts), default=0)

@@ -1,0 +1,83 @@
+"""Traffic that an engine served, as `benchmarks.engine serve` wrote it down: what came, what was there, each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.simulate.adapters import AdapterSize
+from minivllm.simulate.cost_model import StepWork
+from minivllm.simulate.fleet import adapters_of_ranks
+from minivllm.simulate.replica import Elastic, Replica, ReplicaConfig, lora_request
+from minivllm.simulate.traffic import Arrival
+
+
+class Call(NamedTuple):
+    """One call of an engine's `step`. Times are seconds after the start.
+
+    ended_s   when it returned
+    beside    copies into slots while that step ran
+    ahead     the tokens of the step that it launched were read by the next call
+    work      of that step; None if none was launched
+    """
+
+    started_s: float
+    ended_s: float
+    beside: int
+    ahead: bool
+    work: StepWork | None
+
+
+def arrivals_of(row: Mapping[str, Any]) -> list[Arrival]:
+    """What came."""
+    found = []
+    for line in row["arrivals"]:
+        time_s, prompt, output, adapter = line.split()
+        number = int(adapter)
+        found.append(Arrival(float(time_s), int(prompt), int(output), number if number >= 0 else None))
+    return found
+
+
+def calls_of(row: Mapping[str, Any]) -> Iterator[Call]:
+    """What was done, call by call."""
+    places = {name: place for place, name in enumerate(row["step_columns"])}
+    for line in row["steps"]:
+        said = line.split()
+        started = float(said[places["started_s"]])
+        work = StepWork(*(float(said[places[name]]) for name in StepWork._fields))
+        ahead = said[places["ahead"]] == "1"
+        named = said[places["beside"]]
+        beside = 0 if named == "-" else 1 + named.count(",")
+        ended = started + float(said[places["ms"]]) / 1e3
+        yield Call(started, ended, beside, ahead, work if work.steps else None)
+
+
+def sizes_of(row: Mapping[str, Any], bytes_per_rank: float) -> dict[int, AdapterSize]:
+    """Its adapters."""
+    return adapters_of_ranks(row["engine"].get("ranks", []), bytes_per_rank)
+
+
+def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> ReplicaConfig:
+    """The engine that served."""
+    options, engine = result["options"], row["engine"]
+    pages, width = engine.get("pages", 0), engine["blocks_a_page"]
+    own_pages = pages - -(-engine["kv_blocks"] // width) if pages else 0
+    return ReplicaConfig(
+        SchedulerConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
+        CacheConfig(num_blocks=engine["kv_blocks"], enable_prefix_caching=False),
+        LoRAConfig(options["rank"], engine.get("max_loras", 1), engine.get("max_cpu_loras", 1)),
+        ahead=any(call.ahead for call in calls_of(row)),
+        elastic=Elastic(own_pages, width) if pages else None,
+    )
+
+
+def put_in_place(replica: Replica, row: Mapping[str, Any]) -> None:
+    """Adapters that were in memory and in slots when the traffic began, in the order of their last use."""
+    for adapter_id in row["engine"].get("in_memory", []):
+        replica.worker.add_adapter(lora_request(adapter_id))
+    manager = replica.manager
+    for adapter_id in manager.list_active_adapters().keys() - set(row["engine"].get("in_slots", [])):
+        manager.deactivate_adapter(adapter_id)
+    for adapter_id in row["engine"].get("in_slots", []):
+        manager.activate_adapter(adapter_id)
