@@ -20,7 +20,7 @@ def make_room(model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig
         return
     for layer in wrapped.modules.values():
         if isinstance(layer, BaseLinearLayerWithLoRA):
-            tables = (b.new_zeros(len(b), 1, b.shape[2]) for b in layer.slots.b)
+            tables = (b.new_zeros(len(b), 1, width) for b, width in zip(layer.slots.b, layer.output_slices))
             layer.slots.beside[BIAS] = tuple(tables)
             layer.register_forward_hook(add_bias)
 
