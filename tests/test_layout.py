@@ -86,6 +86,7 @@ LAYERS = (
         "distributed.rank_runner",
         "distributed.shared_reading",
         "distributed.step_messages",
+        "distributed.torchrun",
     ),
     ("simulate",),
     ("engine", "guards", "serving", "text.answer", "text.chats"),

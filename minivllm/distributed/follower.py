@@ -114,25 +114,30 @@ class Follower:
         self._seats = seats
 
 
+def follow(pipe: Connection) -> None:
+    """Do what rank 0 says, until it says no more."""
+    try:
+        config, rank, port = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        return
+    follower = Follower(pipe)
+    follower._tell("answer", (0, None))
+    size = config.parallel_config.tensor_parallel_size
+
+    def join() -> None:
+        if port is not None:
+            join_ranks(rank, size, config.device, dist.TCPStore("127.0.0.1", port, size, is_master=False))
+
+    follower.serve(join, config, rank)
+
+
 def main(descriptor: int) -> None:
     """It has no signals of its own: when to end, rank 0 says."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     os.set_inheritable(descriptor, False)
-    pipe = Connection(descriptor)
-    try:
-        config, rank, port = pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        os._exit(1)
-    follower = Follower(pipe)
-    follower._tell("answer", (0, None))
-    size = config.parallel_config.tensor_parallel_size
-
-    def join() -> None:
-        join_ranks(rank, size, config.device, dist.TCPStore("127.0.0.1", port, size, is_master=False))
-
-    follower.serve(join, config, rank)
+    follow(Connection(descriptor))
     os._exit(0)  # without waiting for threads that read, or for collectives that others have left
 
 

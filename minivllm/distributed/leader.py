@@ -17,6 +17,7 @@ from minivllm.distributed.other_ranks import OtherRanks
 from minivllm.distributed.rank_runner import RankRunner, config_of, join_ranks, leave_ranks
 from minivllm.distributed.shared_reading import SharedReading
 from minivllm.distributed.step_messages import StepWriter
+from minivllm.distributed.torchrun import is_by_torchrun, meet_others
 from minivllm.guards.turns import no_interrupts
 from minivllm.worker.mixed_graphs import MixedGraphs
 from minivllm.worker.row_sampler import PendingStep, Sampled, takes_likeliest
@@ -62,7 +63,7 @@ class LeadingRunner(RankRunner):
         self.others.check()
         self._untold = output
         # A Ctrl-C in the middle would leave the others waiting for the rest.
-        with self.others.in_step(lambda: self._untold is None), no_interrupts():
+        with no_interrupts(), self.others.in_step(lambda: self._untold is None):
             if self._reading is None:
                 self._tell()
             return self._launch_graph_or_model(output)
@@ -96,18 +97,29 @@ class LeadingRunner(RankRunner):
 
 
 def start_ranks(config: EngineConfig) -> LeadingRunner:
-    """A runner for all ranks, which are started here and end with it. Errors as of `ModelRunner`."""
+    """A runner for all ranks, which are started here and end with it. Errors as of `ModelRunner`.
+
+    Where torchrun has started them, those but rank 0 do not return: they follow, and then exit.
+    """
     size = config.parallel_config.tensor_parallel_size
     if dist.is_initialized():
         raise RuntimeError(
             "this process has a group of torch.distributed already, perhaps of another engine with "
             "tensor_parallel_size; shut that engine down, or start this one in another process"
         )
+    if is_by_torchrun():
+        return lead(config, meet_others(size, config.device))
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    others = OtherRanks.start(size - 1)
+    return lead(config, OtherRanks.start(size - 1), store)
+
+
+def lead(config: EngineConfig, others: OtherRanks, store: dist.TCPStore | None = None) -> LeadingRunner:
+    """store: where they meet; None = they have met"""
+    size = config.parallel_config.tensor_parallel_size
     try:
-        others.begin([(config, rank, store.port) for rank in range(1, size)])
-        join_ranks(0, size, config.device, store)
+        others.begin([(config, rank, store and store.port) for rank in range(1, size)])
+        if store is not None:
+            join_ranks(0, size, config.device, store)
         others.on_death.append(leave_ranks)
         return LeadingRunner(config, others)
     except BaseException:

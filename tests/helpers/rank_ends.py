@@ -17,12 +17,12 @@ def kill_rank(engine: LLMEngine, rank: int) -> None:
 
 
 def misinform_others(engine: LLMEngine) -> None:
-    """From now on the other ranks get a token that no vocabulary has: their steps raise an IndexError."""
+    """From now on the other ranks get places that no context has: their steps raise an IndexError."""
     write = engine.runner._writer.write
 
     def misinform(output: object) -> object:
         message = write(output)
-        return message._replace(token_ids=[[10**6] * len(ids) for ids in message.token_ids])
+        return message._replace(starts=[10**6] * len(message.starts))
 
     engine.runner._writer.write = misinform
 
