@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from minivllm.config import EngineConfig
+from minivllm.worker import runners
 from minivllm.worker.model_runner import ModelRunner
-from minivllm.worker.runners import make_runner
 
 
-def runner_of(config: EngineConfig) -> ModelRunner:
+def make_runner(config: EngineConfig) -> ModelRunner:
     """A runner of this process alone, or one that has other ranks run each step too. Errors as of `ModelRunner`."""
     if config.parallel_config.tensor_parallel_size == 1:
-        return make_runner(config)
+        return runners.make_runner(config)
     from minivllm.distributed.leader import start_ranks  # whoever is alone needs none of it
 
     return start_ranks(config)

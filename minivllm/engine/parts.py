@@ -7,7 +7,7 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
-from minivllm.distributed.executor import runner_of
+from minivllm.distributed.executor import make_runner
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
@@ -36,7 +36,7 @@ class EngineParts:
         self.config = config
         self.tokenizer = tokenizer
         self.clock = clock
-        self.runner = runner_of(config)
+        self.runner = make_runner(config)
         self.runner.row_sampler.masks.tokenizer = tokenizer
         if warm_up:
             self.runner.warm_up()
