@@ -21,6 +21,7 @@ class LinearBase(nn.Module):
     columns: which of K it has.
     tp: the process.
     is_complete: whether `forward` gives the output, or something to be completed, which adapters add to first.
+    read_by: the activation that alone reads its output, if there is one; what adds to the output may do so there.
     """
 
     is_head = False
@@ -28,6 +29,7 @@ class LinearBase(nn.Module):
     heights: list[int]
     rows: list[slice]
     columns: slice
+    read_by: nn.Module | None = None
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class LogitsProcessorWithLoRA(HeadSlots):
             logits = self._with_added_tokens(logits, hidden_states)  # (P, V + X)
         if self.backend.reaches(self.slots):
             self.backend.add(logits, hidden_states, self.slots, self.backend.sample_rows(len(logits)))
-        return self.tp.gather_tokens(logits, self.vocab_size)
+        return self.tp.gather_tokens(logits, self.base_layer.vocab_size)
 
     def _with_added_tokens(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of the tokens that each row's adapter adds, in X columns more.   (P, V), (P, H) -> (P, V + X)
