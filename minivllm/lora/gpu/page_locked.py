@@ -82,7 +82,10 @@ class PageLockedMemory:
 
 
 def lock_for_gpu(memory: np.ndarray) -> Callable[[], object]:
-    """Page-lock memory for copies by a GPU; the call that this gives unlocks it."""
+    """Page-lock memory for copies by a GPU; the call that this gives unlocks it. RuntimeError if the system refuses."""
     runtime, address = torch.cuda.cudart(), memory.ctypes.data
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, memory.nbytes, 0)))
+    if error := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+        raise RuntimeError(
+            f"{memory.nbytes:,} bytes for adapters cannot be page-locked (CUDA error {error}); lower max_cpu_loras"
+        )
     return lambda: runtime.cudaHostUnregister(address)
