@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -65,12 +66,55 @@ def engine_linear(
     ids = [slot + 1 for slot in token_slots.tolist()]
     table = list(range(1, slots + 1))
     punica.begin_step(LoRAMapping(ids, ids, is_prefill=True), table)
-    return lambda x: layer(x)[0]
+    return EngineRun(layer)
 
 
+@dataclass(frozen=True)
+class EngineRun:
+    """A wrapped linear as `run`."""
+
+    layer: nn.Module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+    def tell_reader(self, activation: nn.Module) -> None:
+        """Say what alone reads the output: a backend may leave it work. The output alone may lack something then."""
+        self.layer.base_layer.__dict__["read_by"] = activation
+
+
+looped = functools.partial(engine_linear, "grouped")  # a shrink and an expand for each adapter, by PyTorch
 sgmv = functools.partial(engine_linear, "triton")  # a shrink and an expand after the base product
 folded = functools.partial(engine_linear, "folded")  # A folded into the base weight, and an expand
 paged = functools.partial(engine_linear, "paged")  # a shrink and an expand from pages
+
+
+def gathered(
+    w: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    slices: Sequence[int],
+    token_slots: torch.Tensor,
+    ranks: Sequence[int],
+    phase: str = "decode",
+) -> Run:
+    """What comes to mind first: A and B once for every row, and batched products. ValueError for prompts: no room."""
+    if phase != "decode":
+        raise ValueError("a copy of A and B for each token of a prompt does not fit")
+    is_lora = token_slots >= 0
+    row_slots = token_slots.clamp(min=0).long()
+    rank = b.shape[2]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x @ w.t()  # (T, N)
+        h = torch.bmm(a[row_slots], x[:, :, None]).squeeze(2) * is_lora[:, None]  # (T, n * R)
+        row_b = b[row_slots]  # (T, N, R)
+        for i, (part, part_h) in enumerate(zip(row_b.split(list(slices), dim=1), h.split(rank, dim=1))):
+            first = sum(slices[:i])
+            y[:, first : first + slices[i]] += torch.bmm(part, part_h[:, :, None]).squeeze(2)
+        return y
+
+    return run
 
 
 def base_linear(w: torch.Tensor, slices: Sequence[int]) -> LinearBase:

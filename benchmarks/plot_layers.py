@@ -13,8 +13,11 @@ KNOWN = {
     "vllm": ("vLLM 0.22.1", ORANGE),
     "sglang_v1": ("SGLang 0.5.23 triton", PINK),
     "sglang_v2": ("SGLang 0.5.23 triton_v2", RED),
+    "benchmarks.impls:looped": ("adapter by adapter", "#8C8C8C"),
+    "benchmarks.impls:gathered": ("gathered for each row", "#332288"),
     "benchmarks.impls:sgmv": ("minivllm, shrink and expand", SKY),
     "benchmarks.impls:folded": ("minivllm, folded", BLUE),
+    "benchmarks.impls:paged": ("minivllm, paged", GREEN),
 }
 
 
@@ -54,7 +57,7 @@ def draw(content: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
 def _look(name: str, names: list[str]) -> tuple[str, str]:
     """Label and colour."""
     unknown = [each for each in names if each not in KNOWN]
-    spare = [GREEN, "#8C8C8C", "#332288", "#999933"]
+    spare = ["#999933", "#882255", "#117733", "#661100"]
     return KNOWN.get(name) or (name, spare[unknown.index(name) % len(spare)])
 
 

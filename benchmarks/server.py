@@ -25,6 +25,7 @@ from benchmarks.decode import prompts
 from benchmarks.direct import cpu_seconds, make_engine, run_direct
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
+from minivllm.config import SchedulerConfig
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
@@ -47,6 +48,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--adapters", type=whole(0), default=4, help="taken in turns; 0 is the base alone")
     parser.add_argument("--prompt-tokens", type=whole(), default=32)
     parser.add_argument("--output-tokens", type=whole(2), default=64)
+    parser.add_argument(
+        "--max-num-batched-tokens", type=whole(), default=SchedulerConfig.max_num_batched_tokens
+    )
     parser.add_argument("--rounds", type=whole(), default=3)
     parser.add_argument("--rank", type=whole(), default=16)
     parser.add_argument("--device", type=device, default="auto")
@@ -60,8 +64,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     parsed = parser.parse_args(arguments)
-    parsed.batch_invariant = False
-    parsed.punica_backend, parsed.target_modules, parsed.max_num_batched_tokens = "auto", None, 8192
+    parsed.punica_backend, parsed.target_modules, parsed.batch_invariant = "auto", None, False
     parsed.max_model_len = parsed.prompt_tokens + parsed.output_tokens
     return parsed
 

@@ -8,29 +8,57 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Iterator
 
-HEAD = "POST /v1/completions HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+LINES = ("POST /v1/completions HTTP/1.1", "host: x", "connection: close", "content-type: application/json")
 
 
-async def ask(host: str, port: int, body: dict[str, object], gate: asyncio.Event) -> dict[str, object]:
-    """One stream: {"sent": s, "events": [s, ...], "tokens": n}, in seconds of `time.perf_counter`."""
-    reader, writer = await asyncio.open_connection(host, port, limit=2**24)
+class Reading(asyncio.Protocol):
+    """One connection. While others are read, too, what comes is only noted.
+
+    parts   when each came, in seconds of `time.perf_counter`, and its bytes
+    ended   is done once the server has closed the connection
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[float, bytes]] = []
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.parts.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(error)
+
+    def events(self) -> Iterator[tuple[float, dict[str, object]]]:
+        """(when its end came, the event). The server sends each in a chunk of its own, so lines are whole."""
+        rest = b""
+        for at, data in self.parts:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    yield at, json.loads(line.removeprefix(b"data: "))
+
+
+async def ask(host: str, port: int, body: dict[str, object], gate: asyncio.Event) -> tuple[float, Reading]:
+    """One stream, to its end: when it was asked for, and what came."""
+    transport, reading = await asyncio.get_running_loop().create_connection(Reading, host, port)
     content = json.dumps(body).encode()
+    head = "\r\n".join((*LINES, f"content-length: {len(content)}", "", ""))
     await gate.wait()
     sent = time.perf_counter()
-    writer.write(HEAD.format(length=len(content)).encode() + content)
-    events, raw = [], []
-    while line := await reader.readline():
-        if line.startswith(b"data: {"):
-            events.append(time.perf_counter())
-            raw.append(line)
-    writer.close()
-    # Read when all is over: what it costs to read them would come between two events.
-    parsed = [json.loads(line.removeprefix(b"data: ")) for line in raw]
-    if failed := [event for event in parsed if "error" in event]:
+    transport.write(head.encode() + content)
+    await reading.ended
+    return sent, reading
+
+
+def told(sent: float, reading: Reading) -> dict[str, object]:
+    """{"sent": s, "events": [s, ...], "tokens": n}, in seconds of `time.perf_counter`."""
+    events = list(reading.events())
+    if failed := [event for _, event in events if "error" in event]:
         raise RuntimeError(failed[0]["error"]["message"])
-    counts = [sum(len(choice["token_ids"]) for choice in event["choices"]) for event in parsed]
-    return {"sent": sent, "events": [at for at, n in zip(events, counts) if n], "tokens": sum(counts)}
+    counts = [sum(len(choice["token_ids"]) for choice in event["choices"]) for _, event in events]
+    return {"sent": sent, "events": [at for (at, _), n in zip(events, counts) if n], "tokens": sum(counts)}
 
 
 async def ask_all(host: str, port: int, bodies: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -38,7 +66,7 @@ async def ask_all(host: str, port: int, bodies: list[dict[str, object]]) -> list
     asked = [asyncio.create_task(ask(host, port, body, gate)) for body in bodies]
     await asyncio.sleep(0.2)  # all are connected
     gate.set()
-    return await asyncio.gather(*asked)
+    return [told(*found) for found in await asyncio.gather(*asked)]
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    max_lora_wait_steps: int = 64
+    max_lora_wait_steps: int = 96
     async_scheduling: bool = True
     policy: str = "fcfs"
 
@@ -261,16 +261,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One process, one device. vLLM: `ParallelConfig`."""
+    """How many processes, a device each, share every layer. vLLM: `ParallelConfig`."""
 
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         require_int(1, tensor_parallel_size=self.tensor_parallel_size)
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size {self.tensor_parallel_size} is not supported; this engine runs on one device"
-            )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def simulate(
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,
     max_lora_wait_steps: Annotated[
         int, typer.Option(min=1, help="Steps until a waiting adapter is due.")
-    ] = 64,
+    ] = 96,
     kv_blocks: Annotated[int, typer.Option(min=2, help="Of 16 tokens each, an engine.")] = 24_000,
     eviction_policy: Annotated[str, typer.Option(help=f"lru, lfu, gdsf; {Names}.")] = "lru",
     scheduling_policy: Annotated[

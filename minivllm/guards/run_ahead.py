@@ -23,16 +23,16 @@ UNREAD: dict[int, Logprob] = {}
 class StepAhead:
     """A step whose tokens the host does not know.
 
-    row_of     request id -> row of the step
-    wait       gives the rows' tokens
-    answered   requests that were given a stand-in, which is their last token
-    is_read    whether the tokens have taken the places of the stand-ins
+    request_ids  of its rows
+    wait         gives the rows' tokens and logprobs
+    answered     requests that were given a stand-in, which is their last token
+    sampled      what `wait` gave, once the tokens have taken the places of the stand-ins
     """
 
-    row_of: dict[str, int]
-    wait: Callable[[], list[int]]
+    request_ids: frozenset[str]
+    wait: Callable[[], Sampled]
     answered: list[Request] = field(default_factory=list)
-    is_read: bool = False
+    sampled: Sampled | None = None
 
 
 class RunAhead:
@@ -70,7 +70,7 @@ class RunAhead:
         if wait is None:
             return None
         ids = [request.request_id for request in launched.requests]
-        self.step = StepAhead({request_id: row for row, request_id in enumerate(ids)}, wait)
+        self.step = StepAhead(frozenset(ids), wait)
         return {request_id: (-1 - row, UNREAD) for row, request_id in enumerate(ids)}
 
     def may_finish(
@@ -80,7 +80,7 @@ class RunAhead:
         if logprobs is UNREAD:
             self.step.answered.append(request)
             return False
-        if self.step is not None and request.request_id in self.step.row_of:
+        if self.step is not None and request.request_id in self.step.request_ids:
             self.answer(outputs)
         return True
 
@@ -97,15 +97,15 @@ class RunAhead:
             # Who ended in the meantime has had an output, or wants none.
             if request.status not in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
                 check_stop(request, engine.scheduler.max_model_len)
-                EngineCore._finish(engine, request, outputs)
+                EngineCore._finish(engine, request, outputs, step.sampled[request.request_id][1])
         self.step = None
 
     def _read(self, step: StepAhead) -> None:
         """Put tokens in the places of stand-ins."""
-        if step.is_read:
+        if step.sampled is not None:
             return
-        tokens = step.wait()
+        sampled = step.wait()
         for request in step.answered:
-            token = tokens[step.row_of[request.request_id]]
+            token, _ = sampled[request.request_id]
             request.output_token_ids[-1] = request.all_token_ids[-1] = token
-        step.is_read = True
+        step.sampled = sampled

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
+from minivllm.layers.to_device import to_device
 from minivllm.sampling_params import SamplingParams
-
-# A nucleus is looked for among so many heaviest tokens first; only a flat distribution needs all of them sorted.
-NUCLEUS_GUESS = 1024
 
 
 def draw_tokens(
     logits: torch.Tensor, rows: Sequence[SamplingParams], generators: Sequence[torch.Generator]
 ) -> torch.Tensor:
-    """What `draw_token` draws for every row, with a handful of kernels for all of them.
+    """What `draw_token` draws for every row, with a handful of kernels for all of them; the host waits for none.
 
     logits: (P, V); rows: P that are not greedy; generators: P, on the CPU, one number is drawn of each
     Returns (P,) int64
@@ -22,7 +20,7 @@ def draw_tokens(
         (p.temperature, p.min_p, p.top_k, p.top_p, torch.rand((), dtype=torch.float64, generator=g).item())
         for p, g in zip(rows, generators)
     ]
-    options = torch.tensor(columns, dtype=torch.float64).to(logits.device)  # (P, 5)
+    options = to_device(columns, logits.device, torch.float64)  # (P, 5)
     temperature, min_p, top_k, top_p, uniform = options.split(1, dim=1)  # (P, 1) each
     weights = logits.double() / temperature  # (P, V)
     weights = weights.sub_(weights.amax(dim=-1, keepdim=True)).exp_()  # the likeliest token weighs 1
@@ -54,9 +52,8 @@ def _keep_nuclei(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     Of tied tokens the lower ids stay. (P, V), (P, 1)
     """
     wanted = torch.where(top_p < 1, top_p, -1) * weights.sum(dim=-1, keepdim=True)  # (P, 1)
-    heaviest = weights.topk(min(NUCLEUS_GUESS, weights.shape[1]), dim=-1).values  # (P, K)
-    if (heaviest.sum(dim=-1, keepdim=True) < wanted).any():
-        heaviest = weights.sort(dim=-1, descending=True).values  # (P, V)
+    # All of them: to look whether fewer are enough, the host would have to wait.
+    heaviest = weights.sort(dim=-1, descending=True).values  # (P, V)
     weight_before = heaviest.cumsum(dim=-1) - heaviest
     size = (weight_before < wanted).sum(dim=-1, keepdim=True).clamp(min=1)  # (P, 1) tokens of the nucleus
     lightest = heaviest.gather(1, size - 1)  # (P, 1) weight of the last of them

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from minivllm.layers.to_device import to_device
 from minivllm.sampling_params import SamplingParams
 
 # Token ids, each once, and a number for each: (n,) int64, (n,) float64
@@ -39,9 +40,7 @@ def apply_penalties(
         values = np.concatenate([values for _, _, values in numbers])  # (n,)
         # An adapter may read tokens of its own for which there are no logits.
         known = ids < logits.shape[1]
-        row_ids, ids, values = (
-            torch.from_numpy(of[known]).to(result.device) for of in (row_ids, ids, values)
-        )
+        row_ids, ids, values = (to_device(of[known], result.device) for of in (row_ids, ids, values))
         result[row_ids, ids] = change(result[row_ids, ids].double(), values).to(result.dtype)
     return result
 

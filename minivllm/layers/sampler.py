@@ -1,14 +1,16 @@
 """From logits to tokens. Stands for vllm/v1/sample/sampler.py, its ops and vllm/logprobs.py (v0.22.1)."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from minivllm.layers.batched_draw import draw_tokens
 from minivllm.layers.penalties import TokenHistory, apply_penalties
+from minivllm.layers.to_device import to_device, to_host
 from minivllm.sampling_params import SamplingParams
 
 
@@ -30,12 +32,17 @@ class Logprob:
 class SamplerOutput:
     """One token a row; vLLM's SamplerOutput.
 
-    token_ids: (P,) int64
-    logprobs: P dicts by token id, the sampled one first, then the likeliest; None where not asked for.
+    token_ids: (P,) int64, where the logits are
+    wait_for_logprobs: gives `logprobs`
     """
 
     token_ids: torch.Tensor
-    logprobs: list[dict[int, Logprob] | None]
+    wait_for_logprobs: Callable[[], list[dict[int, Logprob] | None]]
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob] | None]:
+        """P dicts by token id, the sampled one first, then the likeliest; None where not asked for."""
+        return self.wait_for_logprobs()
 
 
 class Sampler(nn.Module):
@@ -61,6 +68,8 @@ class Sampler(nn.Module):
     ) -> SamplerOutput:
         """Sample every row; a seeded row's token depends on nothing but its logits and its generator.
 
+        On a GPU the host waits for nothing.
+
         logits: (P, V) of any float dtype, left as they are
         rows, generators, num_output_tokens: P each; what the request asks, its `make_generator` (kept for
             the request's whole life), and how many tokens it has already
@@ -75,11 +84,12 @@ class Sampler(nn.Module):
         random = [row for row, params in enumerate(rows) if not params.is_greedy]
         if random and logits.is_cuda:
             chosen = [rows[row] for row in random], [generators[row] or self.generator for row in random]
-            token_ids[random] = draw_tokens(allowed[random], *chosen)
+            where = to_device(random, logits.device)
+            token_ids[where] = draw_tokens(allowed[where], *chosen)
         else:
             for row in random:
                 token_ids[row] = draw_token(allowed[row], rows[row], generators[row] or self.generator)
-        return SamplerOutput(token_ids, _raw_logprobs(logits, token_ids, rows))
+        return SamplerOutput(token_ids, launch_logprobs(logits, token_ids, rows))
 
     def _hold_off_stops(
         self, logits: torch.Tensor, rows: Sequence[SamplingParams], num_output_tokens: Sequence[int]
@@ -88,12 +98,15 @@ class Sampler(nn.Module):
         early = [i for i, params in enumerate(rows) if num_output_tokens[i] < params.min_tokens]
         if not early:
             return logits
-        allowed = logits.clone()
-        for i in early:
-            stops = self.eos_token_ids + rows[i].stop_token_ids
-            # An adapter may read tokens of its own for which there are no logits.
-            allowed[i, [token_id for token_id in stops if token_id < logits.shape[1]]] = -math.inf
-        return allowed
+        # An adapter may read tokens of its own for which there are no logits.
+        places = [
+            (i, token_id)
+            for i in early
+            for token_id in (*self.eos_token_ids, *rows[i].stop_token_ids)
+            if token_id < logits.shape[1]
+        ]
+        where = to_device(np.array(places, dtype=np.int64).reshape(-1, 2), logits.device)  # (n, 2)
+        return logits.index_put(tuple(where.unbind(1)), logits.new_full((), -math.inf))
 
 
 def _masked(logits: torch.Tensor, masks: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -101,11 +114,9 @@ def _masked(logits: torch.Tensor, masks: Sequence[torch.Tensor | None]) -> torch
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return logits
-    allowed = logits.clone()
-    allowed[rows] = allowed[rows].masked_fill(
-        ~torch.stack([masks[row] for row in rows]).to(logits.device), -math.inf
-    )
-    return allowed
+    barred = torch.zeros(logits.shape, dtype=torch.bool)  # (P, V)
+    barred[rows] = ~torch.stack([masks[row] for row in rows])
+    return logits.masked_fill(to_device(barred, logits.device), -math.inf)
 
 
 def make_generator(params: SamplingParams) -> torch.Generator | None:
@@ -185,22 +196,43 @@ def _keep_nucleus(weights: torch.Tensor, top_p: float) -> None:
     weights.zero_()[nucleus] = kept
 
 
-def _raw_logprobs(
+def launch_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingParams]
-) -> list[dict[int, Logprob] | None]:
-    """For the rows that ask: the sampled token's logprob and the likeliest ones'. logits: (P, V)"""
-    return [
-        None
-        if params.logprobs is None
-        else top_logprobs(logits[i : i + 1], token_ids[i : i + 1], params.logprobs)[0]
-        for i, params in enumerate(rows)
-    ]
+) -> Callable[[], list[dict[int, Logprob] | None]]:
+    """For the rows that ask: the sampled token's logprob and the likeliest ones'.   logits: (P, V); token_ids: (P,)
+
+    They are on their way to the host when this returns. The call that it gives waits for them.
+    """
+    asking: dict[int, list[int]] = {}
+    for i, params in enumerate(rows):
+        if params.logprobs is not None:
+            asking.setdefault(params.logprobs, []).append(i)
+    launched = []
+    for num_logprobs, places in asking.items():
+        where = to_device(places, logits.device)
+        launched.append((places, launch_top_logprobs(logits[where], token_ids[where], num_logprobs)))
+
+    def collect() -> list[dict[int, Logprob] | None]:
+        found: list[dict[int, Logprob] | None] = [None] * len(rows)
+        for places, wait in launched:
+            for i, logprobs in zip(places, wait()):
+                found[i] = logprobs
+        return found
+
+    return collect
 
 
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int
 ) -> list[dict[int, Logprob]]:
     """For each of n rows: the logprob of its token, then those of the likeliest.   logits: (n, V); token_ids: (n,)"""
+    return launch_top_logprobs(logits, token_ids, num_logprobs)()
+
+
+def launch_top_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int
+) -> Callable[[], list[dict[int, Logprob]]]:
+    """As `top_logprobs`, which the call that this gives waits for."""
     logprobs = logits.double().log_softmax(dim=-1)  # (n, V)
     own = logprobs.gather(1, token_ids[:, None])  # (n, 1)
     own_ranks = 1 + (logprobs > own).sum(dim=-1)  # (n,)
@@ -208,17 +240,15 @@ def top_logprobs(
     top = logprobs.topk(min(num_logprobs, logprobs.shape[1]))  # (n, num_logprobs)
     # Sorted from the top, the first of its equals tells how many tokens are above one.
     ranks = 1 + torch.searchsorted(-top.values, -top.values)  # (n, num_logprobs)
-    found = []
-    for token_id, logprob, rank, *others in zip(
-        token_ids.tolist(),
-        own.squeeze(1).tolist(),
-        own_ranks.tolist(),
-        top.indices.tolist(),
-        top.values.tolist(),
-        ranks.tolist(),
-    ):
-        likeliest = {other: Logprob(*numbers) for other, *numbers in zip(*others)}
-        found.append(
-            {token_id: Logprob(logprob, rank), **{t: p for t, p in likeliest.items() if t != token_id}}
-        )
-    return found
+    wait = to_host(token_ids, own.squeeze(1), own_ranks, top.indices, top.values, ranks)
+
+    def collect() -> list[dict[int, Logprob]]:
+        found = []
+        for token_id, logprob, rank, *others in zip(*(tensor.tolist() for tensor in wait())):
+            likeliest = {other: Logprob(*numbers) for other, *numbers in zip(*others)}
+            found.append(
+                {token_id: Logprob(logprob, rank), **{t: p for t, p in likeliest.items() if t != token_id}}
+            )
+        return found
+
+    return collect

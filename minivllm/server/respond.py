@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
@@ -16,6 +16,7 @@ from minivllm.serving.listening import unless_gone
 Numbered = tuple[int, RequestOutput]
 
 DONE = b"data: [DONE]\n\n"
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 async def respond(
@@ -23,35 +24,40 @@ async def respond(
 ) -> Response:
     """The answer to an HTTP request. Whoever closes the connection aborts its requests.
 
-    Errors before the first token are raised: the response has not begun, and gets its status.
+    Errors before the first token are raised, by this function or by the response, which has not begun by then: they
+    have a status of their own.
     """
-    if not stream:
-        outputs = await unless_gone(request.receive, collected(generation))
-        return Json(form.whole(outputs)) if outputs is not None else gone()
-    outputs = generation.outputs("delta")
-    try:
-        first = await unless_gone(request.receive, anext(outputs))
-        if first is None:
-            return gone()
-        raise_failure(first[1])
-    except BaseException:
-        await outputs.aclose()
-        raise
-    return EventStream(outputs, stream_events(first, outputs, form, generation, include_usage))
+    if stream:
+        return EventStream(generation, form, include_usage)
+    outputs = await unless_gone(request.receive, collected(generation))
+    return Json(form.whole(outputs)) if outputs is not None else gone()
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, `outputs` are closed, also if no event was ever sent."""
+class EventStream(Response):
+    """Server-sent events. It begins with the first output, and what is new of that goes out before anybody else's turn.
 
-    def __init__(self, outputs: AsyncGenerator[Numbered, None], events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self.outputs = outputs
+    However it ends, the generation does, too.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, form: Form, include_usage: bool) -> None:
+        self.status_code, self.background = 200, None
+        self.generation, self.form, self.include_usage = generation, form, include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self.outputs.aclose()
+        await unless_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self.generation.outputs("delta")) as outputs:
+            first = await anext(outputs)
+            raise_failure(first[1])
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            events = stream_events(first, outputs, self.form, self.generation, self.include_usage)
+            async with aclosing(events):
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
 
 async def collected(generation: Generation) -> list[RequestOutput]:

@@ -9,6 +9,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from minivllm.server.heads import LimitedHead
 from minivllm.server.settings import ServerSettings
 
 # For what is in the connections when all requests have ended.
@@ -25,13 +26,13 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: FastAPI, settings: ServerSettings, **options: object) -> None:
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=LimitedHead.up_to(2 * settings.max_header_bytes),
+            loop="asyncio",
             ws="none",
             lifespan="on",
             access_log=False,
             server_header=False,
             log_level="warning",
-            h11_max_incomplete_event_size=2 * settings.max_header_bytes,
             timeout_graceful_shutdown=SECONDS_TO_FLUSH,
             **options,
         )

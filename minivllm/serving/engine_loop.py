@@ -2,6 +2,7 @@
 vllm/v1/engine/core.py (v0.22.1)."""
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -22,6 +23,8 @@ T = TypeVar("T")
 
 # So many steps in a row that raise are given up. One is taken again, and then ends the requests that made it raise.
 MOST_FAILED_STEPS = 3
+# An idle engine waits for whoever comes right behind the first request: so long for the next one, and for all.
+SECONDS_TO_NEXT, SECONDS_FOR_ALL = 0.001, 0.01
 
 
 class Sink(Protocol):
@@ -51,8 +54,8 @@ class EngineLoop:
         self._lost: list[Sink] = []  # could not be woken: their event loop is closed
         self._watching: dict[Callable, Callable[[SchedulerOutput], object]] = {}  # listener -> the engine's
         # While a GPU computes, this thread waits without the GIL: a good time for others to send what they have.
-        self._wakes_beside_steps = engine.runner.on_gpu
-        if self._wakes_beside_steps:
+        self._on_gpu = engine.runner.on_gpu
+        if self._on_gpu:
             engine.listeners.append(lambda scheduled: self._wake())
 
     @property
@@ -101,9 +104,25 @@ class EngineLoop:
         nothing_to_do = not self.sinks or (self._did_nothing and self.is_held_up())
         if nothing_to_do or self.hand_over.waits:
             self._wake()
+        was_idle = not self.sinks
         self.hand_over.run(self.engine, wait=wait and nothing_to_do)
+        if was_idle and self.sinks and self._on_gpu:
+            self._let_others_in()
         if self.sinks:
             self._step()
+
+    def _let_others_in(self) -> None:
+        """A GPU's step of few tokens takes as long as one of hundreds: whoever comes now would wait for all of it."""
+        until = time.perf_counter() + SECONDS_FOR_ALL
+        while time.perf_counter() < until and not self._fills_a_step():
+            time.sleep(SECONDS_TO_NEXT)
+            if not self.hand_over.waits:
+                return
+            self.hand_over.run(self.engine, wait=False)
+
+    def _fills_a_step(self) -> bool:
+        tokens = sum(request.num_tokens for request in self.engine.scheduler.waiting)
+        return tokens >= self.engine.config.scheduler_config.max_num_batched_tokens
 
     def _begin(
         self, engine: LLMEngine, sink: Sink, request_id: str, args: tuple, options: dict[str, Any]
@@ -157,7 +176,7 @@ class EngineLoop:
             sink = self.sinks.pop(output.request_id) if output.finished else self.sinks[output.request_id]
             if sink.put(output):
                 self._due.append(sink)
-        if not (self._wakes_beside_steps and self.sinks):
+        if not (self._on_gpu and self.sinks):
             self._wake()
         self._forget_lost()
 

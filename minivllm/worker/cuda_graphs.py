@@ -31,14 +31,12 @@ DecodeStep = Callable[[], DecodeOutput]
 class StepOutput:
     """Where all captured steps leave their logits: graphs of many sizes need not keep a copy each.
 
-    max_rows     the most that sample in a step
-    tokens       (max_rows,) int64, the likeliest token of each row of the step launched last
-    host_tokens  (max_rows,) int64, where they go to be read
+    max_rows   the most that sample in a step
+    tokens     (max_rows,) int64, the token of each row of the step launched last: the likeliest, until another is drawn
     """
 
     def __init__(self, max_rows: int, device: torch.device | str) -> None:
         self.tokens = torch.zeros(max_rows, dtype=torch.long, device=device)
-        self.host_tokens = torch.zeros(max_rows, dtype=torch.long, pin_memory=self.tokens.is_cuda)
         # V -> (max_rows, V), made by the first step of that width, which is not captured. Steps with adapters that
         # add tokens are wider.
         self._logits: dict[int, torch.Tensor] = {}

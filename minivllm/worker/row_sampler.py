@@ -8,8 +8,12 @@ import torch
 from minivllm.core.request import Request
 from minivllm.faults import as_fault
 from minivllm.layers.penalties import TokenHistory
-from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler
+from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler, SamplerOutput
+from minivllm.sampling_params import SamplingParams
 from minivllm.worker.token_masks import TokenMasks
+
+# What a row of a request that has ended is sampled by.
+ENDED = SamplingParams(temperature=0)
 
 Sampled = dict[str, tuple[int, dict[int, Logprob] | None]]
 
@@ -57,20 +61,29 @@ class RowSampler:
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         """Request id -> (token, its logprobs if asked for).   logits: (P, V), a row each request"""
-        for request in requests:
-            if request.request_id not in self.draws:
-                self.draws[request.request_id] = RepeatableDraws(request.sampling_params)
-        positions = [request.num_output_tokens for request in requests]
-        sampled = self.sampler(
-            logits,
-            [request.sampling_params for request in requests],
-            [self.draws[request.request_id].at(i) for request, i in zip(requests, positions)],
-            positions,
-            [TokenHistory(request.prompt_token_ids, request.output_token_ids) for request in requests],
-            self.masks.of(requests, logits.shape[1]),
-        )
+        sampled = self.launch(requests, logits)
         tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
         return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
+
+    def launch(self, requests: Sequence[Request], logits: torch.Tensor) -> SamplerOutput:
+        """As `sample`, but on a GPU the host waits for nothing yet.
+
+        Of a request that has ended nobody hears: it gets the likeliest token.
+        """
+        rows = [ENDED if request.is_finished else request.sampling_params for request in requests]
+        positions = [request.num_output_tokens for request in requests]
+        draws = [
+            None if params is ENDED else self._draws_of(request).at(position)
+            for request, params, position in zip(requests, rows, positions)
+        ]
+        histories = [TokenHistory(request.prompt_token_ids, request.output_token_ids) for request in requests]
+        masks = self.masks.of(requests, logits.shape[1])
+        return self.sampler(logits, rows, draws, positions, histories, masks)
+
+    def _draws_of(self, request: Request) -> RepeatableDraws:
+        if request.request_id not in self.draws:
+            self.draws[request.request_id] = RepeatableDraws(request.sampling_params)
+        return self.draws[request.request_id]
 
     def sample_apart(
         self, requests: Sequence[Request], logits: torch.Tensor, error: BaseException

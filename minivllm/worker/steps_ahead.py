@@ -1,13 +1,15 @@
 """Tokens that are read after the next step was launched. See vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
 
 from collections.abc import Callable
+from itertools import repeat
 
 import torch
 
 from minivllm.core.output import SchedulerOutput
+from minivllm.layers.to_device import to_host
 from minivllm.worker.cuda_graphs import DecodeGraphs, StepOutput
 from minivllm.worker.mixed_graphs import GraphedSteps
-from minivllm.worker.row_sampler import PendingStep, takes_likeliest
+from minivllm.worker.row_sampler import PendingStep, RowSampler, Sampled, takes_likeliest
 
 
 class StepsAhead(GraphedSteps):
@@ -19,6 +21,7 @@ class StepsAhead(GraphedSteps):
 
     decode_graphs: DecodeGraphs | None
     step_output: StepOutput
+    row_sampler: RowSampler
 
     @property
     def can_run_ahead(self) -> bool:
@@ -33,23 +36,29 @@ class StepsAhead(GraphedSteps):
         return only_decodes and self.decode_graphs.padded_size(tokens) is not None
 
     @torch.inference_mode()
-    def leave_tokens(self, step: PendingStep) -> Callable[[], list[int]] | None:
-        """Start the way of a step's tokens to the host, and give a call that waits for them.
+    def leave_tokens(self, step: PendingStep) -> Callable[[], Sampled] | None:
+        """Start the way of a step's tokens to the host, and give a call that waits for them, as `sample_tokens` does.
 
-        None if they are still to be sampled. To be called before another step is launched, and waited for before it is
-        called again.
+        None if they are still to be sampled. To be called when all tokens before them are known, before another step
+        is launched.
         """
-        if step.tokens is None or not all(map(takes_likeliest, step.requests)):
+        requests = step.requests
+        if not requests:
             return None
-        host = self.step_output.host_tokens[: len(step.requests)]
-        host.copy_(step.tokens[: len(step.requests)], non_blocking=True)
-        if not step.tokens.is_cuda:
-            return host.tolist
-        arrived = torch.cuda.Event()
-        arrived.record()
+        chosen, sampled = step.tokens, None
+        if chosen is None or not all(map(takes_likeliest, requests)):
+            try:
+                sampled = self.row_sampler.launch(requests, step.logits[: len(requests)])
+            except Exception:  # raised again where it is found whose row it is: `RowSampler.sample_step`
+                return None
+            chosen = sampled.token_ids
+            self.step_output.tokens[: len(requests)].copy_(chosen)
+        tokens_there = to_host(chosen[: len(requests)])
 
-        def wait() -> list[int]:
-            arrived.synchronize()
-            return host.tolist()
+        def wait() -> Sampled:
+            (tokens,) = tokens_there()
+            logprobs = sampled.logprobs if sampled else repeat(None)
+            rows = zip(requests, tokens.tolist(), logprobs)
+            return {request.request_id: (token, found) for request, token, found in rows}
 
         return wait

@@ -26,11 +26,14 @@ class TokenMasks:
         self._vocabulary: Any = None
 
     def of(self, requests: Sequence[Request], vocab_size: int) -> list[torch.Tensor | None]:
-        """For each row which tokens may come next, (V,) bool on the CPU; None = any.
+        """For each row which tokens may come next, (V,) bool on the CPU; None = any, so for requests that have ended.
 
         ValueError: an answer is not what its structure allows, which only a fault of the reader can lead to.
         """
-        return [self._mask(r, vocab_size) if r.sampling_params.structured_outputs else None for r in requests]
+        return [
+            self._mask(r, vocab_size) if r.sampling_params.structured_outputs and not r.is_finished else None
+            for r in requests
+        ]
 
     def _mask(self, request: Request, vocab_size: int) -> torch.Tensor:
         matcher, seen = self._matchers.get(request.request_id) or (self._begin(request, vocab_size), 0)

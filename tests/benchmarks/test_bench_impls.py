@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from benchmarks.impls import base, engine_linear, folded, sgmv
+from benchmarks.impls import base, engine_linear, folded, gathered, looped, paged, sgmv
 
 SLOTS, RANK, WIDTH = 3, 16, 40
 LIVE = [16, 4, 9]
@@ -55,8 +55,8 @@ def test_a_linear_of_any_number_of_slices_answers_as_float64_does(backend, slice
     assert_equal(run(x), expected(w, a, b, x, slices))
 
 
-@pytest.mark.parametrize("make", [sgmv, folded])
-def test_the_gpu_backends_answer_as_float64_does(make):
+@pytest.mark.parametrize("make", [looped, gathered, sgmv, folded, paged])
+def test_the_ways_of_a_gpu_answer_as_float64_does(make):
     slices = [32, 16, 16]
     w, a, b, x = problem(slices)
     token_slots = torch.tensor(TOKEN_SLOTS, dtype=torch.int32, device=DEVICE)
@@ -79,3 +79,10 @@ def test_four_slices_are_refused():
 
     with pytest.raises(ValueError, match="4 slices"):
         engine_linear("loops", w, a, b, [8] * 4, torch.tensor(TOKEN_SLOTS), LIVE)
+
+
+def test_a_prompt_is_not_gathered():
+    w, a, b, _ = problem([24])
+
+    with pytest.raises(ValueError, match="a copy of A and B for each token of a prompt does not fit"):
+        gathered(w, a, b, [24], torch.tensor(TOKEN_SLOTS), LIVE, "prefill")

@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
+from running_ahead import run_ahead
 from tiny_engine import greedy, tiny_world
 from tiny_models import token_ids
 
 from benchmarks.step_record import COLUMNS, StepRecord, as_text
-from minivllm.guards.run_ahead import RunAhead
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +24,6 @@ def record_of(engine, world):
         record.step()
     record.close()
     return [dict(zip(COLUMNS, line.split())) for line in as_text(record, 0.0)["steps"]]
-
-
-def run_ahead(engine):
-    """Every step is left unread until the next one was launched."""
-    engine._ahead = RunAhead(engine)
-    engine.runner.takes_stand_ins = lambda output: False
-    engine.runner.leave_tokens = lambda step: step.logits is not None and step.logits.argmax(dim=-1).tolist
-    return engine
 
 
 def test_every_computed_token_stands_in_the_row_of_its_step(world):

@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).with_name("malformed.py")
 
 @pytest.fixture(scope="module")
 def report():
-    command = [sys.executable, SCRIPT, "--adapters", "300", "--seed", "1", "--json"]
+    command = [sys.executable, SCRIPT, "--adapters", "120", "--seed", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=SCRIPT.parents[2])
     assert done.stdout, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -46,17 +46,17 @@ def test_no_refusal_takes_seconds(report):
 
 
 def test_whoever_runs_meanwhile_gets_the_same_tokens(report):
-    assert report["answers"] > 50
+    assert report["answers"] > 20
 
 
 def test_it_was_an_attack(report):
     outcomes = report["outcomes"]
 
-    assert sum(outcomes.values()) == 300
-    assert outcomes["ValueError"] > 100
-    assert outcomes["FileNotFoundError"] > 10
-    assert outcomes["failed alone"] > 10
-    assert outcomes["served"] > 10
+    assert sum(outcomes.values()) == 120
+    assert outcomes["ValueError"] > 40
+    assert outcomes["FileNotFoundError"] > 3
+    assert outcomes["failed alone"] > 4
+    assert outcomes["served"] > 4
 
 
 @pytest.fixture

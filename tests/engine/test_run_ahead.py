@@ -5,16 +5,14 @@ that look up stand-ins on the device.
 """
 
 import random
-from types import SimpleNamespace
 
 import pytest
 from interrupts import run_attack
+from running_ahead import WISHES, run_ahead
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
-from minivllm.guards.run_ahead import RunAhead
-from minivllm.worker.row_sampler import takes_likeliest
 
 
 @pytest.fixture(scope="module")
@@ -23,33 +21,7 @@ def world(tmp_path_factory):
 
 
 def ahead_engine(world, **options):
-    """`engine.ahead.left` counts the steps that were left unread when the next one was scheduled."""
-    engine = world.engine(**options)
-    run_ahead(engine)
-    return engine
-
-
-def run_ahead(engine):
-    runner = engine.runner
-    engine._ahead = RunAhead(engine)
-    engine.ahead = SimpleNamespace(left=0, fail_next=False)
-    runner.takes_stand_ins = lambda output: False
-
-    def leave_tokens(step):
-        if step.logits is None or not all(map(takes_likeliest, step.requests)):
-            return None
-        engine.ahead.left += 1
-        tokens = step.logits.argmax(dim=-1).tolist()
-
-        def wait():
-            if engine.ahead.fail_next:
-                engine.ahead.fail_next = False
-                raise RuntimeError("the device is lost")
-            return tokens
-
-        return wait
-
-    runner.leave_tokens = leave_tokens
+    return run_ahead(world.engine(**options))
 
 
 def test_tokens_are_those_of_each_request_alone(world):
@@ -110,22 +82,58 @@ def test_the_last_token_by_number_that_would_also_stop_says_so(world):
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_rows_that_want_more_than_the_likeliest_token_are_read_at_once(world):
-    answers = []
+def test_rows_that_want_more_than_the_likeliest_token_hold_up_no_step(world):
+    answers, logprobs = [], []
     for make in (world.engine, lambda **options: ahead_engine(world, **options)):
         engine = make()
-        wishes = {
-            "logprobs": SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True),
-            "penalty": SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=6, ignore_eos=True),
-            "drawn": SamplingParams(temperature=1.1, seed=4, max_tokens=7, ignore_eos=True),
-            "greedy": greedy(12),
-        }
-        for i, (name, params) in enumerate(wishes.items()):
+        for i, (name, wish) in enumerate(WISHES.items()):
+            params = SamplingParams(**{"max_tokens": 5 + i % 4, "ignore_eos": True} | wish)
             engine.add_request(name, token_ids(5, i), params)
-        answers.append({name: tokens_of(output) for name, output in run(engine).items()})
+        outputs = run(engine)
+        answers.append({name: tokens_of(output) for name, output in outputs.items()})
+        logprobs.append({name: output.outputs[0].logprobs for name, output in outputs.items()})
 
     assert answers[0] == answers[1]
-    assert 0 < engine.ahead.left < len(engine.trace)
+    assert logprobs[0] == logprobs[1]
+    assert len(logprobs[1]["logprobs"]) == 5 and logprobs[1]["greedy"] is None
+    assert engine.ahead.left == len(engine.trace)
+
+
+def test_a_row_too_many_of_a_request_that_drew_leaves_nothing_behind(world):
+    params = SamplingParams(temperature=1.1, seed=4, max_tokens=8, ignore_eos=True)
+    engine = world.engine()
+    engine.add_request("a", token_ids(5, 1), params)
+    drawn = tokens_of(run(engine)["a"])
+    engine = ahead_engine(world)
+
+    stop = SamplingParams(temperature=1.1, seed=4, max_tokens=8, ignore_eos=True, stop_token_ids=[drawn[3]])
+    engine.add_request("a", token_ids(5, 1), stop)
+    output = run(engine)["a"]
+
+    assert tokens_of(output) == drawn[: drawn.index(drawn[3]) + 1]
+    assert len(engine.trace) == drawn.index(drawn[3]) + 2
+    assert not engine.runner.row_sampler.draws
+
+
+def test_a_row_that_cannot_be_sampled_ends_alone(world):
+    engine = ahead_engine(world)
+    masks = engine.runner.row_sampler.masks
+    engine.add_request("good", token_ids(5, 1), SamplingParams(temperature=0.8, seed=2, max_tokens=4))
+    engine.add_request("bad", token_ids(6, 2), greedy(4))
+
+    def of(requests, vocab_size):
+        if any(request.request_id == "bad" and request.num_output_tokens == 2 for request in requests):
+            raise ValueError("the structure of the answer cannot be followed")
+        return [None] * len(requests)
+
+    masks.of = of
+    outputs = run(engine)
+
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert "cannot be followed" in outputs["bad"].error
+    alone = world.engine()
+    alone.add_request("good", token_ids(5, 1), SamplingParams(temperature=0.8, seed=2, max_tokens=4))
+    assert tokens_of(outputs["good"]) == tokens_of(run(alone)["good"])
 
 
 def test_an_id_is_in_use_until_the_last_token_was_told(world):

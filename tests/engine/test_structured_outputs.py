@@ -11,7 +11,8 @@ import pytest
 import torch
 from demo_tasks import NAMES, adapter_folder, demo_base
 from jsonschema import Draft202012Validator
-from tiny_engine import greedy, tiny_world
+from running_ahead import run_ahead
+from tiny_engine import greedy, run, tiny_world
 from tiny_models import token_ids
 from tiny_oracle import Oracle
 
@@ -172,6 +173,25 @@ def test_masks_hold_every_token_that_may_come_and_no_other(llm, oracle, seed):
         next_letters = {text[len(so_far) : len(so_far) + 1] for text in texts if text.startswith(so_far)}
         assert mask == allowed if len(next_letters) > 1 else token in mask <= allowed
         so_far += oracle.bytes[token]
+
+
+def test_an_engine_one_step_ahead_follows_the_structure(base):
+    def engine():
+        return LLMEngine.from_engine_args(
+            EngineArgs(str(base), dtype="float32", max_model_len=256, num_kv_blocks=24, warm_up=False)
+        )
+
+    answers = []
+    for one in (engine(), run_ahead(engine())):
+        for i, seed in enumerate((3, 4)):
+            one.add_request(str(i), PROMPTS[i], structured({"temperature": 5.0, "seed": seed}, choice=CITIES))
+        one.add_request("free", PROMPTS[2], greedy(12))
+        answers.append({name: text_of(output) for name, output in run(one).items()})
+
+    assert answers[0] == answers[1]
+    assert {answers[1]["0"], answers[1]["1"]} <= set(CITIES)
+    assert one.ahead.left == len(one.trace)
+    assert not one.runner.row_sampler.masks._matchers
 
 
 def test_those_beside_it_answer_as_if_alone(llm):

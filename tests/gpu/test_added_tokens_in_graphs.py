@@ -74,6 +74,7 @@ def test_tokens_that_adapters_add_are_written_and_read_in_captured_steps(tokens,
     assert sum(with_lora for _, with_lora in engine.replayed) > 5, "hardly any step was replayed"
 
 
+@pytest.mark.nightly_without_gpu
 def test_steps_with_adapters_and_without_take_turns(tokens):
     """The logits of one are wider than the other's."""
     engine = captured(tokens, max_loras=1, lora_extra_vocab_size=EXTRA)

@@ -92,6 +92,7 @@ def test_captured_steps_give_the_tokens_of_each_request_alone(world, backend):
     assert sum(with_lora for _, with_lora in llm.replayed) > 5, "hardly any step was replayed"
 
 
+@pytest.mark.nightly_without_gpu
 def test_a_graph_replayed_for_another_adapter_forgets_the_last_one(world):
     root, oracles = world
     llm = engine(root, "auto", max_loras=1)

@@ -163,6 +163,7 @@ def test_without_lora_there_is_one_set_of_graphs(world):
     assert engine.runner.decode_graphs._steps.keys() == {(size, False) for size in (1, 2, 4, 6)}
 
 
+@pytest.mark.nightly_without_gpu
 def test_prompts_and_chunks_run_eagerly_beside_decodes(world):
     engine = paged_engine(world, max_num_batched_tokens=5)
 
@@ -175,6 +176,7 @@ def test_prompts_and_chunks_run_eagerly_beside_decodes(world):
     assert len(decode_only_steps(engine)) <= len(engine.replayed) <= len(alone) < len(engine.trace)
 
 
+@pytest.mark.nightly_without_gpu
 def test_requests_that_lose_their_blocks_and_get_others_are_read_anew(world):
     engine = paged_engine(world, num_kv_blocks=11, enable_prefix_caching=False)
     names = [None, "qv", "all"]

@@ -71,6 +71,7 @@ def test_prompts_join_decodes_whose_tokens_are_not_read(world):
     assert any(min(ids) < 0 <= max(ids) for ids in engine.sent)
 
 
+@pytest.mark.nightly_without_gpu
 def test_a_preempted_request_ends_with_a_stand_in_when_it_comes_back(world):
     engine = ahead_engine(world, num_kv_blocks=11, enable_prefix_caching=False)
     names = [None, "qv", "all"]

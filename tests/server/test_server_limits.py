@@ -97,6 +97,50 @@ def test_a_line_without_an_end_is_refused(server):
     assert answer.startswith(b"HTTP/1.1 400")
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-long: ",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx-trailer: ",
+    ],
+    ids=["header", "trailer"],
+)
+def test_a_header_without_an_end_is_refused_before_it_is_kept(server, before):
+    sent = 0
+
+    with connected(server) as sock:
+        sock.sendall(before)
+        try:
+            while sent < 4_000_000:
+                sent += sock.send(b"a" * 1000)
+                time.sleep(0.001)
+        except OSError:  # it is closed
+            pass
+
+    assert 0 < sent < 400_000
+    assert post(server, json.dumps(ASK)).status_code == 200
+
+
+def test_many_small_requests_on_a_connection_are_no_long_head(server):
+    statuses = []
+
+    with httpx.Client() as client:
+        for _ in range(40):
+            statuses.append(client.get(f"{server.url}/v1/models", headers={"x-some": "y" * 1000}).status_code)
+
+    assert statuses == [200] * 40
+
+
+def test_a_body_in_many_small_parts_is_read(server):
+    content = json.dumps(
+        {**ASK, "user": "x" * 1500}
+    ).encode()  # with the sizes of its parts above a head's limit
+
+    answer = post(server, (content[i : i + 1] for i in range(len(content))))
+
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_body_that_does_not_come_is_waited_for_no_longer_than_allowed(server):
     started = time.monotonic()
     with connected(server) as sock:

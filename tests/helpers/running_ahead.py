@@ -1,0 +1,45 @@
+"""An engine one step ahead of its tokens on a CPU, and what requests may want beside the likeliest token."""
+
+from types import SimpleNamespace
+
+from minivllm.guards.run_ahead import RunAhead
+
+# Name -> what `SamplingParams` are given.
+WISHES = {
+    "logprobs": {"temperature": 0, "logprobs": 2},
+    "drawn logprobs": {"temperature": 0.9, "seed": 3, "logprobs": 0},
+    "repetition": {"temperature": 0, "repetition_penalty": 1.5},
+    "presence": {"temperature": 0.7, "seed": 8, "presence_penalty": 1.0, "frequency_penalty": 0.3},
+    "bias": {"temperature": 0, "logit_bias": {5: 3.0}},
+    "drawn": {"temperature": 1.1, "seed": 4},
+    "filtered": {"temperature": 1.4, "seed": 9, "top_p": 0.7, "top_k": 20, "min_p": 0.01},
+    "late stop": {"temperature": 0, "min_tokens": 4, "ignore_eos": False},
+    "greedy": {"temperature": 0},
+}
+
+
+def run_ahead(engine):
+    """A step is computed when it is launched, and its tokens are told when they are waited for.
+
+    `engine.ahead.left` counts the steps that were left unread when the next one was scheduled.
+    """
+    runner = engine.runner
+    engine._ahead = RunAhead(engine)
+    engine.ahead = SimpleNamespace(left=0, fail_next=False)
+    runner.takes_stand_ins = lambda output: False
+    leave = runner.leave_tokens
+
+    def leave_tokens(step):
+        wait = leave(step)
+        engine.ahead.left += wait is not None
+
+        def wait_or_fail():
+            if engine.ahead.fail_next:
+                engine.ahead.fail_next = False
+                raise RuntimeError("the device is lost")
+            return wait()
+
+        return wait and wait_or_fail
+
+    runner.leave_tokens = leave_tokens
+    return engine
