@@ -32,7 +32,14 @@ TRAFFICS: dict[str, dict[str, Any]] = {
     "hot adapters": {"adapter_mix": "bursts"},
     "tenants": {"adapter_mix": "tenants"},
 }
-ENGINE = {"disk": 0.8, "adapters": 400, "ranks": "8,16,32,64", "max_loras": 32, "max_cpu_loras": 64, "rate": 6.0}
+ENGINE = {
+    "disk": 0.8,
+    "adapters": 400,
+    "ranks": "8,16,32,64",
+    "max_loras": 32,
+    "max_cpu_loras": 64,
+    "rate": 6.0,
+}
 FLEET = ENGINE | {"replicas": 4}
 DEFAULTS = {
     "eviction_policy": "lru",
