@@ -61,10 +61,11 @@ def sizes_of(row: Mapping[str, Any], bytes_per_rank: float) -> dict[int, Adapter
 def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> ReplicaConfig:
     """The engine that served."""
     options, engine = result["options"], row["engine"]
+    wait = engine.get("max_lora_wait_steps", SchedulerConfig.max_lora_wait_steps)
     pages, width = engine.get("pages", 0), engine["blocks_a_page"]
     own_pages = pages - -(-engine["kv_blocks"] // width) if pages else 0
     return ReplicaConfig(
-        SchedulerConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
+        SchedulerConfig(options["max_num_seqs"], options["max_num_batched_tokens"], wait),
         CacheConfig(num_blocks=engine["kv_blocks"], enable_prefix_caching=False),
         LoRAConfig(options["rank"], engine.get("max_loras", 1), engine.get("max_cpu_loras", 1)),
         elastic=Elastic(own_pages, width) if pages else None,
