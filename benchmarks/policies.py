@@ -1,7 +1,7 @@
 """`python -m benchmarks.policies`: all policies on all traffics, in the simulator. See docs/simulate.md.
 
-One engine that is short of slots, memory and disk serves every traffic under every combination of who stays, what is
-read ahead and who goes first. Then four engines serve every traffic under every routing and every rule of who stays.
+One engine that is short of slots, memory and disk serves every traffic under every combination of who stays and who
+goes first, and under every rule of what is read ahead. Four engines serve every traffic under every routing.
 """
 
 import datetime
@@ -67,9 +67,12 @@ def options(**changes: Any) -> dict[str, Any]:
 
 def cases() -> list[tuple[str, dict[str, Any], dict[str, str]]]:
     """Traffic, options, and names of policies, of every run."""
-    one = product(keeping.POLICIES, prefetching.POLICIES, scheduling.POLICIES, ["least-loaded"])
-    several = product(keeping.POLICIES, ["none"], ["fcfs"], routing.POLICIES)
-    runs = [(ENGINE, names) for names in one] + [(FLEET, names) for names in several]
+    usual = [[name] for name in DEFAULTS.values()]
+    one = [*product(keeping.POLICIES, usual[1], scheduling.POLICIES, usual[3])]
+    one += product(usual[0], [name for name in prefetching.POLICIES if name != "none"], *usual[2:])
+    runs = [(ENGINE, names) for names in one] + [
+        (FLEET, names) for names in product(*usual[:3], routing.POLICIES)
+    ]
     return [
         (traffic, base | TRAFFICS[traffic], dict(zip(DEFAULTS, names)))
         for traffic in TRAFFICS
