@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 # Microseconds that a graph is replayed for between two readings of the clock, unless one replay takes longer.
-ROUND_US = 20_000
+ROUND_US = 10_000
 
 
 def replay_us(run: Callable[[], object], times: int) -> float:
@@ -28,7 +28,7 @@ def wall_us(run: Callable[[], object]) -> float:
 
 
 def medians_us(
-    works: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7
+    works: dict[str, Callable[[], object]], device: torch.device, rounds: int = 5
 ) -> dict[str, float]:
     """Median microseconds of each, in turns: a GPU at its power limit then slows all alike.
 
