@@ -100,17 +100,19 @@ class BoundedLoads(ConsistentHashing):
 
 class AdapterAffine:
     """The least loaded of those that have the adapter, unless another one has far less to do.
+    What nobody has goes to equally loaded ones in turns: a single one would drive out the last for the next.
 
     spill   requests by which it may be ahead of the least loaded of all
     """
 
     def __init__(self, spill: int = 8) -> None:
-        self.spill = spill
+        self.spill, self._turns = spill, {}
 
     def __call__(self, adapter_id: int, engines: Sequence[Engine]) -> int:
-        quietest = least_loaded(adapter_id, engines)
+        quietest = min(range(len(engines)), key=lambda n: (engines[n].load, self._turns.get(n, 0)))
         having = [number for number, engine in enumerate(engines) if adapter_id and engine.has(adapter_id)]
         if not having:
+            self._turns[quietest] = 1 + max(self._turns.values(), default=0)
             return quietest
         nearest = min(having, key=lambda number: engines[number].load)
         return nearest if engines[nearest].load <= engines[quietest].load + self.spill else quietest
