@@ -6,20 +6,18 @@ Event loops and engine have a GIL each: what a server does for its clients takes
 
 import itertools
 import logging
-import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing import Pipe
 from typing import Any, TypeVar
 
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
+from minivllm.processes import start_process
 from minivllm.progress import Listener
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.engine_loop import Sink
@@ -31,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMMAND = (sys.executable, "-P", "-m", "minivllm.serving.engine_host")
+HOST = "minivllm.serving.engine_host"
 SHUT_DOWN = "the engine was shut down; start another one"
 # For the step that it is in, and what it reads; then it is killed.
 SECONDS_TO_STOP = 10.0
@@ -65,7 +63,7 @@ class EngineProcess:
         self._is_stopping = False
         self._progress = on_progress
         self._lock = threading.Lock()  # held while a message is sent
-        self._pipe, self._process = start_process()
+        self._pipe, self._process = start_process(HOST)
         try:
             self.config, self.tokenizer = self._load(make_engine, parallel_reads)
         except BaseException:
@@ -264,21 +262,6 @@ class EngineProcess:
 
     def on_death(self, number: None, error: Exception) -> None:
         self.error = error
-
-
-def start_process() -> tuple[Any, subprocess.Popen]:
-    """A fresh interpreter with our paths, and the pipe to it. A group of its own: Ctrl-C is ours alone."""
-    ours, theirs = Pipe()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with theirs:
-        process = subprocess.Popen(
-            [*COMMAND, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
-    return ours, process
 
 
 def levels_of_loggers() -> dict[str, int]:
