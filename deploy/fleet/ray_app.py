@@ -123,7 +123,10 @@ class RayEngines:
         return result
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        return await self.handle.broadcast("ask", method, *args).results_async(return_exceptions=True)
+        try:
+            return await self.handle.broadcast("ask", method, *args).results_async(return_exceptions=True)
+        except RayServeException:  # there is none
+            return []
 
 
 def as_ours(error: Exception) -> Exception:
