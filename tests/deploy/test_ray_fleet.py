@@ -16,7 +16,7 @@ from tiny_server import BASE_NAME, Answers
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.manifest import serve_config
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.ray]
 
 PORT = 8719
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
