@@ -261,16 +261,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One process, one device. vLLM: `ParallelConfig`."""
+    """How many processes, a device each, share every layer. vLLM: `ParallelConfig`."""
 
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         require_int(1, tensor_parallel_size=self.tensor_parallel_size)
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size {self.tensor_parallel_size} is not supported; this engine runs on one device"
-            )
 
 
 @dataclass(frozen=True)

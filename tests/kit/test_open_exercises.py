@@ -188,12 +188,31 @@ def test_where_all_costs_are_alike_the_least_is_beladys():
     assert least == len(uses) - belady_hits(uses, keeping.MEMORY)
 
 
-def test_policies_that_have_a_name_stand_beside_an_answer():
+def test_policies_that_have_a_name_stand_beside_an_answer(monkeypatch):
+    monkeypatch.setattr(keeping, "REQUESTS", 2000)
+
     lines = keeping.beside(kit.Random(3))
 
     shares = [float(line.split()[0]) for line in lines]
     assert [line.split()[1].strip(":,") for line in lines] == ["LRU", "LFU", "GDSF", "Belady"]
     assert shares[2] == 1 and shares[3] == 0 and min(shares[:2]) > 1
+
+
+def test_the_board_of_keeping_is_what_the_judge_says():
+    exercise, traffic = EXERCISES["keeping"], keeping.traffic_of(kit.Random(17))
+    answers = {
+        which: kit.load(exercise.ours(which).read_text(), exercise.ours(which)) for which in ("good", "best")
+    }
+    makers = {**keeping.KNOWN, **{which: answer.Policy for which, answer in answers.items()}}
+    makers["LRU"] = kit.load(naive_of("keeping"), exercise.ours("naive")).Policy
+    text = (ROOT / "solutions" / exercise.phase / "README.md").read_text(encoding="utf-8")
+
+    for name, make in makers.items():
+        bill = keeping.serve(make, traffic)
+        said = f" | {bill.reads:,} | {bill.copies:,} | {bill.ms / 1e3:.1f} | {keeping.share(bill, traffic):.3f} |"
+        [row] = [line for line in text.split("\n") if line.startswith((f"| {name}", f"| ours, {name}"))]
+        assert row.endswith(said)
+    assert f"| {keeping.least_possible(traffic) / 1e3:.1f} | 0 |" in text
 
 
 def test_inputs_differ_from_one_judgement_to_the_next():

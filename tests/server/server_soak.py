@@ -204,9 +204,7 @@ class Round:
             return False
         error = json.loads(content)["error"]
         # Its adapter was there when its name was looked up, and is unloaded meanwhile.
-        is_leaving = status == 400 and any(
-            word in error["message"] for word in ("being unloaded", "is unknown (known:")
-        )
+        is_leaving = status == 404 and "does not exist; there are:" in error["message"]
         assert is_leaving or self.is_over(status), (status, error)
         return False
 

@@ -1,0 +1,147 @@
+"""Adapters on a model that processes share: each request gets what transformers and PEFT give it alone."""
+
+import pytest
+import torch
+from shared_engines import assert_shared_engines_answer, engines_in_lockstep, serve
+from tiny_models import token_ids
+from tiny_moe import MIXTRAL, QWEN, sparse_world
+from tiny_set import AdapterSet
+from tiny_tokens import TokenSet
+
+LINEARS = {
+    "qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "all": {"r": 8, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"},
+    "patterns": {
+        "r": 6,
+        "lora_alpha": 7,
+        "target_modules": ["k_proj", "o_proj", "up_proj", "down_proj"],
+        "rank_pattern": {"o_proj": 2, "layers.1.self_attn.k_proj": 12},
+        "lora_bias": True,
+    },
+}
+ENDS = {
+    "embed": {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens"]},
+    "head": {"r": 6, "lora_alpha": 6, "target_modules": ["lm_head"]},
+    "both": {"r": 5, "lora_alpha": 4, "target_modules": ["embed_tokens", "lm_head", "q_proj", "down_proj"]},
+}
+FUSED = {
+    "fused": {"r": 4, "lora_alpha": 9, "target_modules": ["qkv_proj", "gate_up_proj"], "lora_bias": True},
+    "fused, everything": {"r": 6, "lora_alpha": 5, "target_modules": "all-linear"},
+}
+WORLDS = {
+    "llama-llama3-rope": LINEARS | ENDS,
+    "llama-linear-rope-biases-tied": LINEARS | ENDS,
+    "mistral-one-kv-head": LINEARS,
+    "qwen3-wide-heads": LINEARS,
+    "phi3-fused": FUSED,
+}
+OPTIONS = {"max_loras": 3, "max_cpu_loras": 6, "bias_enabled": True}
+# Kernels go through an interpreter here, which takes its time.
+BACKENDS = [
+    "loops",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("triton", "folded", "paged")),
+]
+
+_worlds = {}
+
+
+@pytest.fixture
+def world_of(tmp_path_factory):
+    def world_of(variant):
+        if variant not in _worlds:
+            _worlds[variant] = AdapterSet(tmp_path_factory.mktemp("shared"), variant, WORLDS[variant])
+        return _worlds[variant]
+
+    return world_of
+
+
+def pairs_of(world, names=None):
+    """The base and every adapter on one prompt, and each on one of its own."""
+    names = [None, *(world.names if names is None else names)]
+    return [(name, token_ids(9, 1)) for name in names] + [
+        (n, token_ids(4 + i, i)) for i, n in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("variant", WORLDS)
+def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, size, monkeypatch):
+    world = world_of(variant)
+
+    assert_shared_engines_answer(monkeypatch, world, size, pairs_of(world), **OPTIONS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_gives_it(world_of, backend, monkeypatch):
+    world, options = world_of("llama-llama3-rope"), {**OPTIONS, "punica_backend": backend}
+
+    assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world)[:7], 3, **options)
+
+
+@pytest.mark.parametrize("variant", ["llama-llama3-rope", "qwen2-tied"])
+def test_tokens_that_adapters_add_are_read_and_produced(variant, tmp_path, monkeypatch):
+    world = TokenSet(tmp_path, variant)
+    names = ["cats", "wide ends", "narrow ends", "plain"]
+
+    pairs = [(name, prompt) for name, prompt in world.workload() if name is None or name in names]
+    assert_shared_engines_answer(
+        monkeypatch, world, 2, pairs, max_loras=2, max_cpu_loras=6, lora_extra_vocab_size=4
+    )
+
+
+@pytest.mark.parametrize("variant", [MIXTRAL, QWEN])
+def test_experts_have_their_adapters(variant, tmp_path_factory, monkeypatch):
+    world = sparse_world(tmp_path_factory, variant)
+
+    assert_shared_engines_answer(
+        monkeypatch, world, 2, pairs_of(world, world.names[::2]), max_loras=3, max_cpu_loras=20
+    )
+
+
+def test_in_float32_tokens_are_those_of_one_process(world_of, monkeypatch):
+    world = world_of("llama-llama3-rope")
+    options = {**OPTIONS, "dtype": "float32"}
+
+    expected = serve(world.engine(**options), world, pairs_of(world), 5)
+
+    answers = engines_in_lockstep(
+        monkeypatch, 2, lambda tp: serve(world.engine(**options), world, pairs_of(world), 5)
+    )
+    assert answers == [expected] * 2
+
+
+@pytest.mark.parametrize("variant", ["llama-llama3-rope", MIXTRAL])
+def test_adapters_cost_no_further_meeting_of_processes(world_of, variant, tmp_path_factory, monkeypatch):
+    world = sparse_world(tmp_path_factory, MIXTRAL) if variant == MIXTRAL else world_of(variant)
+
+    def meetings(name):
+        def work(tp):
+            engine = world.engine(max_loras=1)
+            tp.calls.clear()
+            serve(engine, world, [(name, token_ids(5, 0))], 3)
+            return tp.calls
+
+        return engines_in_lockstep(monkeypatch, 2, work)
+
+    assert meetings(world.names[0]) == meetings(None)
+
+
+def test_a_process_keeps_its_share_of_an_adapter_and_no_more(world_of, monkeypatch):
+    world = world_of("llama-llama3-rope")
+
+    def work(tp):
+        engine = world.engine(**{**OPTIONS, "max_lora_rank": 12})
+        engine.add_lora(world.request("all"))
+        return engine.adapters.manager.get_adapter(2)
+
+    (alone,), parts = engines_in_lockstep(monkeypatch, 1, work), engines_in_lockstep(monkeypatch, 2, work)
+
+    for rank, lora in enumerate(parts):
+        for name, whole in alone.loras.items():
+            for own, all_of in zip(lora.loras[name].parts, whole.parts, strict=True):
+                a, b = all_of.lora_a, all_of.lora_b
+                is_row = name.endswith(("o_proj", "down_proj"))
+                assert torch.equal(own.lora_a, a.chunk(2, dim=1)[rank] if is_row else a)
+                assert torch.equal(own.lora_b, b if is_row else b.chunk(2)[rank])
+                kept = [t.untyped_storage().nbytes() for t in (own.lora_a if is_row else own.lora_b,)]
+                assert kept == [(own.lora_a if is_row else own.lora_b).nbytes]
