@@ -1,5 +1,7 @@
 """Adapters on a model that processes share: each request gets what transformers and PEFT give it alone."""
 
+import itertools
+
 import pytest
 import torch
 from shared_engines import assert_shared_engines_answer, engines_in_lockstep, serve
@@ -36,11 +38,22 @@ WORLDS = {
     "phi3-fused": FUSED,
 }
 OPTIONS = {"max_loras": 3, "max_cpu_loras": 6, "bias_enabled": True}
-# Kernels go through an interpreter here, which takes its time.
+# Backend and whether adapters are fully sharded. Kernels go through an interpreter here, which takes its time.
 BACKENDS = [
-    "loops",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("triton", "folded", "paged")),
+    ("loops", True),
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in (
+            ("triton", False),
+            ("triton", True),
+            ("folded", False),
+            ("folded", True),
+            ("paged", False),
+        )
+    ),
 ]
+# What is tried every time; the rest at night.
+OFTEN = {("llama-llama3-rope", 2, False), ("llama-llama3-rope", 4, True), ("phi3-fused", 2, True)}
 
 _worlds = {}
 
@@ -63,22 +76,30 @@ def pairs_of(world, names=None):
     ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("variant", WORLDS)
-def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, size, monkeypatch):
-    world = world_of(variant)
-
-    assert_shared_engines_answer(monkeypatch, world, size, pairs_of(world), **OPTIONS)
+def every_case():
+    for case in itertools.product(WORLDS, (2, 4), (False, True)):
+        yield pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_gives_it(world_of, backend, monkeypatch):
-    world, options = world_of("llama-llama3-rope"), {**OPTIONS, "punica_backend": backend}
+@pytest.mark.parametrize(("variant", "size", "fully"), list(every_case()))
+def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, size, fully, monkeypatch):
+    world, options = world_of(variant), {**OPTIONS, "fully_sharded_loras": fully}
+
+    assert_shared_engines_answer(monkeypatch, world, size, pairs_of(world), **options)
+
+
+@pytest.mark.parametrize(("backend", "fully"), BACKENDS)
+def test_every_backend_gives_it(world_of, backend, fully, monkeypatch):
+    """Kernels compute in float32 at best."""
+    world = world_of("llama-llama3-rope")
+    options = {**OPTIONS, "dtype": "float32", "punica_backend": backend, "fully_sharded_loras": fully}
 
     assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world)[:7], 3, **options)
 
 
-@pytest.mark.parametrize("variant", ["llama-llama3-rope", "qwen2-tied"])
+@pytest.mark.parametrize(
+    "variant", ["llama-llama3-rope", pytest.param("qwen2-tied", marks=pytest.mark.nightly)]
+)
 def test_tokens_that_adapters_add_are_read_and_produced(variant, tmp_path, monkeypatch):
     world = TokenSet(tmp_path, variant)
     names = ["cats", "wide ends", "narrow ends", "plain"]
@@ -89,7 +110,7 @@ def test_tokens_that_adapters_add_are_read_and_produced(variant, tmp_path, monke
     )
 
 
-@pytest.mark.parametrize("variant", [MIXTRAL, QWEN])
+@pytest.mark.parametrize("variant", [MIXTRAL, pytest.param(QWEN, marks=pytest.mark.nightly)])
 def test_experts_have_their_adapters(variant, tmp_path_factory, monkeypatch):
     world = sparse_world(tmp_path_factory, variant)
 
@@ -124,6 +145,30 @@ def test_adapters_cost_no_further_meeting_of_processes(world_of, variant, tmp_pa
         return engines_in_lockstep(monkeypatch, 2, work)
 
     assert meetings(world.names[0]) == meetings(None)
+
+
+def test_fully_sharded_processes_meet_once_more_a_linear_over_rank_sized_rows(world_of, monkeypatch):
+    world, tokens, rank = world_of("llama-llama3-rope"), 5, 6
+
+    def work(tp):
+        engine = world.engine(max_loras=1, max_lora_rank=rank, fully_sharded_loras=True)
+        tp.calls.clear()
+        serve(engine, world, [("qv", token_ids(tokens, 0))], 1)
+        return tp.calls
+
+    size, h, hidden = 4, tokens * 2, ("all_reduce", tokens * 48)  # two of six ranks on each
+    block = [("all_gather", 3 * h), ("all_reduce", tokens * rank), hidden]  # of attention: qkv, o
+    block += [("all_gather", 2 * h), ("all_reduce", tokens * rank), hidden]  # of the MLP: gate and up, down
+    for calls in engines_in_lockstep(monkeypatch, size, work):
+        assert calls == [hidden, *block * 2, ("all_gather", 25)]
+
+
+def test_the_next_adapter_in_a_slot_finds_nothing_of_the_last(world_of, monkeypatch):
+    world = world_of("llama-llama3-rope")
+    pairs = [(name, token_ids(6, 2)) for name in ("all", "qv", "patterns", "all", None, "qv")]
+    options = {**OPTIONS, "max_loras": 1, "max_num_seqs": 1, "fully_sharded_loras": True}
+
+    assert_shared_engines_answer(monkeypatch, world, 2, pairs, **options)
 
 
 def test_a_process_keeps_its_share_of_an_adapter_and_no_more(world_of, monkeypatch):
