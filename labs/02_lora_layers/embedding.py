@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.adapter_share import share_of_tokens
+from minivllm.distributed.token_share import share_of_tokens
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.options.option_layer import OptionLayer

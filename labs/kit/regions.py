@@ -19,6 +19,7 @@ PHASES = (
     "07_engine",
     "09_serving",
     "10_many_adapters",
+    "11_many_gpus",
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

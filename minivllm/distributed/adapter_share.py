@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from minivllm.distributed.tensor_parallel import TensorParallel
-
 ALL = slice(None)
 Runs = Sequence[slice]
 
@@ -59,6 +57,7 @@ class Cut(Share):
             for (width, height), columns, runs in zip(sizes, self.columns, self.rows, strict=True)
         ]
 
+    # region lab 11.1: slice an adapter for a rank
     def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
         """Slice i's `columns`, and of these the rows `ranks`: a copy, unless it is all of A."""
         if self.columns[i] == ALL and self.ranks is None:
@@ -83,7 +82,10 @@ class Cut(Share):
             cut.append(part)
         return cut
 
+    # endregion
 
+
+# region lab 11.1: slice an adapter for a rank
 def share_of_linear(linear: Any, slices: int) -> Share:
     """For adapters on so many slices of a base linear: one for each linear that it fuses, or one for all of it."""
     if linear.tp.size == 1:
@@ -99,6 +101,9 @@ def share_of_linear(linear: Any, slices: int) -> Share:
     return Cut([columns] * slices, runs[:slices])
 
 
+# endregion
+
+
 def share_of_experts(experts: Any, slices: int) -> Share:
     """For adapters on a layer of experts: w1, w2 and w3, or w13 (gate and then up) and w2."""
     if experts.tp.size == 1:
@@ -107,43 +112,3 @@ def share_of_experts(experts: Any, slices: int) -> Share:
     up = slice(whole + inner.start, whole + inner.stop)
     columns, rows = [ALL, inner, ALL], [[inner], [ALL], [inner]]
     return Cut(columns, rows) if slices == 3 else Cut(columns[:2], [[inner, up], [ALL]])
-
-
-@dataclass
-class TokenShare(Share):
-    """For adapters on the ends of a model: the rows of B (of an embedding, the columns of A) of the process's tokens.
-
-    vLLM leaves these whole on every process.
-
-    vocabulary   V; past it come added tokens, which every process has     of_embedding   whether it is A that is cut
-    """
-
-    tp: TensorParallel
-    vocabulary: int
-    of_embedding: bool
-
-    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        ((width, height),) = sizes
-        more = self.tp.tokens(self.vocabulary) - self.vocabulary
-        return [(width + more, height)] if self.of_embedding else [(width, height + more)]
-
-    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
-        return self._own(lora_a.T).T if self.of_embedding else lora_a
-
-    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
-        return lora_b if self.of_embedding else self._own(lora_b)
-
-    def of(self, parts: list[Any]) -> list[Any]:
-        return [
-            part and replace(part, lora_a=self.of_a(0, part.lora_a), lora_b=self.of_b(0, part.lora_b))
-            for part in parts
-        ]
-
-    def _own(self, by_token: torch.Tensor) -> torch.Tensor:
-        """(V + X, r) -> (tokens(V) + X, r)"""
-        own, added = by_token.tensor_split([self.vocabulary])
-        return torch.cat([self.tp.own_tokens(own), added])
-
-
-def share_of_tokens(tp: TensorParallel, vocabulary: int, of_embedding: bool) -> Share:
-    return EVERYTHING if tp.size == 1 else TokenShare(tp, vocabulary, of_embedding)

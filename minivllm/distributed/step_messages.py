@@ -38,10 +38,10 @@ class StepWriter:
     """Makes the messages, on the rank that schedules."""
 
     def __init__(self) -> None:
-        self._told: dict[
-            str, tuple[list[int], int]
-        ] = {}  # request id -> its list of blocks, and how many were told
+        # request id -> its list of blocks, and how many of them were told
+        self._told: dict[str, tuple[list[int], int]] = {}
 
+    # region lab 11.4: broadcast of a step
     def write(self, output: SchedulerOutput) -> StepMessage:
         """The rows with tokens of a step that is about to be launched. Others run nothing.
 
@@ -66,6 +66,8 @@ class StepWriter:
             told[request.request_id] = blocks, len(blocks)
         self._told = told
         return message
+
+    # endregion
 
 
 @dataclass
@@ -100,6 +102,7 @@ class StepReader:
     def __init__(self) -> None:
         self._blocks: dict[str, list[int]] = {}  # request id -> blocks
 
+    # region lab 11.4: broadcast of a step
     def read(self, message: StepMessage) -> SchedulerOutput:
         """A step that a model runner can launch."""
         blocks = {
@@ -132,6 +135,8 @@ class StepReader:
             return new
         self._blocks[request_id] += new
         return self._blocks[request_id]
+
+    # endregion
 
 
 @lru_cache(1024)

@@ -47,6 +47,7 @@ class TensorParallel:
         """How many rows each process has for the tokens of a vocabulary; past its end rows stand for none."""
         return -(-vocabulary // self.size)
 
+    # region lab 11.3: shards of a vocabulary
     def own_tokens(self, by_token: torch.Tensor) -> torch.Tensor:
         """The process's rows of a table with a row for each token, zeros where they stand for none.
 
@@ -55,6 +56,8 @@ class TensorParallel:
         share = self.tokens(len(by_token))
         own = by_token[self.part(share)]
         return torch.cat([own, own.new_zeros(share - len(own), *own.shape[1:])])
+
+    # endregion
 
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
         """A term that the first process alone adds to a sum; zeros on others."""
@@ -79,6 +82,7 @@ class TensorParallel:
         """The rows of a table that processes share out.   ids: (T,) int64   table: (rows of each, H) -> (T, H)"""
         return self.all_reduce(self.look_up_own(ids, table))
 
+    # region lab 11.3: shards of a vocabulary
     def look_up_own(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """This process's term of `look_up`: zeros for the rows of others."""
         own = self.part(len(table))
@@ -105,6 +109,8 @@ class TensorParallel:
         """
         own, added = logits.tensor_split([self.tokens(vocabulary)], dim=1)
         return torch.cat([self.all_gather(own)[:, :vocabulary], added], dim=1)
+
+    # endregion
 
 
 class Alone(TensorParallel):

@@ -1,0 +1,93 @@
+"""Which part of an adapter a process has. For `slice_lora_a` and `slice_lora_b` in vllm/lora/layers (v0.22.1)."""
+
+from minivllm.labs import Todo
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any
+
+import torch
+
+ALL = slice(None)
+Runs = Sequence[slice]
+
+
+class Share:
+    """Of each pair of A and B of a layer: what goes with the process's part of the base weight. Here, all of it."""
+
+    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """K_i and N_i of each slice of the layer -> those of the process."""
+        return list(sizes)
+
+    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
+        """The process's part of slice i's A: (..., r, K_i)"""
+        return lora_a
+
+    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
+        """The process's part of slice i's B: (..., N_i, r)"""
+        return lora_b
+
+    def of(self, parts: list[Any]) -> list[Any]:
+        """An adapter's weights for each slice, cut to the process's part; None stays None.
+
+        Of experts there are n entries each. The adapter's own tensors stay as they are.
+        """
+        return parts
+
+
+EVERYTHING = Share()
+
+
+@dataclass
+class Cut(Share):
+    """Some columns of each A and some rows of each B; both are copied, so that no file's memory is kept for them.
+
+    columns   of A, one entry a slice     rows   runs of B's rows, one entry a slice
+    ranks     rows of A, the same of every slice, where adapters are fully sharded; None = all
+    cuts_beside  whether what is beside A and B, such as a bias (1, N_i), goes by the rows of B
+    """
+
+    columns: Sequence[slice]
+    rows: Sequence[Runs]
+    ranks: slice | None = None
+    cuts_beside: bool = True
+
+    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [
+            (len(range(width)[columns]), sum(len(range(height)[run]) for run in runs))
+            for (width, height), columns, runs in zip(sizes, self.columns, self.rows, strict=True)
+        ]
+
+    # region lab 11.1: slice an adapter for a rank
+    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
+        """Slice i's `columns`, and of these the rows `ranks`: a copy, unless it is all of A."""
+        raise Todo("lab 11.1: slice an adapter for a rank")
+
+    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
+        """Slice i's `rows`, run after run: a copy, unless it is all of B."""
+        raise Todo("lab 11.1: slice an adapter for a rank")
+
+    def of(self, parts: list[Any]) -> list[Any]:
+        """Each part with its A and B cut, and what it has beside them."""
+        raise Todo("lab 11.1: slice an adapter for a rank")
+
+    # endregion
+
+
+# region lab 11.1: slice an adapter for a rank
+def share_of_linear(linear: Any, slices: int) -> Share:
+    """For adapters on so many slices of a base linear: one for each linear that it fuses, or one for all of it."""
+    raise Todo("lab 11.1: slice an adapter for a rank")
+
+
+# endregion
+
+
+def share_of_experts(experts: Any, slices: int) -> Share:
+    """For adapters on a layer of experts: w1, w2 and w3, or w13 (gate and then up) and w2."""
+    if experts.tp.size == 1:
+        return EVERYTHING
+    inner, whole = experts.inner, experts.intermediate_size
+    up = slice(whole + inner.start, whole + inner.stop)
+    columns, rows = [ALL, inner, ALL], [[inner], [ALL], [inner]]
+    return Cut(columns, rows) if slices == 3 else Cut(columns[:2], [[inner, up], [ALL]])

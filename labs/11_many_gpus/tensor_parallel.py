@@ -1,0 +1,134 @@
+"""Which part of every layer a process has. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
+
+from minivllm.labs import Todo
+import torch
+import torch.nn.functional as F
+
+from minivllm.distributed.vocabulary import get_masked_input_and_mask
+
+
+class TensorParallel:
+    """One of `size` processes that share every layer of a model, on paper: it knows its part, and meets nobody.
+
+    Layers get it when they are made. They ask it what part is theirs, and have it put parts together. vLLM asks globals
+    (`get_tensor_model_parallel_rank`, `tensor_model_parallel_all_reduce`).
+
+    rank   which of them, from 0 on    size   how many there are
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    # ---- what is ours ---------------------------------------------------------------------------------------
+
+    def share(self, n: int, what: str) -> int:
+        """How many of n things each process has; ValueError, naming what they are, unless all have as many."""
+        if n % self.size:
+            fits = max(size for size in range(1, self.size + 1) if n % size == 0)
+            raise ValueError(
+                f"{what} {n} cannot be divided by tensor_parallel_size {self.size}; pass --tensor-parallel-size {fits}"
+            )
+        return n // self.size
+
+    def part(self, share: int) -> slice:
+        """Which of all things this process has, where each has `share` of them."""
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def kv_heads(self, heads: int) -> slice:
+        """Which key-value heads: as many as others have. Where processes are more than heads, some have the same one.
+
+        ValueError where neither divides the other. vLLM: `num_kv_head_replicas`.
+        """
+        if self.size <= heads or self.size % heads:
+            return self.part(self.share(heads, "num_key_value_heads"))
+        first = self.rank * heads // self.size
+        return slice(first, first + 1)
+
+    def tokens(self, vocabulary: int) -> int:
+        """How many rows each process has for the tokens of a vocabulary; past its end rows stand for none."""
+        return -(-vocabulary // self.size)
+
+    # region lab 11.3: shards of a vocabulary
+    def own_tokens(self, by_token: torch.Tensor) -> torch.Tensor:
+        """The process's rows of a table with a row for each token, zeros where they stand for none.
+
+        (V, ...) -> (tokens(V), ...)
+        """
+        raise Todo("lab 11.3: shards of a vocabulary")
+
+    # endregion
+
+    def of_first(self, x: torch.Tensor) -> torch.Tensor:
+        """A term that the first process alone adds to a sum; zeros on others."""
+        return x if self.rank == 0 else torch.zeros_like(x)
+
+    def own_part(self, vocabulary: int) -> slice:
+        """Which tokens this process has; the last processes may have fewer than others."""
+        part = self.part(self.tokens(vocabulary))
+        return slice(min(part.start, vocabulary), min(part.stop, vocabulary))
+
+    # ---- what all have --------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of what all processes have. The caller's tensor may change; read only what is returned."""
+        raise NotImplementedError
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """What all processes have, side by side along the last dimension.   (..., n) -> (..., size * n)"""
+        raise NotImplementedError
+
+    def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """The rows of a table that processes share out.   ids: (T,) int64   table: (rows of each, H) -> (T, H)"""
+        return self.all_reduce(self.look_up_own(ids, table))
+
+    # region lab 11.3: shards of a vocabulary
+    def look_up_own(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """This process's term of `look_up`: zeros for the rows of others."""
+        raise Todo("lab 11.3: shards of a vocabulary")
+
+    def look_up_own_in(
+        self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
+        """As `look_up_own`, each row in the table of its slot. Added tokens are the first process's.
+
+        ids, slots: (T,) int64    tables: (S, tokens(V) + X, R) -> (T, R)
+        """
+        raise Todo("lab 11.3: shards of a vocabulary")
+
+    def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Logits of all tokens, of each process's. Columns past the process's own tokens are the same on all: added
+        tokens.   (P, tokens(V) + X) -> (P, V + X)
+        """
+        raise Todo("lab 11.3: shards of a vocabulary")
+
+    # endregion
+
+
+class Alone(TensorParallel):
+    """The only process: it has all of every layer."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    look_up = staticmethod(F.embedding)
+    look_up_own = staticmethod(F.embedding)
+
+    def own_tokens(self, by_token: torch.Tensor) -> torch.Tensor:
+        return by_token
+
+    def look_up_own_in(
+        self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
+        return tables[slots, ids]
+
+    def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        return logits
+
+
+ALONE = Alone()

@@ -1,0 +1,55 @@
+"""Slots of which A and B are used apart. In vLLM (v0.22.1) a backend has `add_shrink` and `add_expand` for all."""
+
+import torch
+
+from minivllm.lora.backend import Backend
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.slots import Slots
+
+
+class HalvedSlots(Slots):
+    """Slots whose A's and B's are used apart, so that processes can meet between. R' rows of A may be fewer than R.
+
+    a        n buffers (S, 1, R', K)    b   n buffers (S, 1, N_i, R)
+    shrinks  the same A's, with ones on the diagonal for B's: what a backend adds for them is h = A · x
+    expands  n slots of one slice each, the same B's
+    """
+
+    def __init__(self, slots: Slots, backend: Backend) -> None:
+        super().__init__(slots.a, slots.b)
+        ones = [torch.zeros_like(a[..., :1]).repeat(1, 1, 1, a.shape[2]) for a in self.a]  # (S, 1, R', R')
+        for diagonal in ones:
+            diagonal.diagonal(dim1=-2, dim2=-1).fill_(1)
+        self.shrinks = backend.place(Slots(self.a, ones), None)
+        self.expands = [
+            backend.place(Slots([b.new_zeros(len(b), 1, b.shape[3], 0)], [b]), None) for b in self.b
+        ]
+        self.live_ranks = self.shrinks.live_ranks
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [*super().memory, *self.shrinks.b]
+
+    def write(self, slot: int, parts: list[LoRALayerWeights | None]) -> None:
+        for i, part in zip(range(len(self.a)), parts, strict=True):
+            self.a[i][slot], self.b[i][slot] = 0, 0
+            self.live_ranks[i][slot] = 0 if part is None else part.lora_a.shape[-2]
+            if part is not None:
+                self.a[i][slot, 0, : part.lora_a.shape[0]].copy_(part.lora_a)
+                self.b[i][slot, 0, :, : part.lora_b.shape[1]].copy_(part.lora_b)
+        self._write_beside(slot, parts)
+        self.changed(slot)
+
+    def clear(self, slot: int) -> None:
+        self.write(slot, [None] * len(self.a))
+
+    def changed(self, slot: int) -> None:
+        super().changed(slot)
+        self.shrinks.changed(slot)
+
+    def shrink(self, x: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """h = A · x of each slice, by each row's adapter, at least in float32.   x: (T, K) -> (T, n, R')"""
+        n, rank = len(self.a), self.a[0].shape[2]
+        h = x.new_zeros(len(x), n * rank, dtype=torch.promote_types(x.dtype, torch.float32))
+        backend.add(h, x, self.shrinks, backend.token_rows(len(x)))
+        return h.unflatten(1, (n, rank))
