@@ -11,13 +11,14 @@ TRACKS = {
     "kernels": "on the kernel path",
     "serving": "on the serving path",
     "policies": "on the policy path",
+    "ranks": "on the parallel path",
     "side": "on side tracks",
 }
 MARKS = {"side": "  (side track)"}  # behind a title
 
 
 def track_of(exercise: Exercise) -> str:
-    """core, kernels, serving, policies or side; core where nobody has described the exercise yet."""
+    """core, kernels, serving, policies, ranks or side; core where nobody has described the exercise yet."""
     hints = hints_of(exercise)
     return hints.track if hints else "core"
 

@@ -96,11 +96,11 @@ class TensorParallel:
 
         ids, slots: (T,) int64    tables: (S, tokens(V) + X, R) -> (T, R)
         """
-        share = self.tokens(vocabulary)
         own = self.own_part(vocabulary)
-        padding = share - (own.stop - own.start)
-        added = (vocabulary, vocabulary + tables.shape[1] - share) if self.rank == 0 else (0, 0)
-        rows, is_others = get_masked_input_and_mask(ids, own.start, own.stop, padding, *added)
+        end = vocabulary + tables.shape[1] - self.tokens(vocabulary)
+        # The first process's own tokens fill its share: no padding is before the added ones.
+        added = (vocabulary, end) if self.rank == 0 else (0, 0)
+        rows, is_others = get_masked_input_and_mask(ids, own.start, own.stop, 0, *added)
         return tables[slots, rows].masked_fill(is_others[:, None], 0)
 
     def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
