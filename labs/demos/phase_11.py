@@ -34,8 +34,8 @@ def demo_11_1() -> Iterator[str]:
             RowParallelLinear(4, 2, tp=tp),
         ]
         (own,), (own_down,) = (share_of_linear(x, 1).of([w]) for x, w in zip(linears, (fused, down)))
-        yield f"process {tp.rank}: of the first B rows {numbers(own.lora_b[:, 0])}, and {own.lora_a.shape[1]} columns of A"
-        yield f"process {tp.rank}: of the second A columns {numbers(own_down.lora_a[0])}, and {len(own_down.lora_b)} rows of B"
+        yield f"process {tp.rank}, first: rows {numbers(own.lora_b[:, 0])} of B, {own.lora_a.shape[1]} columns of A"
+        yield f"process {tp.rank}, second: columns {numbers(own_down.lora_a[0])} of A, {len(own_down.lora_b)} rows of B"
 
 
 def demo_11_2() -> Iterator[str]:
@@ -65,7 +65,8 @@ def demo_11_3() -> Iterator[str]:
     ids = torch.tensor([4, 0, 2, 3])
     for tp in processes():
         own = tp.own_tokens(table)
-        yield f"process {tp.rank} has {numbers(own[:, 0])}, and for tokens 4 0 2 3 it gives {numbers(tp.look_up_own(ids, own)[:, 0])}"
+        found = tp.look_up_own(ids, own)
+        yield f"process {tp.rank} has {numbers(own[:, 0])}, and for tokens 4 0 2 3 it gives {numbers(found[:, 0])}"
     for tp in processes():
         slots = torch.tensor([[7.0, 8, 9, 50], [4, 5, 0, 50]])[tp.rank][None, :, None]
         found = tp.look_up_own_in(torch.tensor([5, 1, 4]), slots, torch.zeros(3, dtype=torch.long), 5)
