@@ -153,14 +153,16 @@ def test_the_input_stays_as_it_was(kind):
     assert in_lockstep(2, work) == [True, True]
 
 
-def test_rows_may_be_fewer_than_the_step_was_made_for():
+@pytest.mark.parametrize("kind", ["qkv", "row"])
+def test_rows_may_be_fewer_than_the_step_was_made_for(kind):
     """Tokens of a captured step are padded: a backend has rows for more."""
 
     def work(tp):
-        layer, backend = wrapped("qkv", tp)
+        layer, backend = wrapped(kind, tp)
         backend.token_lora_indices, backend.no_lora = torch.tensor([*SLOTS, 1, 1]), False
-        return layer.forward(normal(T, K, seed=3))[0], layer.base_layer.rows
+        x = normal(T, K, seed=3)[:, layer.base_layer.columns]
+        return layer.forward(x)[0], layer.base_layer.rows
 
-    whole = expected("qkv", normal(T, K, seed=3), SLOTS)
+    whole = expected(kind, normal(T, K, seed=3), SLOTS)
     for y, rows in in_lockstep(2, work):
         torch.testing.assert_close(y, torch.cat([w[:, r] for w, r in zip(whole, rows)], dim=1))

@@ -199,6 +199,11 @@ class TestACut:
 
         assert torch.equal(own, torch.stack([b[i] for i in (6, 7, 0, 1, 2)]))
 
+    def test_hands_back_a_b_of_which_all_rows_are_wanted(self):
+        b = normal(9, R)
+
+        assert Cut([ALL], [(ALL,)]).of_b(0, b) is b
+
     def test_cuts_the_last_two_dimensions_whatever_stands_before_them(self):
         a, b = normal(5, 4, K), normal(5, 9, R)
         cut = Cut([slice(2, 6)], [[slice(1, 3), slice(7, 9)]])
