@@ -2,12 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-done
+RAY := .venv/.ray-done
 
-.PHONY: help setup demo test serve nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks recordings clean
+.PHONY: help setup demo test serve serve-ray nightly lint soak soak-server bench bench-gpu adapters docs notebook notebooks recordings clean
 
 help:
 	@echo "make demo    serve a mixed batch of four adapters and the base model"
 	@echo "make serve   the demo model and its four adapters behind an OpenAI API, at http://127.0.0.1:8000/v1"
+	@echo "make serve-ray  the same with two engines behind one server, by Ray Serve (docs/deploy.md); installs Ray"
 	@echo "make test    run the tests: at most 8 minutes on two cores"
 	@echo "make nightly  run what make test leaves out, because it is slow and rare: at most an hour"
 	@echo "make lint    ruff, check and format"
@@ -40,12 +42,21 @@ demo: setup
 serve: setup
 	$(BIN)/minivllm serve --lora-modules demo
 
+# Ray is large, and nothing else needs it.
+$(RAY): $(SETUP) pyproject.toml
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@touch $@
+
+serve-ray: $(RAY)
+	$(BIN)/python -m deploy.fleet
+
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
 
 # What `make test` leaves out, and the random searches at length. Both together are all there is.
-nightly: setup
-	$(BIN)/python -m pytest -m nightly -n auto --maxprocesses 4 --dist worksteal --durations 20 --disable-warnings
+nightly: setup $(RAY)
+	$(BIN)/python -m pytest -m "nightly and not ray" -n auto --maxprocesses 4 --dist worksteal --durations 20 --disable-warnings
+	$(BIN)/python -m pytest -m ray --disable-warnings tests/deploy
 	$(BIN)/python tests/engine/malformed.py --adapters 10000 --seed 0
 	$(BIN)/python tests/engine/interrupts.py --interrupts 1000 --seed 0
 	$(BIN)/python tests/server/server_soak.py --seed 0

@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -65,7 +66,21 @@ def engine_linear(
     ids = [slot + 1 for slot in token_slots.tolist()]
     table = list(range(1, slots + 1))
     punica.begin_step(LoRAMapping(ids, ids, is_prefill=True), table)
-    return lambda x: layer(x)[0]
+    return EngineRun(layer)
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """A wrapped linear as `run`."""
+
+    layer: nn.Module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+    def tell_reader(self, activation: nn.Module) -> None:
+        """Say what alone reads the output: a backend may leave it work. The output alone may lack something then."""
+        self.layer.base_layer.__dict__["read_by"] = activation
 
 
 looped = functools.partial(engine_linear, "grouped")  # a shrink and an expand for each adapter, by PyTorch

@@ -31,6 +31,10 @@ def parse(arguments: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--model", default="llama-8b", type=one_of(SHAPE_NAMES))
     parser.add_argument("--mix", default="uniform", type=one_of(MIXES))
+    parser.add_argument(
+        "--table", action="store_true", help="all cases, mixes and models of layer_cases.TABLE"
+    )
+    parser.add_argument("--block", action="store_true", help="whole blocks, but for attention; on a GPU")
     parser.add_argument("--layers", type=whole(), default=5, help="so many, each with weights of its own")
     parser.add_argument("--device", type=device, default="cuda")
     parser.add_argument("--dtype", type=one_of(LAYER_DTYPES), default="bfloat16")

@@ -12,6 +12,57 @@ from minivllm.simulate.traffic import zipf_shares
 
 ZIPF_ALPHA = 1.2
 
+# Case, mix, model: R 8 to 256, S 1 to 128, T 1 to 8192.
+TABLE = (
+    *(
+        f"decode:{case} uniform llama-8b"
+        for case in ("1:1:8", "1:8:16", "8:8:16", "32:1:16", "32:8:8", "32:8:16", "64:8:64", "64:32:16")
+    ),
+    *(
+        f"decode:{case} uniform llama-8b"
+        for case in ("16:4:256", "64:16:128", "64:64:8", "64:128:16", "128:128:16", "256:1:16", "256:32:16")
+    ),
+    *(
+        f"decode:{case} llama-8b"
+        for case in ("64:32:16 zipf", "512:64:16 zipf", "64:32:16 half", "64:32:128 ranks", "256:32:64 ranks")
+    ),
+    *(
+        f"prefill:{case} uniform llama-8b"
+        for case in (
+            "512:1:16",
+            "1024:32:8",
+            "2048:8:16",
+            "8192:8:16",
+            "4096:4:64",
+            "2048:24:32",
+            "2048:4:256",
+        )
+    ),
+    *(
+        f"prefill:{case} llama-8b"
+        for case in ("2048:8:16 zipf", "2048:8:16 half", "2048:8:16 ranks", "3000:8:128 ranks")
+    ),
+    *(
+        f"{case} qwen-0.6b"
+        for case in (
+            *("decode:1:8:16 uniform", "decode:32:8:16 uniform", "decode:256:32:32 ranks"),
+            *("prefill:1024:16:64 uniform", "prefill:4096:8:16 uniform"),
+        )
+    ),
+    *(
+        f"{case} llama-70b"
+        for case in (
+            *(
+                "decode:1:8:16 uniform",
+                "decode:32:8:16 uniform",
+                "decode:64:32:16 zipf",
+                "decode:64:8:64 uniform",
+            ),
+            *("prefill:1024:8:32 uniform", "prefill:4096:8:16 uniform"),
+        )
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Case:

@@ -1,5 +1,6 @@
 """`python -m benchmarks.layers`: the multi-LoRA linears of one transformer layer, timed. See README.md."""
 
+import functools
 import importlib
 import json
 import sys
@@ -12,15 +13,16 @@ import torch
 from benchmarks import plot_layers
 from benchmarks.arguments import run_as_command
 from benchmarks.layer_arguments import NAME, parse
-from benchmarks.layer_cases import Case, Linear, packed_linears
+from benchmarks.layer_block import Block
+from benchmarks.layer_cases import TABLE, Case, Linear, packed_linears
 from benchmarks.options import free_memory
 from benchmarks.report import Report, default_path
-from benchmarks.timing import copy_bandwidth, median_us
+from benchmarks.timing import copy_bandwidth, medians_us, replayable
 
 Make = Callable[..., Callable[[torch.Tensor], torch.Tensor]]
 
 BASE = "benchmarks.impls:base"
-DEFAULT_IMPLS = ["benchmarks.impls:sgmv", "benchmarks.impls:folded"]
+DEFAULT_IMPLS = ["benchmarks.impls:sgmv", "benchmarks.impls:folded", "benchmarks.impls:paged"]
 DEFAULT_CASES = [
     *("decode:1:8:16", "decode:32:8:16", "decode:64:32:16", "decode:256:32:16", "decode:64:8:64"),
     *("prefill:2048:8:16", "prefill:8192:8:16", "prefill:4096:4:64"),
@@ -28,14 +30,18 @@ DEFAULT_CASES = [
 CHECKED_ROWS = 512
 
 
-def run_case(case: Case, impls: dict[str, Make], options: Namespace, bandwidth: float) -> dict[str, Any]:
+def run_case(
+    text: str, mix: str, model: str, impls: dict[str, Make], options: Namespace, bandwidth: float
+) -> dict[str, Any]:
     """Microseconds a layer of every implementation, and how far it is from float64.
 
     floor_us   what reading A and B of the slots in use once takes at the bandwidth of a copy
+    block      whether the layer is a whole block, but for its attention
     """
+    case = Case.parse(text)
     like = torch.empty(0, dtype=getattr(torch, options.dtype), device=options.device)
-    ranks, token_slots = case.ranks(options.mix), case.token_slots(options.mix).to(like.device)
-    linears = packed_linears(options.model)
+    ranks, token_slots = case.ranks(mix), case.token_slots(mix).to(like.device)
+    linears = packed_linears(model)
     layers = [
         {name: Linear.random(k, slices, ranks, case.rank, like) for name, (k, slices) in linears.items()}
         for _ in range(options.layers)
@@ -47,46 +53,58 @@ def run_case(case: Case, impls: dict[str, Make], options: Namespace, bandwidth: 
     used = [slot for slot in token_slots.unique().tolist() if slot >= 0]
     numbers = sum(ranks[s] * (len(slices) * k + sum(slices)) for s in used for k, slices in linears.values())
     row = {
-        "case": str(case),
-        "mix": options.mix,
-        "model": options.model,
+        "case": text,
+        "mix": mix,
+        "model": model,
+        "block": options.block,
         "slots_used": len(used),
         "floor_us": numbers * like.itemsize / bandwidth * 1e6,
     }
+    block = Block(model, case.tokens, like) if options.block else None
+    works, made = {}, {}  # a graph reads memory that belongs to what was made
     for name, make in impls.items():
         wanted = torch.full_like(token_slots, -1) if name == "base" else token_slots
-        row[name] = time_impl(make, case, layers, xs, wanted, ranks)
-        free_memory()
+        try:
+            runs = made[name] = make_all(make, case, layers, wanted, ranks)
+            row[name] = {"us": float("nan"), "error": worst_error(runs[0], layers[0], xs, wanted)}
+            works[name] = replayable(work_of(runs, xs, block), like.device)
+        except Exception as problem:  # whatever a foreign implementation may raise; the others go on
+            row[name] = {"us": float("nan"), "error": f"{type(problem).__name__}: {problem}"[:200]}
+    for name, us in medians_us(works, like.device).items():
+        row[name]["us"] = us / options.layers
     return row
 
 
-def time_impl(
-    make: Make,
-    case: Case,
-    layers: list[dict[str, Linear]],
-    xs: dict[str, torch.Tensor],
-    token_slots: torch.Tensor,
-    ranks: list[int],
-) -> dict[str, Any]:
-    """{"us", "error"}; an implementation that fails has its message for an error, and the others go on."""
-    try:
-        runs = [
-            {
-                name: make(linear.w, linear.a, linear.b, linear.slices, token_slots, ranks, case.phase)
-                for name, linear in layer.items()
-            }
-            for layer in layers
-        ]
-        error = max(
-            relative_error(run(xs[name]), layers[0][name], xs[name], token_slots)
-            for name, run in runs[0].items()
-        )
-        us = median_us(
-            lambda: [run(xs[name]) for layer in runs for name, run in layer.items()], xs["o"].device
-        )
-    except Exception as problem:  # whatever a foreign implementation may raise
-        return {"us": float("nan"), "error": f"{type(problem).__name__}: {problem}"[:200]}
-    return {"us": us / len(layers), "error": error}
+Layer = dict[str, Callable[[torch.Tensor], torch.Tensor]]
+
+
+def make_all(
+    make: Make, case: Case, layers: list[dict[str, Linear]], token_slots: torch.Tensor, ranks: list[int]
+) -> list[Layer]:
+    return [
+        {
+            name: make(one.w, one.a, one.b, one.slices, token_slots, ranks, case.phase)
+            for name, one in layer.items()
+        }
+        for layer in layers
+    ]
+
+
+def work_of(runs: list[Layer], xs: dict[str, torch.Tensor], block: Block | None) -> Callable[[], object]:
+    """All layers, one after the other: their linears, or whole blocks."""
+    if block is None:
+        steps = [functools.partial(run, xs[name]) for layer in runs for name, run in layer.items()]
+    else:
+        steps = [block.around(layer) for layer in runs]
+    return lambda: [step() for step in steps]
+
+
+def worst_error(
+    layer: Layer, linears: dict[str, Linear], xs: dict[str, torch.Tensor], token_slots: torch.Tensor
+) -> float:
+    return max(
+        relative_error(run(xs[name]), linears[name], xs[name], token_slots) for name, run in layer.items()
+    )
 
 
 def relative_error(y: torch.Tensor, linear: Linear, x: torch.Tensor, token_slots: torch.Tensor) -> float:
@@ -98,9 +116,8 @@ def relative_error(y: torch.Tensor, linear: Linear, x: torch.Tensor, token_slots
 
 def summary(row: dict[str, Any]) -> str:
     base, floor = row["base"]["us"], row["floor_us"]
-    lines = [
-        f"{row['case']} {row['mix']}: {row['slots_used']} slots used, base {base:.1f} us, floor {floor:.1f} us"
-    ]
+    which = f"{row['model']} {row['case']} {row['mix']}: {row['slots_used']} slots used"
+    lines = [f"{which}, base {base:.1f} us, floor {floor:.1f} us"]
     for name, result in plot_layers.results_of(row).items():
         added = result["us"] - base
         over = f"{added / floor:.2f} x floor" if floor else ""
@@ -133,7 +150,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     impls = {"base": load_impl(BASE)}
     impls |= {spec: load_impl(spec) for spec in options.impl or DEFAULT_IMPLS}
-    cases = [Case.parse(text) for text in options.case or DEFAULT_CASES]
+    cases = [(text, options.mix, options.model) for text in options.case or DEFAULT_CASES]
+    cases = [tuple(line.split()) for line in TABLE] if options.table else cases
     path = options.json or default_path("layers", options.device)
     kept = {name: getattr(options, name) for name in ("layers", "dtype")}
     report = Report(path, "layers", kept, options.device)
@@ -142,7 +160,8 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{report.content['machine']['device']}: a copy moves {bandwidth / 1e12:.2f} TB/s")
     with torch.inference_mode():
         for case in cases:
-            row = run_case(case, impls, options, bandwidth)
+            row = run_case(*case, impls, options, bandwidth)
+            free_memory()
             report.add(row, summary(row))
     plot_layers.draw(report.content, options.plot or path.with_suffix(".png"))
 

@@ -52,6 +52,10 @@ Threads = Annotated[
     int | None,
     typer.Option(min=1, help="CPU threads; OMP_NUM_THREADS if not given, or else as many as are fastest."),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(min=1, help="Processes that share every layer, a GPU or a part of the CPU's cores each."),
+]
 Bias = Annotated[
     bool, typer.Option("--enable-lora-bias", help="Serve adapters with a bias on B (PEFT's lora_bias).")
 ]
@@ -143,6 +147,7 @@ def generate(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     threads: Threads = None,
+    tensor_parallel_size: TensorParallel = 1,
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,
@@ -210,6 +215,7 @@ def serve(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     threads: Threads = None,
+    tensor_parallel_size: TensorParallel = 1,
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     punica: Punica = "auto",

@@ -9,6 +9,7 @@ import torch
 
 from minivllm.devices import DTYPES as DTYPES
 from minivllm.devices import parse_device, parse_dtype
+from minivllm.distributed.checks import between_a_and_b, refuse_uneven_shares
 from minivllm.model_options import check_batch_invariant, check_quantization
 from minivllm.models.config import ModelArchitecture
 from minivllm.validation import (
@@ -46,7 +47,8 @@ class LoRAConfig:
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
     target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
                     experts
-    fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
+    fully_sharded_loras  whether processes that share a model share out both A and B; else each has one of them whole.
+                    They then meet once more for every linear. A process alone has all anyhow
     punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels). Or "folded" (A as
                     extra rows of the base weight), "paged" (in pages of a few ranks). Or "invariant" (paged,
                     for `batch_invariant`). "auto" = grouped on a CPU. On CUDA it is paged without `max_loras`, else
@@ -261,16 +263,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One process, one device. vLLM: `ParallelConfig`."""
+    """How many processes, a device each, share every layer. vLLM: `ParallelConfig`."""
 
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         require_int(1, tensor_parallel_size=self.tensor_parallel_size)
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size {self.tensor_parallel_size} is not supported; this engine runs on one device"
-            )
 
 
 @dataclass(frozen=True)
@@ -293,8 +291,10 @@ class EngineConfig:
             require_int(1, threads=self.threads)
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
+        size = self.parallel_config.tensor_parallel_size
+        refuse_uneven_shares(self.model_config.architecture, size)
         if self.lora_config is not None:
-            lora_config = self.lora_config.on_device(self.device)
+            lora_config = between_a_and_b(self.lora_config, size, self.device).on_device(self.device)
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
         if self.model_config.batch_invariant and self.parallel_config.tensor_parallel_size > 1:

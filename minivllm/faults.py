@@ -12,13 +12,18 @@ from minivllm.labs import LabError, Todo
 logger = logging.getLogger(__name__)
 
 
+class EngineDeadError(RuntimeError):
+    """The engine has ended, and with it every request. vLLM: the same name, in vllm/v1/engine/exceptions.py."""
+
+
 def is_fault(error: BaseException) -> bool:
     """Whether an error may be put down to the request, the adapter or the step that raised it.
 
-    Not so: Ctrl-C, an exit, a task that was cancelled, and an exercise that nobody has solved yet. A panic in one of
-    the Rust libraries (tokenizers, safetensors) is a fault, although pyo3 derives it from BaseException.
+    Not so: Ctrl-C, an exit, a task that was cancelled, the engine's end, and an exercise that nobody has solved yet.
+    A panic in one of the Rust libraries (tokenizers, safetensors) is a fault, although pyo3 derives it from
+    BaseException.
     """
-    if isinstance(error, Todo | LabError):
+    if isinstance(error, Todo | LabError | EngineDeadError):
         return False
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 

@@ -101,7 +101,9 @@ def splice(base: str, other: str, keep: Collection[str], where: str) -> tuple[st
     try:
         regions = find_regions(base, where)
     except LabError as error:
-        raise LabError(f"{error}; `lab reset {others[0].exercise[0]}` starts the phase again") from None
+        raise LabError(
+            f"{error}; `lab reset {others[0].exercise.partition('.')[0]}` starts the phase again"
+        ) from None
     if [region.exercise for region in regions] != [region.exercise for region in others]:
         wanted = ", ".join(region.exercise for region in others)
         raise LabError(f"{where}: the '# region lab ...' lines must be those of labs {wanted}, in this order")

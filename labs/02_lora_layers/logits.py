@@ -26,10 +26,10 @@ class LogitsProcessorWithLoRA(HeadSlots):
     ) -> torch.Tensor:
         """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V)
 
-        A batch without adapters (`no_lora`) is the base layer's alone (its `_get_logits`). Where adapters may add
-        tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an adapter
-        of this step has weights here (`reaches(slots)`), the backend adds in place what A and B give:
-        `add(logits, hidden_states, slots, sample_rows(P))`.
+        A batch without adapters (`no_lora`) is the base layer's alone. Else its `own_logits` are added to. Where they
+        may add tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an
+        adapter of this step has weights here (`reaches(slots)`), the backend adds in place what A and B give:
+        `add(logits, hidden_states, slots, sample_rows(P))`. Processes share tokens out: `tp.gather_tokens` gives all.
         """
         raise Todo("lab 2.9: logits with adapters")
 

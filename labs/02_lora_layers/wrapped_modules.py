@@ -103,7 +103,7 @@ class WrappedModules:
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
     def accept(self, lora: LoRAModel) -> None:
-        """Give an adapter's weights the form in which slots are written (`pack`), by module name; once.
+        """Give the process's share of an adapter (`share.of(parts)`) the form of slots (`pack`), by module name; once.
 
         ValueError as in `judge`, before the adapter has changed. What `givers` gave to layers leaves `beside`.
         """

@@ -10,7 +10,8 @@ from minivllm.labs import ROOT, LabError
 class Hints(NamedTuple):
     """minutes: for a good engineer to whom this is new; hints: a nudge, the approach, pseudocode
 
-    track: core, on the way to the engine; kernels, the path of phase 4; serving, that of phase 9; side, about options
+    track: core, on the way to the engine; kernels, the path of phase 4; serving, that of phase 9; policies, that of
+    phase 10; side, about options
     """
 
     minutes: int

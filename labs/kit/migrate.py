@@ -304,7 +304,7 @@ def _released(root: Path) -> set[str]:
 
 
 def _files(root: Path) -> list[Path]:
-    return sorted((root / "labs").glob("0*/*.py"))
+    return sorted((root / "labs").glob("[01]*/*.py"))
 
 
 def _home(exercise: Exercise, root: Path) -> Path:

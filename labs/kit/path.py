@@ -10,19 +10,20 @@ TRACKS = {
     "core": "on the core path",
     "kernels": "on the kernel path",
     "serving": "on the serving path",
+    "policies": "on the policy path",
     "side": "on side tracks",
 }
-MARKS = {"core": "", "kernels": "", "serving": "", "side": "  (side track)"}  # behind a title
+MARKS = {"side": "  (side track)"}  # behind a title
 
 
 def track_of(exercise: Exercise) -> str:
-    """core, kernels, serving or side; core where nobody has described the exercise yet."""
+    """core, kernels, serving, policies or side; core where nobody has described the exercise yet."""
     hints = hints_of(exercise)
     return hints.track if hints else "core"
 
 
 def mark(exercise: Exercise) -> str:
-    return MARKS[track_of(exercise)]
+    return MARKS.get(track_of(exercise), "")
 
 
 def counts(states: list[tuple[str, bool]]) -> dict[str, tuple[int, int]]:

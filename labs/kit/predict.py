@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from labs.kit.measures import QUESTIONS, Counts
-from labs.kit.regions import PHASES
+from labs.kit.regions import named_phase
 from minivllm.labs import ROOT, Todo, learners_sources
 
 OURS, THEIRS, GUESS = "#0072B2", "#E69F00", "#222222"
@@ -17,7 +17,7 @@ def is_theirs(phase: str) -> bool:
     selection = os.environ.get("MINIVLLM_LABS", "")
     if not selection or selection.endswith(".json"):  # none, or a hunt's engine
         return False
-    folder = ROOT / "labs" / PHASES[int(phase) - 1]
+    folder = ROOT / "labs" / named_phase(phase)
     return any(folder == ROOT.joinpath(s.path).parent for s in learners_sources(selection).values())
 
 

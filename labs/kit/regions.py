@@ -18,6 +18,7 @@ PHASES = (
     "06_max_loras_scheduler",
     "07_engine",
     "09_serving",
+    "10_many_adapters",
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -20,6 +20,7 @@ OPEN = {
     "06_max_loras_scheduler": "turns",
     "07_engine": "waiting_line",
     "09_serving": "detokenizer",
+    "10_many_adapters": "keeping",
 }
 OURS = ("naive", "good", "best")
 

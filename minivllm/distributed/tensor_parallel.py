@@ -45,6 +45,19 @@ class TensorParallel:
         """How many rows each process has for the tokens of a vocabulary; past its end rows stand for none."""
         return -(-vocabulary // self.size)
 
+    def own_tokens(self, by_token: torch.Tensor) -> torch.Tensor:
+        """The process's rows of a table with a row for each token, zeros where they stand for none.
+
+        (V, ...) -> (tokens(V), ...)
+        """
+        share = self.tokens(len(by_token))
+        own = by_token[self.part(share)]
+        return torch.cat([own, own.new_zeros(share - len(own), *own.shape[1:])])
+
+    def of_first(self, x: torch.Tensor) -> torch.Tensor:
+        """A term that the first process alone adds to a sum; zeros on others."""
+        return x if self.rank == 0 else torch.zeros_like(x)
+
     # ---- what all have --------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +77,19 @@ class TensorParallel:
         own = ids - self.rank * len(table)  # (T,)
         is_others = (own < 0) | (own >= len(table))
         return F.embedding(own.masked_fill(is_others, 0), table).masked_fill(is_others[:, None], 0)
+
+    def look_up_own_in(
+        self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
+        """As `look_up_own`, each row in the table of its slot. Added tokens are the first process's.
+
+        ids, slots: (T,) int64    tables: (S, tokens(V) + X, R) -> (T, R)
+        """
+        share, is_added = self.tokens(vocabulary), ids >= vocabulary
+        own = ids - self.rank * share  # (T,)
+        is_others = torch.where(is_added, self.rank > 0, (own < 0) | (own >= share))
+        rows = torch.where(is_added, ids - vocabulary + share, own).masked_fill(is_others, 0)
+        return tables[slots, rows].masked_fill(is_others[:, None], 0)
 
     def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Logits of all tokens, of each process's. Columns past the process's own tokens are the same on all: added
@@ -87,6 +113,14 @@ class Alone(TensorParallel):
 
     look_up = staticmethod(F.embedding)
     look_up_own = staticmethod(F.embedding)
+
+    def own_tokens(self, by_token: torch.Tensor) -> torch.Tensor:
+        return by_token
+
+    def look_up_own_in(
+        self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
+        return tables[slots, ids]
 
     def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return logits

@@ -9,7 +9,7 @@ from dataclasses import replace
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterTraits
 from minivllm.engine.adapter_pins import AdapterPins
-from minivllm.guards.refusals import all_pinned
+from minivllm.guards.refusals import all_pinned, is_leaving
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
@@ -69,9 +69,7 @@ class AdapterRegistry(AdapterPins):
         if adapter is None:
             return None
         if adapter.leaving:
-            raise ValueError(
-                f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone"
-            )
+            raise is_leaving(name, adapter_id)
         if not lora_request.load_inplace and self._is_elsewhere(lora_request, adapter):
             raise ValueError(
                 f"lora_int_id {adapter_id} belongs to adapter '{adapter.request.lora_name}' at "

@@ -69,8 +69,8 @@ class InputProcessor:
         longest = min(self.model_config.max_model_len, positions)
         self._check_prompt(request_id, token_ids, longest, vocab_size, traits)
         check_sampling(params, vocab_size)
-        if params.structured_outputs is not None and self.tokenizer is None:
-            raise refusals.needs_text(request_id)
+        if (params.structured_outputs is not None or params.stop) and self.tokenizer is None:
+            raise refusals.needs_text(request_id, params)
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)

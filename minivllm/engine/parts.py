@@ -7,13 +7,13 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
+from minivllm.distributed.executor import make_runner
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
 from minivllm.policies.install import install_policies
-from minivllm.worker.runners import make_runner
 
 
 class EngineParts:

@@ -50,12 +50,21 @@ def unknown_tokens(request_id: str, wrong: list[Any], vocab_size: int, traits: A
     )
 
 
-def needs_text(request_id: str) -> ValueError:
-    """Of an answer with a given structure where there is no text."""
-    return ValueError(
-        f"request '{request_id}' has structured_outputs, which speak of text, but there is no tokenizer; "
-        "leave them out"
-    )
+def needs_text(request_id: str, params: SamplingParams) -> ValueError:
+    """Of an answer that its text gives a structure or an end, where there is no text."""
+    what = "structured_outputs, which speak of text,"
+    if params.structured_outputs is None:
+        what = f"stop strings {shown(params.stop)}, which are looked for in its text,"
+    return ValueError(f"request '{request_id}' has {what} but there is no tokenizer; leave them out")
+
+
+class IsLeaving(ValueError):
+    """Of an adapter that is being unloaded: when it is gone, the answer is another one."""
+
+
+def is_leaving(name: str, adapter_id: int) -> IsLeaving:
+    """Of whoever names an adapter that is being unloaded."""
+    return IsLeaving(f"adapter '{name}' (id {adapter_id}) is being unloaded; ask again when it is gone")
 
 
 def is_no_time(request_id: str, arrival_time: Any) -> ValueError:

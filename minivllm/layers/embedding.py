@@ -102,6 +102,16 @@ class LogitsProcessor(nn.Module):
         """hidden_states: (P, H) -> (P, V)"""
         return self._get_logits(hidden_states, lm_head, embedding_bias)
 
+    def own_logits(
+        self,
+        lm_head: ParallelLMHead,
+        hidden_states: torch.Tensor,
+        embedding_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Of this process's tokens.   hidden_states: (P, H)   embedding_bias: (V,) or None -> (P, tokens(V))"""
+        logits, _ = lm_head(hidden_states)
+        return logits if embedding_bias is None else logits + self.tp.own_tokens(embedding_bias)
+
     def _get_logits(
         self,
         hidden_states: torch.Tensor,
@@ -109,8 +119,8 @@ class LogitsProcessor(nn.Module):
         embedding_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden_states: (P, H)   embedding_bias: (V,) or None -> (P, V)"""
-        logits = self.tp.gather_tokens(lm_head(hidden_states)[0], self.vocab_size)  # (P, V)
-        return logits if embedding_bias is None else logits + embedding_bias
+        own = self.own_logits(lm_head, hidden_states, embedding_bias)
+        return self.tp.gather_tokens(own, self.vocab_size)  # (P, V)
 
 
 def _own_tokens(vocabulary: int, tp: TensorParallel) -> slice:

@@ -20,12 +20,16 @@ class LinearBase(nn.Module):
     heights, rows: N of each of the n linears, and which of its rows the process has.
     columns: which of K it has.
     tp: the process.
+    is_complete: whether `forward` gives the output, or something to be completed, which adapters add to first.
+    read_by: the activation that alone reads its output, if there is one; what adds to the output may do so there.
     """
 
     is_head = False
+    is_complete = True
     heights: list[int]
     rows: list[slice]
     columns: slice
+    read_by: nn.Module | None = None
 
     def __init__(
         self,
@@ -73,6 +77,10 @@ class LinearBase(nn.Module):
             return F.linear(x, self.weight, self.bias), None
         return torch.ops.mkldnn._linear_pointwise(x, self.packed_weight, self.bias, "none", [], ""), None
 
+    def complete(self, y: torch.Tensor) -> torch.Tensor:
+        """The layer's output from what `forward` gives where it is not to be `is_complete`."""
+        return y
+
     def pack(self) -> None:
         """Reorder a float32 CPU weight for oneDNN, two to four times faster than PyTorch's own product.
 
@@ -113,11 +121,7 @@ class RowParallelLinear(LinearBase):
     """A linear whose inputs processes share out, so that each has a term of a sum (vLLM: RowParallelLinear).
 
     The bias belongs to one term, the first process's; others have zeros.
-
-    reduce_results: whether `forward` gives the sum. What adapts the layer adds to the term, and sums both itself.
     """
-
-    reduce_results = True
 
     def _take_part(self) -> None:
         self.heights, self.rows = [self.output_size], [slice(0, self.output_size)]
@@ -126,7 +130,11 @@ class RowParallelLinear(LinearBase):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """x: (T, own part of K) -> (T, N), None"""
         term, _ = super().forward(x)
-        return (self.tp.all_reduce(term) if self.reduce_results else term), None
+        return (self.complete(term) if self.is_complete else term), None
+
+    def complete(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum of all processes' terms."""
+        return self.tp.all_reduce(y)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):

@@ -118,14 +118,16 @@ class WrappedModules:
         return {name: self.modules[name].judge(weights) for name, weights in found.items()}
 
     def accept(self, lora: LoRAModel) -> None:
-        """Give an adapter's weights the form in which slots are written (`pack`), by module name; once.
+        """Give the process's share of an adapter (`share.of(parts)`) the form of slots (`pack`), by module name; once.
 
         ValueError as in `judge`, before the adapter has changed. What `givers` gave to layers leaves `beside`.
         """
         if lora.is_accepted:
             return
-        judged = self.judge(lora)
-        lora.loras = {name: self.modules[name].pack(parts) for name, parts in judged.items()}
+        modules, judged = self.modules, self.judge(lora)
+        lora.loras = {
+            name: modules[name].pack(modules[name].share.of(parts)) for name, parts in judged.items()
+        }
         for name in lora.beside.keys() & self.givers.keys():
             del lora.beside[name]
         lora.is_accepted = True

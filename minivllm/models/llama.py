@@ -33,6 +33,8 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [width] * 2, *rest, "gate_up_proj", tp)
         self.down_proj = RowParallelLinear(width, hidden, *rest, "down_proj", tp)
         self.act_fn = SiluAndMul()
+        # Not a part of the linear, so not a submodule of it.
+        self.gate_up_proj.__dict__["read_by"] = self.act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (T, H) -> (T, H)"""

@@ -92,6 +92,7 @@ class GreedyDualSizeFrequency:
         self.uses: dict[int, int] = {}
         self.worth: dict[int, float] = {}
 
+    # region lab 10.2: greedy dual size frequency
     def used(self, key: int) -> None:
         self.uses[key] = self.uses.get(key, 0) + 1
         self.worth[key] = self.clock + self.uses[key] * self.cost(key) / self.size(key)
@@ -104,6 +105,8 @@ class GreedyDualSizeFrequency:
         victim = min(candidates, key=self.worth.__getitem__)
         self.clock = self.worth[victim]
         return victim
+
+    # endregion
 
 
 # Name -> what makes a policy for one tier. It is told what bringing an adapter back costs.

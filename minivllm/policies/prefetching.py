@@ -45,8 +45,11 @@ class ByQueuePosition:
     def __init__(self, most: int = 16) -> None:
         self.most = most
 
+    # region lab 10.4: read ahead, by queue position
     def __call__(self, waiting: Waiting) -> list[int]:
         return [request.adapter_id for request in islice(waiting.queue, self.most) if request.adapter_id]
+
+    # endregion
 
 
 class BySession:
@@ -60,6 +63,7 @@ class BySession:
         self.think_s = think_s
         self._answered_at: dict[int, float] = {}  # adapter id -> time, the latest last
 
+    # region lab 10.4: read ahead, by session
     def __call__(self, waiting: Waiting) -> list[int]:
         for request in waiting.answered:
             if request.adapter_id:
@@ -71,6 +75,8 @@ class BySession:
                 break
             del self._answered_at[oldest]
         return [*on_arrival(waiting), *islice(reversed(self._answered_at), waiting.capacity // 2)]
+
+    # endregion
 
 
 # Name -> what makes a policy for one engine; None = an adapter is read when its request's turn has come.

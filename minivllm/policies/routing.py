@@ -59,14 +59,21 @@ class ConsistentHashing:
             least_loaded(adapter_id, engines) if not adapter_id else self.homes(adapter_id, len(engines))[0]
         )
 
+    # region lab 10.5: homes on a ring
     def homes(self, adapter_id: int, num_engines: int) -> list[int]:
-        """All engines, in the order in which they come on the ring after the adapter's place."""
+        """All engines, in the order in which the first point of each comes behind the adapter's place on the ring.
+
+        Point p of engine n is at `place_of(f"engine {n}, point {p}")`, an adapter at `place_of(f"adapter {id}")`. After
+        the last point comes the first. `_ring` is made anew only for another number of engines than `_num_engines`.
+        """
         if num_engines != self._num_engines:
             points = ((number, point) for number in range(num_engines) for point in range(self.points))
             self._ring = sorted((place_of(f"engine {n}, point {p}"), n) for n, p in points)
             self._num_engines = num_engines
         start = bisect_right(self._ring, (place_of(f"adapter {adapter_id}"), num_engines))
         return list(dict.fromkeys(number for _, number in self._ring[start:] + self._ring[:start]))
+
+    # endregion
 
 
 class BoundedLoads(ConsistentHashing):
@@ -79,27 +86,33 @@ class BoundedLoads(ConsistentHashing):
         super().__init__(points)
         self.most = most
 
+    # region lab 10.5: the first home that is not full
     def __call__(self, adapter_id: int, engines: Sequence[Engine]) -> int:
+        """The first home whose load is below `most` times the mean. For base, which is everywhere: the least loaded."""
         if not adapter_id:
             return least_loaded(adapter_id, engines)
         limit = self.most * (sum(engine.load for engine in engines) + 1) / len(engines)
         homes = self.homes(adapter_id, len(engines))
         return next(number for number in homes if engines[number].load < limit)
 
+    # endregion
+
 
 class AdapterAffine:
     """The least loaded of those that have the adapter, unless another one has far less to do.
+    What nobody has goes to equally loaded ones in turns: a single one would drive out the last for the next.
 
     spill   requests by which it may be ahead of the least loaded of all
     """
 
     def __init__(self, spill: int = 8) -> None:
-        self.spill = spill
+        self.spill, self._turns = spill, {}
 
     def __call__(self, adapter_id: int, engines: Sequence[Engine]) -> int:
-        quietest = least_loaded(adapter_id, engines)
+        quietest = min(range(len(engines)), key=lambda n: (engines[n].load, self._turns.get(n, 0)))
         having = [number for number, engine in enumerate(engines) if adapter_id and engine.has(adapter_id)]
         if not having:
+            self._turns[quietest] = 1 + max(self._turns.values(), default=0)
             return quietest
         nearest = min(having, key=lambda number: engines[number].load)
         return nearest if engines[nearest].load <= engines[quietest].load + self.spill else quietest

@@ -8,12 +8,12 @@ The scheduler asks until the step is full. Adapters that wait too long for a slo
 import heapq
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import attrgetter
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.step_policy import StepPolicy
+from minivllm.policies.fairness import VirtualTokenCounter
 
 SchedulingPolicy = Callable[[Scheduler, SchedulerOutput], Iterator[Request]]
 
@@ -98,76 +98,6 @@ class RankDiffers:
 def prompt_length(scheduler: Scheduler, request: Request) -> float:
     """Shortest first: by the tokens of its prompt, of 4,096 or of as many as a request may have."""
     return min(1.0, request.num_prompt_tokens / (scheduler.max_model_len or 4096))
-
-
-class VirtualTokenCounter:
-    """The adapter that was served least goes first. Sheng et al., "Fairness in Serving LLMs", OSDI 2024, algorithm 2.
-
-    Every token that is computed for an adapter counts for it, divided by its weight. Base is an adapter, too. Who
-    comes after a pause has no claim to what it did not ask for: its counter is lifted to the least of those that wait.
-
-    While two adapters want more than they get, their services differ by no more than `2 * max(prompt_weight * longest
-    prompt, answer_weight * tokens in the KV cache)`. That holds where slots are no fewer than adapters.
-
-    weights         adapter id -> its share; 1 for those that are not there
-    prompt_weight, answer_weight   of a token of a prompt, and of an answer
-    counters        adapter id -> what it was served
-    """
-
-    def __init__(
-        self, weights: dict[int, float] | None = None, prompt_weight: float = 1.0, answer_weight: float = 2.0
-    ) -> None:
-        self.weights, self.prompt_weight, self.answer_weight = weights or {}, prompt_weight, answer_weight
-        self.counters: dict[int, float] = {}
-        self._counted: dict[Request, int] = {}  # requests that joined -> tokens of their answers that count
-        self._waited: set[int] = set()  # adapters that did in the step before
-        self._last: int | None = None  # the adapter that joined last
-
-    def __call__(self, scheduler: Scheduler, output: SchedulerOutput) -> Iterator[Request]:
-        self._count_answers()
-        self._lift_newcomers(scheduler)
-        heads = [(self.counters[a], a) for a in scheduler.waiting.adapters]
-        heapq.heapify(heads)
-        try:
-            while heads and not is_full(scheduler, output):
-                _, adapter_id = heapq.heappop(heads)
-                request = scheduler.waiting.oldest(adapter_id)
-                yield request
-                if request not in scheduler.waiting:
-                    self._joined(request)
-                    if scheduler.waiting.oldest(adapter_id) is not None:
-                        heapq.heappush(heads, (self.counters[adapter_id], adapter_id))
-        finally:  # the scheduler need not ask to the end
-            self._waited = set(scheduler.waiting.adapters)
-
-    def serve(self, adapter_id: int, tokens: float) -> None:
-        self.counters[adapter_id] += tokens / self.weights.get(adapter_id, 1.0)
-
-    def _joined(self, request: Request) -> None:
-        self._last = request.adapter_id
-        if request not in self._counted:  # else it was preempted, and has paid
-            self.serve(request.adapter_id, self.prompt_weight * request.num_prompt_tokens)
-            self._counted[request] = 0
-
-    def _count_answers(self) -> None:
-        for request, counted in list(self._counted.items()):
-            new_tokens = request.num_output_tokens - counted
-            self.serve(request.adapter_id, self.answer_weight * new_tokens)
-            self._counted[request] += new_tokens
-            if request.is_finished:
-                del self._counted[request]
-
-    def _lift_newcomers(self, scheduler: Scheduler) -> None:
-        """Adapters that wait and did not in the step before, in the order in which they came."""
-        waiting = scheduler.waiting
-        newcomers = [waiting.oldest(a) for a in waiting.adapters if a not in self._waited]
-        least = min((self.counters[a] for a in waiting.adapters if a in self._waited), default=None)
-        for request in sorted(newcomers, key=attrgetter("arrival_order")):
-            if least is None:
-                least = self.counters.get(self._last, 0.0)
-            own = max(self.counters.get(request.adapter_id, 0.0), least)
-            self.counters[request.adapter_id] = own
-            least = min(least, own) if len(newcomers) < len(waiting.adapters) else own
 
 
 # Name -> what makes a policy for one engine, whose adapters' ranks it is told.

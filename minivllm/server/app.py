@@ -1,9 +1,9 @@
 """The application. Stands for `build_app` of vllm/entrypoints/openai/api_server.py (v0.22.1)."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.async_llm import AsyncLLM
@@ -14,10 +14,12 @@ from minivllm.server.limits import Limits
 from minivllm.server.record import AccessLog
 from minivllm.server.settings import ServerSettings
 
-ROUTERS = (completions.router, adapters.router, tokens.router, monitoring.router, live.router)
+# Of a server whose engine is several: the page shows one.
+FLEET_ROUTERS = (completions.router, adapters.router, tokens.router, monitoring.router)
+ROUTERS = (*FLEET_ROUTERS, live.router)
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+def build_app(llm: AsyncLLM, settings: ServerSettings, routers: Collection[APIRouter] = ROUTERS) -> FastAPI:
     """An OpenAI server around an engine. vLLM: `build_app`.
 
     `app.state.llm` is the engine, `app.state.server` the rest. When the application starts, the adapters of the
@@ -32,7 +34,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     app = FastAPI(title="minivllm", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.llm, app.state.server = llm, server
-    for router in ROUTERS:
+    for router in routers:
         app.include_router(router)
     errors.install(app)
     # The last one that is added sees a request first.

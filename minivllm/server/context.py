@@ -2,6 +2,7 @@
 
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends
@@ -76,7 +77,9 @@ class Call:
         """The engine's part of the request."""
         server, model = self.server, self.record.model
         lora = server.names.for_engine(adapter)
-        return Generation(server.llm, server.metrics, self.record, request_id, prompts, params, model, lora)
+        check_served = partial(server.names.check_served, model, self.holder)
+        told = server.metrics, self.record
+        return Generation(server.llm, *told, request_id, prompts, params, model, lora, check_served)
 
 
 # Coroutines, although they wait for nothing: FastAPI calls functions in threads of their own.

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from minivllm.guards.refusals import IsLeaving
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
 
 MOST_CHARACTERS = 500
@@ -26,8 +27,15 @@ KINDS = {
     503: "ServiceUnavailableError",
 }
 
-# What means something to whoever asked -> status.
-STATUSES = {QueueFull: 429, Draining: 503, EngineDeadError: 503, ValueError: 400, FileNotFoundError: 404}
+# What means something to whoever asked -> status; the first that fits.
+STATUSES = {
+    QueueFull: 429,
+    Draining: 503,
+    EngineDeadError: 503,
+    FileNotFoundError: 404,
+    IsLeaving: 409,
+    ValueError: 400,
+}
 
 
 class ApiError(Exception):

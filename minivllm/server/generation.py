@@ -1,7 +1,7 @@
 """Prompts of one HTTP request on their way through the engine. Stands for a part of vLLM's OpenAIServing (v0.22.1)."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Literal, TypeVar
 
@@ -24,6 +24,7 @@ class Generation:
     adapter      as the engine takes it
     request_id   the first prompt's is `request_id-0` to the engine
     record       is told of all tokens
+    check_served   is asked when the engine refuses a prompt: the model may have been unloaded meanwhile
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class Generation:
         params: SamplingParams,
         model: str,
         adapter: LoRARequest | str | None,
+        check_served: Callable[[], None],
     ) -> None:
         self.llm, self.metrics, self.record = llm, metrics, record
         self.request_id, self.prompts, self.params = request_id, prompts, params
-        self.model, self.adapter = model, adapter
+        self.model, self.adapter, self.check_served = model, adapter, check_served
 
     async def outputs(self, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt's number, its output) as they come: every output, or the last one of each prompt.
@@ -60,6 +62,9 @@ class Generation:
                 async for output in outputs:
                     progress.observe(output, kind == "delta")
                     yield number, output
+        except ValueError:
+            self.check_served()
+            raise
         finally:
             progress.end()
 

@@ -58,6 +58,11 @@ class ServedNames:
         """The names that a request with this key may use, the base model's first."""
         return [name for name in (self.settings.model_name, *sorted(self.served)) if holder.may_use(name)]
 
+    def check_served(self, name: str, holder: Holder) -> None:
+        """ApiError 404 for a name that is no longer served, as for whoever asks now."""
+        if name not in (self.settings.model_name, *self.served):
+            raise self._unknown(name, holder)
+
     def _unknown(self, name: str, holder: Holder) -> ApiError:
         names = self.visible(holder)
         more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""

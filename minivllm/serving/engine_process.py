@@ -6,20 +6,19 @@ Event loops and engine have a GIL each: what a server does for its clients takes
 
 import itertools
 import logging
-import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing import Pipe
 from typing import Any, TypeVar
 
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
+from minivllm.processes import start_process
+from minivllm.progress import Listener
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.engine_loop import Sink
 from minivllm.serving.errors import EngineDeadError, died_of
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMMAND = (sys.executable, "-P", "-m", "minivllm.serving.engine_host")
+HOST = "minivllm.serving.engine_host"
 SHUT_DOWN = "the engine was shut down; start another one"
 # For the step that it is in, and what it reads; then it is killed.
 SECONDS_TO_STOP = 10.0
@@ -41,13 +40,19 @@ class EngineProcess:
 
     make_engine      goes there by its name, with its arguments; what it raises is raised here
     parallel_reads   adapters that are read from disk at the same time, beside the steps
+    on_progress      is told how far the engine is while it is made; None = that process shows a bar
 
     EngineDeadError when that process ends while it makes the engine.
     """
 
     clock = staticmethod(time.monotonic)  # all processes of a machine have the same
 
-    def __init__(self, make_engine: Callable[[], LLMEngine], parallel_reads: int = PARALLEL_READS) -> None:
+    def __init__(
+        self,
+        make_engine: Callable[[], LLMEngine],
+        parallel_reads: int = PARALLEL_READS,
+        on_progress: Listener | None = None,
+    ) -> None:
         self.error: Exception | None = None
         self.adapter_names: Collection[str] = ()
         self._numbers = itertools.count()
@@ -56,8 +61,9 @@ class EngineProcess:
         self._listeners: dict[int, Callable[[Any], object]] = {}
         self._due: list[Sink] = []  # have outputs of the message that is read
         self._is_stopping = False
+        self._progress = on_progress
         self._lock = threading.Lock()  # held while a message is sent
-        self._pipe, self._process = start_process()
+        self._pipe, self._process = start_process(HOST)
         try:
             self.config, self.tokenizer = self._load(make_engine, parallel_reads)
         except BaseException:
@@ -68,7 +74,7 @@ class EngineProcess:
 
     def _load(self, make_engine: Callable[[], LLMEngine], parallel_reads: int) -> tuple[Any, Any]:
         try:
-            send(self._pipe, (make_engine, parallel_reads, levels_of_loggers()))
+            send(self._pipe, (make_engine, parallel_reads, levels_of_loggers(), self._progress is not None))
             while True:
                 for kind, number, value in receive(self._pipe):
                     if kind == "start":
@@ -248,26 +254,14 @@ class EngineProcess:
     def on_names(self, number: None, names: list[str]) -> None:
         self.adapter_names = frozenset(names)
 
+    def on_progress(self, number: None, progress: tuple[str, int, int]) -> None:
+        self._progress(*progress)
+
     def on_log(self, number: None, record: logging.LogRecord) -> None:
         logging.getLogger(record.name).handle(record)
 
     def on_death(self, number: None, error: Exception) -> None:
         self.error = error
-
-
-def start_process() -> tuple[Any, subprocess.Popen]:
-    """A fresh interpreter with our paths, and the pipe to it. A group of its own: Ctrl-C is ours alone."""
-    ours, theirs = Pipe()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with theirs:
-        process = subprocess.Popen(
-            [*COMMAND, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
-    return ours, process
 
 
 def levels_of_loggers() -> dict[str, int]:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import Future
 
+from minivllm.distributed.executor import when_a_rank_ends
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
@@ -27,6 +28,8 @@ class EngineThread(EngineLoop):
         if engine.adapters is not None:
             self.reader = AdapterReader(engine, parallel_reads, lambda: self.call(_do_nothing))
             self.is_held_up = lambda: self.reader.is_reading
+        # It ends at once, also where nobody asks for a step.
+        when_a_rank_ends(engine.runner, lambda check: self.call(lambda engine: check()))
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
         self._thread.start()

@@ -1,10 +1,6 @@
 """Why an engine takes no request. Stands for vllm/v1/engine/exceptions.py (v0.22.1)."""
 
-from minivllm.faults import reason
-
-
-class EngineDeadError(RuntimeError):
-    """The engine has ended, and with it every request. vLLM: the same name."""
+from minivllm.faults import EngineDeadError, reason
 
 
 class QueueFull(RuntimeError):
@@ -17,6 +13,8 @@ class Draining(RuntimeError):
 
 def died_of(error: BaseException) -> EngineDeadError:
     """What everybody is told who waits for an engine that this error ended."""
+    if isinstance(error, EngineDeadError):
+        return error
     dead = EngineDeadError(f"the engine has ended: {reason(error)}; start another one")
     dead.__cause__ = error
     return dead

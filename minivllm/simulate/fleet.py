@@ -36,10 +36,15 @@ class Fleet:
         self._num_events = 0
         self._event_of: list[int | None] = [None] * replicas  # the only event of each that still counts
 
+    # region lab 10.1: a clock that jumps
     def serve(
         self, arrivals: Iterable[Arrival], progress: Callable[[int], object] = lambda done: None
     ) -> None:
-        """Serve them all, to the last token.   progress: is told of every 100th arrival"""
+        """Serve them all, to the last token.   progress: is told of every 100th arrival
+
+        `now` is always the time of what happens: an arrival, or an event. One that comes at the very time of an event
+        comes before it.
+        """
         for arrival in arrivals:
             while self._events and self._events[0][0] < arrival.time_s:
                 self._next_event()
@@ -50,15 +55,12 @@ class Fleet:
         while self._events:
             self._next_event()
 
-    def _arrive(self, arrival: Arrival) -> None:
-        adapter_id = 0 if arrival.adapter is None else arrival.adapter + 1
-        number = self.route(adapter_id, self.replicas) if len(self.replicas) > 1 else 0
-        replica = self.replicas[number]
-        self.requests.append(replica.add(arrival))
-        if replica.output is None:
-            self._schedule_event(number, self.now)  # others may come at the same time
-
     def _next_event(self) -> None:
+        """Take the earliest event, the one that was scheduled first of several. Nothing if it counts no more.
+
+        The step that runs has ended. The next one begins, and ends so many seconds later (`Replica.begin_step`). Where
+        none can run the replica has an event when it wakes, if it does (`Replica.wakes_at`).
+        """
         time, event, number = heapq.heappop(self._events)
         if event != self._event_of[number]:
             return
@@ -72,7 +74,19 @@ class Fleet:
         elif (wakes_at := replica.wakes_at) is not None:
             self._schedule_event(number, wakes_at)
 
+    # endregion
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """Now. A replica in a step looks when it ends; another one looks at once, which is an event, too."""
+        adapter_id = 0 if arrival.adapter is None else arrival.adapter + 1
+        number = self.route(adapter_id, self.replicas) if len(self.replicas) > 1 else 0
+        replica = self.replicas[number]
+        self.requests.append(replica.add(arrival))
+        if replica.output is None:
+            self._schedule_event(number, self.now)  # others may come at the same time
+
     def _schedule_event(self, number: int, time: float) -> None:
+        """The replica's next event. One that it had before counts no more."""
         self._num_events += 1
         self._event_of[number] = self._num_events
         heapq.heappush(self._events, (time, self._num_events, number))

@@ -39,13 +39,17 @@ class IncrementalDetokenizer:
         """What may be shown: the sum of all pieces so far."""
         return self._decoded[: self._num_shown]
 
+    # region lab 9.6: what may be shown of a text
     def update(
         self, new_token_ids: Sequence[int], finished: bool, stop_terminated: bool = False
     ) -> tuple[str, str | None]:
         """Take in tokens; give the piece of text they add and the stop string they complete, if any.
 
-        finished: no more tokens will come, so nothing is held back; a stop string finishes by itself
+        finished: no more tokens will come, so nothing is held back; a stop string finishes by itself. Bytes that
+        would have become a character (`_undecoded`) are then text as the tokenizer shows it (`_decode_alone`)
         stop_terminated: the last token is a stop token, so it has no text (unless stops are to be included)
+
+        Without a tokenizer there is no text. All pieces together are `text`, so nothing is shown twice.
         """
         if self._tokenizer is None:
             return "", None
@@ -53,7 +57,6 @@ class IncrementalDetokenizer:
             new_token_ids = new_token_ids[:-1]
         stop_string = self._take_in(new_token_ids)
         if finished and stop_string is None:
-            # Bytes that would have become a character; the tokenizer shows them as such.
             stop_string = self._append(self._decode_alone(self._undecoded))
         num_held_back = 0 if finished or stop_string is not None else self._num_held_back()
         piece = self._decoded[self._num_shown : len(self._decoded) - num_held_back]
@@ -61,7 +64,7 @@ class IncrementalDetokenizer:
         return piece, stop_string
 
     def _take_in(self, token_ids: Sequence[int]) -> str | None:
-        """Decode tokens one by one until a stop string is complete; return that."""
+        """Decode tokens one by one (`_decode_next`) until a stop string is complete; return that."""
         for token_id in token_ids:
             self._num_tokens += 1
             stop_string = self._append(self._decode_next(token_id))
@@ -70,13 +73,22 @@ class IncrementalDetokenizer:
         return None
 
     def _append(self, text: str) -> str | None:
-        """Add text; if a stop string ends in it, cut all text there and return the stop string."""
+        """Add text; if a stop string ends in it (`StopStrings.take_in`), cut all text there and return the stop string.
+
+        The first `min_tokens` tokens complete none.
+        """
         self._decoded += text
         match = self._stops.take_in(text, may_stop=self._num_tokens > self._params.min_tokens)
         if match is None:
             return None
         self._decoded = self._decoded[: match.end if self._params.include_stop_str_in_output else match.start]
         return match.string
+
+    def _num_held_back(self) -> int:
+        """Characters that a stop string may yet take back (`StopStrings.num_begun`); none where it is shown."""
+        return 0 if self._params.include_stop_str_in_output else self._stops.num_begun
+
+    # endregion
 
     def _decode_next(self, token_id: int) -> str:
         """The characters that this token makes whole, if any."""
@@ -96,9 +108,6 @@ class IncrementalDetokenizer:
 
     def _decode_alone(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)
-
-    def _num_held_back(self) -> int:
-        return 0 if self._params.include_stop_str_in_output else self._stops.num_begun
 
 
 def add_decoded_tokens(tokenizer: Any, logprobs: dict[int, Logprob]) -> None:

@@ -8,7 +8,8 @@ import torch
 
 from benchmarks import layers
 from benchmarks.impls import engine_linear
-from benchmarks.layer_cases import Case, Linear
+from benchmarks.layer_block import Block
+from benchmarks.layer_cases import TABLE, Case, Linear, packed_linears
 
 TINY = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--layers", "2"]
 GROUPED = "test_bench_layers:grouped"
@@ -124,3 +125,54 @@ def test_mixed_ranks_leave_zeros_past_the_live_rank():
 def test_an_implementation_that_is_not_there_is_refused_with_those_that_are(spec, said):
     with pytest.raises(ValueError, match=said):
         layers.load_impl(spec)
+
+
+def test_a_block_is_its_linears_with_norms_rotary_and_activation(tmp_path):
+    path = tmp_path / "block.json"
+    impls = ["--impl", "benchmarks.impls:paged", "--impl", "test_bench_layers:without_adapters"]
+
+    layers.main([*TINY, "--block", *impls, "--case", "prefill:20:2:8", "--json", str(path)])
+
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["block"]
+    assert row["benchmarks.impls:paged"]["us"] > 0 and row["benchmarks.impls:paged"]["error"] < 1e-5
+    assert row["test_bench_layers:without_adapters"]["us"] > 0
+
+
+def test_a_block_computes_the_same_whether_or_not_the_activation_adds_the_adapters():
+    case = Case.parse("prefill:20:2:8")
+    like = torch.empty(0)
+    torch.manual_seed(0)
+    made = {
+        name: Linear.random(k, slices, case.ranks("uniform"), case.rank, like)
+        for name, (k, slices) in packed_linears("tiny").items()
+    }
+    block, outputs = Block("tiny", case.tokens, like), []
+    kept = block.residual.clone()
+
+    for backend in ("grouped", "paged"):
+        linears = {
+            name: engine_linear(
+                backend, one.w, one.a, one.b, one.slices, case.token_slots("half"), case.ranks("uniform")
+            )
+            for name, one in made.items()
+        }
+        block.residual.copy_(kept)
+        outputs.append(block.around(linears)())
+
+    assert torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+    bare = {name: lambda x, w=one.w: x @ w.t() for name, one in made.items()}
+    block.residual.copy_(kept)
+    assert not torch.allclose(outputs[0], block.around(bare)(), rtol=1e-2, atol=1e-2)
+
+
+def test_the_table_has_forty_cases_and_more_of_three_models():
+    cases = [line.split() for line in TABLE]
+
+    assert len(set(TABLE)) == len(TABLE) >= 40
+    assert {model for *_, model in cases} == {"llama-8b", "qwen-0.6b", "llama-70b"}
+    assert {mix for _, mix, _ in cases} == {"uniform", "zipf", "half", "ranks"}
+    numbers = [Case.parse(text) for text, *_ in cases]
+    assert (min(c.rank for c in numbers), max(c.rank for c in numbers)) == (8, 256)
+    assert (min(c.slots for c in numbers), max(c.slots for c in numbers)) == (1, 128)
+    assert (min(c.tokens for c in numbers), max(c.tokens for c in numbers)) == (1, 8192)

@@ -353,6 +353,11 @@ BAD_REQUESTS = {
     "empty dict": ({"prompt": {}}, ValueError, "NoneType for a prompt"),
     "text without tokenizer": ({"prompt": "hello"}, ValueError, "no tokenizer"),
     "text in a dict without tokenizer": ({"prompt": {"prompt": "hello"}}, ValueError, "no tokenizer"),
+    "stop string without tokenizer": (
+        {"params": SamplingParams(stop=["END"])},
+        ValueError,
+        r"stop strings \['END'\].*no tokenizer; leave them out",
+    ),
     "ids are text": ({"prompt": {"prompt_token_ids": "567"}}, ValueError, "str for a prompt"),
     "id of another vocabulary": ({"prompt": [5, 97]}, ValueError, r"\[97\]; use ints from 0 to 96"),
     "negative id": ({"prompt": [5, -1]}, ValueError, r"\[-1\]"),

@@ -12,18 +12,26 @@ PATIENCE_SECONDS = 60
 
 
 class Meeting:
-    """Where `size` threads put a tensor each, and take all."""
+    """Where `size` threads put a tensor each, and take all.
+
+    turn   is held by the one thread that computes: Triton's interpreter knows no others
+    """
 
     def __init__(self, size: int) -> None:
+        self.turn = threading.Lock()
         self.barrier = threading.Barrier(size, timeout=PATIENCE_SECONDS)
         self.brought: list[torch.Tensor] = [torch.empty(0)] * size
 
     def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
         """What every thread has brought, in the order of ranks. A copy: `x` may change afterwards."""
         self.brought[rank] = x.clone()
-        self.barrier.wait()
-        all_of_them = list(self.brought)
-        self.barrier.wait()
+        self.turn.release()
+        try:
+            self.barrier.wait()
+            all_of_them = list(self.brought)
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
         return all_of_them
 
 
@@ -55,7 +63,7 @@ def in_lockstep(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         try:
-            with torch.inference_mode():
+            with meeting.turn, torch.inference_mode():
                 results[rank] = work(ThreadOfMany(rank, size, meeting))
         except BaseException as error:  # raised again below, by the thread that asked
             errors.append(error)

@@ -37,7 +37,7 @@ class Checkout:
 
     def forget(self) -> None:
         """Fresh starters, no progress, only the real mutants and hints."""
-        for path in self.root.glob("labs/0*/*.py"):
+        for path in self.root.glob("labs/[01]*/*.py"):
             path.unlink()
         shutil.rmtree(self.root / ".lab", ignore_errors=True)
         sync(self.root)

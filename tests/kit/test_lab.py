@@ -217,7 +217,8 @@ def test_side_tracks_of_a_phase_are_proposed_to_whoever_begins_one(checkout):
     assert "✓ 5.3 a mapping counts only together with the slots it was made for  (side track)" in said
     assert "Next: lab 5.5, a pin holds a slot  (side track)" in said
     assert said.startswith(
-        "1 of 25 on the core path, 0 of 4 on the kernel path, 0 of 5 on the serving path, 1 of 13 on side tracks "
+        "1 of 25 on the core path, 0 of 4 on the kernel path, 0 of 6 on the serving path, "
+        "0 of 5 on the policy path, 1 of 13 on side tracks "
     )
 
 
@@ -236,7 +237,14 @@ def test_the_end_of_the_core_path_says_what_else_there_is(capsys):
 
     said = capsys.readouterr().out
     assert said.startswith("The core path is done.")
-    for way_on in ("lab run -- minivllm demo", "lab compare", "lab hunt", "lab check 4.1", "lab check 9.1"):
+    for way_on in (
+        "lab run -- minivllm demo",
+        "lab compare",
+        "lab hunt",
+        "lab check 4.1",
+        "lab check 9.1",
+        "lab check 10.1",
+    ):
         assert f"\n  {way_on} " in said
     for page in re.findall(r"\S+\.md", said):
         assert (ROOT / page).is_file()
@@ -367,10 +375,10 @@ def test_a_command_runs_on_what_was_begun(checkout):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["check", "12"], "there is no lab '12': give a phase, 1 to 9, or an exercise, 1.1 to 9."),
-        (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 9, or an exercise, 3.1 to 3."),
+        (["check", "12"], "there is no lab '12': give a phase, 1 to 10, or an exercise, 1.1 to 10."),
+        (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 10, or an exercise, 3.1 to 3."),
         (["hint", "foo"], "there is no lab 'foo'"),
-        (["notebook", "12"], "there is no lab '12': give a phase, 1 to 9"),
+        (["notebook", "12"], "there is no lab '12': give a phase, 1 to 10"),
         (["hint", "3"], "3 is a phase; name one exercise, such as 3.1"),
         (["hint", "4.1"], "there are no hints for lab 4.1 yet"),
         (["reset", "x", "--yes"], "there is no lab 'x'"),

@@ -8,10 +8,11 @@ import pytest
 from checkout import Checkout
 
 from labs.kit import open_exercises as kit
-from labs.kit.judges import eviction
+from labs.kit.judges import eviction, keeping
 from labs.kit.open_rules import broken_rules
 from labs.kit.sync import OPEN, OURS, sync
 from minivllm.labs import ROOT, LabError
+from minivllm.policies.replay import belady_hits
 
 EXERCISES = {exercise.name: exercise for exercise in kit.open_exercises()}
 
@@ -75,8 +76,13 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
             "class Detokenizer:\n    def __init__(*_): pass\n    def push(*_): return ''\n    finish = push\n",
             "by now, and '' was given",
         ),
+        (
+            "keeping",
+            "class Policy:\n    def __init__(*_): pass\n    used = left = victim = lambda *_: None\n",
+            "victim() gave None, which is not there",
+        ),
     ],
-    ids=["header", "packing", "mixed_batch", "eviction", "turns", "waiting_line", "detokenizer"],
+    ids=["header", "packing", "mixed_batch", "eviction", "turns", "waiting_line", "detokenizer", "keeping"],
 )
 def test_who_ignores_the_input_is_refused(name, text, why):
     verdict = judged(name, text)
@@ -151,6 +157,62 @@ def test_answers_worked_out_beforehand_are_of_no_use_on_other_inputs(monkeypatch
 
     assert judged("eviction", text, seed=11).count == 0  # it would work, were the inputs known
     assert "which is not cached" in judged("eviction", text, seed=12).why
+
+
+def least_by_trying(uses, places, cost, held=frozenset()):
+    """What the cheapest way costs of all that can be dropped at each miss."""
+    if not uses:
+        return 0
+    key, later = uses[0], uses[1:]
+    if key in held:
+        return least_by_trying(later, places, cost, held)
+    if len(held) < places:
+        return cost[key] + least_by_trying(later, places, cost, held | {key})
+    return cost[key] + min(least_by_trying(later, places, cost, held - {gone} | {key}) for gone in held)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_knows_the_future_pays_the_least_that_can_be_paid(seed):
+    rng = kit.Random(seed)
+    places, uses = rng.randint(1, 3), [rng.randint(1, 5) for _ in range(11)]
+    cost = {key: rng.randint(1, 9) for key in range(1, 6)}
+
+    assert keeping.least_cost(uses, places, cost.get) == pytest.approx(least_by_trying(uses, places, cost))
+
+
+def test_where_all_costs_are_alike_the_least_is_beladys():
+    uses = keeping.traffic_of(kit.Random(4)).uses
+
+    least = keeping.least_cost(uses, keeping.MEMORY, lambda key: 1.0)
+
+    assert least == len(uses) - belady_hits(uses, keeping.MEMORY)
+
+
+def test_policies_that_have_a_name_stand_beside_an_answer(monkeypatch):
+    monkeypatch.setattr(keeping, "REQUESTS", 2000)
+
+    lines = keeping.beside(kit.Random(3))
+
+    shares = [float(line.split()[0]) for line in lines]
+    assert [line.split()[1].strip(":,") for line in lines] == ["LRU", "LFU", "GDSF", "Belady"]
+    assert shares[2] == 1 and shares[3] == 0 and min(shares[:2]) > 1
+
+
+def test_the_board_of_keeping_is_what_the_judge_says():
+    exercise, traffic = EXERCISES["keeping"], keeping.traffic_of(kit.Random(17))
+    answers = {
+        which: kit.load(exercise.ours(which).read_text(), exercise.ours(which)) for which in ("good", "best")
+    }
+    makers = {**keeping.KNOWN, **{which: answer.Policy for which, answer in answers.items()}}
+    makers["LRU"] = kit.load(naive_of("keeping"), exercise.ours("naive")).Policy
+    text = (ROOT / "solutions" / exercise.phase / "README.md").read_text(encoding="utf-8")
+
+    for name, make in makers.items():
+        bill = keeping.serve(make, traffic)
+        said = f" | {bill.reads:,} | {bill.copies:,} | {bill.ms / 1e3:.1f} | {keeping.share(bill, traffic):.3f} |"
+        [row] = [line for line in text.split("\n") if line.startswith((f"| {name}", f"| ours, {name}"))]
+        assert row.endswith(said)
+    assert f"| {keeping.least_possible(traffic) / 1e3:.1f} | 0 |" in text
 
 
 def test_inputs_differ_from_one_judgement_to_the_next():
@@ -238,7 +300,9 @@ def test_an_answer_that_does_not_end_is_ended(monkeypatch):
 
 
 def test_a_phase_without_one_is_named():
-    with pytest.raises(LabError, match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9"):
+    with pytest.raises(
+        LabError, match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9, 10"
+    ):
         kit.open_exercises("8")
 
 

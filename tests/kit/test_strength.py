@@ -166,7 +166,7 @@ def test_every_equivalent_says_why():
 
 
 def score(said):
-    numbers = re.findall(r"^\d\.\d+: (\d+) of (\d+) changes are seen$", said, re.MULTILINE)
+    numbers = re.findall(r"^\d+\.\d+: (\d+) of (\d+) changes are seen$", said, re.MULTILINE)
     killed, tried = (sum(map(int, column)) for column in zip(*numbers))
     return killed / tried
 

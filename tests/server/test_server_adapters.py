@@ -185,6 +185,24 @@ def test_requests_in_flight_end_as_they_began_when_their_adapter_is_unloaded(htt
     assert text_of(client, "leaving") == answers.text("patterns", "a tale")
 
 
+def test_a_name_can_be_loaded_again_once_its_requests_have_ended(http, client):
+    order(http, "load", "busy", "mlp").raise_for_status()
+    stream = client.completions.create(
+        model="busy", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 60}
+    )
+    next(iter(stream))
+    order(http, "unload", "busy").raise_for_status()
+
+    too_early = order(http, "load", "busy", "patterns", load_inplace=True)
+    for _ in stream:
+        pass
+    later = order(http, "load", "busy", "patterns")
+
+    assert (too_early.status_code, later.status_code) == (409, 200)
+    assert "'busy'" in too_early.json()["error"]["message"]
+    assert too_early.json()["error"]["type"] == "ConflictError"
+
+
 def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, http):
     order(http, "load", "temporary", "mlp").raise_for_status()
     llm = server.server.state.llm
@@ -204,7 +222,7 @@ def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, ht
     asking.join()
     holder.join()
 
-    assert (gone.status_code, late[0].status_code) == (200, 400)
+    assert (gone.status_code, late[0].status_code) == (200, 404)
     assert "temporary" not in llm._client.engine.adapters.by_name
     order(http, "load", "temporary", "patterns").raise_for_status()
 

@@ -1,5 +1,6 @@
 """What `lab open` says."""
 
+from random import Random
 from typing import Annotated, Any
 
 import typer
@@ -39,7 +40,8 @@ def judge_open(which: str) -> bool:
     console.print(f"[bold]{exercise.key}: {escape(exercise.title)}[/]")
     console.print(f"yours: {shown(exercise.file)}, which says what is asked")
     with console.status("judging yours and ours on fresh inputs"):
-        verdicts = leaderboard(exercise, fresh_seed())
+        seed = fresh_seed()
+        verdicts = leaderboard(exercise, seed)
     if verdicts["yours"].count is None:
         console.print(f"  [red]✗ yours is refused:[/] {escape(verdicts['yours'].why)}")
     for who, verdict in sorted(
@@ -50,6 +52,8 @@ def judge_open(which: str) -> bool:
         sign = "[green]✓[/]" if exercise.meets(verdict) else "[red]✗[/]"
         console.print(f"  {sign} {verdict.count:10.4g}  {name}")
     console.print(f"    {judging.BUDGET:10.4g}  the budget: {judging.UNIT}")
+    for line in judging.beside(Random(seed)) if hasattr(judging, "beside") else ():
+        console.print(f"    [dim]{escape(line)}[/]")
     is_met = exercise.meets(verdicts["yours"])
     if is_met:
         progress.passed = {exercise.key: digest, **progress.passed}  # first: the path goes on where it was

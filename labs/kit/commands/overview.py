@@ -19,6 +19,7 @@ WHAT_NOW = """\
   lab open                   open exercises: an interface and a budget, no recipe
   lab check 4.1              where the kernel path begins: phases/04_triton_sgmv/README.md
   lab check 9.1              where the serving path begins: phases/09_serving/README.md
+  lab check 10.1             where the policy path begins: phases/10_many_adapters/README.md
   docs/capstone.md           the end of the course: change one policy, and defend it with measurements
   Side tracks stand in the list above."""
 

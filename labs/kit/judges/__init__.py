@@ -1,7 +1,8 @@
 """Judges of open exercises: each makes inputs, compares with an oracle, and counts.
 
 A judge is a module with TITLE, UNIT, BUDGET and `judge(load, rng) -> count`. `load()` runs the answer's module and
-gives it. Less is better; an answer meets the budget with a count of at most BUDGET.
+gives it. Less is better; an answer meets the budget with a count of at most BUDGET. A judge may have `beside(rng)`:
+lines about what else there is on the same input.
 """
 
 

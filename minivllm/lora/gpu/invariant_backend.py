@@ -6,9 +6,6 @@ import torch
 
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES
-from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
-from minivllm.lora.gpu.ops.paged_shrink_op import paged_shrink
-from minivllm.lora.gpu.ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles
 from minivllm.lora.gpu.paged_backend import PagedBackend
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, TileList, expand, shrink
@@ -76,10 +73,7 @@ class InvariantBackend(PagedBackend):
             h = shrink(x, slots.flat_a[slices], rows, slots.ranks[slices], splits=SPLITS)
             expand(h, slots.flat_b[slices], y, rows, slots.ranks[slices])
             return
-        pieces = slots.pieces.of(slices)
-        shrink_tuned = paged_shrink_tiles(1, pieces.widths[0], pieces.rank, len(pieces.a))
-        expand_tuned = paged_expand_tiles(1, pieces.rank, max(pieces.heights))
-        paged_expand(paged_shrink(x, pieces, rows, tuned=shrink_tuned), pieces, y, rows, expand_tuned)
+        self._add_paged(y, x, slots.pieces.of(slices), rows, tokens=1)
 
 
 def _tile_count(tokens: int, max_loras: int) -> int:

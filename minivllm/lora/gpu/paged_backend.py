@@ -1,16 +1,22 @@
 """The GPU's backend whose adapters lie in pages. Beside vllm/lora/punica_wrapper/punica_gpu.py, not in vLLM."""
 
+import functools
+
 import torch
 
+from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
-from minivllm.lora.gpu.ops.paged_shrink_op import empty_planes, paged_shrink
-from minivllm.lora.gpu.ops.paged_tuning import paged_shrink_tiles
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
+from minivllm.lora.gpu.ops.paged_silu_op import paged_silu
+from minivllm.lora.gpu.ops.paged_tuning import PagedShrinkTiles, paged_expand_tiles, paged_shrink_tiles
 from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.ops.triton_ops import TileList
+from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS
 from minivllm.lora.slots import Slots
 
 
@@ -19,6 +25,8 @@ class PagedBackend(TritonBackend):
 
     S is only the number of rows of a table, so it may be large. Kernels look a slot's pages up in that table, which
     stays where it is. Embeddings and heads keep slots of one size (`TritonSlots`): their widths are not the layers'.
+
+    counts   zeros for the shrinks, which run one after the other
     """
 
     def __init__(
@@ -31,32 +39,46 @@ class PagedBackend(TritonBackend):
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, max_loras)
         self.pool = PagePool(max_loras, max_rank, device)
+        self.counts = torch.zeros(0, dtype=torch.int32, device=device)
         self._beside: torch.cuda.Stream | None = None
 
     def place(self, slots: Slots, base: LinearBase | None) -> Slots:
         if base is None and slots.a[0].shape[1] == 1:
             return super().place(slots, base)
+        wanted = counts_wanted(self.token_meta.tiles.shape[1], len(slots.a), slots.a[0].shape[2])
+        if wanted > len(self.counts):
+            self.counts = self.counts.new_zeros(wanted)
         return self._keep(PagedSlots(slots, self.outdate_ranks, self.pool))
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: PagedSlots) -> torch.Tensor:
-        """The shrink runs beside the base product where the step is captured: neither needs the other."""
+        """An activation that alone reads the output gets it without what adapters add, and adds that itself."""
         if self.no_lora:
             return base.forward(x)[0]
         pieces, tiles = slots.pieces, self.token_meta.meta_args(len(x))
-        tuned = paged_shrink_tiles(len(x), pieces.widths[0], pieces.rank, len(pieces.a))
-        h = empty_planes(x, pieces, tuned)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._beside = self._beside or torch.cuda.Stream(x.device)
-            self._beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._beside):
-                paged_shrink(x, pieces, tiles, h, tuned)
-            y = base.forward(x)[0]  # (T, N)
-            torch.cuda.current_stream().wait_stream(self._beside)
+        y, h = self._base_and_shrink(x, base, pieces, tiles)
+        if isinstance(base.read_by, SiluAndMul) and len(pieces.b) == 2:
+            base.read_by.rest = functools.partial(paged_silu, h, pieces, tiles=tiles)
         else:
-            y = base.forward(x)[0]
-            paged_shrink(x, pieces, tiles, h, tuned)
-        paged_expand(h, pieces, y, tiles)
+            paged_expand(h, pieces, y, tiles)
         return y
+
+    def _base_and_shrink(
+        self, x: torch.Tensor, base: LinearBase, pieces: PagedPieces, tiles: TileList
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """y without adapters (T, N), and h: side by side, where that costs the host no time."""
+        tuned = paged_shrink_tiles(len(x), pieces.widths[0], pieces.rank)
+        # Made here, since memory belongs to the stream it is made on.
+        room = self._room(x, pieces, tiles, tuned)
+        if not x.is_cuda or (len(x) <= FEW_TOKENS and not torch.cuda.is_current_stream_capturing()):
+            return base.forward(x)[0], paged_shrink(x, pieces, tiles, room, tuned)
+        here = torch.cuda.current_stream()
+        self._beside = self._beside or torch.cuda.Stream(x.device)
+        self._beside.wait_stream(here)
+        with torch.cuda.stream(self._beside):
+            h = paged_shrink(x, pieces, tiles, room, tuned)
+        y = base.forward(x)[0]
+        here.wait_stream(self._beside)
+        return y, h
 
     def add(
         self,
@@ -69,8 +91,22 @@ class PagedBackend(TritonBackend):
         if not isinstance(slots, PagedSlots):
             super().add(y, x, slots, rows, slices)
             return
-        pieces = slots.pieces.of(slices)
-        paged_expand(paged_shrink(x, pieces, rows), pieces, y, rows)
+        self._add_paged(y, x, slots.pieces.of(slices), rows, len(x))
+
+    def _add_paged(
+        self, y: torch.Tensor, x: torch.Tensor, pieces: PagedPieces, tiles: TileList, tokens: int
+    ) -> None:
+        """One kernel after the other, with the tile sizes of so many tokens."""
+        tuned = paged_shrink_tiles(tokens, pieces.widths[0], pieces.rank)
+        h = paged_shrink(x, pieces, tiles, self._room(x, pieces, tiles, tuned), tuned)
+        paged_expand(h, pieces, y, tiles, paged_expand_tiles(tokens, pieces.rank, max(pieces.heights)))
+
+    def _room(
+        self, x: torch.Tensor, pieces: PagedPieces, tiles: TileList, tuned: PagedShrinkTiles
+    ) -> ShrinkRoom:
+        wanted = counts_wanted(tiles.count, len(pieces.a), pieces.rank)
+        counts = self.counts if wanted <= len(self.counts) else self.counts.new_zeros(wanted)
+        return ShrinkRoom.make(x, pieces, counts, tuned)
 
     def sync_slots(self) -> None:
         super().sync_slots()
@@ -78,4 +114,4 @@ class PagedBackend(TritonBackend):
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        return [*super().tables, self.pool.table]
+        return [*super().tables, self.pool.table, self.counts]

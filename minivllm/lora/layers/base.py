@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.distributed.adapter_share import EVERYTHING, Share
 from minivllm.lora.backend import Backend
 from minivllm.lora.layers.accepting import AcceptsWeights, LayerWeights
 from minivllm.lora.slots import Slots
@@ -19,12 +20,15 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     judges, packs and writes its own weights; what they add is the backend's to compute.
 
     slice_sizes     K_i and N_i of each slice, of which there are n
+    share           which part of each A and B this process has, of processes that share the layer
     slots           its `Slots`, once `create_lora_weights` was called
     backend         what does the arithmetic, once `set_mapping` was called
     in_cuda_graphs  whether a step that runs the layer may be captured
     """
 
     in_cuda_graphs: ClassVar[bool] = True
+
+    share: Share = EVERYTHING
 
     def __init__(self, base_layer: nn.Module, slice_sizes: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__()
@@ -71,8 +75,8 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     ) -> None:
         """Allocate the slots, all empty, on the base weight's device."""
         weight, self.max_rank = self.base_layer.weight, lora_config.max_lora_rank
-        dtype = lora_config.slot_dtype(weight.dtype)
-        self.slots = Slots.empty(max_loras, self.max_rank, self.slice_sizes, dtype, weight.device)
+        sizes, dtype = self.share.sizes(self.slice_sizes), lora_config.slot_dtype(weight.dtype)
+        self.slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, weight.device)
 
     def set_mapping(self, punica_wrapper: Backend) -> None:
         """Hand the slots to the backend that does the arithmetic, which may move them."""

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from minivllm.distributed.adapter_share import share_of_linear
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import Backend
 from minivllm.lora.layers.base import BaseLayerWithLoRA
@@ -14,16 +15,19 @@ from minivllm.lora.layers.base import BaseLayerWithLoRA
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     """A base linear with room for S adapters. vLLM: `BaseLinearLayerWithLoRA`.
 
-    output_slices  widths N_i of the projections that the layer fuses
+    output_slices  widths N_i of the projections that the layer fuses, as far as they are this process's
     wraps          kinds of base layer it is for -> parts the checkpoint must name, None = any number
     """
 
     wraps: ClassVar[dict[type[LinearBase], int | None]] = {}
 
     def __init__(self, base_layer: LinearBase) -> None:
-        self.output_slices = self._slice_widths(base_layer)
-        self.input_size, self.output_size = base_layer.input_size, base_layer.output_size
-        super().__init__(base_layer, [(base_layer.input_size, width) for width in self.output_slices])
+        sizes = [(base_layer.input_size, width) for width in self._slice_widths(base_layer)]
+        super().__init__(base_layer, sizes)
+        self.share = share_of_linear(base_layer, len(sizes))
+        self.output_slices = tuple(width for _, width in self.share.sizes(sizes))
+        self.input_size, self.output_size = base_layer.input_size_per_partition, sum(self.output_slices)
+        base_layer.is_complete = False  # `forward` sums terms once, with what adapters have added to each
 
     bias = property(attrgetter("base_layer.bias"))
 
@@ -33,7 +37,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Base output plus each row's own adapter, in the base layer's form.   input_: (T, K) -> (T, N), None"""
-        return self.backend.linear(input_, self.base_layer, self.slots), None
+        return self.base_layer.complete(self.backend.linear(input_, self.base_layer, self.slots)), None
 
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:

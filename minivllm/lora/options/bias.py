@@ -20,7 +20,10 @@ def make_room(model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig
         return
     for layer in wrapped.modules.values():
         if isinstance(layer, BaseLinearLayerWithLoRA):
-            tables = (b.new_zeros(len(b), 1, b.shape[2]) for b in layer.slots.b)
+            count, dtype, device = len(layer.slots.b[0]), layer.slots.b[0].dtype, layer.weight.device
+            tables = (
+                torch.zeros(count, 1, width, dtype=dtype, device=device) for width in layer.output_slices
+            )
             layer.slots.beside[BIAS] = tuple(tables)
             layer.register_forward_hook(add_bias)
 

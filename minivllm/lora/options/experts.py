@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.distributed.adapter_share import share_of_experts
 from minivllm.layers.fused_moe import ExpertPairs, FusedMoE
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.options.expert_parts import DOWN, GATE_UP, OTHER_SPELLING, by_part, parts_of_experts
@@ -33,6 +34,7 @@ class FusedMoEWithLoRA(OptionLayer):
     def __init__(self, base_layer: FusedMoE) -> None:
         sizes = self._shapes_of_parts(base_layer.hidden_size, base_layer.intermediate_size)
         super().__init__(base_layer, sizes)
+        self.share = share_of_experts(base_layer, len(sizes))
         self.num_experts = base_layer.num_experts
         self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
 
@@ -51,7 +53,7 @@ class FusedMoEWithLoRA(OptionLayer):
         """Allocate the slots, all empty."""
         weight, self.max_rank = self.base_layer.w13_weight, lora_config.max_lora_rank
         dtype = lora_config.slot_dtype(weight.dtype)
-        sizes, experts = self.slice_sizes, self.num_experts
+        sizes, experts = self.share.sizes(self.slice_sizes), self.num_experts
         self.slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, weight.device, experts)
 
     # ---- an adapter's weights -------------------------------------------------------------------------------

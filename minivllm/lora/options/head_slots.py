@@ -3,6 +3,7 @@
 import torch
 
 from minivllm.config import LoRAConfig
+from minivllm.distributed.adapter_share import share_of_tokens
 from minivllm.layers.embedding import LogitsProcessor
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.options.option_layer import OptionLayer
@@ -15,12 +16,12 @@ class HeadSlots(OptionLayer):
 
     hidden_size         H
     lora_a_stacked      (S, 1, R, H)
-    lora_b_stacked      (S, 1, V + X, R)
+    lora_b_stacked      (S, 1, V + X, R); of processes that share the head each has `tokens(V)` rows, and X
     embeddings_tensors  (S, X, H) output embeddings of the tokens that each adapter adds, X being
                         `lora_extra_vocab_size`. None where X is 0
     is_added            (S, X, 1): 1 for each token that the adapter in a slot adds, else 0; None likewise
 
-    dtype and device are those of the head. sharded_to_full_mapping is for more ranks than one: None.
+    dtype and device are those of the head. sharded_to_full_mapping: None, since gathered logits are in order.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class HeadSlots(OptionLayer):
         sharded_to_full_mapping: list[int] | None,
     ) -> None:
         super().__init__(base_layer, [(hidden_size, base_layer.vocab_size)])
+        self.tp = base_layer.tp
+        self.share = share_of_tokens(self.tp, base_layer.vocab_size, of_embedding=False)
         if sharded_to_full_mapping is not None:
-            raise ValueError("sharded_to_full_mapping must be None: there is one tensor-parallel rank")
+            raise ValueError("sharded_to_full_mapping must be None: gathered logits are in order")
         self.hidden_size = hidden_size
         self.dtype, self.device = dtype, device
-        self.tp_size, self.tp_rank = 1, 0
+        self.tp_size, self.tp_rank = self.tp.size, self.tp.rank
         self.embeddings_tensors: torch.Tensor | None = None
         self.is_added: torch.Tensor | None = None
 
@@ -53,7 +56,8 @@ class HeadSlots(OptionLayer):
             lora_config.max_lora_rank,
             [(self.hidden_size, self.vocab_size + extra)],
         )
-        self.slots = Slots.empty(max_loras, self.max_rank, self.slice_sizes, dtype, self.device)
+        sizes = self.share.sizes(self.slice_sizes)
+        self.slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, self.device)
         if extra:
             self.embeddings_tensors = torch.zeros(
                 max_loras, extra, self.hidden_size, dtype=dtype, device=self.device

@@ -25,19 +25,19 @@ class LogitsProcessorWithLoRA(HeadSlots):
     ) -> torch.Tensor:
         """The base layer's logits, with each sampled row's own adapter added.   hidden_states: (P, H) -> (P, V)
 
-        A batch without adapters (`no_lora`) is the base layer's alone (its `_get_logits`). Where adapters may add
-        tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an adapter
-        of this step has weights here (`reaches(slots)`), the backend adds in place what A and B give:
-        `add(logits, hidden_states, slots, sample_rows(P))`.
+        A batch without adapters (`no_lora`) is the base layer's alone. Else its `own_logits` are added to. Where they
+        may add tokens there are logits for these too: `_with_added_tokens`, (P, V + X), as wide as B is tall. Where an
+        adapter of this step has weights here (`reaches(slots)`), the backend adds in place what A and B give:
+        `add(logits, hidden_states, slots, sample_rows(P))`. Processes share tokens out: `tp.gather_tokens` gives all.
         """
-        logits = self.base_layer._get_logits(hidden_states, lm_head, embedding_bias)  # (P, V)
         if self.backend.no_lora:
-            return logits
+            return self.base_layer(lm_head, hidden_states, embedding_bias)
+        logits = self.base_layer.own_logits(lm_head, hidden_states, embedding_bias)  # (P, V)
         if self.embeddings_tensors is not None:
             logits = self._with_added_tokens(logits, hidden_states)  # (P, V + X)
         if self.backend.reaches(self.slots):
             self.backend.add(logits, hidden_states, self.slots, self.backend.sample_rows(len(logits)))
-        return logits
+        return self.tp.gather_tokens(logits, self.base_layer.vocab_size)
 
     def _with_added_tokens(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of the tokens that each row's adapter adds, in X columns more.   (P, V), (P, H) -> (P, V + X)

@@ -42,27 +42,33 @@ def reset_lora(self: BaseLayerWithLoRA, index: int) -> None:
     self.clear(index)
 
 
-def slice_lora_a(self: BaseLayerWithLoRA, lora_a: Sides) -> Sides:
-    """This tensor-parallel rank's part of each A: all of it, since there is one rank."""
-    return lora_a
+def slice_lora_a(self: BaseLayerWithLoRA, lora_a: Sides | torch.Tensor) -> Sides | torch.Tensor:
+    """This tensor-parallel rank's part of each A; of one A for a layer of one slice, as it came."""
+    if not isinstance(lora_a, list):
+        return self.share.of_a(0, lora_a)
+    return [None if a is None else self.share.of_a(i, a) for i, a in enumerate(lora_a)]
 
 
-def slice_lora_b(self: BaseLayerWithLoRA, lora_b: Sides) -> Sides:
-    """This tensor-parallel rank's part of each B: all of it, since there is one rank."""
-    return lora_b
+def slice_lora_b(self: BaseLayerWithLoRA, lora_b: Sides | torch.Tensor) -> Sides | torch.Tensor:
+    """This tensor-parallel rank's part of each B, likewise."""
+    if not isinstance(lora_b, list):
+        return self.share.of_b(0, lora_b)
+    return [None if b is None else self.share.of_b(i, b) for i, b in enumerate(lora_b)]
 
 
 def share_lora_a(self: MergedColumnParallelLinearVariableSliceWithLoRA, lora_a: Sides) -> Sides:
     """An A for all of the layer once for each slice."""
-    return lora_a * self.n_slices if len(lora_a) == 1 else lora_a
+    lora_a = as_list(lora_a)
+    return slice_lora_a(self, lora_a * self.n_slices if len(lora_a) == 1 else lora_a)
 
 
 def split_lora_b(self: MergedColumnParallelLinearVariableSliceWithLoRA, lora_b: Sides) -> Sides:
     """A B for all of the layer as one for each slice."""
-    if len(lora_b) > 1:
-        return lora_b
-    whole = lora_b[0]
-    return [None] * self.n_slices if whole is None else list(whole.split(self.output_slices))
+    lora_b = as_list(lora_b)
+    if len(lora_b) == 1:
+        heights = [height for _, height in self.slice_sizes]
+        lora_b = [None] * self.n_slices if lora_b[0] is None else list(lora_b[0].split(heights))
+    return slice_lora_b(self, lora_b)
 
 
 def punica_wrapper(self: BaseLayerWithLoRA) -> Backend | None:

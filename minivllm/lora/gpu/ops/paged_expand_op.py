@@ -14,41 +14,36 @@ from minivllm.lora.ops.triton_ops.tuning import can_overlap
 
 
 @triton.jit
-def _read_b(
-    columns_ptr,  # of B's row 0 in page 0
+def read_b(
+    b_ptr,  # of the slice, in page 0
     table_ptr,  # of the slot
     page_stride,
     rank,
     live,
-    R,
     expert,
-    is_column,
+    columns,
     WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
 ):
-    """B of some ranks, zeros past the live one: (ranks, columns). Pages are looked up before `live` is known."""
-    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
+    """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)"""
+    is_live = rank < live
+    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=is_live, other=0).to(tl.int64)
     row = page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
-    return tl.load(
-        columns_ptr[None, :] + row[:, None], mask=(rank < live)[:, None] & is_column[None, :], other=0.0
-    )
+    mask = is_live[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(b_ptr + row[:, None] + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _read_h(h_ptr, rows, rank, is_row, live, split_stride, row_stride, SPLITS: tl.constexpr):
-    """The sum of the planes of some ranks, zeros past the live one: (rows, ranks) float32"""
-    place = h_ptr + rows[:, None] * row_stride + rank[None, :]
-    is_h = is_row[:, None] & (rank < live)[None, :]
-    h = tl.load(place, mask=is_h, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        h += tl.load(place + split * split_stride, mask=is_h, other=0.0)
-    return h
+def read_h(h_ptr, rows, is_row, rank, live, R):
+    """h of some ranks of one slice, zeros past the live rank: (rows, ranks)"""
+    mask = is_row[:, None] & (rank < live)[None, :]
+    return tl.load(h_ptr + rows[:, None] * R + rank[None, :], mask=mask, other=0.0)
 
 
-# These strides differ from step to step: not a variant of the kernel for each of their values.
-@triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride", "capacity"])
+# These numbers differ between steps, or engines: not a variant of the kernel for each of their values.
+@triton.jit(do_not_specialize=["slice_stride", "capacity", "ranks_row", "table_row"])
 def _paged_expand_kernel(
-    h_ptr,  # (splits, n, T, R)
+    h_ptr,  # (n, T, R)
     pool_ptr,  # pages
     y_ptr,  # (T, >= N)
     rows_ptr,  # (T,) rows by slot
@@ -61,12 +56,9 @@ def _paged_expand_kernel(
     table_row,
     page_stride,
     b_places,  # n: where B of each slice begins in a page
-    h_split_stride,
-    h_slice_stride,
-    h_row_stride,
+    slice_stride,
     y_row_stride,
     WIDTHS: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # of ranks
     EXPERTS: tl.constexpr,
@@ -77,8 +69,8 @@ def _paged_expand_kernel(
 ):
     """One program: one tile of rows, one block of columns of one slice, all live ranks, BLOCK_R at a time.
 
-    Axes as in `_lora_expand_kernel`. A rank's share of B is a row of N_i elements in its page. Nothing past the live
-    rank is read, of h nor of B. With OVERLAP the kernels ahead may still run, until gdc_wait.
+    Axes as in `_lora_expand_kernel`. A rank's share of B is a row of N_i elements in its page.
+    Nothing past the live rank is read, of h nor of B. With OVERLAP the kernels ahead may still run, until gdc_wait.
     """
     tile, block = tl.program_id(0), tl.program_id(1)
     adapter = tl.load(tiles_ptr + tile).to(tl.int64)
@@ -93,6 +85,7 @@ def _paged_expand_kernel(
     is_row = place < length
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
     ranks = tl.arange(0, BLOCK_R)
+    table_ptr += slot * table_row
 
     offset = 0
     for i in tl.static_range(len(b_places)):
@@ -101,50 +94,32 @@ def _paged_expand_kernel(
             live = tl.load(ranks_ptr + i * ranks_row + slot)
             columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
             is_column = columns < WIDTHS[i]
+            b_place = pool_ptr + b_places[i]
+            h_block = h_ptr + i * slice_stride
             y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
             is_y = is_row[:, None] & is_column[None, :] & (live > 0)
             if ONE_BLOCK:
                 # Straight on, so that all loads are under way together.
-                b = _read_b(
-                    pool_ptr + b_places[i] + columns, table_ptr + slot * table_row, page_stride, ranks, live, R,
-                    expert, is_column, WIDTHS[i], PAGE_RANKS,
-                )  # fmt: skip
+                b = read_b(
+                    b_place, table_ptr, page_stride, ranks, live, expert, columns, WIDTHS[i], PAGE_RANKS
+                )
                 # Up to here nothing depends on the product before; from here on, its h and its y must be there.
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
                 y = tl.load(y_block, mask=is_y, other=0.0)
-                h = _read_h(
-                    h_ptr + i * h_slice_stride,
-                    rows,
-                    ranks,
-                    is_row,
-                    live,
-                    h_split_stride,
-                    h_row_stride,
-                    SPLITS,
-                )
-                update = tl.dot(h.to(b.dtype), b, input_precision="ieee") + y
+                h = read_h(h_block, rows, is_row, ranks, live, R)
+                update = tl.dot(h, b, input_precision="ieee") + y
             else:
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
                 update = tl.load(y_block, mask=is_y, other=0.0).to(tl.float32)
                 for start in range(0, live, BLOCK_R):
                     rank = start + ranks
-                    b = _read_b(
-                        pool_ptr + b_places[i] + columns, table_ptr + slot * table_row, page_stride, rank, live, R,
-                        expert, is_column, WIDTHS[i], PAGE_RANKS,
-                    )  # fmt: skip
-                    h = _read_h(
-                        h_ptr + i * h_slice_stride,
-                        rows,
-                        rank,
-                        is_row,
-                        live,
-                        h_split_stride,
-                        h_row_stride,
-                        SPLITS,
+                    b = read_b(
+                        b_place, table_ptr, page_stride, rank, live, expert, columns, WIDTHS[i], PAGE_RANKS
                     )
-                    update = tl.dot(h.to(b.dtype), b, update, input_precision="ieee")
+                    h = read_h(h_block, rows, is_row, rank, live, R)
+                    update = tl.dot(h, b, update, input_precision="ieee")
             tl.store(y_block, update, mask=is_y)
         block -= blocks
         offset += WIDTHS[i]
@@ -159,7 +134,7 @@ def paged_expand(
 ) -> None:
     """y[:, slice i] += h[i] · B_iᵀ, in place. One launch for all slices.
 
-    h       (splits, n, T, R): planes to be added up, rank contiguous
+    h       (n, T, R) of the pages' dtype, as `paged_shrink` gives it
     y       (T, >= N), rows may be further apart than N; slice i begins where slice i - 1 ends
     tuned   tile sizes, None = by shape
 
@@ -184,11 +159,8 @@ def paged_expand(
         pieces.page_stride,
         pieces.b,
         h.stride(0),
-        h.stride(1),
-        h.stride(2),
         y.stride(0),
         WIDTHS=pieces.heights,
-        SPLITS=len(h),
         OVERLAP=overlap,
         ONE_BLOCK=pieces.rank <= tuned.block_r,
         EXPERTS=pieces.experts,

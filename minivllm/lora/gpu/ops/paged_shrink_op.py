@@ -3,21 +3,27 @@
 Beside vllm/lora/ops/triton_ops/lora_shrink_op.py (v0.22.1), which knows no pages.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
-from minivllm.lora.gpu.ops.paged_tuning import PagedShrinkTiles, paged_shrink_tiles
+from minivllm.lora.gpu.ops.paged_tuning import LEAST_BLOCK_RANKS, PagedShrinkTiles
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 
 
-# These strides differ from step to step: not a variant of the kernel for each of their values.
-@triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride", "capacity"])
+# These numbers differ between steps, or engines: not a variant of the kernel for each of their values.
+@triton.jit(do_not_specialize=["split_stride", "slice_stride", "capacity", "ranks_row", "table_row"])
 def _paged_shrink_kernel(
     x_ptr,  # (T, K)
     pool_ptr,  # pages
-    h_ptr,  # (splits, n, T, R) float32
+    h_ptr,  # (n, T, R)
+    planes_ptr,  # (SPLITS, n, T, R) float32
+    counts_ptr,  # (tiles * blocks of ranks,) zeros
     rows_ptr,  # (T,) rows by slot
     tiles_ptr,  # (3, capacity) adapter, first row, rows
     table_ptr,  # (S, G) pages
@@ -31,10 +37,8 @@ def _paged_shrink_kernel(
     a_first,  # where A of slice 0 begins in a page
     a_step,  # from one slice's A to the next
     x_row_stride,
-    h_split_stride,
-    h_slice_stride,
-    N: tl.constexpr,
-    SLICES: tl.constexpr,  # of one program: a power of two
+    split_stride,
+    slice_stride,
     EXPERTS: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -42,11 +46,14 @@ def _paged_shrink_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One program: one tile of rows, every SPLITS-th block of K, BLOCK_R ranks of SLICES slices.
+    """One program: one tile of rows, every SPLITS-th block of K, BLOCK_R ranks of one slice.
 
     Axis 0 of the grid counts tiles (adapter -1 is none), axis 1 splits, axis 2 blocks of ranks, slice by slice. A row
     of A is found through the slot's page. Ranks that are not live cost nothing but a place in the product. h past the
     live rank is not written.
+
+    Each split leaves a plane of partial sums. The last of them to end adds all planes up, always in the same order:
+    what comes next then reads h once, and gets the same bits in every run. It leaves zero in its place of `counts`.
     """
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     adapter = tl.load(tiles_ptr + tile).to(tl.int64)
@@ -54,63 +61,94 @@ def _paged_shrink_kernel(
         return
     slot, expert = adapter // EXPERTS, adapter % EXPERTS
     blocks_a_slice = (R + BLOCK_R - 1) // BLOCK_R
-    column = tl.arange(0, SLICES * BLOCK_R)
-    i = block // blocks_a_slice * SLICES + column // BLOCK_R  # slice of each column
-    rank = block % blocks_a_slice * BLOCK_R + column % BLOCK_R
-    live = tl.load(ranks_ptr + i * ranks_row + slot, mask=i < N, other=0)
-    is_live = rank < live
-    if tl.max(is_live.to(tl.int32)) == 0:
+    i = block // blocks_a_slice
+    rank = block % blocks_a_slice * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = tl.load(ranks_ptr + i * ranks_row + slot)
+    if block % blocks_a_slice * BLOCK_R >= live:
         return
+    is_live = rank < live
     first = tl.load(tiles_ptr + capacity + tile)
     length = tl.load(tiles_ptr + 2 * capacity + tile)
     place = tl.arange(0, BLOCK_ROWS)
     is_row = place < length
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
 
-    page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
+    page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=is_live, other=0).to(tl.int64)
     a_row = page * page_stride + a_first + i * a_step + (expert * PAGE_RANKS + rank % PAGE_RANKS) * K
     columns = tl.arange(0, BLOCK_K)
     x_block = x_ptr + rows[:, None] * x_row_stride + columns[None, :]  # (BLOCK_ROWS, BLOCK_K)
-    a_block = pool_ptr + a_row[None, :] + columns[:, None]  # (BLOCK_K, SLICES * BLOCK_R)
-    h = tl.zeros((BLOCK_ROWS, SLICES * BLOCK_R), dtype=tl.float32)
+    a_block = pool_ptr + a_row[None, :] + columns[:, None]  # (BLOCK_K, BLOCK_R)
+    h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
     for k in range(split * BLOCK_K, K, SPLITS * BLOCK_K):
         is_column = columns < K - k
         x = tl.load(x_block + k, mask=is_row[:, None] & is_column[None, :], other=0.0)
         a = tl.load(a_block + k, mask=is_live[None, :] & is_column[:, None], other=0.0)
         h = tl.dot(x, a.to(x.dtype), h, input_precision="ieee")
-    out = h_ptr + split * h_split_stride + i[None, :] * h_slice_stride + rows[:, None] * R + rank[None, :]
-    tl.store(out, h, mask=is_row[:, None] & is_live[None, :])
+    out = i * slice_stride + rows[:, None] * R + rank[None, :]
+    is_h = is_row[:, None] & is_live[None, :]
+    if SPLITS == 1:
+        tl.store(h_ptr + out, h, mask=is_h)
+    else:
+        tl.store(planes_ptr + split * split_stride + out, h, mask=is_h)
+        tl.debug_barrier()  # the whole plane before its count
+        count = counts_ptr + tile * tl.num_programs(2) + block
+        if tl.atomic_add(count, 1, sem="acq_rel") == SPLITS - 1:
+            h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
+            for other in tl.static_range(SPLITS):
+                # From where all processors see it: this one's own cache may be older.
+                h += tl.load(
+                    planes_ptr + other * split_stride + out, mask=is_h, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(h_ptr + out, h, mask=is_h)
+            tl.store(count, 0)
 
 
-def empty_planes(x: torch.Tensor, pieces: PagedPieces, tuned: PagedShrinkTiles) -> torch.Tensor:
-    """Room for the planes of a shrink: (splits, n, T, R) float32"""
-    size = tuned.splits, len(pieces.a), len(x), pieces.rank
-    return torch.empty(size, dtype=torch.float32, device=x.device)
+class ShrinkRoom(NamedTuple):
+    """Where a shrink writes.
+
+    h       (n, T, R) of the pages' dtype: the result
+    planes  (splits, n, T, R) float32: partial sums
+    counts  (at least `counts_wanted`,) int32: zeros before, and after. Two shrinks at a time must not share them
+    """
+
+    h: torch.Tensor
+    planes: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, x: torch.Tensor, pieces: PagedPieces, counts: torch.Tensor, tuned: PagedShrinkTiles
+    ) -> ShrinkRoom:
+        size = len(pieces.a), len(x), pieces.rank
+        planes = x.new_empty(tuned.splits, *size, dtype=torch.float32)
+        return cls(x.new_empty(size, dtype=pieces.pool.dtype), planes, counts)
+
+
+def counts_wanted(tiles: int, slices: int, rank: int) -> int:
+    """The most counts that a shrink needs, whatever its tile sizes.   rank: R"""
+    return tiles * slices * triton.cdiv(rank, LEAST_BLOCK_RANKS)
 
 
 def paged_shrink(
     x: torch.Tensor,
     pieces: PagedPieces,
     tiles: TileList,
-    h: torch.Tensor | None = None,
-    tuned: PagedShrinkTiles | None = None,
+    room: ShrinkRoom,
+    tuned: PagedShrinkTiles,
 ) -> torch.Tensor:
-    """Partial sums of h = x · Aᵀ, to be added up by `paged_expand`. One launch for all slices.
+    """h = x · Aᵀ, for `paged_expand`. One launch for all slices.
 
     x       (T, K), rows may be further apart than K; all slices have this K
-    h       where to write, None = new memory
-    tuned   tile sizes, None = by shape
+    room    where to write, made for these tile sizes
 
-    Returns h (splits, n, T, R) float32. Base rows, and what is past a row's live rank, are not written.
+    Returns h (n, T, R), summed in float32 and rounded once. Base rows, and what is past a row's live rank, are not
+    written.
     """
     n, width = len(pieces.a), pieces.widths[0]
-    tuned = tuned or paged_shrink_tiles(len(x), width, pieces.rank, n)
-    h = empty_planes(x, pieces, tuned) if h is None else h
-    blocks = triton.cdiv(n, tuned.slices) * triton.cdiv(pieces.rank, tuned.block_r)
-    _paged_shrink_kernel[(tiles.count, len(h), blocks)](
+    _paged_shrink_kernel[(tiles.count, tuned.splits, n * triton.cdiv(pieces.rank, tuned.block_r))](
         x,
         pieces.pool,
-        h,
+        *room,
         tiles.rows,
         tiles.tiles,
         pieces.table,
@@ -124,17 +162,15 @@ def paged_shrink(
         pieces.a[0],
         pieces.a[1] - pieces.a[0] if n > 1 else 0,
         x.stride(0),
-        h.stride(0),
-        h.stride(1),
-        N=n,
-        SLICES=tuned.slices,
+        room.planes.stride(0),
+        room.h.stride(0),
         EXPERTS=pieces.experts,
         PAGE_RANKS=pieces.page_ranks,
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_R=tuned.block_r,
         BLOCK_K=tuned.block_k,
-        SPLITS=len(h),
+        SPLITS=tuned.splits,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )
-    return h
+    return room.h

@@ -11,9 +11,8 @@ from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS
 
 
 class PagedShrinkTiles(NamedTuple):
-    """A program takes `block_r` ranks of `slices` slices, block_k columns of x at a time; `splits` share a row."""
+    """A program takes `block_r` ranks of one slice, block_k columns of x at a time; `splits` share a row."""
 
-    slices: int
     block_r: int
     block_k: int
     splits: int
@@ -29,27 +28,24 @@ class PagedExpandTiles(NamedTuple):
     num_warps: int
 
 
-# Shares of K, and so planes that every program of the expand adds up: of few tokens, and of prompts. On an H100 twice
-# as many cost a decode step 5 to 10 us a layer. With half as many the base product ends before the shrink.
-FEW_SPLITS, PROMPT_SPLITS = 4, 2
+# No fewer ranks in one product than a tensor core takes.
+LEAST_BLOCK_RANKS = 16
+# Rows of a decode step that wait for launches more than for bytes.
+FEWEST_TOKENS = 32
 
 
-def paged_shrink_tiles(tokens: int, width: int, rank: int, slices: int) -> PagedShrinkTiles:
-    """tokens: T, width: K, rank: R, slices: n
+def paged_shrink_tiles(tokens: int, width: int, rank: int) -> PagedShrinkTiles:
+    """tokens: T, width: K, rank: R
 
     The number of slots is not asked: what it costs must not depend on how many there could be. Of the tokens only
-    whether they are few, so that a warm-up can compile every variant there is.
+    in which of three classes they are, so that a warm-up can compile every variant there is.
     """
-    wanted = FEW_SPLITS if tokens <= FEW_TOKENS else PROMPT_SPLITS
-    splits = max(1, min(wanted, width // 256))
-    block_r = block_ranks(rank)
-    if tokens <= FEW_TOKENS:
-        return PagedShrinkTiles(1, block_r, 128, splits, num_warps=4, num_stages=3)
-    if rank > 64:
+    most = max(1, width // 256)
+    if tokens > FEW_TOKENS:
         # Most adapters are shorter than the longest: small blocks of ranks, of which those not live end at once.
-        return PagedShrinkTiles(1, 32, 64, splits, num_warps=4, num_stages=3)
-    # Prompts: x is read once for all slices.
-    return PagedShrinkTiles(triton.next_power_of_2(slices), block_r, 64, splits, num_warps=8, num_stages=3)
+        return PagedShrinkTiles(min(32, block_ranks(rank)), 64, min(2, most), num_warps=4, num_stages=4)
+    splits = min(4 if tokens <= FEWEST_TOKENS else 8, most)
+    return PagedShrinkTiles(block_ranks(rank), 128, splits, num_warps=4, num_stages=4)
 
 
 def paged_expand_tiles(tokens: int, rank: int, widest: int) -> PagedExpandTiles:
@@ -59,6 +55,14 @@ def paged_expand_tiles(tokens: int, rank: int, widest: int) -> PagedExpandTiles:
     return PagedExpandTiles(256 if wide else 128, block_r, num_warps=4)
 
 
+def paged_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
+    """tokens: T, rank: R"""
+    block_r = block_ranks(rank)
+    if tokens <= FEW_TOKENS:
+        return PagedExpandTiles(128, block_r, num_warps=4)
+    return PagedExpandTiles(64, block_r, num_warps=8 if block_r == LEAST_BLOCK_RANKS else 4)
+
+
 def block_ranks(rank: int) -> int:
-    """Ranks in one product: no fewer than a tensor core takes."""
-    return min(64, max(16, triton.next_power_of_2(rank)))
+    """Ranks in one product."""
+    return min(64, max(LEAST_BLOCK_RANKS, triton.next_power_of_2(rank)))

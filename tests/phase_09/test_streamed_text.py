@@ -1,4 +1,4 @@
-"""Streamed text against the text itself: whatever its tokens, stop strings and pieces."""
+"""Streamed text against the text itself: whatever its tokens, stop strings and pieces (lab 9.6)."""
 
 import random
 from itertools import pairwise
@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from minivllm.layers.sampler import Logprob
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens
+
+pytestmark = pytest.mark.lab("9.6")
 
 BYTE_LETTER = dict(
     zip(

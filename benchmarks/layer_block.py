@@ -1,0 +1,50 @@
+"""What a block computes around its linears: norms, rotary and cache, residual, activation. Not attention itself."""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.options import model_folder
+from minivllm.layers.activation import SiluAndMul
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.layers.triton_ops.rotary import rotary_and_cache
+from minivllm.models.config import ModelArchitecture
+
+BLOCK_SIZE = 16
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Block:
+    """One transformer block of T tokens on a GPU, as the engine computes it, but for the attention.
+
+    What attention gives is a fixed tensor: it is the same for every implementation of the linears.
+    """
+
+    def __init__(self, model: str, tokens: int, like: torch.Tensor) -> None:
+        self.config = ModelArchitecture.from_folder(model_folder(model))
+        config, kinds = self.config, (like.dtype, like.device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, *kinds)
+        rotary = RotaryEmbedding(config.head_dim, tokens, config.rope_parameters, *kinds)
+        self.rotary = rotary(torch.arange(tokens, device=like.device))
+        self.slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + tokens, device=like.device)
+        cache = 2 + tokens // BLOCK_SIZE, BLOCK_SIZE, 2 * config.num_key_value_heads, config.head_dim
+        self.cache = like.new_empty(cache)
+        self.x, self.residual = (torch.randn(tokens, config.hidden_size).to(like) for _ in range(2))
+        self.attended = torch.randn(tokens, config.num_attention_heads * config.head_dim).to(like)
+
+    def around(self, linears: dict[str, Run]) -> Callable[[], torch.Tensor]:
+        """The block with these linears: qkv, o, gate_up and down. Gate and up may leave work to the activation."""
+        activation = SiluAndMul()
+        if hasattr(linears["gate_up"], "tell_reader"):
+            linears["gate_up"].tell_reader(activation)
+
+        def run() -> torch.Tensor:
+            normed, _ = self.norm(self.x, self.residual)  # (T, H)
+            heads = linears["qkv"](normed).unflatten(1, (-1, self.config.head_dim))  # (T, Hq + 2 Hkv, D)
+            rotary_and_cache(heads, *self.rotary, self.slots, self.cache)
+            normed, _ = self.norm(linears["o"](self.attended), self.residual)
+            return linears["down"](activation(linears["gate_up"](normed)))  # (T, H)
+
+        return run

@@ -1,0 +1,149 @@
+"""Which part of an adapter a process has. For `slice_lora_a` and `slice_lora_b` in vllm/lora/layers (v0.22.1)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from minivllm.distributed.tensor_parallel import TensorParallel
+
+ALL = slice(None)
+Runs = Sequence[slice]
+
+
+class Share:
+    """Of each pair of A and B of a layer: what goes with the process's part of the base weight. Here, all of it."""
+
+    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """K_i and N_i of each slice of the layer -> those of the process."""
+        return list(sizes)
+
+    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
+        """The process's part of slice i's A: (..., r, K_i)"""
+        return lora_a
+
+    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
+        """The process's part of slice i's B: (..., N_i, r)"""
+        return lora_b
+
+    def of(self, parts: list[Any]) -> list[Any]:
+        """An adapter's weights for each slice, cut to the process's part; None stays None.
+
+        Of experts there are n entries each. The adapter's own tensors stay as they are.
+        """
+        return parts
+
+
+EVERYTHING = Share()
+
+
+@dataclass
+class Cut(Share):
+    """Some columns of each A and some rows of each B; both are copied, so that no file's memory is kept for them.
+
+    columns   of A, one entry a slice     rows   runs of B's rows, one entry a slice
+    ranks     rows of A, the same of every slice, where adapters are fully sharded; None = all
+    cuts_beside  whether what is beside A and B, such as a bias (1, N_i), goes by the rows of B
+    """
+
+    columns: Sequence[slice]
+    rows: Sequence[Runs]
+    ranks: slice | None = None
+    cuts_beside: bool = True
+
+    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [
+            (len(range(width)[columns]), sum(len(range(height)[run]) for run in runs))
+            for (width, height), columns, runs in zip(sizes, self.columns, self.rows, strict=True)
+        ]
+
+    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
+        """Slice i's `columns`, and of these the rows `ranks`: a copy, unless it is all of A."""
+        if self.columns[i] == ALL and self.ranks is None:
+            return lora_a
+        return lora_a[..., self.ranks or ALL, self.columns[i]].clone()
+
+    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
+        """Slice i's `rows`, run after run: a copy, unless it is all of B."""
+        runs = self.rows[i]
+        return lora_b if list(runs) == [ALL] else torch.cat([lora_b[..., run, :] for run in runs], dim=-2)
+
+    def of(self, parts: list[Any]) -> list[Any]:
+        """Each part with its A and B cut, and what it has beside them."""
+        cut = []
+        for i, part in zip(cycle(range(len(self.rows))), parts):
+            if part is not None:
+                beside = part.beside
+                if self.cuts_beside:
+                    beside = {name: self.of_b(i, table.T).T for name, table in beside.items()}
+                a, b = self.of_a(i, part.lora_a), self.of_b(i, part.lora_b)
+                part = replace(part, lora_a=a, lora_b=b, beside=beside)
+            cut.append(part)
+        return cut
+
+
+def share_of_linear(linear: Any, slices: int) -> Share:
+    """For adapters on so many slices of a base linear: one for each linear that it fuses, or one for all of it."""
+    if linear.tp.size == 1:
+        return EVERYTHING
+    columns = ALL if linear.input_size_per_partition == linear.input_size else linear.columns
+    if linear.output_size_per_partition == linear.output_size:
+        runs: list[list[slice]] = [[ALL]] * len(linear.rows)
+    else:
+        runs = [[rows] for rows in linear.rows]
+    if slices < len(runs) and runs[0] != [ALL]:
+        starts = [sum(linear.heights[:i]) for i in range(len(linear.rows))]
+        runs = [[slice(first + r.start, first + r.stop) for first, r in zip(starts, linear.rows)]]
+    return Cut([columns] * slices, runs[:slices])
+
+
+def share_of_experts(experts: Any, slices: int) -> Share:
+    """For adapters on a layer of experts: w1, w2 and w3, or w13 (gate and then up) and w2."""
+    if experts.tp.size == 1:
+        return EVERYTHING
+    inner, whole = experts.inner, experts.intermediate_size
+    up = slice(whole + inner.start, whole + inner.stop)
+    columns, rows = [ALL, inner, ALL], [[inner], [ALL], [inner]]
+    return Cut(columns, rows) if slices == 3 else Cut(columns[:2], [[inner, up], [ALL]])
+
+
+@dataclass
+class TokenShare(Share):
+    """For adapters on the ends of a model: the rows of B (of an embedding, the columns of A) of the process's tokens.
+
+    vLLM leaves these whole on every process.
+
+    vocabulary   V; past it come added tokens, which every process has     of_embedding   whether it is A that is cut
+    """
+
+    tp: TensorParallel
+    vocabulary: int
+    of_embedding: bool
+
+    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        ((width, height),) = sizes
+        more = self.tp.tokens(self.vocabulary) - self.vocabulary
+        return [(width + more, height)] if self.of_embedding else [(width, height + more)]
+
+    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
+        return self._own(lora_a.T).T if self.of_embedding else lora_a
+
+    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
+        return lora_b if self.of_embedding else self._own(lora_b)
+
+    def of(self, parts: list[Any]) -> list[Any]:
+        return [
+            part and replace(part, lora_a=self.of_a(0, part.lora_a), lora_b=self.of_b(0, part.lora_b))
+            for part in parts
+        ]
+
+    def _own(self, by_token: torch.Tensor) -> torch.Tensor:
+        """(V + X, r) -> (tokens(V) + X, r)"""
+        own, added = by_token.tensor_split([self.vocabulary])
+        return torch.cat([self.tp.own_tokens(own), added])
+
+
+def share_of_tokens(tp: TensorParallel, vocabulary: int, of_embedding: bool) -> Share:
+    return EVERYTHING if tp.size == 1 else TokenShare(tp, vocabulary, of_embedding)

@@ -1,0 +1,145 @@
+"""A rank that does what rank 0 says: `python -m minivllm.distributed.follower FD`, which `OtherRanks` starts.
+
+Stands for `WorkerProc` of vllm/v1/executor/multiproc_executor.py (v0.22.1).
+"""
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from minivllm.config import EngineConfig
+from minivllm.distributed.other_ranks import end_with_parent, is_of_others
+from minivllm.distributed.rank_runner import RankRunner, config_of, join_ranks
+from minivllm.distributed.shared_reading import stamp_of
+from minivllm.distributed.step_messages import StepMessage, StepReader
+from minivllm.faults import reason
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.request import LoRARequest
+
+# Adapters that are read at the same time, beside the steps.
+PARALLEL_READS = 2
+
+
+class Follower:
+    """A rank's model and adapters. It decides nothing: rank 0 says which adapter is read, and which slot it is in.
+
+    adapters   number -> an adapter that was read; it has been told what to do with it by that number
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._reader = StepReader()
+        self._pool = ThreadPoolExecutor(PARALLEL_READS, thread_name_prefix="minivllm-reader")
+        self.adapters: dict[int, Future[LoRAModel]] = {}
+        self._seats: dict[int, tuple[int, int]] = {}  # adapter id -> slot, number
+
+    def serve(self, join: Callable[[], None], config: EngineConfig, rank: int) -> None:
+        """Until rank 0 says so, or is no more. What is raised here it is told."""
+        try:
+            join()
+            self.runner = RankRunner(config_of(rank, config))
+            with self.runner.cpu_threads.in_use():
+                self._obey()
+        except (EOFError, ConnectionError):
+            return  # nobody would hear of anything
+        except BaseException as error:  # whatever it is, rank 0 must hear of it
+            self._tell("failed", (is_of_others(error), reason(error)))
+
+    def _obey(self) -> None:
+        while True:
+            name, args = pickle.loads(self._pipe.recv_bytes())
+            if name == "stop":
+                return
+            getattr(self, name)(*args)
+
+    def _tell(self, name: str, value: Any) -> None:
+        self._pipe.send_bytes(pickle.dumps((name, value)))
+
+    # ---- what rank 0 says -----------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        self.runner.warm_up()
+
+    def launch(
+        self, message: StepMessage, seats: dict[int, tuple[int, int]] | None, dropped: list[int]
+    ) -> None:
+        """Run a step.
+
+        seats     adapter id -> its slot, and the number that it was read by; None = as in the step before
+        dropped   numbers of adapters that nobody will ask for
+        """
+        if seats is not None:
+            self._seat(seats)
+        for number in dropped:
+            self.adapters.pop(number, None)
+        self.runner.launch_model(self._reader.read(message))
+
+    def read(self, number: int, lora_request: LoRARequest, stamp: object) -> None:
+        """Read an adapter beside the steps, and say whether it could be.   stamp: of its folder, as rank 0 saw it"""
+        self.adapters[number] = future = self._pool.submit(self._read, lora_request, stamp)
+        future.add_done_callback(partial(self._answer, number))
+
+    def _read(self, lora_request: LoRARequest, stamp: object) -> LoRAModel:
+        worker = self.runner.lora_manager
+        lora = worker._load_adapter(lora_request)
+        if stamp != stamp_of(lora_request):
+            raise ValueError("its files have changed while they were read; load it again")
+        worker.manager._stage(lora)
+        return lora
+
+    def _answer(self, number: int, future: Future) -> None:
+        error = future.exception()
+        self._tell("answer", (number, None if error is None else reason(error)))
+
+    def _seat(self, seats: dict[int, tuple[int, int]]) -> None:
+        """Bring the slots into the state that rank 0's are in."""
+        manager = self.runner.lora_manager.manager
+        for adapter_id in [i for i, seat in self._seats.items() if seats.get(i) != seat]:
+            manager.remove_adapter(adapter_id)
+            del self._seats[adapter_id]
+        for adapter_id, (slot, number) in seats.items():
+            if adapter_id not in self._seats:
+                lora = self.adapters[number].result()
+                manager._registered_adapters.put(adapter_id, lora)
+                manager._write(lora, slot)
+                manager._active_adapters.put(adapter_id, slot)
+        self._seats = seats
+
+
+def follow(pipe: Connection) -> None:
+    """Do what rank 0 says, until it says no more."""
+    try:
+        config, rank, port = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        return
+    follower = Follower(pipe)
+    follower._tell("answer", (0, None))
+    size = config.parallel_config.tensor_parallel_size
+
+    def join() -> None:
+        if port is not None:
+            join_ranks(rank, size, config.device, dist.TCPStore("127.0.0.1", port, size, is_master=False))
+
+    follower.serve(join, config, rank)
+
+
+def main(descriptor: int) -> None:
+    """It has no signals of its own: when to end, rank 0 says."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    os.set_inheritable(descriptor, False)
+    follow(Connection(descriptor))
+    os._exit(0)  # without waiting for threads that read, or for collectives that others have left
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

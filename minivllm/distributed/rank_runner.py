@@ -1,0 +1,65 @@
+"""The model runner of one rank among several. Stands for vllm/v1/worker/gpu_worker.py (v0.22.1)."""
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from minivllm.config import EngineConfig
+from minivllm.distributed.process_group import ProcessGroup
+from minivllm.worker.cpu_threads import available_cores
+from minivllm.worker.model_runner import ModelRunner
+
+# So long ranks may be apart: one may have read the model sooner than another.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class RankRunner(ModelRunner):
+    """A `ModelRunner` that has its part of every layer, and as many KV blocks as all others."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, ProcessGroup())
+        dist.all_reduce(torch.zeros(1))  # every rank has its model by now
+
+    def _kv_memory(self) -> int:
+        """What the rank with the least can give."""
+        least = torch.tensor(super()._kv_memory())
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+
+def join_ranks(rank: int, size: int, device: str, store: dist.Store | None = None) -> None:
+    """Be one of `size` processes, which meet at a store, or where the environment says (torchrun).
+
+    Numbers on the host go through gloo, those on a GPU through NCCL.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device_of(rank, device))
+        # NVLink multicast takes rights that a container seldom has, and gains nothing for so few numbers.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+
+
+def leave_ranks() -> None:
+    """Whatever other ranks do: what waits for them on this one ends with an error."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def config_of(rank: int, config: EngineConfig) -> EngineConfig:
+    """The same for one of the ranks: its GPU, or its share of the CPU's cores."""
+    size = config.parallel_config.tensor_parallel_size
+    threads = config.threads
+    if threads is None and not os.environ.get("OMP_NUM_THREADS"):
+        threads = max(1, available_cores() // size)
+    return replace(config, device=device_of(rank, config.device), threads=threads)
+
+
+def device_of(rank: int, device: str) -> str:
+    """One GPU a rank, from the first rank's on."""
+    first = torch.device(device)
+    return device if first.type == "cpu" else f"cuda:{(first.index or 0) + rank}"

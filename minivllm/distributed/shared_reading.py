@@ -1,0 +1,78 @@
+"""An adapter is read by all ranks, or by none. vLLM (v0.22.1) has each read it in its step, see `add_lora` of
+vllm/v1/executor/abstract.py; there, one that cannot ends the engine.
+"""
+
+import itertools
+import os
+import weakref
+from collections import deque
+from dataclasses import replace
+
+from minivllm.distributed.other_ranks import OtherRanks
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+
+class SharedReading:
+    """Stands where rank 0 reads adapters, in whatever thread, and has the others read them at the same time.
+
+    Each has its own part of the weights in memory. Rank 0 decides which of them are in which slot.
+    """
+
+    def __init__(self, worker: LRUCacheWorkerLoRAManager, others: OtherRanks) -> None:
+        self._others = others
+        self._numbers = itertools.count(1)
+        # Adapter -> the number that the others know it by.
+        self._number_of: weakref.WeakKeyDictionary[LoRAModel, int] = weakref.WeakKeyDictionary()
+        self._dropped: deque[int] = deque()  # numbers that nobody here has any more
+        self._seats: dict[int, tuple[int, int]] = {}  # that the others know
+        self._manager = worker.manager
+        self._load, worker._load_adapter = worker._load_adapter, self.load
+
+    def load(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
+        """As `AdapterLoader._load_adapter`; also ValueError when another rank cannot read it."""
+        if shapes_only:
+            return self._load(lora_request, shapes_only=True)
+        if lora_request.lora_tensors is None:
+            try:
+                folder = get_adapter_absolute_path(lora_request.lora_path)
+            except Exception:  # whatever it is, it is raised again here, and told
+                return self._load(lora_request)
+            # One folder for all, whatever a name may lead to by and by.
+            lora_request = replace(lora_request, lora_path=folder)
+        number = next(self._numbers)
+        answer = self._others.ask(number, "read", lora_request, stamp_of(lora_request))
+        try:
+            lora = self._load(lora_request)
+            for rank, said in answer.result().items():
+                refusal = f"adapter '{lora_request.lora_name}' cannot be loaded on rank {rank}: {said}"
+                self._manager.tell("refuse", lora_request.lora_int_id, reason=refusal)
+                raise ValueError(refusal)
+        except BaseException:
+            self._dropped.append(number)
+            raise
+        self._number_of[lora] = number
+        weakref.finalize(lora, self._dropped.append, number).atexit = False
+        return lora
+
+    def news(self) -> tuple[dict[int, tuple[int, int]] | None, list[int]]:
+        """For the others' next step: the slots if they are others than last time, and what they may forget.
+
+        adapter id -> its slot, and the number that it was read by
+        """
+        adapters, slots = self._manager._registered_adapters, self._manager._active_adapters
+        seats = {i: (slot, self._number_of[adapters[i]]) for i, slot in slots.items()}
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        is_new, self._seats = seats != self._seats, seats
+        return seats if is_new else None, dropped
+
+
+def stamp_of(lora_request: LoRARequest) -> object:
+    """What tells whether an adapter's files have changed."""
+    if not os.path.isdir(lora_request.lora_path):
+        return None
+    with os.scandir(lora_request.lora_path) as entries:
+        stats = {entry.name: entry.stat() for entry in entries}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}

@@ -1,0 +1,140 @@
+"""A step as it travels to the other ranks. Stands for `SchedulerOutput` and `CachedRequestData` of
+vllm/v1/core/sched/output.py (v0.22.1), which hold what is new since the step before.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from minivllm.core.output import ScheduledRequest, SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.lora.request import LoRARequest
+
+
+class StepMessage(NamedTuple):
+    """One step, a column for each thing that a rank must know of its P rows. Plain values: they are quick to pickle.
+
+    request_ids   of the rows, in the order of the scheduler
+    adapter_ids   0 = base
+    starts        tokens that are computed already
+    token_ids     what is computed now, of each row
+    samples       whether the next token of the row is sampled
+    held          blocks of each row that the ranks know already; 0 = what they know of it counts no more
+    new_blocks    those behind them
+    whole         row -> its request, where more of it is asked than the above
+    """
+
+    request_ids: list[str]
+    adapter_ids: list[int]
+    starts: list[int]
+    token_ids: list[list[int]]
+    samples: list[bool]
+    held: list[int]
+    new_blocks: list[list[int]]
+    whole: dict[int, Request]
+
+
+class StepWriter:
+    """Makes the messages, on the rank that schedules."""
+
+    def __init__(self) -> None:
+        self._told: dict[
+            str, tuple[list[int], int]
+        ] = {}  # request id -> its list of blocks, and how many were told
+
+    def write(self, output: SchedulerOutput) -> StepMessage:
+        """The rows with tokens of a step that is about to be launched. Others run nothing.
+
+        Every message must reach every rank: the next one says only which blocks came since.
+        """
+        message = StepMessage([], [], [], [], [], [], [], {})
+        told = {}
+        for row, (request, tokens, samples) in enumerate(output.scheduled):
+            start, blocks = request.num_computed_tokens, request.block_ids
+            # A list of blocks only grows. Who has lost its blocks has another list.
+            known, held = self._told.get(request.request_id, (None, 0))
+            held = held if known is blocks else 0
+            message.request_ids.append(request.request_id)
+            message.adapter_ids.append(request.adapter_id)
+            message.starts.append(start)
+            message.token_ids.append(request.all_token_ids[start : start + tokens])
+            message.samples.append(samples)
+            message.held.append(held)
+            message.new_blocks.append(blocks[held:])
+            if request.wants_prompt_logprobs:
+                message.whole[row] = request
+            told[request.request_id] = blocks, len(blocks)
+        self._told = told
+        return message
+
+
+@dataclass
+class Row:
+    """What a model runner asks of a `Request`, on the ranks that do not schedule."""
+
+    request_id: str
+    adapter_id: int
+    lora_request: LoRARequest | None
+    num_computed_tokens: int
+    block_ids: list[int]
+    all_token_ids: "Tokens"
+    wants_prompt_logprobs: bool = field(default=False, init=False)
+
+
+class Tokens:
+    """A list of tokens of which only those from `start` on are known."""
+
+    def __init__(self, start: int, token_ids: list[int]) -> None:
+        self.start, self.token_ids = start, token_ids
+
+    def __getitem__(self, places: int | slice) -> Any:
+        """Of known places, counted from the list's beginning."""
+        if isinstance(places, slice):
+            return self.token_ids[places.start - self.start : places.stop - self.start]
+        return self.token_ids[places - self.start]
+
+
+class StepReader:
+    """Makes steps of the messages, on the other ranks."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, list[int]] = {}  # request id -> blocks
+
+    def read(self, message: StepMessage) -> SchedulerOutput:
+        """A step that a model runner can launch."""
+        blocks = {
+            request_id: self._extended(request_id, held, new)
+            for request_id, held, new in zip(message.request_ids, message.held, message.new_blocks)
+        }
+        self._blocks = blocks
+        rows: list[Any] = [
+            Row(
+                request_id,
+                adapter_id,
+                seated(adapter_id),
+                start,
+                blocks[request_id],
+                Tokens(start, token_ids),
+            )
+            for request_id, adapter_id, start, token_ids in zip(
+                message.request_ids, message.adapter_ids, message.starts, message.token_ids
+            )
+        ]
+        for row, request in message.whole.items():
+            rows[row] = request
+        counts = list(map(len, message.token_ids))
+        scheduled = list(map(ScheduledRequest, rows, counts, message.samples))
+        return SchedulerOutput(scheduled, running=rows, total_num_scheduled_tokens=sum(counts))
+
+    def _extended(self, request_id: str, held: int, new: list[int]) -> list[int]:
+        """The same list as in the step before, if the row still has those blocks."""
+        if not held:
+            return new
+        self._blocks[request_id] += new
+        return self._blocks[request_id]
+
+
+@lru_cache(1024)
+def seated(adapter_id: int) -> LoRARequest | None:
+    """An adapter that is in its slot already: nobody reads it by this request."""
+    return LoRARequest(f"adapter {adapter_id}", adapter_id, "(in its slot)") if adapter_id else None

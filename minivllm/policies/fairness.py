@@ -1,0 +1,100 @@
+"""Who was served least goes first. Nothing in vLLM (v0.22.1) counts what an adapter was served."""
+
+import heapq
+from collections.abc import Iterator
+from operator import attrgetter
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+
+
+class VirtualTokenCounter:
+    """The adapter that was served least goes first. Sheng et al., "Fairness in Serving LLMs", OSDI 2024, algorithm 2.
+
+    Every token that is computed for an adapter counts for it, divided by its weight. Base is an adapter, too.
+
+    While two adapters want more than they get, their services differ by no more than `2 * max(prompt_weight * longest
+    prompt, answer_weight * tokens in the KV cache)`. That holds where slots are no fewer than adapters.
+
+    weights         adapter id -> its share; 1 for those that are not there
+    prompt_weight, answer_weight   of a token of a prompt, and of an answer
+    counters        adapter id -> what it was served
+    """
+
+    def __init__(
+        self, weights: dict[int, float] | None = None, prompt_weight: float = 1.0, answer_weight: float = 2.0
+    ) -> None:
+        self.weights, self.prompt_weight, self.answer_weight = weights or {}, prompt_weight, answer_weight
+        self.counters: dict[int, float] = {}
+        self._counted: dict[Request, int] = {}  # requests that joined -> tokens of their answers that count
+        self._waited: set[int] = set()  # adapters that did in the step before
+        self._last: int | None = None  # the adapter that joined last
+
+    def __call__(self, scheduler: Scheduler, output: SchedulerOutput) -> Iterator[Request]:
+        """Waiting requests, as a `SchedulingPolicy`. Who was asked and joins is out of `scheduler.waiting` at once.
+
+        It has the `adapters` that requests wait for, and the `oldest` request of each; see `WaitingQueue`.
+        """
+        self._count_answers()
+        self._lift_newcomers(scheduler)
+        try:
+            yield from self._least_served_first(scheduler)
+        finally:  # the scheduler need not ask to the end
+            self._waited = set(scheduler.waiting.adapters)
+
+    # region lab 10.3: a virtual token counter
+    def _least_served_first(self, scheduler: Scheduler) -> Iterator[Request]:
+        """The oldest request of each adapter that waits, by counters; of equal ones the smaller id is first.
+
+        Who joins pays for its prompt (`_joined`), and the next request of its adapter takes its place by what it has
+        now. Of an adapter whose request may not join nobody else is asked in this step.
+        """
+        waiting = scheduler.waiting
+        heads = [(self.counters[adapter_id], adapter_id) for adapter_id in waiting.adapters]
+        heapq.heapify(heads)
+        while heads:
+            _, adapter_id = heapq.heappop(heads)
+            request = waiting.oldest(adapter_id)
+            yield request
+            if request not in waiting:
+                self._joined(request)
+                if waiting.oldest(adapter_id) is not None:
+                    heapq.heappush(heads, (self.counters[adapter_id], adapter_id))
+
+    def _serve(self, adapter_id: int, tokens: float) -> None:
+        """So many tokens, times their weight, were computed for an adapter that has a counter."""
+        self.counters[adapter_id] += tokens / self.weights.get(adapter_id, 1.0)
+
+    def _joined(self, request: Request) -> None:
+        """It runs from now on, and has paid for its prompt. A preempted one that joins again does not pay twice."""
+        self._last = request.adapter_id
+        if request not in self._counted:
+            self._serve(request.adapter_id, self.prompt_weight * request.num_prompt_tokens)
+            self._counted[request] = 0
+
+    def _count_answers(self) -> None:
+        """Tokens that came since this was called last, of all in `_counted`. Who has finished is forgotten."""
+        for request, counted in list(self._counted.items()):
+            new_tokens = request.num_output_tokens - counted
+            self._serve(request.adapter_id, self.answer_weight * new_tokens)
+            self._counted[request] += new_tokens
+            if request.is_finished:
+                del self._counted[request]
+
+    def _lift_newcomers(self, scheduler: Scheduler) -> None:
+        """Adapters that wait now, and did not in the step before: none has a claim to what it did not ask for.
+
+        In the order in which their requests came, each counter is lifted to the least of those that wait before it. If
+        nobody does it is lifted to that of the adapter which joined last. No counter falls.
+        """
+        waiting = scheduler.waiting
+        newcomers = [waiting.oldest(a) for a in waiting.adapters if a not in self._waited]
+        least = min((self.counters[a] for a in waiting.adapters if a in self._waited), default=None)
+        for request in sorted(newcomers, key=attrgetter("arrival_order")):
+            before = self.counters.get(self._last, 0.0) if least is None else least
+            own = max(self.counters.get(request.adapter_id, 0.0), before)
+            self.counters[request.adapter_id] = own
+            least = own if least is None else least
+
+    # endregion

@@ -1,0 +1,226 @@
+"""However a rank ends, every request ends within seconds with its name, and no process is left."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from rank_ends import all_end, is_there, kill_rank, misinform_others, rank_pids
+from tiny_engine import OPTIONS, greedy, make_engine, tiny_world, tokens_of
+
+from minivllm import AsyncLLM
+from minivllm.serving.engine_process import EngineProcess
+from minivllm.serving.errors import EngineDeadError
+
+pytestmark = pytest.mark.nightly
+
+PROMPT = [5, 6, 7, 8, 9]
+SOON = 5  # seconds
+OPEN_FILES: list[int] = []  # after each engine; gloo keeps some of the first one's for all that follow
+TWO = {"tensor_parallel_size": 2, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def engine(world):
+    """Of two ranks, with three requests in the middle of their answers; nothing of it may be left."""
+    threads = threading.active_count()
+    made = world.engine(**TWO)
+    for i, name in enumerate([None, "qv", "all"]):
+        made.add_request(f"r{i}", PROMPT, greedy(200), lora_request=world.request(name))
+    made.step()
+    made.step()
+    pids = rank_pids(made)[1:]
+    yield made
+    made.runner._end()
+    assert all_end(pids) and not dist.is_initialized()
+    until = time.monotonic() + SOON
+    while threading.active_count() > threads and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
+    del made
+    gc.collect()
+    OPEN_FILES.append(len(os.listdir("/proc/self/fd")))
+    assert OPEN_FILES[-1] <= OPEN_FILES[0]
+
+
+def dies(engine, match):
+    """It does, in a step, within seconds; and so does every call that comes after."""
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match=match):
+        while time.monotonic() < started + SOON:
+            engine.step()
+    assert time.monotonic() < started + SOON
+    with pytest.raises(EngineDeadError, match=match):
+        engine.step()
+
+
+class TestARank:
+    def test_whose_step_raises_says_what(self, engine):
+        misinform_others(engine)
+
+        dies(engine, r"rank 1 of 2 has ended \(IndexError: index 1000000 is out of bounds")
+
+    def test_that_schedules_and_whose_step_raises_says_what(self, engine, monkeypatch):
+        def forward(*args):
+            raise MemoryError("not a byte left")
+
+        monkeypatch.setattr(engine.runner.model.model.layers[1], "forward", forward)
+
+        dies(engine, r"rank 0 of 2 has ended \(MemoryError: not a byte left\)")
+
+    def test_that_is_stopped_in_its_sleep_is_killed_with_the_engine(self, engine):
+        os.kill(rank_pids(engine)[1], signal.SIGSTOP)
+        started = time.monotonic()
+
+        engine.runner._end()
+
+        assert time.monotonic() < started + SOON
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_of_four_ranks_the_one_that_was_killed_is_named(world, rank):
+    engine = world.engine(tensor_parallel_size=4, threads=1)
+    pids = rank_pids(engine)[1:]
+    engine.add_request("a", PROMPT, greedy(200))
+    engine.step()
+
+    kill_rank(engine, rank)
+
+    dies(engine, rf"rank {rank} of 4 has ended \(killed by signal 9\)")
+    assert all_end(pids)
+
+
+def test_a_model_that_cannot_be_divided_is_refused_and_nothing_is_left(world):
+    before = set(children())
+
+    with pytest.raises(ValueError, match="cannot be divided by tensor_parallel_size 3"):
+        world.engine(tensor_parallel_size=3, threads=1)
+
+    assert set(children()) == before and not dist.is_initialized()
+
+
+def test_a_ctrl_c_waits_for_the_step_and_the_next_answers_are_right(world):
+    llm = world.llm(**TWO, skip_tokenizer_init=True)
+    expected = world.oracle().greedy("qv", PROMPT, 8)
+    for after in (0.02, 0.05, 0.09):
+        timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                llm.generate([{"prompt_token_ids": PROMPT}] * 3, greedy(100), use_tqdm=False)
+
+        found = llm.generate(
+            {"prompt_token_ids": PROMPT}, greedy(8), use_tqdm=False, lora_request=world.request("qv")
+        )
+
+        assert tokens_of(found[0]) == expected
+    llm.llm_engine.runner._end()
+
+
+class TestUnderAnEventLoop:
+    @pytest.fixture
+    def llm(self, world):
+        made = AsyncLLM(EngineProcess(partial(make_engine, world.base, None, {**OPTIONS, **TWO})))
+        pids = asyncio.run(made.call(rank_pids))
+        yield made
+        made.shutdown()
+        assert all_end(pids)
+
+    @staticmethod
+    async def ends(coroutine):
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(killed by signal 9\)"):
+            await asyncio.wait_for(coroutine, SOON)
+
+    def test_a_rank_that_is_killed_ends_every_request(self, world, llm):
+        async def the_rest(outputs):
+            async for _ in outputs:
+                pass
+
+        async def main():
+            running = [llm.generate(PROMPT, greedy(3000), f"r{i}") for i in range(3)]
+            for outputs in running:
+                await anext(outputs)
+            await llm.call(kill_rank, 1)
+            for outputs in running:
+                await self.ends(the_rest(outputs))
+            await self.ends(llm.check_health())
+
+        asyncio.run(main())
+
+    def test_a_rank_that_is_killed_while_nobody_asks_ends_the_engine(self, llm):
+        async def main():
+            await llm.call(kill_rank, 1)
+            until = time.monotonic() + SOON
+            while llm._client.error is None and time.monotonic() < until:
+                await asyncio.sleep(0.02)
+            await self.ends(llm.check_health())
+
+        asyncio.run(main())
+
+    def test_an_engine_that_is_killed_takes_all_ranks_with_it(self, llm):
+        pids = asyncio.run(llm.call(rank_pids))
+
+        os.kill(pids[0], signal.SIGKILL)
+
+        assert all_end(pids)
+
+    def test_answers_are_those_of_peft(self, world, llm):
+        async def main():
+            return [o async for o in llm.generate(PROMPT, greedy(8), "a", world.request("mlp"))]
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("mlp", PROMPT, 8)
+
+
+SCRIPT = """
+import sys
+from minivllm import LLM, LoRARequest, SamplingParams
+from tiny_engine import OPTIONS
+
+llm = LLM(sys.argv[1], **{**OPTIONS, "tensor_parallel_size": 2, "skip_tokenizer_init": True, "threads": 1})
+outputs = llm.generate(
+    {"prompt_token_ids": [5, 6, 7, 8, 9]},
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+    use_tqdm=False,
+    lora_request=LoRARequest("qv", 1, sys.argv[2]),
+)
+print("TOKENS", outputs[0].outputs[0].token_ids, flush=True)
+"""
+
+
+def test_a_script_is_run_by_torchrun(world, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(script, world.base, world.path("qv")),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert f"TOKENS {world.oracle().greedy('qv', PROMPT, 8)}" in done.stdout
+    assert done.stdout.count("TOKENS") == 1
+
+
+def children():
+    """Process ids of those that this one has started and that run."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split() if is_there(int(pid))]

@@ -1,0 +1,150 @@
+"""An engine on several ranks: the tokens of one, refusals by all of them or none, and the end of all with any."""
+
+import gc
+import time
+
+import pytest
+import torch.distributed as dist
+from rank_ends import all_end, kill_rank, rank_pids
+from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
+
+from minivllm import EngineArgs, LoRARequest, SamplingParams
+from minivllm.distributed import shared_reading
+from minivllm.distributed.rank_runner import config_of, device_of
+from minivllm.serving.errors import EngineDeadError
+
+PROMPT = [5, 6, 7, 8, 9]
+SOON = 5  # seconds
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def shared(world):
+    """Of two ranks, with four slots; tests that end it stand last."""
+    llm = world.llm(tensor_parallel_size=2, max_loras=4, max_cpu_loras=8, threads=1, skip_tokenizer_init=True)
+    yield llm
+    llm.llm_engine.runner._end()
+
+
+def answers(llm, loras, length=6, prompt=PROMPT):
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt}] * len(loras), greedy(length), use_tqdm=False, lora_request=loras
+    )
+    return [tokens_of(output) for output in outputs]
+
+
+class TestAnswers:
+    def test_of_base_and_all_adapters_have_the_tokens_of_peft(self, world, shared):
+        names = [None, *world.names] * 2
+
+        found = answers(shared, [world.request(name) for name in names], 9)
+
+        assert found == [world.oracle().greedy(name, PROMPT, 9) for name in names]
+
+    def test_of_40_adapters_over_4_slots_and_8_places_in_memory_too(self, world, shared):
+        names = [world.names[i % 4] for i in range(40)]
+        loras = [LoRARequest(f"{name}-{i}", 100 + i, str(world.path(name))) for i, name in enumerate(names)]
+        expected = {name: world.oracle().greedy(name, PROMPT, 4) for name in world.names}
+
+        found = answers(shared, loras, 4)
+
+        assert found == [expected[name] for name in names]
+        gc.collect()
+        assert len(shared.llm_engine.runner._reading._number_of) == len(shared.llm_engine.list_loras()) == 8
+
+    def test_that_are_drawn_or_scored_are_those_of_one_rank(self, world, shared):
+        params = SamplingParams(temperature=1.2, seed=3, n=2, max_tokens=7, logprobs=2, prompt_logprobs=1)
+        prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": [40, 41, 42]}]
+        alone = world.llm(skip_tokenizer_init=True).generate(
+            prompts, params, use_tqdm=False, lora_request=world.request("mlp")
+        )
+
+        outputs = shared.generate(prompts, params, use_tqdm=False, lora_request=world.request("mlp"))
+
+        for found, wanted in zip(outputs, alone):
+            assert [a.token_ids for a in found.outputs] == [a.token_ids for a in wanted.outputs]
+            for scores, others in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:]):
+                assert {t: p.logprob for t, p in scores.items()} == pytest.approx(
+                    {t: p.logprob for t, p in others.items()}
+                )
+
+
+class TestAnAdapter:
+    def test_that_one_rank_refuses_is_refused_by_all_and_others_are_served(self, world, shared, monkeypatch):
+        monkeypatch.setattr(shared_reading, "stamp_of", lambda lora_request: "as it never was")
+        engine = shared.llm_engine
+
+        with pytest.raises(
+            ValueError, match="adapter 'new' cannot be loaded on rank 1: its files have changed"
+        ):
+            engine.add_lora(LoRARequest("new", 900, str(world.path("qv"))))
+        monkeypatch.undo()
+
+        assert 900 not in engine.list_loras()
+        assert answers(shared, [world.request("qv")]) == [world.oracle().greedy("qv", PROMPT, 6)]
+
+    def test_that_is_not_there_or_does_not_fit_is_refused_as_by_one_rank(self, world, shared, tmp_path):
+        with pytest.raises(FileNotFoundError, match="adapter 'gone'"):
+            shared.llm_engine.add_lora(LoRARequest("gone", 901, str(tmp_path / "nowhere")))
+
+        assert answers(shared, [world.request("all")]) == [world.oracle().greedy("all", PROMPT, 6)]
+
+    def test_that_is_read_again_is_read_again_by_all(self, world, shared, tmp_path):
+        engine, folder = shared.llm_engine, tmp_path / "changing"
+        folder.symlink_to(world.path("qv"))
+        assert answers(shared, [LoRARequest("changing", 902, str(folder))]) == [
+            world.oracle().greedy("qv", PROMPT, 6)
+        ]
+        folder.unlink()
+        folder.symlink_to(world.path("all"))
+
+        engine.add_lora(LoRARequest("changing", 902, str(folder), load_inplace=True))
+
+        assert answers(shared, [LoRARequest("changing", 902, str(folder))]) == [
+            world.oracle().greedy("all", PROMPT, 6)
+        ]
+
+
+class TestOneProcess:
+    def test_has_one_such_engine_at_a_time(self, world, shared):
+        with pytest.raises(RuntimeError, match="has a group of torch"):
+            world.llm(tensor_parallel_size=2, skip_tokenizer_init=True)
+
+    def test_gives_each_rank_its_share_of_the_cores(self, world, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr("minivllm.distributed.rank_runner.available_cores", lambda: 9)
+        options = {**OPTIONS, "tensor_parallel_size": 4}
+        config = EngineArgs(str(world.base), **options).create_engine_config()
+
+        assert [config_of(rank, config).threads for rank in range(4)] == [2] * 4
+        assert [device_of(rank, "cuda:2") for rank in range(2)] == ["cuda:2", "cuda:3"]
+        assert device_of(1, "cuda") == "cuda:1" and device_of(1, "cpu") == "cpu"
+
+
+class TestTheEndOfARank:
+    """Of the engine that the tests above share; the last of them ends it."""
+
+    def test_by_a_signal_ends_every_request_by_name_and_leaves_nothing(self, world, shared):
+        engine = shared.llm_engine
+        pids = rank_pids(engine)[1:]
+        for i in range(3):
+            engine.add_request(f"r{i}", {"prompt_token_ids": PROMPT}, greedy(400))
+        engine.step()
+        kill_rank(engine, 1)
+        started = time.monotonic()
+
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(killed by signal 9\)"):
+            while time.monotonic() < started + SOON:
+                engine.step()
+                if not engine.has_unfinished_requests():
+                    engine.add_request("next", {"prompt_token_ids": PROMPT}, greedy(400))
+
+        assert time.monotonic() - started < SOON
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+                answers(shared, [None, world.request("qv")])
+        assert all_end(pids) and not dist.is_initialized()
