@@ -46,7 +46,8 @@ class LoRAConfig:
     lora_dtype      of the slot buffers and of loaded adapters; "auto" = the model's
     target_modules  wrap only these modules (suffixes or full names); None = all that can be: linears, embeddings,
                     experts
-    fully_sharded_loras  kept for vLLM's signature; at world size one it changes nothing
+    fully_sharded_loras  whether processes that share a model share out both A and B; else each has one of them whole.
+                    They then meet once more for every linear. A process alone has all anyhow
     punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels). Or "folded" (A as
                     extra rows of the base weight), "paged" (in pages of a few ranks). Or "invariant" (paged,
                     for `batch_invariant`). "auto" = grouped on a CPU. On CUDA it is paged without `max_loras`, else

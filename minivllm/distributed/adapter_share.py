@@ -45,11 +45,13 @@ class Cut(Share):
 
     columns   of A, one entry a slice     rows   runs of B's rows, one entry a slice
     ranks     rows of A, the same of every slice, where adapters are fully sharded; None = all
+    cuts_beside  whether what is beside A and B, such as a bias (1, N_i), goes by the rows of B
     """
 
     columns: Sequence[slice]
     rows: Sequence[Runs]
     ranks: slice | None = None
+    cuts_beside: bool = True
 
     def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         return [
@@ -69,11 +71,13 @@ class Cut(Share):
         return lora_b if list(runs) == [ALL] else torch.cat([lora_b[..., run, :] for run in runs], dim=-2)
 
     def of(self, parts: list[Any]) -> list[Any]:
-        """Each part with its A and B cut. What it has beside them, such as a bias (1, N_i), goes by B's rows."""
+        """Each part with its A and B cut, and what it has beside them."""
         cut = []
         for i, part in zip(cycle(range(len(self.rows))), parts):
             if part is not None:
-                beside = {name: self.of_b(i, table.T).T for name, table in part.beside.items()}
+                beside = part.beside
+                if self.cuts_beside:
+                    beside = {name: self.of_b(i, table.T).T for name, table in beside.items()}
                 a, b = self.of_a(i, part.lora_a), self.of_b(i, part.lora_b)
                 part = replace(part, lora_a=a, lora_b=b, beside=beside)
             cut.append(part)

@@ -4,7 +4,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.layers.linear import LINEAR_WRAPPERS
-from minivllm.lora.seams import wrappers
+from minivllm.lora.seams import sharded_wrappers, wrappers
 
 
 def from_layer(
@@ -24,7 +24,9 @@ def from_layer(
     """
     for wrapper in (*LINEAR_WRAPPERS, *wrappers):
         if wrapper.takes(layer, len(packed_modules_list)):
-            wrapped = wrapper(layer)
+            wrapped = (
+                sharded_wrappers.get(wrapper, wrapper) if lora_config.fully_sharded_loras else wrapper
+            )(layer)
             wrapped.create_lora_weights(max_loras, lora_config)
             return wrapped
     return layer

@@ -148,13 +148,7 @@ def stats_of(self: LRUCacheLoRAModelManager) -> LoRAStats:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that tensors keep allocated: each piece of memory once, all of it, however many views of it there are."""
-    views = {tensor.untyped_storage(): tensor for tensor in tensors}
-    return sum(_given_out(storage.nbytes(), view.is_pinned()) for storage, view in views.items())
-
-
-def _given_out(nbytes: int, is_pinned: bool) -> int:
-    # PyTorch gives page-locked memory out in powers of two.
-    return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
+    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})
 
 
 def tensors_of(lora: LoRAModel) -> list[torch.Tensor]:
@@ -190,7 +184,7 @@ def get_memory_stats(self: LRUCacheLoRAModelManager) -> dict[str, object]:
     device_total            of all that LoRA has allocated on the device: the sum of these three
     slot_bytes_by_adapter   of what each adapter fills of its slot
     cpu_total               of all adapters in memory; what two of them share is counted once
-    cpu_bytes_by_adapter    of each; for a GPU they are page-locked, and take up to twice their weights
+    cpu_bytes_by_adapter    of each; for a GPU they lie in pieces of page-locked memory, which have room for more
     """
     adapters = self.list_adapters()
     writer = self.slot_writer

@@ -32,7 +32,10 @@ class VirtualTokenCounter:
         self._last: int | None = None  # the adapter that joined last
 
     def __call__(self, scheduler: Scheduler, output: SchedulerOutput) -> Iterator[Request]:
-        """Waiting requests, as a `SchedulingPolicy`. A request that joins is out of `scheduler.waiting` by then."""
+        """Waiting requests, as a `SchedulingPolicy`. Who was asked and joins is out of `scheduler.waiting` at once.
+
+        It has the `adapters` that requests wait for, and the `oldest` request of each; see `WaitingQueue`.
+        """
         self._count_answers()
         self._lift_newcomers(scheduler)
         try:

@@ -63,17 +63,20 @@ def pairs_of(world, names=None):
     ]
 
 
+@pytest.mark.parametrize("fully", [False, True], ids=["cut", "fully sharded"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("variant", WORLDS)
-def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, size, monkeypatch):
-    world = world_of(variant)
+def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, size, fully, monkeypatch):
+    world, options = world_of(variant), {**OPTIONS, "fully_sharded_loras": fully}
 
-    assert_shared_engines_answer(monkeypatch, world, size, pairs_of(world), **OPTIONS)
+    assert_shared_engines_answer(monkeypatch, world, size, pairs_of(world), **options)
 
 
+@pytest.mark.parametrize("fully", [False, True], ids=["cut", "fully sharded"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_gives_it(world_of, backend, monkeypatch):
-    world, options = world_of("llama-llama3-rope"), {**OPTIONS, "punica_backend": backend}
+def test_every_backend_gives_it(world_of, backend, fully, monkeypatch):
+    world = world_of("llama-llama3-rope")
+    options = {**OPTIONS, "punica_backend": backend, "fully_sharded_loras": fully}
 
     assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world)[:7], 3, **options)
 
@@ -124,6 +127,30 @@ def test_adapters_cost_no_further_meeting_of_processes(world_of, variant, tmp_pa
         return engines_in_lockstep(monkeypatch, 2, work)
 
     assert meetings(world.names[0]) == meetings(None)
+
+
+def test_fully_sharded_processes_meet_once_more_a_linear_over_rank_sized_rows(world_of, monkeypatch):
+    world, tokens, rank = world_of("llama-llama3-rope"), 5, 6
+
+    def work(tp):
+        engine = world.engine(max_loras=1, max_lora_rank=rank, fully_sharded_loras=True)
+        tp.calls.clear()
+        serve(engine, world, [("qv", token_ids(tokens, 0))], 1)
+        return tp.calls
+
+    size, h, hidden = 4, tokens * 2, ("all_reduce", tokens * 48)  # two of six ranks on each
+    block = [("all_gather", 3 * h), ("all_reduce", tokens * rank), hidden]  # of attention: qkv, o
+    block += [("all_gather", 2 * h), ("all_reduce", tokens * rank), hidden]  # of the MLP: gate and up, down
+    for calls in engines_in_lockstep(monkeypatch, size, work):
+        assert calls == [hidden, *block * 2, ("all_gather", 25)]
+
+
+def test_the_next_adapter_in_a_slot_finds_nothing_of_the_last(world_of, monkeypatch):
+    world = world_of("llama-llama3-rope")
+    pairs = [(name, token_ids(6, 2)) for name in ("all", "qv", "patterns", "all", None, "qv")]
+    options = {**OPTIONS, "max_loras": 1, "max_num_seqs": 1, "fully_sharded_loras": True}
+
+    assert_shared_engines_answer(monkeypatch, world, 2, pairs, **options)
 
 
 def test_a_process_keeps_its_share_of_an_adapter_and_no_more(world_of, monkeypatch):

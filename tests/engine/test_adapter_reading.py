@@ -73,6 +73,22 @@ def slow(serve, monkeypatch):
     return make
 
 
+def test_whoever_reads_an_adapter_brings_it_where_a_gpu_copies_from(serve, world, monkeypatch):
+    llm, staged = serve(), []
+    manager = llm._client.engine.adapters.manager
+    stage = manager._stage
+
+    def note(adapter):
+        staged.append((adapter.load_id, threading.current_thread().name.partition("_")[0]))
+        stage(adapter)
+
+    monkeypatch.setattr(manager, "_stage", note)
+    asyncio.run(collect(llm, "a", 3, world.request("qv")))
+
+    assert staged[0][1] == "minivllm-reader"
+    assert {load_id for load_id, _ in staged} == {staged[0][0]}
+
+
 async def collect(llm, request_id, length, lora=None):
     return [o async for o in llm.generate(PROMPT, greedy(length), request_id, lora)]
 

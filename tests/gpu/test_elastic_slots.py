@@ -93,8 +93,10 @@ def test_an_adapter_takes_pages_for_its_own_rank(world):
     add(engine, world, [("a", "rank-1-0", 4, 2), ("b", "rank-16-1", 4, 2), ("c", "rank-9-3", 4, 2)])
     run(engine)
 
-    held = engine.runner.lora_manager.manager.pool.ledger.held
-    assert sorted(len(pages) for pages in held.values()) == [1, 2, 2]
+    manager = engine.runner.lora_manager.manager
+    assert sorted(len(pages) for pages in manager.pool.ledger.held.values()) == [1, 2, 2]
+    page_bytes = engine.runner.blocks_a_page * engine.runner.kv_block_bytes
+    assert manager.get_memory_stats()["pages"] == 5 * page_bytes
 
 
 @pytest.mark.nightly_without_gpu

@@ -188,7 +188,9 @@ def test_where_all_costs_are_alike_the_least_is_beladys():
     assert least == len(uses) - belady_hits(uses, keeping.MEMORY)
 
 
-def test_policies_that_have_a_name_stand_beside_an_answer():
+def test_policies_that_have_a_name_stand_beside_an_answer(monkeypatch):
+    monkeypatch.setattr(keeping, "REQUESTS", 2000)
+
     lines = keeping.beside(kit.Random(3))
 
     shares = [float(line.split()[0]) for line in lines]

@@ -132,6 +132,21 @@ def _as_list(tensors):
     return tensors if isinstance(tensors, list) else [tensors]
 
 
+def test_an_adapter_that_was_staged_beside_steps_is_not_moved_again():
+    manager = make_manager()
+    weights = random_weights(3)
+    adapter = adapter_of(7, weights)
+    manager.wrapped.accept(adapter)
+
+    manager.slot_writer.stage(adapter)
+    pool = manager.slot_writer.pools[adapter]
+    manager.add_adapter(adapter)
+    manager.activate_adapter(7)
+
+    assert manager.slot_writer.pools[adapter] is pool
+    assert_slot_holds(manager, manager.list_active_adapters()[7], weights)
+
+
 def test_an_adapter_of_another_dtype_is_converted():
     weights = random_weights(4)
     adapter = adapter_of(4, weights)

@@ -28,6 +28,11 @@ class ElasticSlots(AdapterSlots):
         parts = (part for weights in adapter.loras.values() for part in weights.parts if part is not None)
         return max((part.lora_a.shape[-2] for part in parts), default=0)
 
+    def get_memory_stats(self) -> dict[str, object]:
+        """As of any manager, and "pages": bytes of those that slots have. They are of the KV cache's memory."""
+        held = sum(map(len, self.pool.ledger.held.values()))
+        return super().get_memory_stats() | {"pages": held * self.pool.page_bytes}
+
     def pages_for(self, adapter_id: int) -> int:
         """That the adapter will take: by its ranks if it is in memory, else by the largest there may be."""
         lora = self.get_adapter(adapter_id)

@@ -1,6 +1,6 @@
 """The GPU's backend that folds A into the base weight. Beside vllm/lora/punica_wrapper/punica_gpu.py, not in vLLM."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ class FoldedSlots(TritonSlots):
     def __init__(
         self,
         slots: Slots,
-        outdate: Callable[[], None],
+        outdate: Callable[[Iterable[int]], None],
         a: list[torch.Tensor],
         wide: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from minivllm.layers.to_device import to_device
 from minivllm.lora.gpu.page_ledger import Lender, PageLedger
 
 # Ranks of all layers in one page: an adapter of rank r takes ceil(r / PAGE_RANKS) pages.
@@ -62,6 +64,7 @@ class PagePool:
         return sum(region.nbytes for region in self.regions) if self._is_own else 0
 
     _is_own = False
+    page_bytes = 0  # of a page in all regions, once bound
 
     def deal(self, regions: int) -> list[list[Paged]]:
         """The layers of each region: in order, and about as much in each."""
@@ -82,6 +85,7 @@ class PagePool:
     def bind(self, regions: Sequence[torch.Tensor], stride: int, lender: Lender | None = None) -> None:
         """Lie in these regions, flat and of one length, `stride` elements a page. What slots held is forgotten."""
         self.regions, self._is_own = list(regions), False
+        self.page_bytes = len(regions) * stride * regions[0].itemsize
         self.ledger = PageLedger(len(regions[0]) // stride, lender)
         self._synced = 0
         for region, layers in zip(regions, self.deal(len(regions))):
@@ -114,8 +118,8 @@ class PagePool:
         """Bring the device's table up to date, if a slot's pages have changed."""
         if self._synced == self.ledger.version:
             return
-        rows = torch.zeros(self.table.shape, dtype=torch.int32)
+        rows = np.zeros(self.table.shape, dtype=np.int32)
         for slot, pages in self.ledger.held.items():
-            rows[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self.table.copy_(rows, non_blocking=True)
+            rows[slot, : len(pages)] = pages
+        self.table.copy_(to_device(rows, self.table.device), non_blocking=True)
         self._synced = self.ledger.version

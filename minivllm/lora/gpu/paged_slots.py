@@ -5,7 +5,7 @@ Beside vllm/lora/layers/base_linear.py (v0.22.1), whose slots are of one size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ class PagedSlots(Slots):
 
     pieces: PagedPieces
 
-    def __init__(self, slots: Slots, outdate: Callable[[], None], pool: PagePool) -> None:
+    def __init__(self, slots: Slots, outdate: Callable[[Iterable[int]], None], pool: PagePool) -> None:
         super().__init__([t.to("meta") for t in slots.a], [t.to("meta") for t in slots.b])
         self.beside = slots.beside
         self.pool, self._outdate = pool, outdate
@@ -62,7 +62,7 @@ class PagedSlots(Slots):
         del self.pieces
         for live in self.live_ranks:
             live[:] = [0] * len(live)
-        self._outdate()
+        self._outdate(range(len(self.live_ranks[0])))
 
     def bind_ranks(self, ranks: torch.Tensor) -> None:
         """Take the place of its live ranks: (n, S) int32"""
@@ -72,7 +72,7 @@ class PagedSlots(Slots):
 
     def changed(self, slot: int) -> None:
         super().changed(slot)
-        self._outdate()
+        self._outdate([slot])
 
     def write(self, slot: int, parts: Sequence[LoRALayerWeights | None]) -> None:
         """As in `Slots`. The slot has pages for these ranks already, or takes more."""

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from minivllm.lora.gpu.page_locked import PageLockedMemory, lock_for_gpu
 from minivllm.lora.layers.base import BaseLayerWithLoRA, LayerWeights
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.wrapped_modules import WrappedModules
@@ -27,7 +28,8 @@ class SlotWriter:
     written; others do not.
 
     places     (P, 6) int64, see `write_slot`: A and B of every slice, and expert, of every module, and its extras
-    pools      adapter -> its memory, as long as anybody has the adapter
+    memory     page-locked, on a GPU
+    pools      adapter -> its part of that, as long as anybody has the adapter
     written    slot -> event of its last write, until a step has waited for it
     """
 
@@ -47,6 +49,7 @@ class SlotWriter:
         self.on_gpu = self.arrived.is_cuda
         if self.on_gpu:
             self._stream, self._step = torch.cuda.Stream(device), torch.cuda.Event()
+            self.memory = PageLockedMemory(lock_for_gpu, self._stream.synchronize)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -59,7 +62,8 @@ class SlotWriter:
             return
         tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
         nbytes = sum(_aligned(tensor.numel() * self.dtype.itemsize) for tensor in tensors)
-        pool = torch.empty(self.table_bytes + nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)
+        total = self.table_bytes + nbytes
+        pool = self.memory.take(total) if self.on_gpu else torch.empty(total, dtype=torch.uint8)
         table, room = self._split(pool)
         used = 0
 

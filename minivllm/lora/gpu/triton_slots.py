@@ -1,6 +1,6 @@
 """Slots as kernels take them. Beside vllm/lora/punica_wrapper/punica_gpu.py (v0.22.1)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -19,9 +19,9 @@ class TritonSlots(Slots):
     """
 
     def __init__(
-        self, slots: Slots, outdate: Callable[[], None], a: list[torch.Tensor] | None = None
+        self, slots: Slots, outdate: Callable[[Iterable[int]], None], a: list[torch.Tensor] | None = None
     ) -> None:
-        """outdate: to be called when a slot has changed    a: the A's elsewhere, if they are"""
+        """outdate: to be told of slots that have changed    a: the A's elsewhere, if they are"""
         super().__init__(slots.a if a is None else a, slots.b)
         self.take_over(slots)
         self._outdate = outdate
@@ -30,7 +30,7 @@ class TritonSlots(Slots):
 
     def changed(self, slot: int) -> None:
         super().changed(slot)
-        self._outdate()
+        self._outdate([slot])
 
     def bind_ranks(self, ranks: torch.Tensor) -> None:
         """Take the place of its live ranks: (n, S) int32"""

@@ -1,8 +1,12 @@
 """What kernels look up: live ranks, the slot of each row. Beside vllm/lora/punica_wrapper/punica_gpu.py (v0.22.1)."""
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
 
 from minivllm.layers.linear import LinearBase
+from minivllm.layers.to_device import to_device
 from minivllm.lora.backend import Backend
 from minivllm.lora.gpu.triton_slots import TritonSlots
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta
@@ -23,7 +27,8 @@ class TritonTables(Backend):
         self.token_meta = LoRAKernelMeta.make(max_loras, max_num_batched_tokens, device)
         self.prompt_meta = LoRAKernelMeta.make(max_loras, max_batches, device)
         self.ranks = torch.zeros(0, max_loras, dtype=torch.int32, device=device)
-        self.ranks_are_stale = False
+        self._ranks = np.zeros((0, max_loras), dtype=np.int32)  # as they are on the device, or will be
+        self._stale_slots: set[int] = set()
         self._placed: list[TritonSlots] = []
         self._token_slots = torch.full((max_num_batched_tokens,), -1, dtype=torch.long, device=device)
         self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
@@ -57,17 +62,21 @@ class TritonTables(Backend):
         first = 0
         for placed in self._placed:
             placed.bind_ranks(self.ranks[first : (first := first + len(placed.a))])
-        self.ranks_are_stale = True
+        self._ranks = np.zeros(self.ranks.shape, dtype=np.int32)
+        self._stale_slots.update(range(self.ranks.shape[1]))
         return slots
 
-    def outdate_ranks(self) -> None:
-        self.ranks_are_stale = True
+    def outdate_ranks(self, slots: Iterable[int]) -> None:
+        """The live ranks of these slots are no longer those on the device."""
+        self._stale_slots.update(slots)
 
     def sync_slots(self) -> None:
-        if self.ranks_are_stale:
-            ranks = [slice_ranks for slots in self._placed for slice_ranks in slots.live_ranks]
-            self.ranks.copy_(torch.tensor(ranks, dtype=torch.int32), non_blocking=True)
-            self.ranks_are_stale = False
+        if self._stale_slots:
+            for slot in self._stale_slots:
+                live = [ranks[slot] for slots in self._placed for ranks in slots.live_ranks]
+                self._ranks[:, slot] = live
+            self.ranks.copy_(to_device(self._ranks.copy(), self.ranks.device), non_blocking=True)
+            self._stale_slots.clear()
         if self._copied is not self.token_lora_indices and not self.no_lora:
             tokens, samples = self.token_lora_indices, self.sampler_indices
             self._token_slots[: len(tokens)].copy_(tokens, non_blocking=True)

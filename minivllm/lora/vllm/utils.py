@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from minivllm.config import LoRAConfig
 from minivllm.lora.adaptable import adaptable, ends_of
 from minivllm.lora.names import (
     get_adapter_absolute_path,
@@ -11,9 +10,7 @@ from minivllm.lora.names import (
     parse_fine_tuned_lora_name,
 )
 from minivllm.lora.options.logits import from_layer_logits_processor
-from minivllm.lora.replace import from_layer as plain_from_layer
-from minivllm.lora.replace import replace_submodule
-from minivllm.lora.vllm.sharded import SHARDED
+from minivllm.lora.replace import from_layer, replace_submodule
 
 __all__ = [
     "from_layer",
@@ -47,19 +44,3 @@ def is_base_embedding_weights(name: str) -> bool:
 def is_supported_lora_module(module_name: str, supported_lora_modules: list[str]) -> bool:
     """Whether a module's name is, or ends in, one of the supported names. vLLM: the same name."""
     return any(f".{module_name}".endswith(f".{end}") for end in supported_lora_modules)
-
-
-def from_layer(
-    layer: nn.Module,
-    max_loras: int,
-    lora_config: LoRAConfig,
-    packed_modules_list: list[str],
-    model_config: object | None = None,
-) -> nn.Module:
-    """As `replace.from_layer`, but with `fully_sharded_loras` a sharded wrapper comes first. vLLM: the same name."""
-    for wrapper in SHARDED:
-        if wrapper.can_replace_layer(layer, lora_config, packed_modules_list, model_config):
-            wrapped = wrapper(layer)
-            wrapped.create_lora_weights(max_loras, lora_config, model_config)
-            return wrapped
-    return plain_from_layer(layer, max_loras, lora_config, packed_modules_list, model_config)

@@ -1,0 +1,158 @@
+"""Adapters of which processes share out both A and B. Stands for the `*WithShardedLoRA` of vllm/lora/layers (v0.22.1).
+
+S-LoRA, https://arxiv.org/abs/2311.03285. Of a column-parallel linear every process would have all of A, of others
+all of B. Here these are shared out, too. No process then has all of h = A · x. So they meet once more for every
+linear, over rank-sized rows.
+"""
+
+import torch
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.backend import Backend
+from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.linear import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.seams import sharded_wrappers
+from minivllm.lora.slots import Slots
+
+
+class HalvedSlots(Slots):
+    """Slots whose A's and B's are used apart, so that processes can meet between. R' rows of A may be fewer than R.
+
+    a        n buffers (S, 1, R', K)    b   n buffers (S, 1, N_i, R)
+    shrinks  the same A's, with ones on the diagonal for B's: what a backend adds for them is h = A · x
+    expands  n slots of one slice each, the same B's
+    """
+
+    def __init__(self, slots: Slots, backend: Backend) -> None:
+        super().__init__(slots.a, slots.b)
+        ones = [torch.zeros_like(a[..., :1]).repeat(1, 1, 1, a.shape[2]) for a in self.a]  # (S, 1, R', R')
+        for diagonal in ones:
+            diagonal.diagonal(dim1=-2, dim2=-1).fill_(1)
+        self.shrinks = backend.place(Slots(self.a, ones), None)
+        self.expands = [
+            backend.place(Slots([b.new_zeros(len(b), 1, b.shape[3], 0)], [b]), None) for b in self.b
+        ]
+        self.live_ranks = self.shrinks.live_ranks
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [*super().memory, *self.shrinks.b]
+
+    def write(self, slot: int, parts: list[LoRALayerWeights | None]) -> None:
+        for i, part in zip(range(len(self.a)), parts, strict=True):
+            self.a[i][slot], self.b[i][slot] = 0, 0
+            self.live_ranks[i][slot] = 0 if part is None else part.lora_a.shape[-2]
+            if part is not None:
+                self.a[i][slot, 0, : part.lora_a.shape[0]].copy_(part.lora_a)
+                self.b[i][slot, 0, :, : part.lora_b.shape[1]].copy_(part.lora_b)
+        self._write_beside(slot, parts)
+        self.changed(slot)
+
+    def clear(self, slot: int) -> None:
+        self.write(slot, [None] * len(self.a))
+
+    def changed(self, slot: int) -> None:
+        super().changed(slot)
+        self.shrinks.changed(slot)
+
+    def shrink(self, x: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """h = A · x of each slice, by each row's adapter, at least in float32.   x: (T, K) -> (T, n, R')"""
+        n, rank = len(self.a), self.a[0].shape[2]
+        h = x.new_zeros(len(x), n * rank, dtype=torch.promote_types(x.dtype, torch.float32))
+        backend.add(h, x, self.shrinks, backend.token_rows(len(x)))
+        return h.unflatten(1, (n, rank))
+
+
+class _FullySharded(BaseLinearLayerWithLoRA):
+    """A wrapped linear with `HalvedSlots`, where processes share it; alone, one has all, and this is the plain one."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        self.tp = base_layer.tp
+
+    def set_mapping(self, punica_wrapper: Backend) -> None:
+        if self.tp.size == 1:
+            super().set_mapping(punica_wrapper)
+            return
+        self.backend = punica_wrapper
+        self.slots = HalvedSlots(self.slots, punica_wrapper)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.tp.size == 1 or self.backend.no_lora:
+            return super().forward(input_)
+        y = self.base_layer.forward(input_)[0]
+        self._add(y, input_)
+        return self.base_layer.complete(y), None
+
+    def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what adapters give for a linear's output, as far as it is this process's."""
+        raise NotImplementedError
+
+
+class _ShardedColumn(_FullySharded):
+    """Behind a column-parallel linear each process has some ranks of A, and computes as many of h."""
+
+    def create_lora_weights(
+        self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
+    ) -> None:
+        super().create_lora_weights(max_loras, lora_config, model_config)
+        if self.tp.size > 1:
+            own_ranks = -(-self.max_rank // self.tp.size)
+            self.share.ranks = self.tp.part(own_ranks)
+            self.slots = Slots([a[:, :, :own_ranks].clone() for a in self.slots.a], self.slots.b)
+
+    def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """All ranks of h are gathered, and expanded by the process's rows of B.   y: (T, own part of N)"""
+        h = self.tp.all_gather(self.slots.shrink(x, self.backend))  # (T, n, R, or a little more)
+        rows = self.backend.token_rows(len(x))
+        for i, columns in enumerate(y.split(self.output_slices, dim=1)):
+            self.backend.expand(columns, h[:, i, : self.max_rank], self.slots.expands[i], rows)
+
+
+class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA):
+    """Behind a row-parallel linear each process has a term of h and some rows of B. vLLM: the same name."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        if self.tp.size > 1:
+            own = self.tp.share(self.output_size, f"{base_layer.prefix} outputs")
+            self.share.rows, self.share.cuts_beside = [[self.tp.part(own)]], False
+
+    def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Terms of h are summed, and expanded into the process's columns of its term of y.   y: (T, N)"""
+        h = self.tp.all_reduce(self.slots.shrink(x, self.backend))  # (T, 1, R)
+        (own,) = self.share.rows[0]
+        self.backend.expand(y[:, own], h[:, 0], self.slots.expands[0], self.backend.token_rows(len(x)))
+
+
+class ColumnParallelLinearWithShardedLoRA(_ShardedColumn, ColumnParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+class MergedColumnParallelLinearWithShardedLoRA(_ShardedColumn, MergedColumnParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+class MergedQKVParallelLinearWithShardedLoRA(_ShardedColumn, MergedQKVParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+class QKVParallelLinearWithShardedLoRA(_ShardedColumn, QKVParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+sharded_wrappers |= {
+    ColumnParallelLinearWithLoRA: ColumnParallelLinearWithShardedLoRA,
+    RowParallelLinearWithLoRA: RowParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearWithLoRA: MergedColumnParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithLoRA: MergedQKVParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithLoRA: QKVParallelLinearWithShardedLoRA,
+}
