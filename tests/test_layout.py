@@ -83,7 +83,6 @@ LAYERS = (
         "distributed.follower",
         "distributed.leader",
         "distributed.other_ranks",
-        "distributed.peer_memory",
         "distributed.rank_runner",
         "distributed.shared_reading",
         "distributed.step_messages",

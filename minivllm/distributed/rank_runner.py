@@ -19,21 +19,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _LEAVING = threading.Lock()
 
 
-def group_of(config: EngineConfig) -> ProcessGroup:
-    """The ranks, and how they sum: on GPUs through each other's memory if they can."""
-    if torch.device(config.device).type == "cpu":
-        return ProcessGroup()
-    from minivllm.distributed.peer_memory import PeerGroup  # where there are GPUs
-
-    return PeerGroup(config.device, config.model_config.dtype)
-
-
 class RankRunner(ModelRunner):
     """A `ModelRunner` that has its part of every layer, and as many KV blocks as all others."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.group = group_of(config)
-        super().__init__(config, self.group)
+        super().__init__(config, ProcessGroup())
         dist.all_reduce(torch.zeros(1))  # every rank has its model by now
 
     def _kv_memory(self) -> int:
@@ -53,7 +43,6 @@ def join_ranks(rank: int, size: int, device: str, store: dist.Store | None = Non
         torch.cuda.set_device(device_of(rank, device))
         # NVLink multicast takes rights that a container seldom has, and gains nothing for so few numbers.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         # Who ends the engine when a rank has ended is `OtherRanks`: PyTorch would end this process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
