@@ -6,28 +6,47 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+# Microseconds that a graph is replayed for between two readings of the clock, unless one replay takes longer.
+ROUND_US = 10_000
 
-def median_us(work: Callable[[], object], device: torch.device, replays: int = 20, repeats: int = 7) -> float:
-    """Median microseconds of `work`: replayed from a CUDA graph, or called where there are none."""
+
+def replay_us(run: Callable[[], object], times: int) -> float:
+    """Microseconds a call, by the GPU's own clock."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end) / times
+
+
+def wall_us(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - started)
+
+
+def medians_us(
+    works: dict[str, Callable[[], object]], device: torch.device, rounds: int = 5
+) -> dict[str, float]:
+    """Median microseconds of each, in turns: a GPU at its power limit then slows all alike.
+
+    works   name -> graph, replayed, or on a CPU what is called
+    """
     if device.type != "cuda":
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            work()
-            times.append(1e6 * (time.perf_counter() - started))
-        return float(np.median(times))
-    graph = capture(work)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / replays)
-    return float(np.median(times))
+        times = {name: [wall_us(work) for _ in range(rounds)] for name, work in works.items()}
+        return {name: float(np.median(found)) for name, found in times.items()}
+    counts = {name: int(max(1, ROUND_US // max(1, replay_us(work, 2)))) for name, work in works.items()}
+    turns = [
+        {name: replay_us(work, min(20, counts[name])) for name, work in works.items()} for _ in range(rounds)
+    ]
+    return {name: float(np.median([turn[name] for turn in turns])) for name in works}
+
+
+def replayable(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`work` as `medians_us` takes it."""
+    return capture(work).replay if device.type == "cuda" else work
 
 
 def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -49,4 +68,5 @@ def copy_bandwidth(device: torch.device, count: int = 2**31) -> float:
     count = count if device.type == "cuda" else 2**24
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * count / median_us(lambda: target.copy_(source), device, replays=3) * 1e6
+    copy = replayable(lambda: target.copy_(source), device)
+    return 2 * count / medians_us({"copy": copy}, device)["copy"] * 1e6

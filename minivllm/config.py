@@ -9,6 +9,7 @@ import torch
 
 from minivllm.devices import DTYPES as DTYPES
 from minivllm.devices import parse_device, parse_dtype
+from minivllm.distributed.checks import between_a_and_b, refuse_uneven_shares
 from minivllm.model_options import check_batch_invariant, check_quantization
 from minivllm.models.config import ModelArchitecture
 from minivllm.validation import (
@@ -290,8 +291,10 @@ class EngineConfig:
             require_int(1, threads=self.threads)
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
+        size = self.parallel_config.tensor_parallel_size
+        refuse_uneven_shares(self.model_config.architecture, size)
         if self.lora_config is not None:
-            lora_config = self.lora_config.on_device(self.device)
+            lora_config = between_a_and_b(self.lora_config, size, self.device).on_device(self.device)
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
         if self.model_config.batch_invariant and self.parallel_config.tensor_parallel_size > 1:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minivllm.config import LoRAConfig
+from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
 from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture
@@ -23,11 +24,15 @@ def shapes_of(
     lora_config: LoRAConfig,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    tp: TensorParallel = ALONE,
 ) -> LRUCacheLoRAModelManager:
-    """A model with the slots that an engine on that device makes: shapes without values, and no room for a step."""
+    """A model with the slots that an engine on that device makes: shapes without values, and no room for a step.
+
+    tp   of several processes that share the model, whose part it is: TensorParallel(rank, size)
+    """
     lora_config = lora_config.on_device(device)
     config = replace(lora_config, punica_backend=lora_config.backend_on(device))
-    base = MODELS[model.architecture](model, dtype, "meta")
+    base = MODELS[model.architecture](model, dtype, "meta", tp)
     return LRUCacheLoRAModelManager(base, 0, 0, model.vocab_size, config, "meta")
 
 
@@ -77,12 +82,14 @@ class SlotMemory:
     Letters as everywhere: S slots of rank R, for a part with A (r, K) and B (N, r); n parts in a layer.
 
     a_and_b   S * R * (K + N) elements for every part of every layer that is wrapped, E times that for E experts. None
-              for what is "paged", linears and experts: pages are of the KV cache's memory
+              for what is "paged", linears and experts: pages are of the KV cache's memory. Processes that share the
+              model have their parts: of column-parallel linears a share of N, of row-parallel ones and of experts' w2
+              of K, of the ends of V. With `fully_sharded_loras` of R for the first's A, of N for the others' B
     beside    what adapters may have beside A and B. `bias_enabled`: S * N for every part of a linear.
               `lora_extra_vocab_size` X: S * X * H for the embedding and for the head, whose V is V + X in `a_and_b`
     layout    more that a backend takes for its way to lay slots out. "grouped" has B of a fused linear n times as
               wide: S * R * (n - 1) * (sum of N). "folded" rounds the rows of base weight and A up to a multiple of
-              eight, and a base bias is as long as these
+              eight, and a base bias is as long as these. Fully sharded, an A of R' rows has R' * R' more for each slot
     staging   on a GPU: the buffer that an adapter arrives in, as long as the largest that fits into a slot, and 24
               bytes for each of its matrices
     tables    on a GPU: where each matrix of a slot lies, 48 bytes each, and live ranks, 4 bytes a part and slot.
@@ -114,21 +121,22 @@ def slot_memory(
     lora_config: LoRAConfig,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    tp: TensorParallel = ALONE,
 ) -> SlotMemory:
     """What slots of this configuration will take on a device, before any is allocated.
 
     device   it need not be there: "cuda" may be asked about anywhere
     dtype    of the model, and of slots whose `lora_dtype` is "auto"; None = float32 on a CPU, the checkpoint's on a GPU
+    tp       which of several processes that share the model asks for its part
     """
     on_gpu = torch.device(device).type == "cuda"
     dtype = dtype or (model.dtype if on_gpu else torch.float32)
-    shapes = shapes_of(model, lora_config, device, dtype)
+    shapes = shapes_of(model, lora_config, device, dtype, tp)
     if on_gpu:
         shapes.slot_writer = SlotWriter(shapes.wrapped, "meta")
     lora_config = lora_config.on_device(device)
-    in_slots = {n: pairs for n, pairs in _pairs(shapes).items() if shapes.modules[n].slots.memory}
-    sizes = sum(k + n for pairs in in_slots.values() for k, n in pairs)
-    elements = lora_config.max_loras * lora_config.max_lora_rank * sizes
+    in_slots = [layer.slots for layer in shapes.modules.values() if layer.slots.memory]
+    elements = sum(matrix.numel() for slots in in_slots for matrix in (*slots.a, *slots.b))
     a_and_b = elements * lora_config.slot_dtype(dtype).itemsize
     tables = (
         t for layer in shapes.modules.values() for of_option in layer.slots.beside.values() for t in of_option

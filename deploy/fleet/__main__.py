@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -47,7 +48,7 @@ def main(
 
 def start_ray(cpus: int) -> None:
     """A Ray of its own on this machine, whose processes find what this one finds."""
-    environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
     ray.init(
         address="local",
         num_cpus=cpus,

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -26,6 +26,8 @@ ENGINE, SERVER = "engine", "server"
 # An engine that has ended fails three checks, and is then replaced.
 SECONDS_BETWEEN_CHECKS = 1
 SECONDS_TO_DRAIN = 30
+
+LOST = (RayError, RayServeException)  # a request that has lost its engine, or found none
 
 
 def build(args: FleetArgs) -> Application:
@@ -106,7 +108,7 @@ class RayEngines:
         try:
             async for item in response:
                 yield item
-        except Exception as error:
+        except LOST as error:
             raise as_ours(error) from error
         finally:
             response.cancel()
@@ -114,23 +116,26 @@ class RayEngines:
     async def one(self, method: str, *args: Any) -> Any:
         try:
             result = await self.handle.ask.remote(method, *args)
-        except Exception as error:
+        except LOST as error:
             raise as_ours(error) from error
         if isinstance(result, Exception):
             raise result
         return result
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        return await self.handle.broadcast("ask", method, *args).results_async(return_exceptions=True)
+        try:
+            return await self.handle.broadcast("ask", method, *args).results_async(return_exceptions=True)
+        except RayServeException:  # there is none
+            return []
 
 
 def as_ours(error: Exception) -> Exception:
-    """What a server has a status for, where Ray's error is one of these."""
+    """What a server has a status for. What a replica raised stays as it is: it is a fault of ours."""
+    if isinstance(error, RayTaskError):
+        return error
     if isinstance(error, BackPressureError):
         return QueueFull("all engines have as many requests as they take; ask again later")
-    if isinstance(error, RayActorError | RayServeException):
-        return EngineDeadError("the engine that had this request has ended; ask again")
-    return error
+    return EngineDeadError("the engine that had this request has ended; ask again")
 
 
 def server_app(args: FleetArgs) -> FastAPI:

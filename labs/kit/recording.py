@@ -12,6 +12,7 @@ The last line has `end`: what ended the program, None for nothing special. Witho
 
 import functools
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -27,9 +28,11 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.recorder import room
 from minivllm.engine.trace import StepRecord
 from minivllm.labs import LabError
+from minivllm.serving import engine_process
 from minivllm.worker.row_sampler import PendingStep, RowSampler, Sampled
 
 PLACES = 16  # of the vocabulary, at which logits are kept
+FILE_VARIABLE = "MINIVLLM_RECORDING"  # where an engine in a process of its own finds the file
 
 
 class Recording:
@@ -134,6 +137,7 @@ def main(path: str, *command: str) -> None:
     with open(path, "a", encoding="utf-8") as file:
         recording, end = Recording(file), None
         recording.install()
+        os.environ[FILE_VARIABLE], engine_process.HOST = path, "labs.kit.recording_host"
         try:
             run_program(*command)
         except SystemExit as exit_:

@@ -3,16 +3,19 @@
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minivllm.commands.common import checkout_folder, register_folder, resolve_model
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
+from minivllm.progress import Listener
 from minivllm.server.app import build_app
 from minivllm.server.run import DrainingServer, bind
 from minivllm.server.settings import ServerSettings
@@ -31,10 +34,11 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
     )  # a port that is taken is said at once
     logging.getLogger("minivllm.access").setLevel(logging.INFO)
     console = Console(stderr=True)
-    with loading(console):
+    with loading(console) as on_progress:
         llm = AsyncLLM.from_engine_args(
             EngineArgs(model=resolve_model(given["model"]), enable_lora=True, **options),
             max_queued=given["max_queued"],
+            on_progress=on_progress,
         )
     try:
         app = build_app(llm, settings)
@@ -48,12 +52,17 @@ def run_serve(given: dict[str, Any], options: dict[str, Any]) -> None:
         llm.shutdown()
 
 
-def loading(console: Console) -> Progress:
-    """A bar that says for how long already: the engine's process does not tell how far it is."""
-    columns = TextColumn("loading the model"), BarColumn(), TimeElapsedColumn()
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    progress.add_task("", total=None)
-    return progress
+@contextmanager
+def loading(console: Console) -> Iterator[Listener]:
+    """A bar of what the engine's process does; whom to tell of it."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Starting the engine", total=None)
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        yield on_progress
 
 
 def settings_of(given: dict[str, Any]) -> ServerSettings:

@@ -16,6 +16,7 @@ from minivllm.engine_args import EngineArgs
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.io.by_name import find_by_name
 from minivllm.lora.request import LoRARequest
+from minivllm.progress import Listener
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.client import EngineClient
@@ -55,16 +56,22 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, *, max_queued: int | None = None, parallel_reads: int = PARALLEL_READS
+        cls,
+        engine_args: EngineArgs,
+        *,
+        max_queued: int | None = None,
+        parallel_reads: int = PARALLEL_READS,
+        on_progress: Listener | None = None,
     ) -> "AsyncLLM":
         """Load model and tokenizer in a process of their own. It blocks until the engine is there.
 
         parallel_reads   adapters that are read from disk at the same time, beside the steps
+        on_progress      is told how far it is: what is done, how many of it, of how many; None = a bar on stderr
 
         Errors as in `LLMEngine.from_engine_args`.
         """
         make_engine = partial(LLMEngine.from_engine_args, engine_args)
-        return cls(EngineProcess(make_engine, parallel_reads), max_queued=max_queued)
+        return cls(EngineProcess(make_engine, parallel_reads, on_progress), max_queued=max_queued)
 
     @classmethod
     def from_engine(

@@ -13,11 +13,10 @@ from torch import nn
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.linear import LinearBase, RowParallelLinear
-from minivllm.progress import ProgressBar
+from minivllm.progress import followed
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-SHOW_PROGRESS_AFTER_SECONDS = 2.0
 # Tensors that old checkpoints carry and the model computes itself.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 LISTED_NAMES = 8
@@ -56,9 +55,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     places = parameter_places(model)
     waiting, unexpected = {part for place in places.values() for part in place.parts}, []
     tensors = iterate_tensors(Path(folder))
-    for name, tensor in ProgressBar(
-        tensors, "Loading weights", len(waiting), delay=SHOW_PROGRESS_AFTER_SECONDS
-    ):
+    for name, tensor in followed(tensors, "Loading weights", len(waiting)):
         our_name = _our_name(model, name)
         if our_name is None:
             continue

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -22,6 +22,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.faults import reason
 from minivllm.lora.request import LoRARequest
+from minivllm.progress import told_to
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.pauses import avoid_pauses
 from minivllm.serving.wire import OutputWriter, portable, receive, send
@@ -123,12 +124,14 @@ class EngineHost:
 
     def start(self) -> None:
         """Make the engine. What that raises is raised at the other end."""
-        make_engine, parallel_reads, levels = receive(self._pipe)
+        make_engine, parallel_reads, levels, is_followed = receive(self._pipe)
         send_logs(self._outbox, levels)
         loading = threading.Event()
         threading.Thread(target=self._end_with_the_other, args=(loading,), daemon=True).start()
+        told = told_to(self._tell_progress) if is_followed else nullcontext()
         try:
-            engine = make_engine()
+            with told:
+                engine = make_engine()
         except BaseException as error:  # whatever it is, whoever waits must hear of it
             self._outbox.send("failure", None, portable(error))
             raise SystemExit(1) from None
@@ -136,6 +139,9 @@ class EngineHost:
         self.engine = HostedEngine(engine, parallel_reads, self._outbox)
         loading.set()
         self._outbox.send("start", None, (engine.config, engine.tokenizer))
+
+    def _tell_progress(self, *progress: Any) -> None:
+        self._outbox.send("progress", None, progress)
 
     def _end_with_the_other(self, loading: threading.Event) -> None:
         """Nobody asks anything while the engine is loaded: if there is something to read, it is the other's end."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.processes import start_process
+from minivllm.progress import Listener
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.engine_loop import Sink
 from minivllm.serving.errors import EngineDeadError, died_of
@@ -39,13 +40,19 @@ class EngineProcess:
 
     make_engine      goes there by its name, with its arguments; what it raises is raised here
     parallel_reads   adapters that are read from disk at the same time, beside the steps
+    on_progress      is told how far the engine is while it is made; None = that process shows a bar
 
     EngineDeadError when that process ends while it makes the engine.
     """
 
     clock = staticmethod(time.monotonic)  # all processes of a machine have the same
 
-    def __init__(self, make_engine: Callable[[], LLMEngine], parallel_reads: int = PARALLEL_READS) -> None:
+    def __init__(
+        self,
+        make_engine: Callable[[], LLMEngine],
+        parallel_reads: int = PARALLEL_READS,
+        on_progress: Listener | None = None,
+    ) -> None:
         self.error: Exception | None = None
         self.adapter_names: Collection[str] = ()
         self._numbers = itertools.count()
@@ -54,6 +61,7 @@ class EngineProcess:
         self._listeners: dict[int, Callable[[Any], object]] = {}
         self._due: list[Sink] = []  # have outputs of the message that is read
         self._is_stopping = False
+        self._progress = on_progress
         self._lock = threading.Lock()  # held while a message is sent
         self._pipe, self._process = start_process(HOST)
         try:
@@ -66,7 +74,7 @@ class EngineProcess:
 
     def _load(self, make_engine: Callable[[], LLMEngine], parallel_reads: int) -> tuple[Any, Any]:
         try:
-            send(self._pipe, (make_engine, parallel_reads, levels_of_loggers()))
+            send(self._pipe, (make_engine, parallel_reads, levels_of_loggers(), self._progress is not None))
             while True:
                 for kind, number, value in receive(self._pipe):
                     if kind == "start":
@@ -245,6 +253,9 @@ class EngineProcess:
 
     def on_names(self, number: None, names: list[str]) -> None:
         self.adapter_names = frozenset(names)
+
+    def on_progress(self, number: None, progress: tuple[str, int, int]) -> None:
+        self._progress(*progress)
 
     def on_log(self, number: None, record: logging.LogRecord) -> None:
         logging.getLogger(record.name).handle(record)

@@ -9,16 +9,17 @@ from collections.abc import Callable
 import torch
 
 from minivllm.config import EngineConfig
+from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
 from minivllm.economics import adapted_layers, slot_memory
 
 
-def refuse_slots_that_do_not_fit(config: EngineConfig) -> None:
+def refuse_slots_that_do_not_fit(config: EngineConfig, tp: TensorParallel = ALONE) -> None:
     """ValueError when a device cannot hold what LoRA is about to allocate; the base model is there already.
 
     vLLM runs out of memory instead.
     """
     model, lora_config = config.model_config.architecture, config.lora_config
-    needed = slot_memory(model, lora_config, config.device, config.model_config.dtype).total
+    needed = slot_memory(model, lora_config, config.device, config.model_config.dtype, tp).total
     if needed <= (free := room_for_slots(config.device)):
         return
     names = sorted({name.rpartition(".")[2] for name in adapted_layers(model, lora_config)})

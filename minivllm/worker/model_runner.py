@@ -45,7 +45,7 @@ class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
                 tp=tp,
             )
             if config.lora_config is not None:
-                refuse_slots_that_do_not_fit(config)
+                refuse_slots_that_do_not_fit(config, tp)
                 self.model = self.load_lora_model(self.model, config, self.device)
             self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
             self.row_sampler = RowSampler(self.sampler)

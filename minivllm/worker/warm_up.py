@@ -10,6 +10,7 @@ import torch
 from minivllm.config import CPU_KV_CACHE_BYTES
 from minivllm.layers.attention import Attention
 from minivllm.layers.penalties import TokenHistory
+from minivllm.progress import followed
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cuda_graphs import (
     CUDAGraphWrapper,
@@ -79,7 +80,8 @@ class WarmUp(DummyLoRAs):
         tokens = min(16, self.config.cache_config.block_size, self.config.model_config.max_model_len)
         rows = min(8, self.config.scheduler_config.max_num_seqs)
         self.cpu_threads.measure()
-        for query_lens in ([tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])):
+        steps = [tokens], [1] * rows, *([self._largest_step()] if self.on_gpu else [])
+        for query_lens in followed(steps, "Warming up kernels"):
             self.cpu_threads.run(partial(self._dummy_run, query_lens))
         if self._captures:
             self.capture_mixed_steps()
@@ -135,7 +137,7 @@ class WarmUp(DummyLoRAs):
         )
         graphs = DecodeGraphs(self.model, buffers, self.step_output, max_model_len, wrapper)
         with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
-            for size in reversed(graphs.sizes):
+            for size in followed(graphs.sizes[::-1], "Capturing decode steps"):
                 rows = np.ones(size, dtype=np.int64)
                 for with_lora in (True, False) if lora_config else (False,):
                     self.select_dummy_loras(lora_config, rows, rows, with_lora)
@@ -158,7 +160,7 @@ class WarmUp(DummyLoRAs):
         )
         graphs = MixedGraphs(self.model, buffers, self.step_output, wrapper or self._graph_wrapper)
         with no_garbage_collection(), self.maybe_setup_dummy_loras(config.lora_config):
-            for size in reversed(graphs.sizes):
+            for size in followed(graphs.sizes[::-1], "Capturing steps with prompts"):
                 tokens = np.ones(size, dtype=np.int64)
                 samples = (np.arange(size) < buffers.rows_of(size)).astype(np.int64)
                 for with_lora in (True, False) if config.lora_config else (False,):

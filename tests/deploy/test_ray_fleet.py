@@ -9,13 +9,14 @@ import httpx
 import openai
 import pytest
 import yaml
+from engine_ends import end_process, parent_pid
 from tiny_engine import OPTIONS, tiny_world
 from tiny_server import BASE_NAME, Answers
 
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.manifest import serve_config
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.ray]
 
 PORT = 8719
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -37,25 +38,35 @@ def ray():
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def fleet(ray, world):
-    """The handle of the engines."""
-    from ray import serve
-
-    from deploy.fleet.ray_app import ENGINE, build
-
-    args = FleetArgs(
+def args_of(world, **more):
+    return FleetArgs(
         model=str(world.base),
         served_model_name=BASE_NAME,
         lora_modules=[f"{name}={world.path(name)}" for name in ("qv", "all")],
         lora_root=str(world.folder),
         allow_runtime_lora=True,
         engine={name: value for name, value in OPTIONS.items() if name != "enable_lora"},
+        num_cpus=0.25,
+        **more,
     )
+
+
+@pytest.fixture(scope="module")
+def serve(ray):
+    from ray import serve
+
     serve.start(http_options={"port": PORT})
-    serve.run(build(args), name="fleet")
-    yield serve.get_deployment_handle(ENGINE, "fleet")
+    yield serve
     serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fleet(serve, world):
+    """The handle of the engines."""
+    from deploy.fleet.ray_app import ENGINE, build
+
+    serve.run(build(args_of(world)), name="fleet")
+    return serve.get_deployment_handle(ENGINE, "fleet")
 
 
 @pytest.fixture
@@ -86,14 +97,14 @@ def text_of(client, model, prompt="a tale", **more):
     return client.completions.create(model=model, prompt=prompt, **{**GREEDY, **more}).choices[0].text
 
 
-def parent_pid(engine):
-    """In an engine's process: the replica's."""
-    return os.getppid()
-
-
 def replicas(fleet):
     """Process ids of the replicas that answer."""
-    told = fleet.broadcast("ask", "call", parent_pid).results(return_exceptions=True)
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        told = fleet.broadcast("ask", "call", parent_pid).results(return_exceptions=True)
+    except RayServeException:  # there is none
+        return []
     return sorted(pid for pid in told if isinstance(pid, int))
 
 
@@ -227,8 +238,24 @@ def test_an_engine_whose_process_ends_is_replaced(fleet, client, answers):
     assert text_of(client.with_options(max_retries=5), "qv") == answers.text("qv", "a tale")
 
 
-def end_process(engine):
-    os.kill(os.getpid(), signal.SIGKILL)
+def test_more_requests_than_one_engine_is_meant_for_start_another(serve, world, answers):
+    from deploy.fleet.ray_app import ENGINE, build
+
+    args = args_of(world, min_replicas=1, max_replicas=2, target_ongoing_requests=1)
+    serve.run(build(args), name="growing", route_prefix="/growing")
+    growing = serve.get_deployment_handle(ENGINE, "growing")
+    url = f"http://127.0.0.1:{PORT}/growing/v1"
+
+    before = len(replicas(growing))
+    with (
+        openai.OpenAI(base_url=url, api_key="none", timeout=60) as client,
+        Askers(client, ["qv"], threads=6, max_tokens=60) as askers,
+    ):
+        wait_for(lambda: len(replicas(growing)) == 2, seconds=180)
+    serve.delete("growing")
+
+    assert before == 1
+    assert {text for _, text in askers.seen} == {answers.text("qv", "a tale", 60)}
 
 
 def test_ray_serve_takes_the_configuration_of_the_manifest(ray):

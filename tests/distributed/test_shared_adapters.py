@@ -1,5 +1,7 @@
 """Adapters on a model that processes share: each request gets what transformers and PEFT give it alone."""
 
+import itertools
+
 import pytest
 import torch
 from shared_engines import assert_shared_engines_answer, engines_in_lockstep, serve
@@ -36,11 +38,22 @@ WORLDS = {
     "phi3-fused": FUSED,
 }
 OPTIONS = {"max_loras": 3, "max_cpu_loras": 6, "bias_enabled": True}
-# Kernels go through an interpreter here, which takes its time.
+# Backend and whether adapters are fully sharded. Kernels go through an interpreter here, which takes its time.
 BACKENDS = [
-    "loops",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("triton", "folded", "paged")),
+    ("loops", True),
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in (
+            ("triton", False),
+            ("triton", True),
+            ("folded", False),
+            ("folded", True),
+            ("paged", False),
+        )
+    ),
 ]
+# What is tried every time; the rest at night.
+OFTEN = {("llama-llama3-rope", 2, False), ("llama-llama3-rope", 4, True), ("phi3-fused", 2, True)}
 
 _worlds = {}
 
@@ -63,25 +76,30 @@ def pairs_of(world, names=None):
     ]
 
 
-@pytest.mark.parametrize("fully", [False, True], ids=["cut", "fully sharded"])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("variant", WORLDS)
+def every_case():
+    for case in itertools.product(WORLDS, (2, 4), (False, True)):
+        yield pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("variant", "size", "fully"), list(every_case()))
 def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, size, fully, monkeypatch):
     world, options = world_of(variant), {**OPTIONS, "fully_sharded_loras": fully}
 
     assert_shared_engines_answer(monkeypatch, world, size, pairs_of(world), **options)
 
 
-@pytest.mark.parametrize("fully", [False, True], ids=["cut", "fully sharded"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "fully"), BACKENDS)
 def test_every_backend_gives_it(world_of, backend, fully, monkeypatch):
+    """Kernels compute in float32 at best."""
     world = world_of("llama-llama3-rope")
-    options = {**OPTIONS, "punica_backend": backend, "fully_sharded_loras": fully}
+    options = {**OPTIONS, "dtype": "float32", "punica_backend": backend, "fully_sharded_loras": fully}
 
     assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world)[:7], 3, **options)
 
 
-@pytest.mark.parametrize("variant", ["llama-llama3-rope", "qwen2-tied"])
+@pytest.mark.parametrize(
+    "variant", ["llama-llama3-rope", pytest.param("qwen2-tied", marks=pytest.mark.nightly)]
+)
 def test_tokens_that_adapters_add_are_read_and_produced(variant, tmp_path, monkeypatch):
     world = TokenSet(tmp_path, variant)
     names = ["cats", "wide ends", "narrow ends", "plain"]
@@ -92,7 +110,7 @@ def test_tokens_that_adapters_add_are_read_and_produced(variant, tmp_path, monke
     )
 
 
-@pytest.mark.parametrize("variant", [MIXTRAL, QWEN])
+@pytest.mark.parametrize("variant", [MIXTRAL, pytest.param(QWEN, marks=pytest.mark.nightly)])
 def test_experts_have_their_adapters(variant, tmp_path_factory, monkeypatch):
     world = sparse_world(tmp_path_factory, variant)
 

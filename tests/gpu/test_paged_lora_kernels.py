@@ -131,15 +131,12 @@ def room_of_nan(batch, tuned):
 
 
 def all_tilings(batch):
-    """As chosen for the shape, and the tilings of prompts and decodes on top; then in many small blocks and shares."""
+    """Those of decodes and prompts, whatever the shape; then many small blocks and shares."""
     for tokens in (1, 100, 4096):
         shrink = paged_shrink_tiles(tokens, batch.width, batch.rank)
         expand = paged_expand_tiles(tokens, batch.rank, max(batch.heights))
         yield shrink, expand
-        yield (
-            shrink._replace(splits=3, block_k=16, block_r=16),
-            expand._replace(block_n=16, block_r=16),
-        )
+    yield shrink._replace(splits=3, block_k=32, block_r=16), expand._replace(block_n=32, block_r=16)
 
 
 @pytest.mark.parametrize("experts", [1, 2])
@@ -169,25 +166,25 @@ def test_every_row_gets_its_own_adapters_product_whatever_pages_it_has(shape, dt
 def test_the_activation_adds_what_adapters_add_to_gate_and_up_on_its_way(shape, dtype):
     batch = Batch(shape, dtype)
     gate, up = batch.expected()[1].chunk(2, dim=1)
+    tuned = paged_shrink_tiles(batch.tokens, batch.width, batch.rank)
+    h = paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room_of_nan(batch, tuned), tuned)
+    few, many = paged_silu_tiles(1, batch.rank), paged_silu_tiles(4096, batch.rank)
 
-    for shrink_tiles, expand_tiles in all_tilings(batch):
+    for tiles in (few, many, many._replace(block_n=32, block_r=16)):
         y = batch.y.to(DEVICE)
-        room = room_of_nan(batch, shrink_tiles)
-        h = paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room, shrink_tiles)
-        for tuned in (expand_tiles, paged_silu_tiles(batch.tokens, batch.rank)):
-            found = paged_silu(h, batch.pieces, y, batch.tiles, tuned)
+        found = paged_silu(h, batch.pieces, y, batch.tiles, tiles)
 
-            assert_near(found, torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
-            assert torch.equal(y.cpu(), batch.y)
+        assert_near(found, torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
+        assert torch.equal(y.cpu(), batch.y)
 
 
 def test_a_shrink_gives_the_same_bits_in_every_run():
-    batch = Batch((40, 24, 640, [16], 8), torch.float32)
-    tuned = paged_shrink_tiles(40, 640, 24)._replace(splits=8, block_k=16)
+    batch = Batch((20, 8, 512, [16], 8), torch.float32)
+    tuned = paged_shrink_tiles(20, 512, 8)._replace(splits=8, block_k=32)
 
     runs = [
         paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room_of_nan(batch, tuned), tuned).cpu()
-        for _ in range(20)
+        for _ in range(20 if DEVICE == "cuda" else 2)
     ]
 
     assert not runs[0].isnan().all()

@@ -31,11 +31,33 @@ while engine.has_unfinished_requests():
 """
 
 
-def write_program(path: Path, world: Path) -> Path:
+# The same engine where it is (`engine`), or in a process of its own (`engine_process`): one request after the other.
+ONE_BY_ONE = """
+import sys
+sys.path[:0] = {paths!r}
+import asyncio
+from tiny_engine import TinyWorld, greedy
+from pathlib import Path
+from minivllm import AsyncLLM
+
+async def main(llm):
+    for number, name in enumerate(world.names[:2]):
+        await llm.add_lora(world.request(name))  # it is not read beside a number of idle steps
+        async for output in llm.generate([5, 6, 7], greedy(4), f"r{{number}}", world.request(name)):
+            pass
+
+world = TinyWorld(Path({folder!r}), "llama-llama3-rope")
+llm = AsyncLLM(world.engine_process()) if {in_a_process} else AsyncLLM.from_engine(world.engine())
+asyncio.run(main(llm))
+llm.shutdown()
+"""
+
+
+def write_program(path: Path, world: Path, program: str = PROGRAM, **options: object) -> Path:
     """The program, for a world of `tiny_engine` in a folder."""
     tests = Path(__file__).resolve().parents[1]
     paths = [str(tests / name) for name in ("helpers", "models")]
-    path.write_text(PROGRAM.format(paths=paths, folder=str(world)))
+    path.write_text(program.format(paths=paths, folder=str(world), **options))
     return path
 
 

@@ -3,17 +3,18 @@
 import copy
 import json
 import math
+import os
 import random
 from functools import cache
 
 import pytest
 from browser import Tab, open_browser
 from checkout import Checkout
-from recorded_runs import run_all, write_program
+from recorded_runs import ONE_BY_ONE, run_all, write_program
 from tiny_engine import tiny_world
 
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
-from labs.kit.compare import Recorded, compare
+from labs.kit.compare import Recorded, compare, record
 from labs.kit.mutants import mutants_of
 from labs.kit.regions import read_engine
 from minivllm.labs import LabError
@@ -280,6 +281,20 @@ def test_the_page_shows_both_and_goes_to_the_difference(recorded, tmp_path):
         assert tab.page.evaluate("page.column") == found.column
         assert tab.page.evaluate("document.documentElement.scrollWidth") == 400
         assert tab.troubles == []
+
+
+@pytest.mark.nightly
+def test_an_engine_in_a_process_of_its_own_is_recorded_like_one_in_a_thread(tmp_path_factory):
+    world, folder = tiny_world(tmp_path_factory), tmp_path_factory.mktemp("recorded")
+    found = {}
+
+    for name, in_a_process in (("thread", False), ("process", True)):
+        program = write_program(folder / f"{name}.py", world.folder, ONE_BY_ONE, in_a_process=in_a_process)
+        found[name] = record(name, ["python", str(program)], dict(os.environ), folder)
+
+    assert len(found["thread"].steps) >= 8 and found["thread"].end is None
+    assert any(step["logits"] for step in found["process"].steps)
+    assert compare(found["process"], found["thread"]).reasons == []
 
 
 def test_the_command_compares_a_learners_code(program, tmp_path_factory):

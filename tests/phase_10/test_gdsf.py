@@ -63,6 +63,21 @@ def test_who_is_used_after_somebody_left_is_worth_more_by_what_that_one_was_wort
     assert policy.victim([1, 3]) == 1
 
 
+def test_the_clock_jumps_to_what_the_last_one_was_worth():
+    policy = made({1: 5, 2: 4, 3: 3, 4: 9}.get, lambda key: 1)
+    for key in (1, 2):
+        policy.used(key)
+    clocks = []
+
+    for there, new in (([1, 2], 3), ([1, 3], 4), ([3, 4], 2)):
+        victim = policy.victim(there)
+        policy.left(victim)
+        policy.used(new)
+        clocks.append((victim, policy.clock))
+
+    assert clocks == [(2, 4), (1, 5), (3, 7)]  # 7 is 4 + 3
+
+
 def test_of_several_that_are_worth_the_same_the_least_recently_used_goes():
     policy = made(lambda key: 2, lambda key: 1)
     for key in (4, 7, 5):

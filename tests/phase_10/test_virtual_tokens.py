@@ -20,6 +20,9 @@ class Asking:
         self.arrival_order, self.adapter_id, self.num_prompt_tokens = order, adapter_id, num_prompt_tokens
         self.num_output_tokens, self.is_finished = 0, False
 
+    def __repr__(self):
+        return f"request {self.arrival_order} of adapter {self.adapter_id}"
+
 
 class Line(list):
     """Waiting requests, as a policy sees them."""

@@ -95,10 +95,13 @@ class LoRAKernelMeta:
         GPU it is sorted there.
         """
         tokens = len(token_lora_mapping)
-        rows, tiles = build_tiles(token_lora_mapping, self.max_loras, self.tiles.shape[1], block_rows(tokens))
+        count = tile_count(tokens, self.max_loras)  # not all that there is room for: few steps need it
+        rows, found = build_tiles(token_lora_mapping, self.max_loras, count, block_rows(tokens))
+        tiles = torch.full(self.tiles.shape, -1, dtype=torch.int32, device=found.device)
+        tiles[:, :count] = found
         # Pageable memory: the copy is staged at once, so these tensors may go.
         self.rows[:tokens].copy_(rows.int(), non_blocking=True)
-        self.tiles.copy_(tiles.int(), non_blocking=True)
+        self.tiles.copy_(tiles, non_blocking=True)
 
     def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> TileList:
         """What `lora_shrink` and `lora_expand` want between their tensors and their options.

@@ -1,0 +1,36 @@
+"""What processes cannot share, refused before any is started. Stands for parts of vllm/config/model.py (v0.22.1)."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.models.config import ModelArchitecture
+
+
+def refuse_uneven_shares(model: ModelArchitecture, size: int) -> None:
+    """ValueError, naming what it is, unless so many processes have equal shares of a model."""
+    tp = TensorParallel(0, size)
+    tp.share(model.num_attention_heads, "num_attention_heads")
+    tp.kv_heads(model.num_key_value_heads)
+    if len(model.sparse_layers) < model.num_hidden_layers:
+        tp.share(model.intermediate_size, "intermediate_size")
+    tp.share(model.moe_intermediate_size, "moe_intermediate_size")
+
+
+def between_a_and_b(lora_config: Any, size: int, device: torch.device | str) -> Any:
+    """The same LoRAConfig with a backend that uses A and B apart, where processes share out both.
+
+    ValueError if "paged" was asked for: a page has both.
+    """
+    if size == 1 or not lora_config.fully_sharded_loras:
+        return lora_config
+    if lora_config.punica_backend == "paged":
+        raise ValueError(
+            "punica_backend 'paged' has A and B in one page, but with fully_sharded_loras processes meet between "
+            "them; use auto or triton"
+        )
+    if lora_config.punica_backend == "auto" and torch.device(device).type == "cuda":
+        return replace(lora_config, punica_backend="triton")
+    return lora_config

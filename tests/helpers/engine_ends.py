@@ -1,0 +1,15 @@
+"""Functions that an engine's process runs of itself (`AsyncLLM.call`), for tests that kill it or whoever started it."""
+
+import os
+import signal
+
+from minivllm.engine.llm_engine import LLMEngine
+
+
+def parent_pid(engine: LLMEngine) -> int:
+    """Of the process that started this one: in a fleet, the replica's."""
+    return os.getppid()
+
+
+def end_process(engine: LLMEngine) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
