@@ -62,14 +62,7 @@ def main(
             serve.start(http_options={"port": port})
             results = {}
             for routing in ROUTINGS:
-                args = FleetArgs(
-                    model=folder,
-                    served_model_name="tiny",
-                    lora_modules=modules,
-                    engine=ENGINE_OPTIONS,
-                    routing=routing,
-                )
-                results[routing] = measure(args, requests, rate, port)
+                results[routing] = measure(args_of(folder, modules, routing), requests, rate, port)
                 print(routing, json.dumps(results[routing]), flush=True)
         finally:
             serve.shutdown()
@@ -99,6 +92,16 @@ def write_world(folder: Path) -> list[str]:
     for seed, name in enumerate(names):
         save_random_adapter(folder / name, str(folder), 4, seed, torch.float32)
     return [f"{name}={folder / name}" for name in names]
+
+
+def args_of(model: str, modules: list[str], routing: str) -> FleetArgs:
+    return FleetArgs(
+        model=model,
+        served_model_name="tiny",
+        lora_modules=modules,
+        engine=ENGINE_OPTIONS,
+        routing=routing,
+    )
 
 
 def measure(args: FleetArgs, requests: int, rate: float, port: int) -> dict[str, Any]:

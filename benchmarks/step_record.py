@@ -89,12 +89,14 @@ class StepRecord:
 def facts(engine: LLMEngine, ranks: Mapping[int, int]) -> dict[str, object]:
     """What an engine has before its first step.
 
+    max_lora_wait_steps               as configured
     kv_blocks, blocks_a_page, pages   of memory; 0 pages where adapters have slots of one size
     max_loras, max_cpu_loras          slots, and adapters that memory may hold
     in_memory, in_slots               ids of the adapters that are there, the one used longest ago first
     ranks                             of adapters 1, 2, ..
     """
     found: dict[str, object] = {
+        "max_lora_wait_steps": engine.config.scheduler_config.max_lora_wait_steps,
         "kv_blocks": engine.runner.num_blocks,
         "blocks_a_page": engine.runner.blocks_a_page,
     }

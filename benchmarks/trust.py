@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.adapters import write_adapters
 from benchmarks.arguments import number, one_of, run_as_command, whole
@@ -26,9 +27,10 @@ from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.policies.routing import least_loaded
-from minivllm.simulate.cost_model import work_of
+from minivllm.simulate.cost_model import CostModel, work_of
 from minivllm.simulate.fit import fit
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
+from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import ReplicaConfig
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
@@ -149,25 +151,35 @@ def record(options: Namespace) -> None:
     print(json.dumps({k: v for k, v in found["summary"].items() if "quantiles" not in k}, indent=1))
 
 
-def compare(fitted: Path, judged: Path) -> dict[str, tuple[float, float]]:
-    """Fit to one record, simulate the arrivals of another: name -> what was measured, and what was simulated."""
-    record = json.loads(judged.read_text(encoding="utf-8"))
-    engine = record["engine"]
-    lora = LoRAConfig(
-        max_lora_rank=RANK, max_loras=engine["max_loras"], max_cpu_loras=engine["max_cpu_loras"]
-    )
+def compare(fitted: Sequence[Path], judged: Path) -> dict[str, tuple[float, float]]:
+    """Fit to some records, simulate the arrivals of another: name -> what was measured, and what was simulated."""
+    result = json.loads(judged.read_text(encoding="utf-8"))
+    cost = fit(fitted)
+    if result["benchmark"] == "trust":
+        measured, fleet = result["summary"], demo_fleet(result, cost)
+        arrivals = [Arrival(**arrival) for arrival in result["arrivals"]]
+    else:
+        (measured,) = result["rows"]
+        config, arrivals = replica_config(result, measured), arrivals_of(measured)
+        fleet = Fleet(config, cost, sizes_of(measured, cost.bytes_per_rank), least_loaded)
+        put_in_place(fleet.replicas[0], measured)
+    fleet.serve(arrivals)
+    simulated = report(fleet)
+    names = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms")
+    return {name: (measured[name], simulated[name]) for name in names}
+
+
+def demo_fleet(result: dict[str, Any], cost: CostModel) -> Fleet:
+    """The engine of `record`, all of whose adapters are in memory."""
+    engine = result["engine"]
     config = ReplicaConfig(
         SchedulerConfig(engine["max_num_seqs"], engine["max_num_batched_tokens"]),
         CacheConfig(num_blocks=KV_BLOCKS, enable_prefix_caching=False),
-        lora,
+        LoRAConfig(max_lora_rank=RANK, max_loras=engine["max_loras"], max_cpu_loras=engine["max_cpu_loras"]),
         reads_beside=False,
     )
-    cost = replace(fit([fitted]), read_bytes_per_s=float("inf"))  # all were in memory
-    fleet = Fleet(config, cost, adapters_of_ranks([RANK] * ADAPTERS, 1.0), least_loaded)
-    fleet.serve([Arrival(**arrival) for arrival in record["arrivals"]])
-    simulated, measured = report(fleet), record["summary"]
-    names = ("tokens_per_second", "ttft_p50_ms", "ttft_p99_ms")
-    return {name: (measured[name], simulated[name]) for name in names}
+    cost = replace(cost, read_bytes_per_s=float("inf"))
+    return Fleet(config, cost, adapters_of_ranks([RANK] * ADAPTERS, 1.0), least_loaded)
 
 
 def judge(options: Namespace) -> None:
@@ -188,8 +200,10 @@ def main(arguments: Sequence[str]) -> None:
     recording.add_argument("--seed", type=whole(0), default=0)
     recording.add_argument("--out", type=Path, required=True)
     judging = commands.add_parser("judge")
-    judging.add_argument("fitted", type=Path, help="the record to fit to")
-    judging.add_argument("record", type=Path, help="the record to compare with, of another rate")
+    judging.add_argument(
+        "record", type=Path, help="of `record`, or of benchmarks.engine serve: to compare with"
+    )
+    judging.add_argument("fitted", type=Path, nargs="+", help="the records to fit to, of another rate, say")
     options = parser.parse_args(arguments)
     (record if options.command == "record" else judge)(options)
 

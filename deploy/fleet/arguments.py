@@ -17,6 +17,7 @@ class FleetArgs(BaseModel):
     model, served_model_name    None = the demo model, and what `model` says
     lora_modules                `NAME=PATH` each, or `demo` alone
     lora_root, allow_runtime_lora, api_keys   as `ServerSettings` says
+    base_model_name             what adapters below `lora_root` call the model, where its folder is called otherwise
     engine                      further `EngineArgs`
     max_queued                  requests of one engine beside those that run; more of them go to another one, or wait
     min_replicas, max_replicas  engines; as many as `target_ongoing_requests` of each need
@@ -31,6 +32,7 @@ class FleetArgs(BaseModel):
     served_model_name: str | None = None
     lora_modules: list[str] = []
     lora_root: str | None = None
+    base_model_name: str | None = None
     allow_runtime_lora: bool = False
     api_keys: list[str] = Field(default=[], repr=False)
     engine: dict[str, Any] = {}

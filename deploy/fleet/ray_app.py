@@ -141,7 +141,7 @@ def as_ours(error: Exception) -> Exception:
 def server_app(args: FleetArgs) -> FastAPI:
     """In the replica of the server: the application, as soon as an engine is there."""
     settings = args.server_settings()
-    register_folder(settings.lora_root, None, args.model)
+    register_folder(settings.lora_root, args.base_model_name, args.model)
     handle = serve.get_deployment_handle(ENGINE)
     with ThreadPoolExecutor(1) as thread:  # the event loop is this thread's, and may not wait
         config, tokenizer = thread.submit(lambda: handle.ask.remote("start").result()).result()

@@ -2,7 +2,7 @@
 
 import runpy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -20,8 +20,11 @@ from minivllm.simulate.cost_model import CostModel, StepWork
 from minivllm.simulate.fit import fit
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.page import build_page
-from minivllm.simulate.replica import ReplicaConfig
+from minivllm.simulate.replica import Elastic, ReplicaConfig
 from minivllm.simulate.report import report
+
+# A page of eight ranks by a KV block of 16 tokens, in the Llama-8B shape.
+BLOCKS_A_PAGE = 20
 
 # Option -> the policies that it can name.
 POLICIES: dict[str, Mapping[str, Any]] = {
@@ -114,18 +117,19 @@ def check(option: str, name: str, known: list[str]) -> None:
 
 def make_fleet(given: dict[str, Any], case: Case) -> Fleet:
     """Engines and router, with nothing in them yet."""
-    max_loras, in_memory = given["max_loras"], given["max_cpu_loras"]
-    lora = LoRAConfig(max_loras=max_loras, max_cpu_loras=in_memory or max_loras)
+    cost = load_cost(given["cost"])
+    if given["disk"] is not None:
+        cost = replace(cost, read_bytes_per_s=given["disk"] * 1e9)
+    ranks = [int(rank) for rank in given["ranks"].split(",")]
     config = ReplicaConfig(
         SchedulerConfig(given["max_num_seqs"], given["max_num_batched_tokens"], given["max_lora_wait_steps"]),
         CacheConfig(num_blocks=given["kv_blocks"]),
-        lora,
+        LoRAConfig(max(ranks), given["max_loras"], given["max_cpu_loras"]).on_device("cuda"),
+        elastic=Elastic(given["pages"], BLOCKS_A_PAGE) if given["max_loras"] is None else None,
         keeping=keeping.POLICIES[case.names["eviction_policy"]],
         scheduling=scheduling.POLICIES[case.names["scheduling_policy"]],
         prefetching=prefetching.POLICIES[case.names["prefetch"]],
     )
-    cost = load_cost(given["cost"])
-    ranks = [int(rank) for rank in given["ranks"].split(",")]
     sizes = adapters_of_ranks([ranks[n % len(ranks)] for n in range(given["adapters"])], cost.bytes_per_rank)
     route = routing.POLICIES[case.names["routing"]](given["seed"])
     return Fleet(config, cost, sizes, route, given["replicas"])

@@ -32,7 +32,10 @@ def simulate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed, the same report.")] = 0,
     replicas: Annotated[int, typer.Option(min=1, help="Engines behind a router.")] = 1,
-    max_loras: Annotated[int, typer.Option(min=1, help="Slots of an engine.")] = 8,
+    max_loras: Annotated[
+        int | None, typer.Option(min=1, help="Slots of an engine; as many as it has pages for if not given.")
+    ] = None,
+    pages: Annotated[int, typer.Option(min=8, help="For adapters alone; 20 KV blocks make one more.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters in memory; as many as slots.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests running at once.")] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,
@@ -52,6 +55,9 @@ def simulate(
         list[Path] | None, typer.Option(help="A Python file that adds policies; may be repeated.")
     ] = None,
     cost: Annotated[str, typer.Option(help="A file of `simulate fit`, or h100-llama-8b.")] = "h100-llama-8b",
+    disk: Annotated[
+        float | None, typer.Option(min=1e-3, help="GB a second from disk; else what the cost model says.")
+    ] = None,
     price: Annotated[float, typer.Option(min=0, help="US dollars an hour and engine.")] = 2.5,
     page: Annotated[Path | None, typer.Option(help="Write a page that compares them.")] = None,
     as_json: Json = False,

@@ -1,6 +1,11 @@
-"""A limit of what a connection may send that is no body. vLLM: `--h11-max-incomplete-event-size` (v0.22.1)."""
+"""A connection's heads: how long one may be, and whether its HTTP knows chunks.
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+Stands for `--h11-max-incomplete-event-size` of vLLM's server (v0.22.1).
+"""
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 
 class LimitedHead(HttpToolsProtocol):
@@ -26,6 +31,11 @@ class LimitedHead(HttpToolsProtocol):
         if self._unread > self.most and not self.transport.is_closing():
             self.send_400_response("The request's head is too large.")
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            send_in_one_piece(self.cycle)
+
     def on_body(self, body: bytes) -> None:
         self._unread = 0
         super().on_body(body)
@@ -33,3 +43,19 @@ class LimitedHead(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._unread = 0
         super().on_message_complete()
+
+
+def send_in_one_piece(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: an answer of unknown length ends where the connection does. uvicorn sends chunks."""
+    send, is_endless = cycle.send, False
+
+    async def send_plainly(message: dict[str, Any]) -> None:
+        nonlocal is_endless
+        if message["type"] == "http.response.start":
+            is_endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if is_endless else None
+        elif is_endless:
+            cycle.expected_content_length = len(message["body"])
+        await send(message)
+
+    cycle.send = send_plainly

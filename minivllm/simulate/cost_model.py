@@ -103,7 +103,8 @@ class CostModel:
     prompts, lora_prompts   [tokens, seconds] of steps with prompts, ascending, which come on top of `step`: such a step
                         takes as long as what lies on the line between two of them. Those with adapters have their own
     launch_s            of the host, until a step is launched; 0 where `step` has it
-    graph_tokens        steps of more tokens are no CUDA graphs, so that an engine one step ahead reads all tokens first
+    graph_tokens        steps of at most so many tokens are CUDA graphs, which the engine launches one step ahead (see
+                        `RunAhead`). Before others it reads the tokens of the step before
     source              what it was fitted to
     """
 
@@ -118,7 +119,7 @@ class CostModel:
     prompts: list[list[float]] = field(default_factory=list)
     lora_prompts: list[list[float]] = field(default_factory=list)
     launch_s: float = 0.0
-    graph_tokens: int = MOST_TOKENS
+    graph_tokens: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:

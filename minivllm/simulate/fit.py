@@ -49,22 +49,36 @@ WITHOUT_GRAPH = (MOST_TOKENS + 1, 8 * MOST_TOKENS)
 ON_CURVES = {"tokens", "prompt_steps", "lora_tokens"}
 
 
-def non_negative_least_squares(x: np.ndarray, y: np.ndarray, sweeps: int = 20_000) -> np.ndarray:
+def non_negative_least_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """(F,) coefficients, none below 0, with the least squares of `x @ coefficients - y`: x (M, F), y (M,).
 
-    One coefficient after the other is set to what is best while the others stay, until none moves.
+    Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23: those that are to be above 0 are found one by
+    one, the one that helps most first. Where plain least squares of them go below 0, some are given up again.
     """
     scale = np.linalg.norm(x, axis=0)
     scale[scale == 0] = 1.0
     unit = x / scale
-    gram, target = unit.T @ unit, unit.T @ y
-    found = np.zeros(x.shape[1])
-    for _ in range(sweeps):
-        before = found.copy()
-        for i in np.flatnonzero(gram.diagonal()):
-            found[i] = max(0.0, found[i] + (target[i] - gram[i] @ found) / gram[i, i])
-        if np.abs(found - before).max() <= 1e-12 * (1 + np.abs(found).max()):
+    # On one thread: so small a product would wait for BLAS's other ones where neighbours have the cores.
+    gram, target = np.einsum("mi,mj->ij", unit, unit), np.einsum("mi,m->i", unit, y)
+    found, above = np.zeros(x.shape[1]), np.zeros(x.shape[1], dtype=bool)
+    smallest = 1e-12 * np.abs(target).max(initial=0.0)
+    for _ in range(10 * x.shape[1]):
+        slope = np.where(above, 0.0, target - gram @ found)
+        if slope.max(initial=0.0) <= smallest:
             break
+        above[slope.argmax()] = True
+        while True:
+            best = np.zeros_like(found)
+            best[above] = np.linalg.lstsq(gram[np.ix_(above, above)], target[above], rcond=1e-14)[0]
+            below = above & (best <= 0)
+            if not below.any():
+                break
+            # As far towards it as nobody goes below 0; who is there then is given up.
+            steps = found[below] / np.maximum(found[below] - best[below], 1e-300)
+            found = found + steps.min() * (best - found)
+            above &= found > 1e-15 * found.max(initial=0.0)
+            found[~above] = 0
+        found = best
     return found / scale
 
 
@@ -127,31 +141,35 @@ def columns(one: Measured, curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def steps_of_decode(result: dict[str, Any]) -> list[Measured]:
-    """Of `benchmarks.engine decode`: a step in which all requests decode, and the steps of their prompts together."""
+    """Of `benchmarks.engine decode`: a step in which all requests decode, and the one that holds nothing but prompts.
+
+    That is the first one, which is full if there are more prompts: the next step has rows of those that it ended.
+    """
     options, measured = result["options"], []
+    prompt, rank = options["prompt_tokens"], options["rank"]
     for row in result["rows"]:
-        used = 0 if row["case"] in ("base", "none") else min(int(row["case"]), row["requests"])
-        decode = _work(row["requests"], 1, options["prompt_tokens"] + options["output_tokens"] / 2, used, 1)
+        requests = row["requests"]
+        used = 0 if row["case"] in ("base", "none") else min(int(row["case"]), requests)
+        decode = _step(requests, 1, prompt + options["output_tokens"] / 2, used, rank)
         measured.append(Measured(decode, 0, row["step_ms"] / 1e3))
-        tokens = row["requests"] * options["prompt_tokens"]
-        steps = -(-tokens // options["max_num_batched_tokens"])
-        prompts = _work(row["requests"], options["prompt_tokens"], options["prompt_tokens"], used, steps)
-        measured.append(Measured(prompts, 0, row["prompt_steps_ms"] / 1e3))
+        first = min(requests, options["max_num_batched_tokens"] / prompt)
+        measured.append(Measured(_step(first, prompt, prompt, used, rank), 0, row["prompt_steps_ms"] / 1e3))
     return measured
 
 
-def _work(requests: int, tokens: int, context: float, adapters: int, steps: int) -> StepWork:
-    """Of as many rows that compute `tokens` each, in so many steps that all have the same adapters."""
+def _step(requests: float, tokens: int, context: float, adapters: int, rank: int) -> StepWork:
+    """A step of as many rows, which compute `tokens` each."""
     return StepWork(
-        steps=steps,
-        prompt_steps=steps * (tokens > 1),
+        steps=1,
+        prompt_steps=float(tokens > 1),
         requests=requests,
         tokens=requests * tokens,
         context=requests * context,
         pairs=requests * tokens * (context - (tokens - 1) / 2) / 1000,
-        lora=steps * bool(adapters),
-        adapters=steps * adapters,
-        lora_tokens=requests * tokens * bool(adapters),
+        lora=float(adapters > 0),
+        adapters=adapters,
+        lora_tokens=requests * tokens * (adapters > 0),
+        ranks=adapters * rank,
         admitted=requests * (tokens > 1),
     )
 
@@ -165,8 +183,8 @@ def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
     """Of `benchmarks.engine serve`: steps that the device began as soon as the one before was through.
 
     A call that ran ahead returns when the step before its own is through. Such a step took from there to the end of
-    the next call. A step that was not launched ahead took until its own call's end, and so did what was left of the
-    one before.
+    the next call. One that is no graph is launched when the step before is through: from the end of the call before,
+    both were computed until its own call's end, or the next one's if it was left unread.
     """
     measured, calls = [], list(calls_of(row))
     for one, call, following in zip([None, *calls], calls, [*calls[1:], None]):
@@ -174,6 +192,8 @@ def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
             continue  # nothing was there to wait for
         if not call.ahead:
             measured.append(Measured(call.work, call.beside, call.ended_s - one.ended_s, one.work))
+        elif call.work.tokens > MOST_TOKENS and following is not None:
+            measured.append(Measured(call.work, call.beside, following.ended_s - one.ended_s, one.work))
         elif following is not None and (following.work is None or following.ahead):
             measured.append(Measured(call.work, call.beside, following.ended_s - call.ended_s))
     return measured
@@ -212,5 +232,9 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
     sources += [f"{name} assumed" for name in assumed or {}]
     found = fit_steps(measured, assumed, with_curves=bool(launches))._asdict()
     if launches:
-        model |= {"launch_s": float(np.median(launches)), "slowed_s": found.pop("copy_s")}
+        model |= {
+            "launch_s": float(np.median(launches)),
+            "slowed_s": found.pop("copy_s"),
+            "graph_tokens": MOST_TOKENS,
+        }
     return CostModel(**found, source=", ".join(sources), **model)

@@ -14,7 +14,8 @@ class Reader:
     """One disk that reads one adapter after the other. It is a scheduler's `may_run`, as the `AdapterReader` is.
 
     seconds      adapter id -> seconds that reading it takes
-    most         adapters that are being read, or were and wait for their requests to join
+    most         adapters that are being read, or were and wait for their requests to join; as many again may be so
+                 because a policy wanted them ahead, so that these take nobody's place
     in_flight    adapter id -> its unfinished requests, as the scheduler counts them
     """
 
@@ -24,6 +25,7 @@ class Reader:
         self.worker, self.in_flight, self.seconds, self.most = worker, in_flight, seconds, most
         self.now = 0.0
         self.reads: dict[int, float] = {}  # adapter id -> when it is there
+        self.ahead: set[int] = set()  # those that a policy wanted
         self.num_reads = 0
         self._disk_free = 0.0
 
@@ -39,23 +41,31 @@ class Reader:
         """Whether a step would find it without reading."""
         return adapter_id in self.worker.done or self.worker.manager.get_adapter(adapter_id) is not None
 
-    def begin(self, adapter_id: int) -> bool:
+    def begin(self, adapter_id: int, ahead: bool = False) -> bool:
         """Read an adapter, if there is room for one more; True if it is there or is being read."""
         if adapter_id in self.reads or self.is_there(adapter_id):
             return True
-        if len(self.reads) + len(self.worker.done) >= self.most:
+        if self._num_held(ahead) >= self.most:
             self.worker.done = {a for a in self.worker.done if a in self.in_flight}
-            if len(self.reads) + len(self.worker.done) >= self.most:
+            if self._num_held(ahead) >= self.most:
                 return False
         self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
         self.reads[adapter_id] = self._disk_free
         self.num_reads += 1
+        if ahead:
+            self.ahead.add(adapter_id)
         return True
+
+    def _num_held(self, ahead: bool) -> int:
+        """Adapters that are read, or were and wait, because a policy wanted them, or because requests did."""
+        held = self.reads.keys() | self.worker.done
+        self.ahead &= held
+        return len(self.ahead) if ahead else len(held) - len(self.ahead)
 
     def begin_ahead(self, adapter_id: int) -> None:
         """Read an adapter that is wanted ahead of its turn. One that no request waits for must not hold up others."""
         if adapter_id in self.in_flight or not self.reads:
-            self.begin(adapter_id)
+            self.begin(adapter_id, ahead=True)
 
     def settle(self, now: float) -> None:
         """Take in what was read by now: for requests that wait, else into memory where somebody may go."""

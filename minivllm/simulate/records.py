@@ -61,23 +61,28 @@ def sizes_of(row: Mapping[str, Any], bytes_per_rank: float) -> dict[int, Adapter
 def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> ReplicaConfig:
     """The engine that served."""
     options, engine = result["options"], row["engine"]
+    wait = engine.get("max_lora_wait_steps", SchedulerConfig.max_lora_wait_steps)
     pages, width = engine.get("pages", 0), engine["blocks_a_page"]
     own_pages = pages - -(-engine["kv_blocks"] // width) if pages else 0
     return ReplicaConfig(
-        SchedulerConfig(options["max_num_seqs"], options["max_num_batched_tokens"]),
+        SchedulerConfig(options["max_num_seqs"], options["max_num_batched_tokens"], wait),
         CacheConfig(num_blocks=engine["kv_blocks"], enable_prefix_caching=False),
         LoRAConfig(options["rank"], engine.get("max_loras", 1), engine.get("max_cpu_loras", 1)),
-        ahead=any(call.ahead for call in calls_of(row)),
         elastic=Elastic(own_pages, width) if pages else None,
     )
 
 
 def put_in_place(replica: Replica, row: Mapping[str, Any]) -> None:
-    """Adapters that were in memory and in slots when the traffic began, in the order of their last use."""
-    for adapter_id in row["engine"].get("in_memory", []):
+    """Adapters that were in memory and in slots when the traffic began, in the order of their last use.
+
+    Those that the traffic does not name, which served another one before, are left out.
+    """
+    in_memory, in_slots = (
+        [a for a in row["engine"].get(where, []) if a in replica.ranks] for where in ("in_memory", "in_slots")
+    )
+    for adapter_id in in_memory:
         replica.worker.add_adapter(lora_request(adapter_id))
-    manager = replica.manager
-    for adapter_id in manager.list_active_adapters().keys() - set(row["engine"].get("in_slots", [])):
-        manager.deactivate_adapter(adapter_id)
-    for adapter_id in row["engine"].get("in_slots", []):
-        manager.activate_adapter(adapter_id)
+    for adapter_id in replica.manager.list_active_adapters().keys() - set(in_slots):
+        replica.manager.deactivate_adapter(adapter_id)
+    for adapter_id in in_slots:
+        replica.manager.activate_adapter(adapter_id)

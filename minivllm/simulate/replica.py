@@ -41,7 +41,6 @@ class Elastic:
 class ReplicaConfig:
     """What one engine has, and how it decides.
 
-    ahead            a step is launched before the tokens of the one before are read, as `RunAhead` does
     elastic          None = `lora.max_loras` slots; else adapters lie in pages, and slots are rows of a table
     parallel_reads   adapters read beside the steps at a time, or read for requests that still wait
     reads_beside     adapters are read beside the steps, as the server does; else a step waits, as `LLM` does
@@ -54,7 +53,6 @@ class ReplicaConfig:
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_blocks=8192))
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     max_model_len: int | None = None
-    ahead: bool = False
     elastic: Elastic | None = None
     parallel_reads: int = 2
     reads_beside: bool = True
@@ -245,7 +243,8 @@ class Replica:
         """Bring the step's adapters in and compute it, in the order of `EngineCore._step`; when its call returns."""
         wanted = {r.adapter_id: r.lora_request for r in output.running if r.adapter_id}
         free_at, tokens = self.device.free_at, output.total_num_scheduled_tokens
-        self._stays_unread = self.config.ahead and tokens <= self.cost.graph_tokens
+        runs_ahead = self.config.scheduler.async_scheduling
+        self._stays_unread = runs_ahead and tokens <= self.cost.graph_tokens
         launched_at = now + self.cost.launch_s + self._bring_in(wanted, bool(output.cached_tokens))
         if not self._stays_unread:  # the host needs the tokens of the step before
             launched_at = max(launched_at, free_at)

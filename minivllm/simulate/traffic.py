@@ -61,10 +61,11 @@ def bursts(
 
 
 def diurnal(
-    count: int, rate: float, rng: np.random.Generator, period_s: float = 3600, depth: float = 0.8
+    count: int, rate: float, rng: np.random.Generator, period_s: float | None = None, depth: float = 0.8
 ) -> np.ndarray:
-    """(count,) seconds: a Poisson process whose rate swings by `depth` of itself, once in `period_s`."""
+    """(count,) seconds: a Poisson process whose rate swings by `depth` of itself, once in `period_s` or in all."""
     end = count / rate
+    period_s = period_s or end
     grid = np.linspace(0, 2 * end, 20_001)
     swing = depth * period_s / (2 * np.pi) * (1 - np.cos(2 * np.pi * grid / period_s))
     expected = rate * (grid + swing)  # arrivals until then: the integral of the rate

@@ -27,17 +27,6 @@ def world(tmp_path_factory):
     return tiny_world(tmp_path_factory)
 
 
-@pytest.fixture(scope="module")
-def ray():
-    """A Ray of two CPUs, until the last test has ended."""
-    ray = pytest.importorskip("ray", reason="not verified here: needs Ray (make serve-ray installs it)")
-    from deploy.fleet.__main__ import start_ray
-
-    start_ray(cpus=2)
-    yield ray
-    ray.shutdown()
-
-
 def args_of(world, **more):
     return FleetArgs(
         model=str(world.base),

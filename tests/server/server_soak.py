@@ -204,7 +204,8 @@ class Round:
             return False
         error = json.loads(content)["error"]
         # Its adapter was there when its name was looked up, and is unloaded meanwhile.
-        is_leaving = status == 404 and "does not exist; there are:" in error["message"]
+        words = {404: "does not exist; there are:", 409: "being unloaded"}
+        is_leaving = status in words and words[status] in error["message"]
         assert is_leaving or self.is_over(status), (status, error)
         return False
 

@@ -121,6 +121,25 @@ def test_a_header_without_an_end_is_refused_before_it_is_kept(server, before):
     assert post(server, json.dumps(ASK)).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_answer_has_chunks_where_http_knows_them(server, version, stream):
+    content = json.dumps({**ASK, "stream": stream}).encode()
+    asked = head(len(content), "connection: close").replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+
+    with connected(server) as sock:
+        sock.sendall(asked + content)
+        answer = b"".join(iter(lambda: sock.recv(10_000), b""))
+
+    head_of_it, _, body = answer.partition(b"\r\n\r\n")
+    is_chunked = stream and version == "1.1"
+    assert head_of_it.split(b"\r\n")[0].endswith(b" 200 OK")
+    assert (b"transfer-encoding: chunked" in head_of_it) == is_chunked
+    assert body.startswith(b"data: {" if stream else b"{") != is_chunked
+    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}") != is_chunked
+    assert body.endswith(b"\r\n0\r\n\r\n") == is_chunked
+
+
 def test_many_small_requests_on_a_connection_are_no_long_head(server):
     statuses = []
 

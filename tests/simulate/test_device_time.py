@@ -9,12 +9,12 @@ from minivllm.simulate.replica import Elastic
 from minivllm.simulate.traffic import Arrival
 
 # The host takes a quarter of a second to launch, the device a second to compute.
-COST = CostModel({"steps": 1.0}, launch_s=0.25, read_bytes_per_s=1e12, copy_bytes_per_s=1e12)
+COST = CostModel({"steps": 1.0}, launch_s=0.25, graph_tokens=64)
+WITHOUT_GRAPHS = CostModel({"steps": 1.0}, launch_s=0.25)
 
 
-def served(arrivals, **options):
-    cost = options.pop("cost", COST)
-    made = fleet(config(reads_beside=False, **options), cost)
+def served(arrivals, cost=COST):
+    made = fleet(config(reads_beside=False), cost)
     made.serve(arrivals)
     return made
 
@@ -38,8 +38,8 @@ def test_a_step_waits_for_the_step_before_and_for_its_own_adapters():
 def test_one_step_ahead_the_device_never_waits_for_the_host():
     arrivals = [Arrival(0.0, 4, 3, None)]
 
-    (ahead,) = served(arrivals, ahead=True).requests
-    (waiting,) = served(arrivals).requests
+    (ahead,) = served(arrivals).requests
+    (waiting,) = served(arrivals, cost=WITHOUT_GRAPHS).requests
 
     assert (waiting.first_s, waiting.last_s) == pytest.approx((1.25, 3.75))
     assert (ahead.first_s, ahead.last_s) == pytest.approx((1.25, 3.25))
@@ -47,7 +47,7 @@ def test_one_step_ahead_the_device_never_waits_for_the_host():
 
 def test_who_comes_while_a_call_waits_joins_the_call_after():
     # Calls begin at 0, 0.25 and 1.25; the third one's step is computed from 2.25, and read by the fourth call.
-    requests = served([Arrival(0.0, 4, 9, None), Arrival(0.3, 4, 1, None)], ahead=True).requests
+    requests = served([Arrival(0.0, 4, 9, None), Arrival(0.3, 4, 1, None)]).requests
 
     assert requests[1].first_s == pytest.approx(3.25)
 
@@ -55,7 +55,7 @@ def test_who_comes_while_a_call_waits_joins_the_call_after():
 def test_a_step_that_is_no_graph_is_launched_when_the_one_before_was_read():
     cost = CostModel({"steps": 1.0}, launch_s=0.25, graph_tokens=10)
 
-    requests = served([Arrival(0.0, 4, 9, None), Arrival(0.3, 20, 2, None)], cost=cost, ahead=True).requests
+    requests = served([Arrival(0.0, 4, 9, None), Arrival(0.3, 20, 2, None)], cost=cost).requests
 
     # The first request's second step runs from 1.25 to 2.25. Then comes the long prompt, whose tokens are read at
     # once, and nothing was launched meanwhile.

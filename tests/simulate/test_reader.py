@@ -61,3 +61,14 @@ def test_what_is_wanted_ahead_holds_up_no_request(reader):
     reader.settle(3.0)
     # What a request waits for stays until it joins; what none waits for is in memory.
     assert reader.worker.done == {1, 2} and list(reader.worker.manager.list_adapters()) == [6]
+
+
+def test_what_is_wanted_ahead_takes_nobodys_place(reader):
+    reader.in_flight.update(dict.fromkeys((5, 6), 1))
+    for adapter_id in (4, 5, 6):
+        reader.begin_ahead(adapter_id)
+
+    said = [reader.may_run(request) for request in REQUESTS[1:4]]
+    reader.settle(6.0)
+
+    assert said == [LOADING] * 3 and reader.worker.done == {1, 2, 3, 4, 5, 6}

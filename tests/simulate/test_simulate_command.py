@@ -148,24 +148,21 @@ def test_a_fit_says_the_mean_of_what_was_measured():
 
 
 def test_the_package_brings_what_the_results_say(tmp_path):
-    names = (
-        "engine-decode-h100-2026-11-21",
-        "engine-decode-128-h100-2026-11-21",
-        "engine-switch-h100-2026-11-21",
-    )
-    out = tmp_path / "cost.json"
-    arguments = ["simulate", "fit", *(str(RESULTS / f"{n}.json") for n in names), "--assume", "context=4e-8"]
-
-    result = CliRunner().invoke(app, [*arguments, "-o", str(out)], catch_exceptions=False)
-
-    assert result.exit_code == 0
     brought = Path(simulate_cli.__file__).parents[1] / "simulate" / "costs" / "h100-llama-8b.json"
-    fitted, kept = CostModel.load(out), CostModel.load(brought)
+    kept = CostModel.load(brought)
+    results = [RESULTS / f"{name}.json" for name in re.findall(r"(\S+) \(NVIDIA H100", kept.source)]
+    out = tmp_path / "cost.json"
+
+    result = CliRunner().invoke(app, ["simulate", "fit", *map(str, results), "-o", str(out)])
+
+    assert result.exit_code == 0 and len(results) > 5
+    fitted = CostModel.load(out)
     assert fitted.step == pytest.approx(kept.step) and fitted.source == kept.source
-    # A step of 128 rows without adapters was measured to take 9.76 ms.
-    assert kept.step_seconds(StepWork(steps=1, requests=128, tokens=128, context=128 * 256)) == pytest.approx(
-        9.76e-3, rel=0.05
-    )
+    decode = json.loads((RESULTS / "engine-decode-ahead-h100-2026-11-22.json").read_text())
+    (base,) = (row for row in decode["rows"] if (row["case"], row["requests"]) == ("base", 128))
+    context = 128 * (decode["options"]["prompt_tokens"] + decode["options"]["output_tokens"] / 2)
+    work = StepWork(steps=1, requests=128, tokens=128, context=context, pairs=context / 1000)
+    assert kept.step_seconds(work) == pytest.approx(base["step_ms"] / 1e3, rel=0.05)
 
 
 def test_what_is_no_result_is_refused(tmp_path):
