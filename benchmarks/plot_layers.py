@@ -45,12 +45,14 @@ def draw(content: dict[str, Any] | list[dict[str, Any]], path: Path) -> None:
     panels[0].get_gridspec().set_width_ratios([len(found) for found in groups.values()])
     for axes, (phase, found) in zip(panels, groups.items()):
         _draw_phase(axes, phase, found, ordered)
-    panels[0].set_ylabel("added to the base layer (µs)", color=INK)
+    what = "block" if any(row.get("block") for row in rows) else "layer"
+    panels[0].set_ylabel(f"added to the base {what} (µs)", color=INK)
     labels = dict(_look(name, ordered) for name in ordered)
     legend(figure, labels, "reading the adapters once", loc="outside upper left", ncols=3)
     if isinstance(content, dict):
         models = ", ".join(dict.fromkeys(row["model"] for row in rows))
-        note(figure, content, f"the linears of one {models} layer, {content['options']['dtype']}")
+        parts = {"block": "a block without its attention", "layer": "the linears of a layer"}
+        note(figure, content, f"{parts[what]}, {models}, {content['options']['dtype']}")
     figure.savefig(path)
 
 
