@@ -3,6 +3,7 @@
 Stands for `WorkerProc` of vllm/v1/executor/multiproc_executor.py (v0.22.1).
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -68,6 +69,7 @@ class Follower:
 
     def warm_up(self) -> None:
         self.runner.warm_up()
+        gc.freeze()  # what is there by now stays: to look through it again and again would hold up steps on all ranks
 
     def launch(self, message: StepMessage, seats: dict[int, Seat] | None, dropped: list[int]) -> None:
         """Run a step.
