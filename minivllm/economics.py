@@ -64,15 +64,16 @@ def adapter_bytes(model: ModelArchitecture, rank: int, itemsize: int = 2) -> int
     return sum(rank * (k + n) for pairs in adapted.values() for k, n in pairs) * itemsize
 
 
-def weight_bytes(model: ModelArchitecture, itemsize: int = 2) -> int:
+def weight_bytes(model: ModelArchitecture, itemsize: int = 2, tp: TensorParallel = ALONE) -> int:
     """Bytes of the base model's weights: linears and experts, their biases, norms, embedding and output."""
-    base = MODELS[model.architecture](model, torch.float32, "meta")
+    base = MODELS[model.architecture](model, torch.float32, "meta", tp)
     return sum(parameter.numel() for parameter in base.parameters()) * itemsize
 
 
-def kv_bytes_per_token(model: ModelArchitecture, itemsize: int = 2) -> int:
+def kv_bytes_per_token(model: ModelArchitecture, itemsize: int = 2, tp: TensorParallel = ALONE) -> int:
     """Bytes of a token's keys and values in all layers."""
-    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
+    heads = tp.kv_heads(model.num_key_value_heads)
+    return 2 * model.num_hidden_layers * (heads.stop - heads.start) * model.head_dim * itemsize
 
 
 @dataclass(frozen=True)
@@ -174,21 +175,22 @@ def plan(
     activations: int = 2 * GIB,
     device: str | torch.device = "cuda",
     dtype: torch.dtype | None = None,
+    tp: TensorParallel = ALONE,
 ) -> Plan:
     """Spend a device's memory: weights, activations and slots first, the rest on keys and values.
 
     memory          bytes of the device; `utilization` of it may be used
     lora_config     None = the base model alone
     activations     bytes that the largest step needs, CUDA graphs included: measure it for your model
-    device, dtype   as `slot_memory` has them; the device need not be there
+    device, dtype, tp   as `slot_memory` has them; the device need not be there
 
     ValueError when nothing is left for a single request.
     """
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else model.dtype)
-    weights = weight_bytes(model, dtype.itemsize)
-    slots = slot_memory(model, lora_config, device, dtype).total if lora_config else 0
+    weights = weight_bytes(model, dtype.itemsize, tp)
+    slots = slot_memory(model, lora_config, device, dtype, tp).total if lora_config else 0
     kv_cache = int(memory * utilization) - activations - weights - slots
-    tokens = kv_cache // kv_bytes_per_token(model, dtype.itemsize)
+    tokens = kv_cache // kv_bytes_per_token(model, dtype.itemsize, tp)
     if tokens < context:
         raise ValueError(
             f"weights ({weights / GIB:.1f} GiB), LoRA slots ({slots / GIB:.1f} GiB) and activations "

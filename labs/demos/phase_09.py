@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+from tokenizers import Tokenizer, decoders, models
+
 from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
 from minivllm.server.keys import Holder
 from minivllm.server.metrics import Progress, ServerMetrics
 from minivllm.server.names import ModelNames
@@ -18,6 +21,7 @@ from minivllm.server.settings import ServerSettings
 from minivllm.serving.hand_over import HandOver
 from minivllm.serving.listening import listen
 from minivllm.serving.streams import Stream, output_stream
+from minivllm.text.detokenizer import IncrementalDetokenizer
 
 
 def state(future: Future) -> str:
@@ -125,3 +129,21 @@ def demo_9_5() -> Iterator[str]:
     metrics.finished("sql", output(5, metrics=RequestMetrics(8.0, first_token_time=11.0)))
     yield f"time to the first token, from arrival: {list(metrics.recent_ttft)}"
     yield f"labels of sql, dates, json: {[metrics.label(name) for name in ('sql', 'dates', 'json')]}"
+
+
+def tokenizer_of(vocabulary: dict[str, int]) -> SimpleNamespace:
+    """A byte-level tokenizer of these tokens, each in the letters that stand for its bytes."""
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return SimpleNamespace(backend_tokenizer=backend)
+
+
+def demo_9_6() -> Iterator[str]:
+    vocabulary = {"Caf": 0, "Ã": 1, "©": 2, "ĠE": 3, "N": 4, "D": 5, "ding": 6}
+    yield "tokens: 'Caf', half of 'é', its other half, ' E', 'N', and more; the stop string is 'END'"
+    for title, ids in (("then 'ding'", (0, 1, 2, 3, 4, 6)), ("then 'D'", (0, 1, 2, 3, 4, 5))):
+        detokenizer = IncrementalDetokenizer(
+            tokenizer_of(vocabulary), SamplingParams(stop=["END"], max_tokens=9)
+        )
+        pieces = [detokenizer.update([token], finished=token == ids[-1]) for token in ids]
+        yield f"{title}: {[piece for piece, _ in pieces]}, stopped by {pieces[-1][1]!r}"

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from minivllm.distributed.vocabulary import get_masked_input_and_mask
+
 
 class TensorParallel:
     """One of `size` processes that share every layer of a model, on paper: it knows its part, and meets nobody.
@@ -58,6 +60,11 @@ class TensorParallel:
         """A term that the first process alone adds to a sum; zeros on others."""
         return x if self.rank == 0 else torch.zeros_like(x)
 
+    def own_part(self, vocabulary: int) -> slice:
+        """Which tokens this process has; the last processes may have fewer than others."""
+        part = self.part(self.tokens(vocabulary))
+        return slice(min(part.start, vocabulary), min(part.stop, vocabulary))
+
     # ---- what all have --------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,9 +81,9 @@ class TensorParallel:
 
     def look_up_own(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """This process's term of `look_up`: zeros for the rows of others."""
-        own = ids - self.rank * len(table)  # (T,)
-        is_others = (own < 0) | (own >= len(table))
-        return F.embedding(own.masked_fill(is_others, 0), table).masked_fill(is_others[:, None], 0)
+        own = self.part(len(table))
+        rows, is_others = get_masked_input_and_mask(ids, own.start, own.stop, 0, 0, 0)
+        return F.embedding(rows, table).masked_fill(is_others[:, None], 0)
 
     def look_up_own_in(
         self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
@@ -85,10 +92,11 @@ class TensorParallel:
 
         ids, slots: (T,) int64    tables: (S, tokens(V) + X, R) -> (T, R)
         """
-        share, is_added = self.tokens(vocabulary), ids >= vocabulary
-        own = ids - self.rank * share  # (T,)
-        is_others = torch.where(is_added, self.rank > 0, (own < 0) | (own >= share))
-        rows = torch.where(is_added, ids - vocabulary + share, own).masked_fill(is_others, 0)
+        share = self.tokens(vocabulary)
+        own = self.own_part(vocabulary)
+        padding = share - (own.stop - own.start)
+        added = (vocabulary, vocabulary + tables.shape[1] - share) if self.rank == 0 else (0, 0)
+        rows, is_others = get_masked_input_and_mask(ids, own.start, own.stop, padding, *added)
         return tables[slots, rows].masked_fill(is_others[:, None], 0)
 
     def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.distributed.vocabulary import VocabParallelEmbeddingShardIndices
+from minivllm.distributed.vocabulary import get_masked_input_and_mask as get_masked_input_and_mask
 from minivllm.layers.linear import LinearBase
 
 
@@ -34,10 +36,20 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.org_vocab_size = org_num_embeddings or num_embeddings
         self.embedding_dim = embedding_dim
-        self.rows = _own_tokens(num_embeddings, tp)
+        self.rows = tp.own_part(num_embeddings)
         weight = torch.empty(tp.tokens(num_embeddings), embedding_dim, dtype=params_dtype, device=device)
         weight[self.rows.stop - self.rows.start :] = 0
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.num_embeddings_padded = tp.size * len(weight)
+
+    @property
+    def shard_indices(self) -> VocabParallelEmbeddingShardIndices:
+        """Of which tokens the rows of `weight` are (vLLM: the same name)."""
+        return VocabParallelEmbeddingShardIndices.of(self.rows, len(self.weight), self.org_vocab_size)
+
+    def get_sharded_to_full_mapping(self) -> list[int] | None:
+        """Where each token's row is among the rows of all processes: in order (vLLM: the same name). None alone."""
+        return list(range(self.num_embeddings_padded)) if self.tp.size > 1 else None
 
     tp_rank, tp_size = property(attrgetter("tp.rank")), property(attrgetter("tp.size"))
 
@@ -73,7 +85,7 @@ class ParallelLMHead(LinearBase):
             parameter[self.rows[0].stop - self.rows[0].start :] = 0
 
     def _take_part(self) -> None:
-        self.heights, self.rows = [self.output_size], [_own_tokens(self.output_size, self.tp)]
+        self.heights, self.rows = [self.output_size], [self.tp.own_part(self.output_size)]
         self.columns = slice(0, self.input_size)
 
     @property
@@ -121,9 +133,3 @@ class LogitsProcessor(nn.Module):
         """hidden_states: (P, H)   embedding_bias: (V,) or None -> (P, V)"""
         own = self.own_logits(lm_head, hidden_states, embedding_bias)
         return self.tp.gather_tokens(own, self.vocab_size)  # (P, V)
-
-
-def _own_tokens(vocabulary: int, tp: TensorParallel) -> slice:
-    """Tokens whose rows a process has; the last processes may have fewer than others."""
-    part = tp.part(tp.tokens(vocabulary))
-    return slice(min(part.start, vocabulary), min(part.stop, vocabulary))

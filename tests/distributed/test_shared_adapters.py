@@ -90,9 +90,10 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, 
 
 @pytest.mark.parametrize(("backend", "fully"), BACKENDS)
 def test_every_backend_gives_it(world_of, backend, fully, monkeypatch):
-    """Kernels compute in float32 at best."""
+    """Pages know no float64, and "folded" wants weights that a CPU in float32 has packed."""
     world = world_of("llama-llama3-rope")
-    options = {**OPTIONS, "dtype": "float32", "punica_backend": backend, "fully_sharded_loras": fully}
+    options = {**OPTIONS, "punica_backend": backend, "fully_sharded_loras": fully}
+    options["dtype"] = "float32" if backend == "paged" else "float64"
 
     assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world)[:7], 3, **options)
 
@@ -117,6 +118,22 @@ def test_experts_have_their_adapters(variant, tmp_path_factory, monkeypatch):
     assert_shared_engines_answer(
         monkeypatch, world, 2, pairs_of(world, world.names[::2]), max_loras=3, max_cpu_loras=20
     )
+
+
+@pytest.mark.nightly
+def test_experts_are_cut_where_linears_are_fully_sharded(tmp_path_factory, monkeypatch):
+    world = sparse_world(tmp_path_factory, MIXTRAL)
+    options = {"max_loras": 3, "max_cpu_loras": 20, "fully_sharded_loras": True}
+
+    assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world, world.names[::2]), **options)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "qkv_proj"]])
+def test_layers_that_the_server_leaves_alone_are_summed_all_the_same(world_of, targets, monkeypatch):
+    world = world_of("llama-llama3-rope")
+    options = {**OPTIONS, "target_modules": targets}
+
+    assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world, ["qv"]), **options)
 
 
 def test_in_float32_tokens_are_those_of_one_process(world_of, monkeypatch):

@@ -7,7 +7,10 @@ from test_slot_memory import large, manage, tiny
 from minivllm import EngineArgs
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig, ParallelConfig
 from minivllm.distributed.tensor_parallel import TensorParallel
-from minivllm.economics import slot_memory
+from minivllm.economics import GIB, plan, slot_memory
+from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.models.registry import MODELS
 
 LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -48,6 +51,58 @@ def test_an_8b_models_a_and_b_can_be_counted_by_hand(size, rank):
     assert [bytes_of(False), bytes_of(True)] == expected
     alone = 32 * slots * rank * two_bytes * (5 * hidden + outputs + q + inner + 2 * hidden)
     assert expected[1] * size == alone
+
+
+def test_two_devices_hold_what_one_cannot():
+    model, config = large("llama-8b"), LoRAConfig(64, 8, target_modules=LINEARS, fully_sharded_loras=True)
+    memory, context = 16 * GIB, 8192
+
+    with pytest.raises(ValueError, match="too little for the keys and values of 8192 tokens"):
+        plan(model, memory, config, context)
+
+    shared = plan(model, memory, config, context, tp=TensorParallel(1, 2))
+    alone = plan(model, 4 * memory, config, context)
+    per_token = 32 * 2 * 8 * 128 * 2
+    assert shared.weights == pytest.approx(alone.weights / 2, rel=1e-3)  # norms are whole
+    assert shared.kv_tokens == shared.kv_cache // (per_token // 2)
+    assert alone.kv_tokens == alone.kv_cache // per_token
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slots_that_a_gpus_writer_fills_are_the_same(rank):
+    model = tiny("llama-llama3-rope")
+    config = LoRAConfig(6, 2, punica_backend="triton", fully_sharded_loras=True)
+
+    def filled(with_writer):
+        manager = manage(
+            MODELS[model.architecture](model, torch.float32, "cpu", TensorParallel(rank, 2)), config
+        )
+        if with_writer:
+            manager.slot_writer = SlotWriter(manager.wrapped, "cpu")
+        for adapter_id, ranks in ((1, 5), (2, 6), (3, 2)):  # the third takes the first one's slot
+            manager.add_adapter(random_adapter(model, adapter_id, ranks))
+            manager.activate_adapter(adapter_id)
+        return manager.modules
+
+    for slots, expected in zip(
+        *([layer.slots for layer in filled(w).values()] for w in (True, False)), strict=True
+    ):
+        assert slots.live_ranks == expected.live_ranks
+        for matrix, other in zip((*slots.a, *slots.b), (*expected.a, *expected.b), strict=True):
+            assert torch.equal(matrix, other)
+
+
+def random_adapter(model, adapter_id, rank):
+    """On one column-parallel and one row-parallel linear."""
+    generator = torch.Generator().manual_seed(adapter_id)
+    hidden, inner = model.hidden_size, model.intermediate_size
+    shapes = {"self_attn.q_proj": (hidden, hidden), "mlp.down_proj": (hidden, inner)}
+    loras = {}
+    for name, (height, width) in shapes.items():
+        a, b = (torch.randn(shape, generator=generator) for shape in ((rank, width), (height, rank)))
+        full_name = f"model.layers.1.{name}"
+        loras[full_name] = LoRALayerWeights(full_name, rank, rank, a, b)
+    return LoRAModel(adapter_id, rank, loras)
 
 
 @pytest.fixture

@@ -175,14 +175,10 @@ def test_masks_hold_every_token_that_may_come_and_no_other(llm, oracle, seed):
         so_far += oracle.bytes[token]
 
 
-def test_an_engine_one_step_ahead_follows_the_structure(base):
-    def engine():
-        return LLMEngine.from_engine_args(
-            EngineArgs(str(base), dtype="float32", max_model_len=256, num_kv_blocks=24, warm_up=False)
-        )
-
+def test_an_engine_one_step_ahead_follows_the_structure(llm, base):
+    args = EngineArgs(str(base), dtype="float32", max_model_len=256, num_kv_blocks=24, warm_up=False)
     answers = []
-    for one in (engine(), run_ahead(engine())):
+    for one in (llm.llm_engine, run_ahead(LLMEngine.from_engine_args(args))):
         for i, seed in enumerate((3, 4)):
             one.add_request(str(i), PROMPTS[i], structured({"temperature": 5.0, "seed": seed}, choice=CITIES))
         one.add_request("free", PROMPTS[2], greedy(12))

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-PIECE_BYTES = 256 * 2**20
+# Of a piece at most, and parts like the one asked for: small models do not need as much. A larger part has its own.
+PIECE_BYTES, PARTS = 256 * 2**20, 16
 ALIGNMENT = 256
 
 
@@ -43,7 +44,7 @@ class PageLockedMemory:
             self._take_back()
             place = self._find(wanted)
             if place is None:
-                self._add_piece(max(wanted, PIECE_BYTES))
+                self._add_piece(max(wanted, min(PIECE_BYTES, PARTS * wanted)))
                 place = self._find(wanted)
         piece, first, end = place
         part = self._pieces[piece][first : first + nbytes]
