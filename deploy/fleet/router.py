@@ -1,5 +1,6 @@
 """Routing of a fleet by the policies that docs/scaling.md compares, in the stead of Ray Serve's own."""
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,9 @@ from deploy.fleet.seats import Seats
 from minivllm.lora.io.resolver import stable_id
 from minivllm.policies.routing import POLICIES
 
+# Far more than it takes: a request that waits for room is chosen for again and again.
+SECONDS_UNTIL_SENT = 10.0
+
 
 class PolicyRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     """The replica that a policy names; where that one is full, any other.
@@ -27,7 +31,8 @@ class PolicyRouter(FIFOMixin, MultiplexMixin, RequestRouter):
     def initialize_state(self, policy: str, room: int) -> None:
         """policy: a name in `minivllm.policies.routing.POLICIES`; room: for adapters, in the memory of each engine"""
         self._seats = Seats(POLICIES[policy](0), room)
-        self._chosen: dict[int, tuple[PendingRequest, ReplicaID]] = {}  # by id: not sent yet
+        # By id: not sent yet, and when it was chosen.
+        self._chosen: dict[int, tuple[PendingRequest, ReplicaID, float]] = {}
         self._taken: Counter[ReplicaID] = Counter()  # requests that it has taken, and not ended
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -47,15 +52,20 @@ class PolicyRouter(FIFOMixin, MultiplexMixin, RequestRouter):
         self._count_loads(pending_request)
         name = self._seats.choose(adapter_id, list(replicas))
         self._seats.of[name].send(adapter_id)
-        self._chosen[id(pending_request)] = pending_request, name
+        self._chosen[id(pending_request)] = pending_request, name, time.monotonic()
         first = replicas.pop(name)
         return [[first], list(replicas.values())]
 
     def _count_loads(self, pending_request: PendingRequest) -> None:
         """Without this request, which may be tried again, and those that were cancelled before they were sent."""
         self._chosen.pop(id(pending_request), None)
-        self._chosen = {key: each for key, each in self._chosen.items() if not each[0].future.cancelled()}
-        chosen = Counter(name for _, name in self._chosen.values())
+        since = time.monotonic() - SECONDS_UNTIL_SENT
+        self._chosen = {
+            key: each
+            for key, each in self._chosen.items()
+            if not each[0].future.cancelled() and each[2] > since
+        }
+        chosen = Counter(name for _, name, _ in self._chosen.values())
         for name, seat in self._seats.of.items():
             seat.load = self._taken[name] + chosen[name]
 
