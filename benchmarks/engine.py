@@ -26,6 +26,8 @@ from benchmarks.arguments import (
 NAME = "python -m benchmarks.engine"
 # Options that say which part of a benchmark to run now, or where to put it; the others define what is measured.
 CUTS = ("command", "cases", "requests", "json", "plot")
+# Older results know no such option: by default it is not written.
+NEWER = {"threads": None, "tensor_parallel_size": 1, "fully_sharded_loras": False}
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
@@ -45,6 +47,12 @@ def add_engine_options(parser: ArgumentParser) -> None:
     parser.add_argument("--punica-backend", type=one_of(BACKENDS), default="auto")
     parser.add_argument(
         "--target-modules", type=each_once(str), help="what to wrap; all that can be if not given"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=whole(), default=1, help="processes that share every layer, a GPU each"
+    )
+    parser.add_argument(
+        "--fully-sharded-loras", action="store_true", help="these have a part of both A and B each"
     )
     parser.add_argument("--max-model-len", type=whole(), default=2048)
     parser.add_argument("--max-num-batched-tokens", type=whole(), default=8192)
@@ -147,8 +155,9 @@ def main(arguments: Sequence[str]) -> None:
     plots, report = (importlib.import_module(f"benchmarks.{name}") for name in ("plots", "report"))
     path = options.json or report.default_path(f"engine-{options.command}", options.device)
     kept = {key: value for key, value in vars(options).items() if key not in CUTS}
-    if options.threads is None:
-        del kept["threads"]  # older results know no such option
+    for name, default in NEWER.items():
+        if kept[name] == default:
+            del kept[name]
     result = report.Report(path, f"engine-{options.command}", kept, options.device)
     options.model = importlib.import_module("benchmarks.options").model_folder(options.model)
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:

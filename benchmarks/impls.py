@@ -83,7 +83,9 @@ class EngineRun:
         self.layer.base_layer.__dict__["read_by"] = activation
 
 
-looped = functools.partial(engine_linear, "grouped")  # a shrink and an expand for each adapter, by PyTorch
+looped = functools.partial(
+    engine_linear, "grouped"
+)  # phase 03: two products for each run of rows, by PyTorch
 sgmv = functools.partial(engine_linear, "triton")  # a shrink and an expand after the base product
 folded = functools.partial(engine_linear, "folded")  # A folded into the base weight, and an expand
 paged = functools.partial(engine_linear, "paged")  # a shrink and an expand from pages

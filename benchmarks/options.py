@@ -31,6 +31,7 @@ def engine_args(
         "max_cpu_loras": cpu_loras,
         "punica_backend": options.punica_backend,
         "target_modules": options.target_modules,
+        "fully_sharded_loras": options.fully_sharded_loras,
     }
     return EngineArgs(
         model=options.model,
@@ -40,6 +41,7 @@ def engine_args(
         dtype=options.dtype,
         threads=options.threads,
         batch_invariant=options.batch_invariant,
+        tensor_parallel_size=options.tensor_parallel_size,
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -13,12 +13,14 @@ KNOWN = {
     "vllm": ("vLLM 0.22.1", ORANGE),
     "sglang_v1": ("SGLang 0.5.23 triton", PINK),
     "sglang_v2": ("SGLang 0.5.23 triton_v2", RED),
-    "benchmarks.impls:looped": ("adapter by adapter", "#8C8C8C"),
+    "benchmarks.impls:looped": ("run by run, in PyTorch", "#8C8C8C"),
     "benchmarks.impls:gathered": ("gathered for each row", "#332288"),
     "benchmarks.impls:sgmv": ("minivllm, shrink and expand", SKY),
     "benchmarks.impls:folded": ("minivllm, folded", BLUE),
     "benchmarks.impls:paged": ("minivllm, paged", GREEN),
 }
+
+SPREAD = 100
 
 
 def results_of(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -83,8 +85,20 @@ def _draw_phase(axes: Axes, phase: str, rows: list[dict[str, Any]], names: list[
             )
         axes.plot([x - 0.44, x + 0.44], [row["floor_us"]] * 2, color=INK, linewidth=2.2)
     axes.set_xticks(range(len(rows)), [_case_label(row) for row in rows], fontsize=8.5)
-    axes.set_title(phase, loc="left", fontsize=10.5, color=INK)
+    spread = _is_spread(rows)
+    if spread:
+        axes.set_yscale("log")
+    axes.set_title(
+        f"{phase}, on a logarithmic scale" if spread else phase, loc="left", fontsize=10.5, color=INK
+    )
     axes.margins(y=0.12)
+
+
+def _is_spread(rows: list[dict[str, Any]]) -> bool:
+    """Whether bars of one scale would hide the short ones."""
+    added = [result["us"] - row["base"]["us"] for row in rows for result in results_of(row).values()]
+    positive = [us for us in added if us > 0]  # nan is not
+    return len(positive) > 1 and max(positive) > SPREAD * min(positive)
 
 
 def _case_label(row: dict[str, Any]) -> str:

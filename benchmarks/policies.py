@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import run_as_command, whole
+from benchmarks.report import machine
 from minivllm.commands.simulate import Case, arrivals_of, load_cost, make_fleet
 from minivllm.commands.simulate_cli import simulate
 from minivllm.policies import keeping, prefetching, routing, scheduling
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     result = {
         "benchmark": "policies",
         "date": str(datetime.date.today()),
+        "machine": machine("cpu"),
         "cost_model": load_cost(options()["cost"]).source,
         "options": common | {"engine": ENGINE, "traffics": TRAFFICS},
         "rows": rows,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.distributed.alone import ALONE
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from minivllm.commands.common import CPU_SLOTS, resolve_model
-from minivllm.commands.serve import adapters_of, model_name
+from minivllm.commands.serve import adapters_of, api_keys, model_name
 from minivllm.engine_args import EngineArgs
 from minivllm.policies.routing import POLICIES
 from minivllm.server.settings import ServerSettings
@@ -16,7 +16,8 @@ class FleetArgs(BaseModel):
 
     model, served_model_name    None = the demo model, and what `model` says
     lora_modules                `NAME=PATH` each, or `demo` alone
-    lora_root, allow_runtime_lora, api_keys   as `ServerSettings` says
+    lora_root, allow_runtime_lora   as `ServerSettings` says
+    api_keys                    likewise; none = that of MINIVLLM_API_KEY where the server is, if it has one
     base_model_name             what adapters below `lora_root` call the model, where its folder is called otherwise
     engine                      further `EngineArgs`
     max_queued                  requests of one engine beside those that run; more of them go to another one, or wait
@@ -88,5 +89,5 @@ class FleetArgs(BaseModel):
             adapters=tuple(adapters_of(self.lora_modules, self.model)),
             lora_root=self.lora_root,
             allow_runtime_lora=self.allow_runtime_lora,
-            api_keys=tuple(self.api_keys),
+            api_keys=tuple(api_keys(self.api_keys)),
         )

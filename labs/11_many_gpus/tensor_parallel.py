@@ -102,33 +102,3 @@ class TensorParallel:
         raise Todo("lab 11.3: shards of a vocabulary")
 
     # endregion
-
-
-class Alone(TensorParallel):
-    """The only process: it has all of every layer."""
-
-    def __init__(self) -> None:
-        super().__init__(rank=0, size=1)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    look_up = staticmethod(F.embedding)
-    look_up_own = staticmethod(F.embedding)
-
-    def own_tokens(self, by_token: torch.Tensor) -> torch.Tensor:
-        return by_token
-
-    def look_up_own_in(
-        self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
-    ) -> torch.Tensor:
-        return tables[slots, ids]
-
-    def gather_tokens(self, logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        return logits
-
-
-ALONE = Alone()

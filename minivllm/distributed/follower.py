@@ -3,11 +3,12 @@
 Stands for `WorkerProc` of vllm/v1/executor/multiproc_executor.py (v0.22.1).
 """
 
+import gc
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from minivllm.config import EngineConfig
 from minivllm.distributed.other_ranks import end_with_parent, is_of_others
 from minivllm.distributed.rank_runner import RankRunner, config_of, join_ranks
-from minivllm.distributed.shared_reading import stamp_of
+from minivllm.distributed.shared_reading import Seat, stamp_of
 from minivllm.distributed.step_messages import StepMessage, StepReader
 from minivllm.faults import reason
+from minivllm.lora.gpu.page_ledger import OwnPages
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 
@@ -39,7 +41,7 @@ class Follower:
         self._reader = StepReader()
         self._pool = ThreadPoolExecutor(PARALLEL_READS, thread_name_prefix="minivllm-reader")
         self.adapters: dict[int, Future[LoRAModel]] = {}
-        self._seats: dict[int, tuple[int, int]] = {}  # adapter id -> slot, number
+        self._seats: dict[int, Seat] = {}  # by adapter id
 
     def serve(self, join: Callable[[], None], config: EngineConfig, rank: int) -> None:
         """Until rank 0 says so, or is no more. What is raised here it is told."""
@@ -67,13 +69,12 @@ class Follower:
 
     def warm_up(self) -> None:
         self.runner.warm_up()
+        gc.freeze()  # what is there by now stays: to look through it again and again would hold up steps on all ranks
 
-    def launch(
-        self, message: StepMessage, seats: dict[int, tuple[int, int]] | None, dropped: list[int]
-    ) -> None:
+    def launch(self, message: StepMessage, seats: dict[int, Seat] | None, dropped: list[int]) -> None:
         """Run a step.
 
-        seats     adapter id -> its slot, and the number that it was read by; None = as in the step before
+        seats     of all adapters in slots, by their ids; None = as in the step before
         dropped   numbers of adapters that nobody will ask for
         """
         if seats is not None:
@@ -99,19 +100,31 @@ class Follower:
         error = future.exception()
         self._tell("answer", (number, None if error is None else reason(error)))
 
-    def _seat(self, seats: dict[int, tuple[int, int]]) -> None:
+    def _seat(self, seats: dict[int, Seat]) -> None:
         """Bring the slots into the state that rank 0's are in."""
         manager = self.runner.lora_manager.manager
         for adapter_id in [i for i, seat in self._seats.items() if seats.get(i) != seat]:
             manager.remove_adapter(adapter_id)
-            del self._seats[adapter_id]
-        for adapter_id, (slot, number) in seats.items():
-            if adapter_id not in self._seats:
-                lora = self.adapters[number].result()
-                manager._registered_adapters.put(adapter_id, lora)
-                manager._write(lora, slot)
-                manager._active_adapters.put(adapter_id, slot)
+        for adapter_id, seat in seats.items():
+            if self._seats.get(adapter_id) == seat:
+                continue
+            lora = self.adapters[seat.number].result()
+            manager._registered_adapters.put(adapter_id, lora)
+            if seat.pages:
+                manager.pool.ledger.lender = ToldPages(seat.pages)
+            manager._write(lora, seat.slot)
+            manager._active_adapters.put(adapter_id, seat.slot)
         self._seats = seats
+
+
+class ToldPages(OwnPages):
+    """A `Lender` of just the pages that the slot has on rank 0."""
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self._pages = list(pages)
+
+    def choose(self, pages: Iterable[int], most: int) -> list[int]:
+        return self._pages[: max(most, 0)]
 
 
 def follow(pipe: Connection) -> None:

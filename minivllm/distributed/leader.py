@@ -3,7 +3,7 @@ vllm/v1/executor/multiproc_executor.py (v0.22.1), whose first rank is a process 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,8 @@ class LeadingRunner(RankRunner):
         self._reading: SharedReading | None = None
         self._writer = StepWriter()
         self._untold: SchedulerOutput | None = None
-        self._end = weakref.finalize(self, end_ranks, others)
+        self._captured: list[dict] = []  # the graphs, which have to go before the ranks' group can
+        self._end = weakref.finalize(self, end_ranks, others, self._captured)
         with others.in_step(lambda: False):
             super().__init__(config_of(0, config))
 
@@ -51,6 +52,8 @@ class LeadingRunner(RankRunner):
         try:
             with self.others.in_step(lambda: False):
                 super().warm_up()
+            graphs = [graphs for graphs in (self.decode_graphs, self.mixed_graphs) if graphs is not None]
+            self._captured += [graphs._steps for graphs in graphs]
         except BaseException:
             self._end()
             raise
@@ -127,6 +130,9 @@ def lead(config: EngineConfig, others: OtherRanks, store: dist.TCPStore | None =
         raise
 
 
-def end_ranks(others: OtherRanks) -> None:
+def end_ranks(others: OtherRanks, captured: Sequence[dict] = ()) -> None:
+    """captured: the steps that are CUDA graphs, which nobody runs any more"""
     others.close()
+    for steps in captured:
+        steps.clear()
     leave_ranks()

@@ -5,6 +5,9 @@ import torch.distributed as dist
 
 from minivllm.distributed.tensor_parallel import TensorParallel
 
+# The name that PyTorch 2.13 has for it, and warns of the other.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class ProcessGroup(TensorParallel):
     """A process of a group of torch.distributed: gloo on CPUs, NCCL on GPUs. vLLM: `GroupCoordinator`.
@@ -25,5 +28,5 @@ class ProcessGroup(TensorParallel):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=self.group)
+        _gather(gathered.flatten(0, 1), x.contiguous(), group=self.group)
         return gathered.movedim(0, -2).flatten(-2)  # (..., size * n)

@@ -1,6 +1,7 @@
 """The model runner of one rank among several. Stands for vllm/v1/worker/gpu_worker.py (v0.22.1)."""
 
 import os
+import threading
 from dataclasses import replace
 from datetime import timedelta
 
@@ -14,6 +15,8 @@ from minivllm.worker.model_runner import ModelRunner
 
 # So long ranks may be apart: one may have read the model sooner than another.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+_LEAVING = threading.Lock()
 
 
 class RankRunner(ModelRunner):
@@ -40,14 +43,21 @@ def join_ranks(rank: int, size: int, device: str, store: dist.Store | None = Non
         torch.cuda.set_device(device_of(rank, device))
         # NVLink multicast takes rights that a container seldom has, and gains nothing for so few numbers.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # Who ends the engine when a rank has ended is `OtherRanks`: PyTorch would end this process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
 
 
 def leave_ranks() -> None:
-    """Whatever other ranks do: what waits for them on this one ends with an error."""
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
+    """Whatever other ranks do: what waits for them on this one ends with an error.
+
+    NCCL ends what runs on the GPU at once. Then it waits for the end of all graphs that were captured with it.
+    """
+    with _LEAVING:
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
 
 
 def config_of(rank: int, config: EngineConfig) -> EngineConfig:

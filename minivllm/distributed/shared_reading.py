@@ -7,12 +7,24 @@ import os
 import weakref
 from collections import deque
 from dataclasses import replace
+from typing import NamedTuple
 
 from minivllm.distributed.other_ranks import OtherRanks
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+
+class Seat(NamedTuple):
+    """Where an adapter is.
+
+    number   that it was read by    pages   of the slot, where slots are made of pages
+    """
+
+    slot: int
+    number: int
+    pages: tuple[int, ...] = ()
 
 
 class SharedReading:
@@ -27,8 +39,9 @@ class SharedReading:
         # Adapter -> the number that the others know it by.
         self._number_of: weakref.WeakKeyDictionary[LoRAModel, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # numbers that nobody here has any more
-        self._seats: dict[int, tuple[int, int]] = {}  # that the others know
+        self._seats: dict[int, Seat] = {}  # by adapter id, that the others know
         self._manager = worker.manager
+        self._pool = getattr(worker.manager.punica_wrapper, "pool", None)
         self._load, worker._load_adapter = worker._load_adapter, self.load
 
     def load(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
@@ -57,13 +70,15 @@ class SharedReading:
         weakref.finalize(lora, self._dropped.append, number).atexit = False
         return lora
 
-    def news(self) -> tuple[dict[int, tuple[int, int]] | None, list[int]]:
-        """For the others' next step: the slots if they are others than last time, and what they may forget.
-
-        adapter id -> its slot, and the number that it was read by
-        """
+    def news(self) -> tuple[dict[int, Seat] | None, list[int]]:
+        """For the others' next step: the seats by adapter id if they are others than last time, and what they may
+        forget."""
         adapters, slots = self._manager._registered_adapters, self._manager._active_adapters
-        seats = {i: (slot, self._number_of[adapters[i]]) for i, slot in slots.items()}
+        pages = self._pool.ledger.held if self._pool is not None else {}
+        seats = {
+            i: Seat(slot, self._number_of[adapters[i]], tuple(pages.get(slot, ())))
+            for i, slot in slots.items()
+        }
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         is_new, self._seats = seats != self._seats, seats
         return seats if is_new else None, dropped

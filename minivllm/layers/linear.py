@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.distributed.alone import ALONE
+from minivllm.distributed.tensor_parallel import TensorParallel
 
 
 class LinearBase(nn.Module):

@@ -5,7 +5,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.distributed.alone import ALONE
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.distributed.alone import ALONE
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.batch_invariant import make_batch_invariant
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from minivllm.core.request import Request
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
+from minivllm.worker.openmp import set_num_threads
 
 # Adapters that are read from disk at the same time, unless it is said otherwise.
 PARALLEL_READS = 2
@@ -45,7 +47,9 @@ class AdapterReader:
         self.scheduler, self.worker, self.registry = engine.scheduler, engine.adapters.worker, engine.adapters
         self.most, self._read_done = most, read_done
         self._reads: dict[int, Read] = {}  # by adapter id
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix="minivllm-reader")
+        # Each would else have as many threads as there are cores, and steps would wait for theirs.
+        alone = partial(set_num_threads, 1)
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix="minivllm-reader", initializer=alone)
         self._may_run = self.scheduler.may_run
         self.scheduler.may_run = self.may_run
         self._load, self.worker._timed_load = self.worker._timed_load, self.load

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 
 from minivllm.config import EngineConfig
-from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.distributed.alone import ALONE
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.economics import adapted_layers, slot_memory
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from minivllm.config import EngineConfig
-from minivllm.distributed.tensor_parallel import ALONE, TensorParallel
+from minivllm.distributed.alone import ALONE
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.sampler import Sampler
 from minivllm.models.registry import get_model
 from minivllm.worker.cpu_threads import cpu_threads

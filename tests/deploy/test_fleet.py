@@ -192,6 +192,24 @@ def test_when_an_engine_ends_its_requests_get_an_error_and_the_others_answers(cl
     assert texts == [answers.text("all", "a tale")] * 2
 
 
+def test_an_engine_that_ends_in_the_middle_of_a_stream_ends_it_with_an_error(client, engines):
+    stream = client.completions.create(model="all", prompt="x", stream=True, **{**GREEDY, "max_tokens": 400})
+    chunks = iter(stream)
+    next(chunks)
+    for each in engines.replicas:
+        each.llm.shutdown()
+
+    with pytest.raises(openai.APIError, match="shut down"):
+        list(chunks)
+
+
+def test_a_key_stands_in_the_environment_or_in_the_arguments(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_API_KEY", "from the environment")
+
+    assert FleetArgs(model="m").server_settings().api_keys == ("from the environment",)
+    assert FleetArgs(model="m", api_keys=["given"]).server_settings().api_keys == ("given",)
+
+
 def test_whoever_leaves_ends_its_request_in_the_engine(client, engines):
     stream = client.completions.create(model="qv", prompt="x", stream=True, **{**GREEDY, "max_tokens": 400})
     next(iter(stream))

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 import yaml
-from engine_ends import end_process, parent_pid
+from engine_ends import end_process, parent_pid, tokens_made
 from tiny_engine import OPTIONS, tiny_world
 from tiny_server import BASE_NAME, Answers
 
@@ -152,6 +152,17 @@ def test_a_stream_comes_in_pieces_and_an_unknown_name_is_404(client, answers):
     assert "".join(pieces) == answers.text("all", "a tale", 20)
     with pytest.raises(openai.NotFoundError, match="there are: tiny, all, qv"):
         text_of(client, "nobody")
+
+
+def test_an_adapter_that_many_ask_for_at_once_is_answered_by_both_engines(fleet, client, answers):
+    before = dict(fleet.broadcast("ask", "call", tokens_made).results())
+
+    asked = client.completions.create(model="qv", prompt=["a tale"] * 30, **{**GREEDY, "max_tokens": 60})
+
+    after = dict(fleet.broadcast("ask", "call", tokens_made).results())
+    assert {choice.text for choice in asked.choices} == {answers.text("qv", "a tale", 60)}
+    assert sorted(after) == sorted(before)
+    assert min(after[pid] - before[pid] for pid in after) >= 8 * 60
 
 
 def test_a_reload_under_load_is_the_old_adapter_or_the_new_one_and_then_only_the_new_one(

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 from ends import threads_end
 from soak_checks import check_engine, check_slot_contents
 from tiny_adapters import ADAPTERS, save_adapter
@@ -71,6 +72,24 @@ def slow(serve, monkeypatch):
         return llm, Disk(llm, monkeypatch)
 
     return make
+
+
+def test_whoever_reads_computes_on_one_thread(serve, world, monkeypatch):
+    before = torch.get_num_threads()
+    llm, threads = serve(), []
+    worker = llm._client.engine.adapters.worker
+    read = worker._load_adapter
+
+    def note(lora_request, shapes_only=False):
+        if not shapes_only:
+            threads.append(torch.get_num_threads())
+        return read(lora_request, shapes_only)
+
+    monkeypatch.setattr(worker, "_load_adapter", note)
+    asyncio.run(collect(llm, "a", 3, world.request("qv")))
+
+    assert threads == [1]
+    assert torch.get_num_threads() == before
 
 
 def test_whoever_reads_an_adapter_brings_it_where_a_gpu_copies_from(serve, world, monkeypatch):

@@ -12,9 +12,10 @@ from minivllm.lora.gpu.ops.paged_tuning import paged_expand_tiles, paged_shrink_
 from minivllm.lora.gpu.ops.write_pages_op import write_pages
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta
 
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+# Float64 is what a CPU's tests compute in, never a GPU's engine.
+DTYPES = [torch.float32, torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float64]
 # Of h and y as a share of the largest value: products of half-precision numbers are summed in float32.
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2, torch.float64: 1e-12}
 
 # tokens, R, K, widths, page ranks
 SHAPES = [

@@ -1,4 +1,4 @@
-"""Functions that an engine's process runs of itself (`AsyncLLM.call`), for tests that kill it or whoever started it."""
+"""What an engine's process does and tells of itself (`AsyncLLM.call`), for tests that kill it or whoever started it."""
 
 import os
 import signal
@@ -9,6 +9,11 @@ from minivllm.engine.llm_engine import LLMEngine
 def parent_pid(engine: LLMEngine) -> int:
     """Of the process that started this one: in a fleet, the replica's."""
     return os.getppid()
+
+
+def tokens_made(engine: LLMEngine) -> tuple[int, int]:
+    """The replica's process id, and how many tokens its engine has sampled."""
+    return os.getppid(), engine.scheduler.num_sampled_tokens
 
 
 def end_process(engine: LLMEngine) -> None:

@@ -159,6 +159,15 @@ def test_stubs_filled_with_the_regions_are_the_module_again():
     assert filled.replace("from minivllm.labs import Todo\n", "") == FUNCTIONS
 
 
+@pytest.mark.parametrize("number", ["3.1", "10.1"])
+def test_who_has_lost_a_marker_is_told_which_phase_to_reset(number):
+    ours = f"# region lab {number}: a\ndef f():\n    return 1\n# endregion\n"
+    phase = number.partition(".")[0]
+
+    with pytest.raises(LabError, match=rf"`lab reset {phase}` starts the phase again"):
+        splice(ours.replace("# endregion\n", ""), ours, (), "it")
+
+
 def test_a_splice_keeps_some_regions_and_knows_every_lines_place():
     mine = starter(FUNCTIONS, "it").replace("# One at a time.", "# One at a time.\n    # And so on.")
 

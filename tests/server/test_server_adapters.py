@@ -185,15 +185,27 @@ def test_requests_in_flight_end_as_they_began_when_their_adapter_is_unloaded(htt
     assert text_of(client, "leaving") == answers.text("patterns", "a tale")
 
 
-def test_a_name_can_be_loaded_again_once_its_requests_have_ended(http, client):
+@pytest.fixture
+def slow_steps(server):
+    """Each step takes long until this is cleared."""
+    slow, listeners = threading.Event(), server.server.state.llm._client.engine.listeners
+    slow.set()
+    listeners.append(lambda scheduled: slow.is_set() and time.sleep(0.05))
+    yield slow
+    slow.clear()
+    listeners.pop()
+
+
+def test_a_name_can_be_loaded_again_once_its_requests_have_ended(http, client, slow_steps):
     order(http, "load", "busy", "mlp").raise_for_status()
     stream = client.completions.create(
-        model="busy", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 60}
+        model="busy", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 200}
     )
     next(iter(stream))
     order(http, "unload", "busy").raise_for_status()
 
     too_early = order(http, "load", "busy", "patterns", load_inplace=True)
+    slow_steps.clear()
     for _ in stream:
         pass
     later = order(http, "load", "busy", "patterns")

@@ -1,4 +1,7 @@
-"""Slots of which A and B are used apart. In vLLM (v0.22.1) a backend has `add_shrink` and `add_expand` for all."""
+"""Slots of which A and B are used apart.
+
+Stands for `add_shrink` and `add_expand` in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), for every slot there.
+"""
 
 import torch
 

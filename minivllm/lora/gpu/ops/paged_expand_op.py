@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces, sum_dtype
 from minivllm.lora.gpu.ops.paged_tuning import PagedExpandTiles, paged_expand_tiles
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 from minivllm.lora.ops.triton_ops.tuning import can_overlap
@@ -66,6 +66,7 @@ def _paged_expand_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SUM: tl.constexpr,  # dtype of sums
 ):
     """One program: one tile of rows, one block of columns of one slice, all live ranks, BLOCK_R at a time.
 
@@ -108,18 +109,18 @@ def _paged_expand_kernel(
                     tl.extra.cuda.gdc_wait()
                 y = tl.load(y_block, mask=is_y, other=0.0)
                 h = read_h(h_block, rows, is_row, ranks, live, R)
-                update = tl.dot(h, b, input_precision="ieee") + y
+                update = tl.dot(h, b, input_precision="ieee", out_dtype=SUM) + y
             else:
                 if OVERLAP:
                     tl.extra.cuda.gdc_wait()
-                update = tl.load(y_block, mask=is_y, other=0.0).to(tl.float32)
+                update = tl.load(y_block, mask=is_y, other=0.0).to(SUM)
                 for start in range(0, live, BLOCK_R):
                     rank = start + ranks
                     b = read_b(
                         b_place, table_ptr, page_stride, rank, live, expert, columns, WIDTHS[i], PAGE_RANKS
                     )
                     h = read_h(h_block, rows, is_row, rank, live, R)
-                    update = tl.dot(h, b, update, input_precision="ieee")
+                    update = tl.dot(h, b, update, input_precision="ieee", out_dtype=SUM)
             tl.store(y_block, update, mask=is_y)
         block -= blocks
         offset += WIDTHS[i]
@@ -168,6 +169,7 @@ def paged_expand(
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_R=tuned.block_r,
         BLOCK_N=tuned.block_n,
+        SUM=sum_dtype(y.dtype),
         num_warps=tuned.num_warps,
         num_stages=1,
         **({"launch_pdl": True} if overlap else {}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 
 
 class PagedPieces(NamedTuple):
@@ -38,3 +39,8 @@ class PagedPieces(NamedTuple):
         """Some of the slices."""
         per_slice = {name: getattr(self, name)[slices] for name in ("ranks", "a", "b", "widths", "heights")}
         return self._replace(**per_slice)
+
+
+def sum_dtype(dtype: torch.dtype) -> tl.dtype:
+    """In which kernels add up products: float64 only of float64."""
+    return tl.float64 if dtype == torch.float64 else tl.float32

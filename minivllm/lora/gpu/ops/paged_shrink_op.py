@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces, sum_dtype
 from minivllm.lora.gpu.ops.paged_tuning import LEAST_BLOCK_RANKS, PagedShrinkTiles
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 
@@ -22,7 +22,7 @@ def _paged_shrink_kernel(
     x_ptr,  # (T, K)
     pool_ptr,  # pages
     h_ptr,  # (n, T, R)
-    planes_ptr,  # (SPLITS, n, T, R) float32
+    planes_ptr,  # (SPLITS, n, T, R) of the sums' dtype
     counts_ptr,  # (tiles * blocks of ranks,) zeros
     rows_ptr,  # (T,) rows by slot
     tiles_ptr,  # (3, capacity) adapter, first row, rows
@@ -45,6 +45,7 @@ def _paged_shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    SUM: tl.constexpr,  # dtype of sums
 ):
     """One program: one tile of rows, every SPLITS-th block of K, BLOCK_R ranks of one slice.
 
@@ -78,12 +79,12 @@ def _paged_shrink_kernel(
     columns = tl.arange(0, BLOCK_K)
     x_block = x_ptr + rows[:, None] * x_row_stride + columns[None, :]  # (BLOCK_ROWS, BLOCK_K)
     a_block = pool_ptr + a_row[None, :] + columns[:, None]  # (BLOCK_K, BLOCK_R)
-    h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
+    h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=SUM)
     for k in range(split * BLOCK_K, K, SPLITS * BLOCK_K):
         is_column = columns < K - k
         x = tl.load(x_block + k, mask=is_row[:, None] & is_column[None, :], other=0.0)
         a = tl.load(a_block + k, mask=is_live[None, :] & is_column[:, None], other=0.0)
-        h = tl.dot(x, a.to(x.dtype), h, input_precision="ieee")
+        h = tl.dot(x, a.to(x.dtype), h, input_precision="ieee", out_dtype=SUM)
     out = i * slice_stride + rows[:, None] * R + rank[None, :]
     is_h = is_row[:, None] & is_live[None, :]
     if SPLITS == 1:
@@ -93,7 +94,7 @@ def _paged_shrink_kernel(
         tl.debug_barrier()  # the whole plane before its count
         count = counts_ptr + tile * tl.num_programs(2) + block
         if tl.atomic_add(count, 1, sem="acq_rel") == SPLITS - 1:
-            h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
+            h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=SUM)
             for other in tl.static_range(SPLITS):
                 # From where all processors see it: this one's own cache may be older.
                 h += tl.load(
@@ -107,7 +108,7 @@ class ShrinkRoom(NamedTuple):
     """Where a shrink writes.
 
     h       (n, T, R) of the pages' dtype: the result
-    planes  (splits, n, T, R) float32: partial sums
+    planes  (splits, n, T, R) float32, of float64 float64: partial sums
     counts  (at least `counts_wanted`,) int32: zeros before, and after. Two shrinks at a time must not share them
     """
 
@@ -120,7 +121,8 @@ class ShrinkRoom(NamedTuple):
         cls, x: torch.Tensor, pieces: PagedPieces, counts: torch.Tensor, tuned: PagedShrinkTiles
     ) -> ShrinkRoom:
         size = len(pieces.a), len(x), pieces.rank
-        planes = x.new_empty(tuned.splits, *size, dtype=torch.float32)
+        of_sums = torch.float64 if x.dtype == torch.float64 else torch.float32
+        planes = x.new_empty(tuned.splits, *size, dtype=of_sums)
         return cls(x.new_empty(size, dtype=pieces.pool.dtype), planes, counts)
 
 
@@ -170,6 +172,7 @@ def paged_shrink(
         BLOCK_R=tuned.block_r,
         BLOCK_K=tuned.block_k,
         SPLITS=tuned.splits,
+        SUM=sum_dtype(x.dtype),
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
     )

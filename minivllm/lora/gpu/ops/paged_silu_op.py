@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from minivllm.lora.gpu.ops.paged_expand_op import read_b, read_h
-from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+from minivllm.lora.gpu.ops.paged_pieces import PagedPieces, sum_dtype
 from minivllm.lora.gpu.ops.paged_tuning import PagedExpandTiles, paged_silu_tiles
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 from minivllm.lora.ops.triton_ops.tuning import can_overlap
@@ -44,6 +44,7 @@ def _paged_silu_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_TILES: tl.constexpr,  # no fewer than tiles
+    SUM: tl.constexpr,  # dtype of sums
 ):
     """One program: one tile of rows, one block of columns of gate and the same of up.
 
@@ -86,22 +87,22 @@ def _paged_silu_kernel(
         own_up = read_b(up_b, table_ptr, page_stride, ranks, live_up, 0, columns, WIDTH, PAGE_RANKS)
     if OVERLAP:  # the kernels ahead may still run until here
         tl.extra.cuda.gdc_wait()
-    gate = tl.load(y_block, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(y_block + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(y_block, mask=inside, other=0.0).to(SUM)
+    up = tl.load(y_block + WIDTH, mask=inside, other=0.0).to(SUM)
     if ONE_BLOCK:
         h = read_h(h_ptr, rows, is_row, ranks, live_gate, R)
-        gate = tl.dot(h, own_gate, gate, input_precision="ieee")
+        gate = tl.dot(h, own_gate, gate, input_precision="ieee", out_dtype=SUM)
         h = read_h(h_ptr + slice_stride, rows, is_row, ranks, live_up, R)
-        up = tl.dot(h, own_up, up, input_precision="ieee")
+        up = tl.dot(h, own_up, up, input_precision="ieee", out_dtype=SUM)
     else:
         for start in range(0, tl.maximum(live_gate, live_up), BLOCK_R):
             rank = start + ranks
             b = read_b(gate_b, table_ptr, page_stride, rank, live_gate, 0, columns, WIDTH, PAGE_RANKS)
             h = read_h(h_ptr, rows, is_row, rank, live_gate, R)
-            gate = tl.dot(h, b, gate, input_precision="ieee")
+            gate = tl.dot(h, b, gate, input_precision="ieee", out_dtype=SUM)
             b = read_b(up_b, table_ptr, page_stride, rank, live_up, 0, columns, WIDTH, PAGE_RANKS)
             h = read_h(h_ptr + slice_stride, rows, is_row, rank, live_up, R)
-            up = tl.dot(h, b, up, input_precision="ieee")
+            up = tl.dot(h, b, up, input_precision="ieee", out_dtype=SUM)
     tl.store(
         out_ptr + rows[:, None] * WIDTH + columns[None, :], gate / (1.0 + tl.exp(-gate)) * up, mask=inside
     )
@@ -153,6 +154,7 @@ def paged_silu(
         BLOCK_R=tuned.block_r,
         BLOCK_N=tuned.block_n,
         BLOCK_TILES=triton.next_power_of_2(tiles.tiles.shape[1]),
+        SUM=sum_dtype(y.dtype),
         num_warps=tuned.num_warps,
         num_stages=1,
         **({"launch_pdl": True} if overlap else {}),
