@@ -8,7 +8,8 @@ Budget: at most 0.95 of the milliseconds that GDSF has beyond the least that is 
 the future. Traffic is made afresh for each judgement.
 
 The interface is the engine's own. A file with `minivllm.policies.keeping.POLICIES["mine"] = Policy` adds yours:
-`minivllm simulate --policy-file FILE --eviction-policy lru,gdsf,mine` tries it on other traffic.
+`minivllm simulate --policy-file FILE --eviction-policy lru,gdsf,mine` tries it on other traffic. There, each step that
+an adapter runs in is a use of it.
 """
 
 from collections.abc import Callable, Sequence
