@@ -1,6 +1,6 @@
 """KV blocks whose memory adapters may borrow. Beside vllm/v1/core/block_pool.py, not in vLLM."""
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from minivllm.core.block_pool import BlockPool
 from minivllm.lora.gpu.elastic_manager import ElasticSlots
@@ -69,8 +69,11 @@ class ElasticBlockPool(BlockPool):
     # What requests ask for.
 
     def get_num_free_blocks(self) -> int:
-        """Free ones, and those that idle adapters would give back."""
-        return len(self.free) + (sum(self._lent_to_idle().values()) if self.num_lent else 0)
+        """Free ones, and those that idle adapters would give back.
+
+        Those of busy adapters are counted, which are few: this is asked for many requests in each step.
+        """
+        return len(self.free) + (self.num_lent - self._num_lent_to_busy() if self.num_lent else 0)
 
     def get_new_blocks(self, num_blocks: int) -> list[int]:
         while num_blocks > len(self.free):
@@ -78,11 +81,22 @@ class ElasticBlockPool(BlockPool):
                 break
         return super().get_new_blocks(num_blocks)
 
+    def _num_lent_to_busy(self) -> int:
+        """Blocks of adapters that would not give way, or are about to come into a slot."""
+        ledger, active = self.manager.pool.ledger, self.manager.list_active_adapters()
+        slots = [
+            active[adapter] for adapter in self.spare() | self.manager.pinned_adapters if adapter in active
+        ]
+        dealt = [*(ledger.held.get(slot, ()) for slot in slots), *ledger.reserved.values()]
+        return self._num_blocks_of([page for pages in dealt for page in pages])
+
+    def _num_blocks_of(self, pages: Sequence[int]) -> int:
+        """Of several pages: the last page of KV's may have fewer blocks than others."""
+        whole, rest = divmod(self.num_blocks, self.blocks_a_page)
+        return sum(page < whole for page in pages) * self.blocks_a_page + rest * pages.count(whole)
+
     def _lent_to_idle(self) -> dict[int, int]:
         """Slot -> blocks that it has borrowed, of slots that would give way."""
         held = self.manager.pool.ledger.held
-        blocks = {
-            slot: sum(len(self.blocks_of(page)) for page in held.get(slot, ()))
-            for slot in self.manager.idle(self.spare())
-        }
+        blocks = {slot: self._num_blocks_of(held.get(slot, ())) for slot in self.manager.idle(self.spare())}
         return {slot: count for slot, count in blocks.items() if count}

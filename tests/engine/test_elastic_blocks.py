@@ -11,11 +11,19 @@ PAGES = 9  # of which the last two and a half are the adapters' own
 
 
 class Adapters:
-    """As much of a manager as the pool asks for: slots with pages, of which some may give way."""
+    """As much of a manager as the pool asks for: slots with pages, of which some may give way.
+
+    An adapter is in the slot of its own number.
+    """
+
+    pinned_adapters = frozenset()
 
     def __init__(self):
         self.pool = self
         self.ledger = PageLedger(PAGES)
+
+    def list_active_adapters(self):
+        return {slot: slot for slot in self.ledger.held}
 
     def idle(self, spare):
         return [slot for slot in self.ledger.held if slot not in spare]
@@ -62,6 +70,9 @@ def test_a_block_is_a_requests_or_an_adapters_or_free(actions):
         used = [block for blocks in requests for block in blocks]
         assert sorted([*lent, *used, *pool.free]) == list(range(1, BLOCKS))
         assert pool.num_lent == len(lent) <= pool.num_usable_blocks - LEAST
+        of_idle = [page for slot in adapters.idle(busy[0]) for page in adapters.ledger.held.get(slot, ())]
+        given_back = sum(len(pool.blocks_of(page)) for page in of_idle)
+        assert pool.get_num_free_blocks() == len(pool.free) + given_back
         assert not pool.hash_of.keys() & set(lent)
         assert {block: digest for digest, block in pool.block_of.items()} == pool.hash_of
 
