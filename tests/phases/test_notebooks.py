@@ -9,7 +9,14 @@ from notebooks import execute, execute_again, has_picture, text_of
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = [ROOT / "docs" / "economics.ipynb", *sorted(ROOT.glob("phases/*/walkthrough.ipynb"))]
 # They load the demo model or start many engines, and take longer than all others together.
-LONG = ("01_request_and_weights", "07_engine", "08_incidents", "09_serving", "10_many_adapters")
+LONG = (
+    "01_request_and_weights",
+    "07_engine",
+    "08_incidents",
+    "09_serving",
+    "10_many_adapters",
+    "11_many_gpus",
+)
 SOME_NIGHTLY = [
     pytest.param(path, marks=pytest.mark.nightly if path.parent.name in LONG else ()) for path in NOTEBOOKS
 ]
