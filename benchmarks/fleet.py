@@ -20,6 +20,7 @@ import typer
 from ray import serve
 from rich.table import Table
 
+from benchmarks.report import machine
 from deploy.fleet.__main__ import start_ray
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.ray_app import ENGINE, build
@@ -74,7 +75,11 @@ def main(
         table.add_row(routing, *map(str, result.values()))
     console.print(table)
     if out:
-        facts = {"date": time.strftime("%Y-%m-%d"), "ray": version("ray"), "torch": torch.__version__}
+        facts = {
+            "benchmark": "fleet",
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": {**machine("cpu"), "ray": version("ray")},
+        }
         world = {
             "adapters": ADAPTERS,
             "slots": SLOTS,

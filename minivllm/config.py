@@ -10,7 +10,7 @@ import torch
 from minivllm.devices import DTYPES as DTYPES
 from minivllm.devices import parse_device, parse_dtype
 from minivllm.distributed.checks import between_a_and_b, refuse_uneven_shares
-from minivllm.model_options import check_batch_invariant, check_quantization
+from minivllm.model_options import check_batch_invariant, check_one_order, check_quantization
 from minivllm.models.config import ModelArchitecture
 from minivllm.validation import (
     is_folder,
@@ -297,11 +297,8 @@ class EngineConfig:
             lora_config = between_a_and_b(self.lora_config, size, self.device).on_device(self.device)
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
-        if self.model_config.batch_invariant and self.parallel_config.tensor_parallel_size > 1:
-            raise ValueError(
-                f"batch_invariant does not go with tensor_parallel_size {self.parallel_config.tensor_parallel_size}: "
-                "sums over ranks have another order; leave one out"
-            )
+        if self.model_config.batch_invariant:
+            check_one_order(self.device, self.parallel_config.tensor_parallel_size)
         if self.lora_config is not None and self.model_config.batch_invariant:
             object.__setattr__(self, "lora_config", replace(self.lora_config, punica_backend="invariant"))
         if self.lora_config is not None and self.model_config.quantization is not None:

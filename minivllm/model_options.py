@@ -1,6 +1,7 @@
 """What cannot be asked of a base model. Stands for the checks in vllm/config/model.py (v0.22.1)."""
 
 import importlib.util
+import os
 
 import torch
 
@@ -37,4 +38,16 @@ def check_batch_invariant(quantization: str | None, architecture: ModelArchitect
         raise ValueError(
             f"batch_invariant does not know experts, but {architecture.architecture} has "
             f"{architecture.num_experts} of them in a layer; leave it out"
+        )
+
+
+def check_one_order(device: str, tensor_parallel_size: int) -> None:
+    """ValueError for where `batch_invariant` cannot be kept."""
+    # The variable is Triton's own, for its interpreter: slow, and enough for tests.
+    if torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"batch_invariant needs a GPU, but the device is {device}; leave it out")
+    if tensor_parallel_size > 1:
+        raise ValueError(
+            f"batch_invariant does not go with tensor_parallel_size {tensor_parallel_size}: sums over ranks have "
+            "another order; leave one out"
         )

@@ -45,7 +45,7 @@ def test_a_reload_under_an_earlier_request_is_noticed(monkeypatch):
     monkeypatch.setattr(AdapterRegistry, "_in_flight", overlooks_the_latest)
 
     with pytest.raises(AssertionError, match="reload too early"):
-        run_soak(100, seed=101)
+        run_soak(100, seed=104)
 
 
 def test_a_refused_reload_takes_no_other_order_with_it(tmp_path):

@@ -24,6 +24,7 @@ from minivllm.lora.gpu.paged_backend import PagedBackend
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.slots import Slots
+from minivllm.model_options import check_one_order
 
 TILES = [tiles for _, _, tiles in FASTEST]
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
@@ -239,6 +240,16 @@ def test_experts_are_refused(tmp_path_factory):
 def test_int8_is_refused(world):
     with pytest.raises(ValueError, match="batch_invariant does not go with quantization 'torchao'"):
         ModelConfig(str(world.base), batch_invariant=True, quantization="torchao")
+
+
+@pytest.mark.parametrize(
+    "device, size, said", [("cpu", 1, "batch_invariant needs a GPU"), ("cuda", 2, "tensor_parallel_size 2")]
+)
+def test_what_cannot_keep_one_order_is_refused(monkeypatch, device, size, said):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    with pytest.raises(ValueError, match=said):
+        check_one_order(device, size)
 
 
 # ---- tiles of queries ---------------------------------------------------------------------------------------
