@@ -22,6 +22,11 @@ def test_a_result_says_where_when_and_with_which_versions_it_was_measured(path):
         assert peers and content["options"]["peers"].keys() == peers
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_result_names_no_folder_of_the_machine_it_was_measured_on(path):
+    assert '"/' not in path.read_text()
+
+
 @pytest.mark.parametrize(
     "path", [p for p in FILES if p.stem.startswith("layers-")], ids=lambda path: path.stem
 )
