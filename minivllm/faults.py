@@ -16,6 +16,10 @@ class EngineDeadError(RuntimeError):
     """The engine has ended, and with it every request. vLLM: the same name, in vllm/v1/engine/exceptions.py."""
 
 
+class Refusal(ValueError):
+    """Raised on purpose, before anything has changed: a ValueError of a narrower kind, for who tells kinds apart."""
+
+
 def is_fault(error: BaseException) -> bool:
     """Whether an error may be put down to the request, the adapter or the step that raised it.
 
@@ -43,7 +47,7 @@ def is_expected(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Whether it is what the engine raises on purpose. What Python or PyTorch raise anywhere is of narrower kinds:
     RecursionError and torch.OutOfMemoryError are RuntimeErrors, too."""
-    return type(error) in (TypeError, ValueError, RuntimeError) or isinstance(error, OSError)
+    return type(error) in (TypeError, ValueError, RuntimeError) or isinstance(error, OSError | Refusal)
 
 
 def reason(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from minivllm.config import ModelConfig
+from minivllm.faults import Refusal
 from minivllm.sampling_params import SamplingParams
 from minivllm.validation import shown
 
@@ -58,7 +59,7 @@ def needs_text(request_id: str, params: SamplingParams) -> ValueError:
     return ValueError(f"request '{request_id}' has {what} but there is no tokenizer; leave them out")
 
 
-class IsLeaving(ValueError):
+class IsLeaving(Refusal):
     """Of an adapter that is being unloaded: when it is gone, the answer is another one."""
 
 

@@ -67,6 +67,21 @@ class TestUnload:
         assert engine.list_loras() == {1}
         assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 6)
 
+    def test_disturbs_nobody_by_refusing_who_names_the_adapter(self, world):
+        """A refusal changes nothing, so the next call has nothing to mend: who runs keeps its blocks."""
+        engine = world.engine()
+        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request("qv"))
+        engine.step()
+        engine.remove_lora(1)
+        blocks = engine.scheduler.requests["a"].block_ids
+
+        for order in (engine.add_lora, lambda qv: engine.add_request("b", PROMPT, greedy(), lora_request=qv)):
+            with pytest.raises(ValueError, match=r"'qv' .*is being unloaded"):
+                order(world.request("qv"))
+            engine.step()
+
+            assert engine.scheduler.requests["a"].block_ids is blocks
+
     def test_needs_no_further_step_once_the_last_request_has_finished(self, world):
         engine = world.engine()
         engine.add_request("a", PROMPT, greedy(3), lora_request=world.request("qv"))
