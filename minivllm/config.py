@@ -298,9 +298,9 @@ class EngineConfig:
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
         if self.model_config.batch_invariant:
-            check_one_order(self.device, self.parallel_config.tensor_parallel_size)
-        if self.lora_config is not None and self.model_config.batch_invariant:
-            object.__setattr__(self, "lora_config", replace(self.lora_config, punica_backend="invariant"))
+            check_one_order(self.device, size)
+            if self.lora_config is not None:
+                object.__setattr__(self, "lora_config", replace(self.lora_config, punica_backend="invariant"))
         if self.lora_config is not None and self.model_config.quantization is not None:
             object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
 

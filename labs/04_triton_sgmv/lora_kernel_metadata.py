@@ -58,6 +58,8 @@ class LoRAKernelMeta:
     rows: torch.Tensor
     tiles: torch.Tensor
 
+    most_rows = staticmethod(block_rows)  # of a tile, where a step has so many tokens
+
     @classmethod
     def make(
         cls,
@@ -71,7 +73,8 @@ class LoRAKernelMeta:
         captured_lora_counts  of vLLM, which captures a graph for each; here one graph holds for any number
         """
         rows = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
-        longest = max(tile_count(n, max_loras) for n in (max_num_tokens, min(max_num_tokens, FEW_TOKENS)))
+        sizes = max_num_tokens, min(max_num_tokens, FEW_TOKENS)
+        longest = max(tile_count(n, max_loras, cls.most_rows(n)) for n in sizes)
         tiles = torch.full((3, longest), -1, dtype=torch.int32, device=device)
         return cls(max_loras, rows, tiles)
 
@@ -82,8 +85,9 @@ class LoRAKernelMeta:
         GPU it is sorted there.
         """
         tokens = len(token_lora_mapping)
-        count = tile_count(tokens, self.max_loras)  # not all that there is room for: few steps need it
-        rows, found = build_tiles(token_lora_mapping, self.max_loras, count, block_rows(tokens))
+        most = self.most_rows(tokens)
+        count = tile_count(tokens, self.max_loras, most)  # not all that there is room for: few steps need it
+        rows, found = build_tiles(token_lora_mapping, self.max_loras, count, most)
         tiles = torch.full(self.tiles.shape, -1, dtype=torch.int32, device=found.device)
         tiles[:, :count] = found
         # Pageable memory: the copy is staged at once, so these tensors may go.
@@ -95,13 +99,18 @@ class LoRAKernelMeta:
 
         specialize_active_lora  of vLLM: not used: the launch depends on T and S alone
         """
-        count = tile_count(token_nums, self.max_loras)
-        return TileList(self.rows[:token_nums], self.tiles, count, block_rows(token_nums))
+        most = self.most_rows(token_nums)
+        return TileList(
+            self.rows[:token_nums], self.tiles, tile_count(token_nums, self.max_loras, most), most
+        )
 
 
-def tile_count(tokens: int, max_loras: int) -> int:
-    """The most tiles that `tokens` rows need: full ones, and one that is not for each slot."""
-    return min(tokens, tokens // block_rows(tokens) + min(max_loras, tokens))
+def tile_count(tokens: int, max_loras: int, most: int | None = None) -> int:
+    """The most tiles that `tokens` rows need: full ones, and one that is not for each slot.
+
+    most   rows of a tile; None = by tokens
+    """
+    return min(tokens, tokens // (most or block_rows(tokens)) + min(max_loras, tokens))
 
 
 def tiles_of(row_slots: torch.Tensor, max_loras: int) -> TileList:

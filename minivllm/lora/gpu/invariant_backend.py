@@ -9,7 +9,6 @@ from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.gpu.paged_backend import PagedBackend
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, TileList, expand, shrink
-from minivllm.lora.ops.triton_ops.lora_kernel_metadata import build_tiles
 from minivllm.lora.slots import Slots
 
 # Rows of a tile, and shares of K, for any number of tokens.
@@ -19,25 +18,9 @@ ROWS, SPLITS = 16, 4
 class InvariantMeta(LoRAKernelMeta):
     """A tile list whose tiles are as high in every batch: another height may be summed in another order."""
 
-    @classmethod
-    def make(
-        cls,
-        max_loras: int,
-        max_num_tokens: int,
-        device: torch.device | str,
-        captured_lora_counts: list[int] | None = None,
-    ) -> InvariantMeta:
-        rows = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
-        capacity = _tile_count(max_num_tokens, max_loras)
-        return cls(max_loras, rows, torch.full((3, capacity), -1, dtype=torch.int32, device=device))
-
-    def prepare_tensors(self, token_lora_mapping: torch.Tensor) -> None:
-        rows, tiles = build_tiles(token_lora_mapping, self.max_loras, self.tiles.shape[1], ROWS)
-        self.rows[: len(rows)].copy_(rows.int(), non_blocking=True)
-        self.tiles.copy_(tiles.int(), non_blocking=True)
-
-    def meta_args(self, token_nums: int, specialize_active_lora: bool = False) -> TileList:
-        return TileList(self.rows[:token_nums], self.tiles, _tile_count(token_nums, self.max_loras), ROWS)
+    @staticmethod
+    def most_rows(tokens: int) -> int:
+        return ROWS
 
 
 class InvariantBackend(PagedBackend):
@@ -74,8 +57,3 @@ class InvariantBackend(PagedBackend):
             expand(h, slots.flat_b[slices], y, rows, slots.ranks[slices])
             return
         self._add_paged(y, x, slots.pieces.of(slices), rows, tokens=1)
-
-
-def _tile_count(tokens: int, max_loras: int) -> int:
-    """The most tiles that so many rows need: full ones, and one that is not for each slot."""
-    return min(tokens, tokens // ROWS + min(max_loras, tokens))
