@@ -113,9 +113,8 @@ class LoRAKernelMeta:
         specialize_active_lora  of vLLM: not used: the launch depends on T and S alone
         """
         most = self.most_rows(token_nums)
-        return TileList(
-            self.rows[:token_nums], self.tiles, tile_count(token_nums, self.max_loras, most), most
-        )
+        count = tile_count(token_nums, self.max_loras, most)
+        return TileList(self.rows[:token_nums], self.tiles, count, most)
 
 
 def tile_count(tokens: int, max_loras: int, most: int | None = None) -> int:
