@@ -85,13 +85,15 @@ def clean(text: str) -> str:
     """Without addresses: an object is its class, a method its name. Functions of torch are methods of a `type`."""
     text = _OBJECT.sub(r"\1", text)
     return _METHOD.sub(
-        lambda found: f"{found[2]}.{found[1]}" if found[2] not in (None, "type") and "." not in found[1] else found[1],
+        lambda found: (
+            f"{found[2]}.{found[1]}" if found[2] not in (None, "type") and "." not in found[1] else found[1]
+        ),
         text,
     )
 
 
 def _told(reasons: list[str]) -> list[str]:
-    """`False = batch.is_empty` as `batch.is_empty is False`. A long value that is told already has no line of its own."""
+    """`False = batch.is_empty` as `batch.is_empty is False`. A long value that was told has no second line."""
     found = (clean(reason) for reason in reasons if "<generator" not in reason and not _METHOD.match(reason))
     told: list[str] = []
     for value, _, what in (reason.partition(" = ") for reason in found):

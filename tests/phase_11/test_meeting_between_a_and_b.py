@@ -150,7 +150,9 @@ def test_h_travels_as_it_was_computed_though_the_layer_rounds(kind):
     def work(tp):
         linear = kind(K, 8, bias=False, params_dtype=torch.bfloat16, tp=tp)
         linear.weight.data.zero_()
-        layer = from_layer(linear, 1, LoRAConfig(2, 1, fully_sharded_loras=True, lora_dtype=torch.bfloat16), [])
+        layer = from_layer(
+            linear, 1, LoRAConfig(2, 1, fully_sharded_loras=True, lora_dtype=torch.bfloat16), []
+        )
         backend = ToyBackend("cpu")
         layer.set_mapping(backend)
         layer.slots.write(0, layer.share.of([LoRALayerWeights("m", 2, 2, a.bfloat16(), b.bfloat16())]))
