@@ -46,12 +46,12 @@ def require_one_of(known: Sequence[str], **values: object) -> None:
 
 def is_integral(value: Any) -> bool:
     """Whether it is a whole number, of whatever type; a bool is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, int | Integral) and not isinstance(value, bool)
 
 
 def is_real(value: Any) -> bool:
     """Whether it is a number with an order, of whatever type; a bool is none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, float | Real) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
