@@ -96,7 +96,7 @@ class Limits:
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; TimeoutError when it takes longer. One that need not wait, as nearly all, has no timer."""
+    """The coroutine's result; TimeoutError when it takes longer. What need not wait, as nearly all, has no timer."""
     try:
         waits_for = coroutine.send(None)
     except StopIteration as ended:

@@ -1,4 +1,4 @@
-"""From a body to its handler, without a framework between. Stands for nothing in vLLM 0.22.1, whose routes are FastAPI's.
+"""From a body to its handler, without a framework between. vLLM 0.22.1 has none: its routes are FastAPI's.
 
 FastAPI's routing, dependencies and reading of bodies take more processor time than all the rest of a request. Requests
 that come together wait for each other's.
@@ -23,8 +23,8 @@ Routes = Mapping[str, tuple[type[Body], Callable[[Any, Call], Awaitable[Response
 
 
 class Shortcut:
-    """Has requests that are right answered by their handlers. Whatever else comes goes on to FastAPI, which has the same
-    routes: it describes them, and refuses what is wrong.
+    """Has requests that are right answered by their handlers. Others go on to FastAPI, which has the same routes: it
+    describes them, and refuses what is wrong.
 
     To be the last before FastAPI: the body has come whole (`Limits`), and who sent it is known (`KeyCheck`).
     """
