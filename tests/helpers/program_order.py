@@ -23,7 +23,7 @@ class Access(NamedTuple):
     """
 
     program: Place
-    kind: Literal["read", "write", "atomic"]
+    kind: Literal["read", "write", "change"]
     addresses: np.ndarray
     period: int
     seen: dict[Place, int]
@@ -32,7 +32,7 @@ class Access(NamedTuple):
         return later.seen.get(self.program, -1) >= self.period
 
     def clashes_with(self, other: Access) -> bool:
-        return self.program != other.program and {self.kind, other.kind} not in ({"read"}, {"atomic"})
+        return self.program != other.program and {self.kind, other.kind} not in ({"read"}, {"change"})
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Programs:
     def barrier(self) -> None:
         self._unsettled = []
 
-    def note(self, kind: Literal["read", "write", "atomic"], addresses: np.ndarray, order: str | None) -> str:
+    def note(self, kind: Literal["read", "write", "change"], addresses: np.ndarray, order: str | None) -> str:
         """What is wrong with it among the program's own threads; "" if nothing is.
 
         order  of an atomic, as Triton names it
@@ -64,7 +64,7 @@ class Programs:
             return "reads what its other threads have written, and no barrier is between"
         if kind == "write":
             self._unsettled.append(addresses)
-        if kind == "atomic":
+        if kind == "change":
             if order in ("RELEASE", "ACQUIRE_RELEASE") and self._unsettled:
                 return "releases what its other threads have written, and no barrier is between"
             self._synchronise(addresses.tolist(), order)

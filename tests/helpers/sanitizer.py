@@ -165,11 +165,11 @@ class _Watch:
     def create_atomic_rmw(
         self, change: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
     ) -> Any:
-        self._note("atomic", ptr, mask, sem)
+        self._note("change", ptr, mask, sem)
         return change(op, ptr, val, mask, sem, scope)
 
     def create_atomic_cas(self, change: Any, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        self._note("atomic", ptr, None, sem)
+        self._note("change", ptr, None, sem)
         return change(ptr, cmp, val, sem, scope)
 
     def create_barrier(self, barrier: Any) -> None:
@@ -215,7 +215,8 @@ class _Watch:
 
 
 def _mask_of(mask: Any, ptrs: Any) -> np.ndarray:
-    return np.ones(ptrs.data.shape, bool) if mask is None else np.broadcast_to(mask.data, ptrs.data.shape)
+    """(lanes) bool; the interpreter's masks may be integers."""
+    return np.broadcast_to(True if mask is None else mask.data.astype(bool), ptrs.data.shape)
 
 
 def _around(original: Any, stand_in: Any) -> Any:
