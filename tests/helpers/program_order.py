@@ -99,9 +99,10 @@ def first_race(
     for ordinary in may:
         written = written[~ordinary(written)]
     programs = {program: i for i, program in enumerate({access.program: None for access in accesses})}
-    of_written = [access.addresses[np.isin(access.addresses, written)] for access in accesses]
-    addresses = np.concatenate(of_written)
-    which = np.repeat(np.arange(len(accesses)), [len(some) for some in of_written])
+    addresses = np.concatenate([access.addresses for access in accesses])
+    which = np.repeat(np.arange(len(accesses)), [len(access.addresses) for access in accesses])
+    matters = np.isin(addresses, written)
+    addresses, which = addresses[matters], which[matters]
     if not len(addresses):
         return None
     order = np.lexsort((which, addresses))

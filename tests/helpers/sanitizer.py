@@ -102,7 +102,6 @@ class _Watch:
         self.arguments = inspect.getcallargs(executor.fn, *args, **known)
         self.sanitizer.kernels.append(self.kernel)
         self.regions, self.fault = [], None
-        self.reachable = [Region(tensor) for tensor in self.sanitizer.reach]
         self.programs, self.order = Programs(), None
         try:
             run(executor, *args, **kwargs)
@@ -148,7 +147,8 @@ class _Watch:
     def create_masked_load(self, load: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
         self._note("read", ptrs, mask)
         dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
-        if other is None and not mask.data.all():  # on a GPU it may be anything
+        # On a GPU it may be anything. (The interpreter also says None of a single zero.)
+        if other is None and ptrs.data.size > 1:
             rubbish = np.nan if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max // 2
             other = interpreter.TensorHandle(np.full(ptrs.data.shape, rubbish, dtype), ptrs.get_element_ty())
         return load(ptrs, mask, other, *options)
@@ -180,11 +180,10 @@ class _Watch:
         """Whether all lanes may, and who they were.   -> (lanes that are not masked,) uint64"""
         addresses = ptrs.data[_mask_of(mask, ptrs)]
         own = ptrs.attr.get(ORIGIN)
-        allowed = np.zeros(addresses.shape, bool)
-        for region in ([] if own is None else [self.regions[own]]) + self.reachable:
-            if allowed.all():
-                break
-            allowed |= region.holds(addresses)
+        allowed = np.zeros(addresses.shape, bool) if own is None else self.regions[own].holds(addresses)
+        for tensor in self.sanitizer.reach:
+            if not allowed.all():
+                allowed = allowed | Region(tensor).holds(addresses)
         if not allowed.all():
             where = self._where(addresses[~allowed][0], own)
             count = f"{(~allowed).sum()} of {ptrs.data.size} lanes"
