@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu import DEVICE
 from program_order import Programs, first_race
 from triton.runtime import interpreter
 
@@ -69,7 +70,13 @@ class Sanitizer:
 
     @contextmanager
     def watching(self) -> Iterator[Sanitizer]:
-        """Raises `Strayed` before a strayed lane is read or written, `Raced` at the end of a launch."""
+        """Raises `Strayed` before a strayed lane is read or written, `Raced` at the end of a launch.
+
+        On a GPU nothing is watched.
+        """
+        if DEVICE == "cuda":
+            yield self
+            return
         with pytest.MonkeyPatch.context() as patch:
             _Watch(self, patch)
             yield self
