@@ -62,7 +62,7 @@ def test_half_a_millisecond_decides_the_tail_of_a_short_run():
 
 
 def test_eight_slots_are_foretold_but_for_the_median_wait_by_what_no_slot_was_in():
-    """Half of the requests find a slot at once, and half wait: that median needs the times of the slots' own kernels."""
+    """Half of the requests find a slot at once, and half wait: the median needs what slots' kernels take."""
     found = compare(on_h100("base-16", "elastic-16"), *on_h100("slots8-16"))
 
     shares = {name: simulated / measured for name, (measured, simulated) in found.items()}
