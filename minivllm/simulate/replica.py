@@ -163,7 +163,8 @@ class Replica:
     # Requests and steps.
 
     def add(self, arrival: Arrival) -> Served:
-        """Take a request in; the next step that begins sees it. ValueError if the KV cache can never hold it."""
+        """Take a request in; the next step that begins sees it. ValueError for one that can never run."""
+        self._check(arrival)
         name = str(self._num_requests)
         self._num_requests += 1
         # One token stands for all of a session, so that the prefix cache finds what was said before.
@@ -175,6 +176,25 @@ class Replica:
         self.served[name] = served = Served(arrival, self.number)
         self.inbox.append((request, served))
         return served
+
+    def _check(self, arrival: Arrival) -> None:
+        """ValueError for what no engine would be asked, and for an adapter that no memory can hold."""
+        if arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
+            raise ValueError(
+                f"a request needs at least one token of prompt and one of output, got {arrival.prompt_tokens} and "
+                f"{arrival.output_tokens}; leave it out"
+            )
+        if arrival.adapter is None:
+            return
+        if (rank := self.ranks.get(arrival.adapter + 1)) is None:
+            raise ValueError(f"there is no adapter {arrival.adapter}; there are {len(self.ranks)}, from 0")
+        if self.config.elastic is not None:
+            needs, pages = self.manager.pool.pages_for(rank), self._num_pages()
+            if needs > pages:
+                raise ValueError(
+                    f"adapter {arrival.adapter} of rank {rank} needs {needs} pages, more than all {pages}; give "
+                    "more pages or KV blocks"
+                )
 
     def begin_step(self, now: float) -> float | None:
         """Schedule and launch a step: the seconds until `end_step`. None if nothing can run now: see `wakes_at`."""
@@ -206,7 +226,9 @@ class Replica:
         if not self.scheduler.requests:
             return None
         if self.reader.next_there is None:
-            raise RuntimeError(f"replica {self.number} has {self.load} requests, none of which can run")
+            raise ValueError(
+                f"replica {self.number} has {self.load} requests, none of which can run; give more KV blocks or pages"
+            )
         return self.reader.next_there
 
     def end_step(self, now: float) -> list[Served]:

@@ -174,7 +174,11 @@ def with_sessions(
 
     A turn's prompt is all that was said so far, and as many tokens anew as the session began with. It comes about
     `think_s` seconds after the turn before. A session ends before a prompt and its answer pass `longest` tokens.
+
+    ValueError for turns that are no number from 1 on.
     """
+    if not 1 <= turns < float("inf"):
+        raise ValueError(f"a session has at least one turn, and not infinitely many, got {turns}")
     rng = np.random.default_rng(seed)
     made: list[Arrival] = []
     for number, first in enumerate(arrivals):
