@@ -12,6 +12,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.elastic.scheduler import ElasticScheduler
+from minivllm.lora.gpu.page_pool import PAGE_RANKS
 from minivllm.lora.request import LoRARequest
 from minivllm.policies.install import rank_in
 from minivllm.policies.keeping import KeepPolicy, install_keeping
@@ -22,7 +23,7 @@ from minivllm.simulate.adapters import AdapterSize, RecordedWorker
 from minivllm.simulate.cost_model import CostModel, work_of
 from minivllm.simulate.device_time import DeviceTime
 from minivllm.simulate.reader import Reader
-from minivllm.simulate.traffic import Arrival
+from minivllm.simulate.traffic import Arrival, check_arrival
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,20 @@ class Replica:
         self._num_requests = 0
 
     def _num_pages(self) -> int:
-        """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size."""
+        """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size.
+
+        ValueError for fewer than an adapter of the largest rank needs: that many are kept for one that is to be read.
+        """
         elastic = self.config.elastic
-        return -(-self.config.cache.num_blocks // elastic.blocks_a_page) + elastic.pages if elastic else 0
+        if elastic is None:
+            return 0
+        pages = -(-self.config.cache.num_blocks // elastic.blocks_a_page) + elastic.pages
+        rank = max([self.config.lora.max_lora_rank, *self.ranks.values()])
+        if self.ranks and (needs := -(-rank // PAGE_RANKS)) > pages:
+            raise ValueError(
+                f"an adapter of rank {rank} needs {needs} pages, more than all {pages}; give more pages or KV blocks"
+            )
+        return pages
 
     def _make_scheduler(self, *args: Any, **options: Any) -> Scheduler:
         if self.config.elastic is None:
@@ -164,7 +176,7 @@ class Replica:
 
     def add(self, arrival: Arrival) -> Served:
         """Take a request in; the next step that begins sees it. ValueError for one that can never run."""
-        self._check(arrival)
+        check_arrival(arrival, len(self.ranks))
         name = str(self._num_requests)
         self._num_requests += 1
         # One token stands for all of a session, so that the prefix cache finds what was said before.
@@ -176,25 +188,6 @@ class Replica:
         self.served[name] = served = Served(arrival, self.number)
         self.inbox.append((request, served))
         return served
-
-    def _check(self, arrival: Arrival) -> None:
-        """ValueError for what no engine would be asked, and for an adapter that no memory can hold."""
-        if arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
-            raise ValueError(
-                f"a request needs at least one token of prompt and one of output, got {arrival.prompt_tokens} and "
-                f"{arrival.output_tokens}; leave it out"
-            )
-        if arrival.adapter is None:
-            return
-        if (rank := self.ranks.get(arrival.adapter + 1)) is None:
-            raise ValueError(f"there is no adapter {arrival.adapter}; there are {len(self.ranks)}, from 0")
-        if self.config.elastic is not None:
-            needs, pages = self.manager.pool.pages_for(rank), self._num_pages()
-            if needs > pages:
-                raise ValueError(
-                    f"adapter {arrival.adapter} of rank {rank} needs {needs} pages, more than all {pages}; give "
-                    "more pages or KV blocks"
-                )
 
     def begin_step(self, now: float) -> float | None:
         """Schedule and launch a step: the seconds until `end_step`. None if nothing can run now: see `wakes_at`."""

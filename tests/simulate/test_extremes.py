@@ -11,7 +11,7 @@ from minivllm.simulate.replica import Elastic
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, with_sessions
 
-ONE_PAGE = config(slots=4, memory=6, blocks=9, elastic=Elastic(1, 10))  # KV blocks have another one
+FEW_PAGES = config(slots=4, memory=6, blocks=9, elastic=Elastic(4, 10))
 
 
 @pytest.mark.parametrize(
@@ -34,20 +34,11 @@ def test_a_trace_with_errors_is_refused_by_name(arrivals, said):
         made.serve(arrivals)
 
 
-def test_an_adapter_larger_than_all_memory_is_refused_and_the_others_are_served():
-    made = fleet(ONE_PAGE, ranks=(24, 8))
-
-    with pytest.raises(ValueError, match="adapter 0 of rank 24 needs 3 pages, more than all 2"):
-        made.serve([Arrival(0.0, 4, 3, 0)])
-    made.serve([Arrival(1.0, 4, 3, 1)])
-
-    assert [one.arrival.adapter for one in made.requests] == [1]
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         (lambda: fleet(replicas=0), "at least one replica, got 0"),
+        (lambda: fleet(FEW_PAGES, ranks=(8, 64)), "adapter of rank 64 needs 8 pages, more than all 5"),
         (lambda: report(fleet()), "nothing was served"),
         (lambda: CostModel(read_bytes_per_s=0.0), "read_bytes_per_s must be above 0, got 0"),
         (lambda: with_sessions([], turns=math.inf), "not infinitely many, got inf"),
@@ -74,9 +65,9 @@ def test_an_unknown_cost_model_is_told_which_there_are():
         ({"replica": config(slots=1, memory=1, blocks=3)}, [Arrival(0.0, 16, 3, n % 6) for n in range(40)]),
         ({"replica": config(tokens=8)}, [Arrival(n / 1e6, 90, 2, n % 6) for n in range(40)]),
         ({"replicas": 64}, [Arrival(0.0, 9, 3, n % 6) for n in range(5)]),
-        ({"replica": ONE_PAGE}, [Arrival(0.0, 100, 20, n % 6) for n in range(12)]),
+        ({"replica": FEW_PAGES}, [Arrival(0.0, 100, 20, n % 6) for n in range(12)]),
     ],
-    ids=["one token", "one at a time", "three blocks", "far above capacity", "64 for 5", "one page"],
+    ids=["one token", "one at a time", "three blocks", "far above capacity", "64 for 5", "few pages"],
 )
 def test_extremes_are_served_to_the_last_token(options, arrivals):
     made = fleet(**options)
