@@ -35,8 +35,9 @@ class AdapterTiers:
 
     def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
         """Tell whoever listens of an event, given by the fields of `LoRAEvent`."""
+        event = LoRAEvent(kind, adapter_id, slot, **more)
         for listener in self.listeners:
-            listener(LoRAEvent(kind, adapter_id, slot, **more))
+            listener(event)
 
     def list_adapters(self) -> dict[int, LoRAModel]:
         """Adapter id -> weights of all in memory, the least recently used first. A copy."""

@@ -20,7 +20,7 @@ from minivllm.distributed.step_messages import StepWriter
 from minivllm.distributed.torchrun import is_by_torchrun, meet_others
 from minivllm.guards.turns import no_interrupts
 from minivllm.worker.mixed_graphs import MixedGraphs
-from minivllm.worker.row_sampler import PendingStep, Sampled, takes_likeliest
+from minivllm.worker.row_sampler import PendingStep, Sampled, all_take_likeliest
 
 
 class LeadingRunner(RankRunner):
@@ -89,7 +89,7 @@ class LeadingRunner(RankRunner):
 
     def leave_tokens(self, step: PendingStep) -> Callable[[], Sampled] | None:
         """As in the parent class, but None where tokens are drawn: others know the likeliest ones alone."""
-        if step.tokens is None or not all(map(takes_likeliest, step.requests)):
+        if step.tokens is None or not all_take_likeliest(step.requests):
             return None
         return partial(self._wait, super().leave_tokens(step))
 

@@ -53,7 +53,8 @@ class OutputProcessor:
 
     def mark_scheduled(self, request_id: str) -> None:
         """The request is admitted, for the first time or after a preemption."""
-        self.states[request_id].metrics.observe_admission(self.clock())
+        state = self.states[request_id]
+        state.metrics.observe_admission(state.request, self.clock())
 
     def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
         """What is new of a request since the last output that was `delivered`; to be called once a step.
@@ -69,7 +70,8 @@ class OutputProcessor:
         if state.answer is not None:
             asked = [logprobs, *(() if state.num_emitted else request.prompt_logprobs)]
             delta_text = state.answer.update(new_token_ids, list(filter(None, asked)))
-        state.metrics.observe(request, self.clock())
+        if not state.num_emitted or request.status.is_finished:
+            state.metrics.observe(request, self.clock())
         return self._output(state, delta_text, new_token_ids)
 
     def delivered(self, output: RequestOutput) -> None:

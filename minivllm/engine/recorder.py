@@ -117,21 +117,14 @@ def record_step(
     def of_kind(kind: str) -> list[SlotEvent]:
         return [SlotEvent(name(e.adapter_id), e.slot) for e in events if e.kind == kind]
 
-    def row(entry: ScheduledRequest) -> TraceRow:
-        request = entry.request
-        slot = slots.index(request.adapter_id) if request.adapter_id else None
-        cached = output.cached_tokens.get(request.request_id)
-        kind = _kind(entry, admitted=cached is not None)
-        adapter = name(request.adapter_id)
-        return _trace_row(request.request_id, adapter, slot, entry.num_new_tokens, kind, cached or 0)
-
+    names = [*map(name, slots), None]
     waiting = [request.request_id for request in islice(scheduler.waiting, MAX_NAMED)]
     skipped, num_skipped = skips(scheduler, output)
     return StepRecord(
         step=step,
         time_s=time_s,
-        rows=[row(entry) for entry in sorted(output.scheduled, key=attrgetter("request.adapter_id"))],
-        slots=[name(adapter_id) for adapter_id in slots],
+        rows=_rows(output, slots, names),
+        slots=names[:-1],
         pinned=[name(adapter_id) for adapter_id in pinned],
         loads=[name(e.adapter_id) for e in events if e.kind == "load"],
         activations=of_kind("activate"),
@@ -148,6 +141,23 @@ def record_step(
     )
 
 
+def _rows(output: SchedulerOutput, slots: list[int | None], names: list[str | None]) -> list[TraceRow]:
+    """Rows in the order of adapters.   names: of the adapters in slots, and behind them None for base"""
+    slot_of = {adapter_id: slot for slot, adapter_id in enumerate(slots)} | {0: None}
+    name_of = dict(zip([*slots, 0], names))
+    rows = []
+    for entry in sorted(output.scheduled, key=attrgetter("request.adapter_id")):
+        request, num_new_tokens, _ = entry
+        adapter, cached = request.adapter_id, output.cached_tokens.get(request.request_id)
+        kind = _kind(entry, admitted=cached is not None)
+        rows.append(
+            _trace_row(
+                request.request_id, name_of[adapter], slot_of[adapter], num_new_tokens, kind, cached or 0
+            )
+        )
+    return rows
+
+
 @lru_cache(maxsize=4096)
 def _trace_row(*values: object) -> TraceRow:
     """A decode looks the same at every step, so one row stands for all of them: a trace holds many steps."""
@@ -162,10 +172,10 @@ def _trace_skip(*values: object) -> TraceSkip:
 
 def _kind(entry: ScheduledRequest, admitted: bool) -> str:
     """admitted: the request joined the batch in this step, for the first time or after a preemption"""
-    request: Request = entry.request
     if admitted:
         return "prefill" if entry.samples else "chunk"
-    answering = entry.num_new_tokens == 1 and request.num_computed_tokens >= request.num_prompt_tokens
+    # The token that it computes is one of its answer.
+    answering = entry.num_new_tokens == 1 and entry.request.output_token_ids
     return "decode" if entry.samples and answering else "chunk"
 
 

@@ -35,15 +35,14 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         loading pass through, put down to their adapter (`adapter_at_fault`).
 
         A step like the last one, with the same `residents`, finds everything in its slot: only the hits are told.
-        Not so on a GPU, where slots are written beside steps.
         """
         requests = list(requests)
         step = requests, mapping, self.manager.residents
-        if self.manager.slot_writer is None and self._last_step == step:
+        if self._last_step == step:
             for adapter_id in sorted({request.lora_int_id for request in requests if request}):
                 self.manager.tell("hit", adapter_id)
-            return
-        self._apply_adapters(requests)
+        else:
+            self._apply_adapters(requests)
         if mapping is not None:
             self.manager.set_adapter_mapping(mapping)
             self._last_step = (requests, mapping, self.manager.residents)
