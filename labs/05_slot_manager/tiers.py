@@ -84,8 +84,7 @@ class AdapterTiers:
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget the adapter, pinned or not, in both tiers. False for an unknown id."""
         self.deactivate_adapter(adapter_id)
-        was_there = self._registered_adapters.pop(adapter_id, None) is not None
-        if was_there:
+        if was_there := self._registered_adapters.pop(adapter_id, None) is not None:
             self.tell("remove", adapter_id)
         return was_there
 

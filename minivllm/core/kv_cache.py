@@ -21,7 +21,7 @@ class KVCacheManager(PrefixCache):
         """
         end, held = request.num_computed_tokens + num_new_tokens, len(request.block_ids)
         if not computed_blocks and end <= held * self.block_size:
-            return True  # the request's last block has room: so it is in most steps
+            return True  # Its last block has room, as in most steps.
         # What was found adds as many blocks to those held as to those needed.
         num_new_blocks = max(0, self.num_blocks_for(end) - held)
         if num_new_blocks > self._num_free_besides(computed_blocks):

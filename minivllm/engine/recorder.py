@@ -7,7 +7,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
-from minivllm.core.output import MAX_LORAS, NO_BLOCKS, ScheduledRequest, SchedulerOutput
+from minivllm.core.output import MAX_LORAS, NO_BLOCKS, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
@@ -146,15 +146,14 @@ def _rows(output: SchedulerOutput, slots: list[int | None], names: list[str | No
     slot_of = {adapter_id: slot for slot, adapter_id in enumerate(slots)} | {0: None}
     name_of = dict(zip([*slots, 0], names))
     rows = []
-    for entry in sorted(output.scheduled, key=attrgetter("request.adapter_id")):
-        request, num_new_tokens, _ = entry
-        adapter, cached = request.adapter_id, output.cached_tokens.get(request.request_id)
-        kind = _kind(entry, admitted=cached is not None)
-        rows.append(
-            _trace_row(
-                request.request_id, name_of[adapter], slot_of[adapter], num_new_tokens, kind, cached or 0
-            )
-        )
+    for request, tokens, samples in sorted(output.scheduled, key=attrgetter("request.adapter_id")):
+        cached, kind, adapter = 0, "chunk", request.adapter_id
+        if request.request_id in output.cached_tokens:  # admitted, for the first time or after a preemption
+            cached = output.cached_tokens[request.request_id]
+            kind = "prefill" if samples else "chunk"
+        elif samples and tokens == 1 and request.output_token_ids:
+            kind = "decode"
+        rows.append(_trace_row(request.request_id, name_of[adapter], slot_of[adapter], tokens, kind, cached))
     return rows
 
 
@@ -168,15 +167,6 @@ def _trace_row(*values: object) -> TraceRow:
 def _trace_skip(*values: object) -> TraceSkip:
     """As with rows."""
     return TraceSkip(*values)
-
-
-def _kind(entry: ScheduledRequest, admitted: bool) -> str:
-    """admitted: the request joined the batch in this step, for the first time or after a preemption"""
-    if admitted:
-        return "prefill" if entry.samples else "chunk"
-    # The token that it computes is one of its answer.
-    answering = entry.num_new_tokens == 1 and entry.request.output_token_ids
-    return "decode" if entry.samples and answering else "chunk"
 
 
 def log_step(output: SchedulerOutput, scheduler: Scheduler, name_of: Callable[[int], str]) -> None:
