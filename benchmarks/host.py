@@ -118,7 +118,7 @@ class Traffic:
         for number in range(self.rows):
             self.add(number + 2)
         while True:
-            for _ in range(self.rows - self.engine.get_num_unfinished_requests()):
+            for _ in range(self.rows - len(self.engine.scheduler.requests)):
                 self.add(self.rows)
             yield
 
