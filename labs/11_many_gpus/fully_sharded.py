@@ -2,7 +2,8 @@
 
 S-LoRA, https://arxiv.org/abs/2311.03285. Of a column-parallel linear every process would have all of A, of others
 all of B. Here these are shared out, too. No process then has all of h = A · x. So they meet once more for every
-linear, over rank-sized rows. Adapters on experts and on the ends of a model have one of the two whole all the same.
+linear, over rank-sized rows. So they do for experts (sharded_experts.py). Adapters on the ends of a model have one of
+the two whole all the same.
 """
 
 from minivllm.labs import Todo

@@ -11,6 +11,7 @@ COMPARED = (
     "two things were compared"  # the first line of `of_comparison`, which `of_assertion` puts into words
 )
 LONGEST_VALUE = 200  # characters
+LONGEST_NEWS = 40  # characters of a value that is told though a line before has it
 MOST_KEYS = 4  # of a dict that differ
 
 _OBJECT = re.compile(r"<(?:[\w.]+\.)?(\w+) object at 0x[0-9a-f]+>")
@@ -81,18 +82,25 @@ def shown(value: object) -> str:
 
 
 def clean(text: str) -> str:
-    """Without addresses: an object is its class, a method its name."""
+    """Without addresses: an object is its class, a method its name. Functions of torch are methods of a `type`."""
     text = _OBJECT.sub(r"\1", text)
     return _METHOD.sub(
-        lambda found: f"{found[2]}.{found[1]}" if found[2] and "." not in found[1] else found[1], text
+        lambda found: (
+            f"{found[2]}.{found[1]}" if found[2] not in (None, "type") and "." not in found[1] else found[1]
+        ),
+        text,
     )
 
 
 def _told(reasons: list[str]) -> list[str]:
-    """`False = batch.is_empty` as `batch.is_empty is False`."""
-    told = (clean(reason) for reason in reasons if "<generator" not in reason and not _METHOD.match(reason))
-    parts = (reason.partition(" = ") for reason in told)
-    return [f"  {what} is {value}" for value, _, what in parts if what][:2]
+    """`False = batch.is_empty` as `batch.is_empty is False`. A long value that was told has no second line."""
+    found = (clean(reason) for reason in reasons if "<generator" not in reason and not _METHOD.match(reason))
+    told: list[str] = []
+    for value, _, what in (reason.partition(" = ") for reason in found):
+        is_known = len(value) > LONGEST_NEWS and any(value in line for line in told)
+        if what and not is_known:
+            told.append(f"  {what} is {value}")
+    return told[:2]
 
 
 def _first(left: object, right: object) -> list[str]:

@@ -29,7 +29,7 @@ class Share:
     def of(self, parts: list[Any]) -> list[Any]:
         """An adapter's weights for each slice, cut to the process's part; None stays None.
 
-        Of experts there are n entries each. The adapter's own tensors stay as they are.
+        Of experts there are n entries each, one expert after the other. The adapter's own tensors stay as they are.
         """
         return parts
 
@@ -70,7 +70,7 @@ class Cut(Share):
         return lora_b if list(runs) == [ALL] else torch.cat([lora_b[..., run, :] for run in runs], dim=-2)
 
     def of(self, parts: list[Any]) -> list[Any]:
-        """Each part with its A and B cut, and what it has beside them."""
+        """New parts with A and B cut, and what is beside them, as `Share.of` says."""
         cut = []
         for i, part in zip(cycle(range(len(self.rows))), parts):
             if part is not None:
@@ -87,7 +87,10 @@ class Cut(Share):
 
 # region lab 11.1: slice an adapter for a rank
 def share_of_linear(linear: Any, slices: int) -> Share:
-    """For adapters on so many slices of a base linear: one for each linear that it fuses, or one for all of it."""
+    """For adapters on so many slices of a base linear: one for each linear that it fuses, or one for all of it.
+
+    To use: `tp`, `heights`, `rows` and `columns` of the linear (minivllm/layers/linear.py).
+    """
     if linear.tp.size == 1:
         return EVERYTHING
     columns = ALL if linear.input_size_per_partition == linear.input_size else linear.columns

@@ -71,17 +71,22 @@ class Follower:
         self.runner.warm_up()
         gc.freeze()  # what is there by now stays: to look through it again and again would hold up steps on all ranks
 
-    def launch(self, message: StepMessage, seats: dict[int, Seat] | None, dropped: list[int]) -> None:
+    def launch(
+        self, message: StepMessage, seats: dict[int, Seat] | None, dropped: list[int], drawn: int
+    ) -> None:
         """Run a step.
 
         seats     of all adapters in slots, by their ids; None = as in the step before
         dropped   numbers of adapters that nobody will ask for
+        drawn     rows whose tokens rank 0 will share; 0 = the next step needs no others than the likeliest
         """
         if seats is not None:
             self._seat(seats)
         for number in dropped:
             self.adapters.pop(number, None)
         self.runner.launch_model(self._reader.read(message))
+        if drawn:
+            self.runner.share_tokens(drawn)
 
     def read(self, number: int, lora_request: LoRARequest, stamp: object) -> None:
         """Read an adapter beside the steps, and say whether it could be.   stamp: of its folder, as rank 0 saw it"""

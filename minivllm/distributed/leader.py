@@ -27,7 +27,8 @@ class LeadingRunner(RankRunner):
     """A runner for one engine, whose steps all ranks run.
 
     The others get each step once its adapters are in slots here, before it is computed. They have all logits, too, and
-    so the likeliest tokens, for a step ahead. Everything else is sampled here.
+    so the likeliest tokens, for a step ahead. Everything else is sampled here. Where an engine runs ahead, all get it
+    by one broadcast behind the step: to draw on every rank would be dozens of launches on each.
 
     EngineDeadError from any call, once a rank has ended.
     """
@@ -37,6 +38,7 @@ class LeadingRunner(RankRunner):
         self._reading: SharedReading | None = None
         self._writer = StepWriter()
         self._untold: SchedulerOutput | None = None
+        self._unshared = 0  # rows whose tokens the others wait for, behind the step launched last
         self._captured: list[dict] = []  # the graphs, which have to go before the ranks' group can
         self._end = weakref.finalize(self, end_ranks, others, self._captured)
         with others.in_step(lambda: False):
@@ -64,6 +66,7 @@ class LeadingRunner(RankRunner):
     @torch.inference_mode()
     def launch_model(self, output: SchedulerOutput) -> PendingStep:
         self.others.check()
+        self._share()  # of a step that broke off before its tokens were left
         self._untold = output
         # A Ctrl-C in the middle would leave the others waiting for the rest.
         with no_interrupts(), self.others.in_step(lambda: self._untold is None):
@@ -80,18 +83,36 @@ class LeadingRunner(RankRunner):
         output, self._untold = self._untold, None
         if output is not None:
             seats, dropped = (None, []) if self._reading is None else self._reading.news()
-            self.others.tell("launch", self._writer.write(output), seats, dropped)
+            drawn = self._rows_to_share(output)
+            self.others.tell("launch", self._writer.write(output), seats, dropped, drawn)
+            self._unshared = drawn
+
+    def _rows_to_share(self, output: SchedulerOutput) -> int:
+        """All that sample, if the others will not find all their tokens; 0 if they will, or the next step waits."""
+        if not (self.config.scheduler_config.async_scheduling and self.can_run_ahead):
+            return 0
+        sampling = [entry.request for entry in output.scheduled if entry.samples]
+        is_found = self.takes_stand_ins(output) and all_take_likeliest(sampling)
+        return 0 if is_found else len(sampling)
+
+    def _share(self) -> None:
+        """Do what the others wait for, once."""
+        if self._unshared:
+            with no_interrupts(), self.others.in_step(lambda: True):
+                rows, self._unshared = self._unshared, 0
+                self.share_tokens(rows)
 
     def sample_tokens(self, step: PendingStep) -> Sampled:
+        self._share()
         sampled = super().sample_tokens(step)
         self.others.check()  # a GPU's waiting for a rank that has ended is cut short, and leaves anything
         return sampled
 
     def leave_tokens(self, step: PendingStep) -> Callable[[], Sampled] | None:
-        """As in the parent class, but None where tokens are drawn: others know the likeliest ones alone."""
-        if step.tokens is None or not all_take_likeliest(step.requests):
-            return None
-        return partial(self._wait, super().leave_tokens(step))
+        """As in the parent class; the others get what they cannot find."""
+        wait = super().leave_tokens(step)
+        self._share()
+        return wait and partial(self._wait, wait)
 
     def _wait(self, wait: Callable[[], Sampled]) -> Sampled:
         sampled = wait()

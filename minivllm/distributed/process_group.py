@@ -30,3 +30,7 @@ class ProcessGroup(TensorParallel):
         gathered = x.new_empty(self.size, *x.shape)
         _gather(gathered.flatten(0, 1), x.contiguous(), group=self.group)
         return gathered.movedim(0, -2).flatten(-2)  # (..., size * n)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Put what rank 0 has there into a contiguous tensor of every process."""
+        dist.broadcast(x, 0, self.group)

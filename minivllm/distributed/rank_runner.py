@@ -23,8 +23,14 @@ class RankRunner(ModelRunner):
     """A `ModelRunner` that has its part of every layer, and as many KV blocks as all others."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, ProcessGroup())
+        self._group = ProcessGroup()
+        super().__init__(config, self._group)
         dist.all_reduce(torch.zeros(1))  # every rank has its model by now
+
+    @torch.inference_mode()
+    def share_tokens(self, rows: int) -> None:
+        """Have on every rank what rank 0 took for the first rows of the step launched last; the next step reads it."""
+        self._group.broadcast(self.step_output.tokens[:rows])
 
     def _kv_memory(self) -> int:
         """What the rank with the least can give."""

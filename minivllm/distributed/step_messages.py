@@ -19,9 +19,9 @@ class StepMessage(NamedTuple):
     starts        tokens that are computed already
     token_ids     what is computed now, of each row
     samples       whether the next token of the row is sampled
-    held          blocks of each row that the ranks know already; 0 = what they know of it counts no more
+    held          how many blocks of each row count of those told with the last step; 0 = none
     new_blocks    those behind them
-    whole         row -> its request, where more of it is asked than the above
+    whole         row -> its request, where its prompt is still to be scored (`wants_prompt_logprobs`)
     """
 
     request_ids: list[str]
@@ -38,14 +38,15 @@ class StepWriter:
     """Makes the messages, on the rank that schedules."""
 
     def __init__(self) -> None:
-        # request id -> its list of blocks, and how many of them were told
+        # Of the last message's rows: request id -> its list of blocks, and how many of them were told
         self._told: dict[str, tuple[list[int], int]] = {}
 
     # region lab 11.4: broadcast of a step
     def write(self, output: SchedulerOutput) -> StepMessage:
-        """The rows with tokens of a step that is about to be launched. Others run nothing.
+        """What other ranks must know of a step that is about to be launched.
 
-        Every message must reach every rank: the next one says only which blocks came since.
+        Every message must reach every rank: the next one says only which blocks came since. Both sides remember the
+        rows of the last message, and no others.
         """
         message = StepMessage([], [], [], [], [], [], [], {})
         told = {}
@@ -104,7 +105,7 @@ class StepReader:
 
     # region lab 11.4: broadcast of a step
     def read(self, message: StepMessage) -> SchedulerOutput:
-        """A step that a model runner can launch."""
+        """A step that a model runner can launch: `scheduled`, its rows as `running`, and how many tokens in all."""
         blocks = {
             request_id: self._extended(request_id, held, new)
             for request_id, held, new in zip(message.request_ids, message.held, message.new_blocks)

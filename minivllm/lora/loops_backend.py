@@ -28,4 +28,4 @@ class LoopsBackend(Backend):
             offset += b.shape[2]
 
     def expand(self, y: torch.Tensor, h: torch.Tensor, slots: Slots, rows: Any) -> None:
-        self.expand_op(h, slots.b[0], y, rows, 0, y.shape[1])
+        self.expand_op(h, slots.b[0].flatten(0, 1), y, rows, 0, y.shape[1])

@@ -11,7 +11,7 @@ from typing import Any
 # Wrapper classes that `from_layer` asks, in order, when no plain one fits a layer.
 wrappers: list[type] = []
 
-# Plain wrapper of a linear -> the one that takes its place where adapters are fully sharded (`fully_sharded_loras`).
+# Plain wrapper -> the one that takes its place where adapters are fully sharded (`fully_sharded_loras`).
 sharded_wrappers: dict[type, type] = {}
 
 # Called once with (model, wrapped modules, LoRAConfig) when a model's linears have been wrapped.

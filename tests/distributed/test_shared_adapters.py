@@ -120,14 +120,6 @@ def test_experts_have_their_adapters(variant, tmp_path_factory, monkeypatch):
     )
 
 
-@pytest.mark.nightly
-def test_experts_are_cut_where_linears_are_fully_sharded(tmp_path_factory, monkeypatch):
-    world = sparse_world(tmp_path_factory, MIXTRAL)
-    options = {"max_loras": 3, "max_cpu_loras": 20, "fully_sharded_loras": True}
-
-    assert_shared_engines_answer(monkeypatch, world, 2, pairs_of(world, world.names[::2]), **options)
-
-
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["o_proj", "qkv_proj"]])
 def test_layers_that_the_server_leaves_alone_are_summed_all_the_same(world_of, targets, monkeypatch):
     world = world_of("llama-llama3-rope")

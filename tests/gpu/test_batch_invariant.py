@@ -3,6 +3,8 @@
 On a CPU through Triton's interpreter, whose products are made to add up in one order (`rows_in_order`), as a GPU's do.
 """
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 import torch
@@ -153,20 +155,25 @@ def invariant_engine(world, graphs=False, **options):
     return engine
 
 
-def logits_of(engine, watched):
-    """Run until all requests have ended; every logits row of one of them, in order."""
-    rows, launch = [], engine.runner.launch_model
+def all_logits(engine):
+    """Run until all requests have ended.   -> request id -> its rows of logits, in order; outputs"""
+    rows, launch = defaultdict(list), engine.runner.launch_model
 
     def launched(output):
         step = launch(output)
         for request, row in zip(step.requests, step.logits if step.logits is not None else ()):
-            if request.request_id == watched:
-                rows.append(row.clone())
+            rows[request.request_id].append(row.clone())
         return step
 
     engine.runner.launch_model = launched
     outputs = run(engine)
-    return torch.stack(rows), outputs
+    return {request_id: torch.stack(found) for request_id, found in rows.items()}, outputs
+
+
+def logits_of(engine, watched):
+    """The same of one of them."""
+    logits, outputs = all_logits(engine)
+    return logits[watched], outputs
 
 
 def add(engine, world, requests):
@@ -201,6 +208,26 @@ def test_a_request_has_the_same_bits_alone_and_in_company(world, name, graphs):
     for request_id, adapter, prompt, answer in OTHERS + request:
         expected = world.oracle().greedy(adapter, token_ids(prompt, prompt), answer)
         assert tokens_of(outputs[request_id]) == expected, request_id
+
+
+@RARE
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whoever_comes_first_and_whatever_a_step_takes_changes_no_bit_of_anybody(world, seed):
+    requests = [*OTHERS, ("watched", "qv", 13, 4), ("same", "qv", 8, 3)]
+    alone = {}
+    for request in requests:
+        engine = invariant_engine(world, max_num_batched_tokens=64)
+        add(engine, world, [request])
+        alone |= all_logits(engine)[0]
+    order = np.random.default_rng(seed).permutation(len(requests))
+    company = invariant_engine(world, max_num_batched_tokens=5 + 6 * seed, max_num_seqs=2 + 2 * seed)
+
+    add(company, world, [requests[i] for i in order])
+    together, _ = all_logits(company)
+
+    assert together.keys() == alone.keys()
+    for request_id, logits in together.items():
+        assert torch.equal(logits, alone[request_id]), request_id
 
 
 def test_a_found_prefix_changes_no_bit(world):

@@ -89,6 +89,18 @@ def test_a_step_without_adapters_finds_nothing_of_the_step_before():
     assert_close(linear.run(x), linear.expected(x, [-1] * 4))
 
 
+@pytest.mark.parametrize("slots", [[-1] * 4, [2, -1, 0, 0]], ids=["base", "adapters"])
+def test_a_step_finds_nothing_of_one_that_ended_before_its_activation(slots):
+    linear, x = GateUp(), rows(4)
+    linear.step([0, 2, 0, -1])
+    with torch.inference_mode():
+        linear.layer(rows(4).to(DEVICE))
+
+    linear.step(slots)
+
+    assert_close(linear.run(x), linear.expected(x, slots))
+
+
 def test_a_layer_that_others_read_too_gives_its_whole_output():
     linear, x, slots = GateUp(), rows(5), [0, 2, -1, 0, 1]
     linear.base.read_by = None

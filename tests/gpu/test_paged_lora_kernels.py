@@ -40,9 +40,12 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 class Batch:
-    """A batch on slots of unlike ranks, the weights in pages dealt at random from a pool of NaN."""
+    """A batch on slots of unlike ranks, the weights in pages dealt at random from a pool of NaN.
 
-    def __init__(self, shape, dtype, experts=1):
+    bound   called with the pool before anything is written to it
+    """
+
+    def __init__(self, shape, dtype, experts=1, bound=lambda pool: None):
         self.tokens, self.rank, self.width, self.heights, self.page_ranks = shape
         n, pages_a_slot = len(self.heights), -(-self.rank // self.page_ranks)
         pick = torch.Generator().manual_seed(self.tokens)
@@ -62,7 +65,9 @@ class Batch:
         places = [8 + sum(size + 3 for size in sizes[:i]) for i in range(len(sizes))]
         stride = places[-1] + sizes[-1] + 5
         count = SLOTS * pages_a_slot + 2
-        self.table = torch.randperm(count, generator=pick)[: SLOTS * pages_a_slot].view(SLOTS, pages_a_slot)
+        dealt = torch.randperm(count, generator=pick)
+        dealt = dealt.roll(-int(dealt.argmax()))  # slot 0 begins in the pool's last page
+        self.table = dealt[: SLOTS * pages_a_slot].view(SLOTS, pages_a_slot)
         pool = torch.full((count * stride,), float("nan"), dtype=dtype)
         self.pieces = PagedPieces(
             pool.to(DEVICE),
@@ -74,6 +79,7 @@ class Batch:
         meta = LoRAKernelMeta.make(SLOTS * experts, self.tokens, DEVICE)
         meta.prepare_tensors(self.adapters)
         self.tiles = meta.meta_args(self.tokens)
+        bound(self.pieces.pool)
         for slot in range(SLOTS):
             self.write(slot)
 

@@ -1,7 +1,11 @@
-"""Tensors in the middle of memory full of NaN, which shows code that reads or writes beyond its own."""
+"""Tensors in the middle of memory full of NaN, which shows code that reads or writes beyond its own.
+
+Integers have none: around them lie numbers that lead far away.
+"""
 
 import torch
 
+FAR = 10**9
 GUARD = 256  # elements before and behind, at least: as many as a kernel's block has columns
 
 
@@ -17,7 +21,8 @@ class Guarded:
         self.width = values.shape[1:].numel()
         self.guard = 1 + GUARD // (self.width + gap)  # rows
         size = rows + 2 * self.guard, self.width + gap
-        self.memory = torch.full(size, float("nan"), dtype=values.dtype, device=device)
+        poison = float("nan") if values.is_floating_point() else FAR
+        self.memory = torch.full(size, poison, dtype=values.dtype, device=device)
         self.view = self._inside(self.memory)
         self.view.copy_(values)
         self._memory_before = self.memory.clone()

@@ -7,11 +7,13 @@ reads a slot that is not a row's own shows it.
 import pytest
 import torch
 from gpu import DEVICE
+from lockstep import in_lockstep
 from naive_punica import NaivePunica
 from new_tensors import NewTensors
 from rows import assert_rows_equal
 
 from minivllm.config import LoRAConfig
+from minivllm.distributed.alone import ALONE
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from minivllm.lora.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -40,13 +42,14 @@ class Ends:
     """What both layers have in common: the slots' adapters, and a backend that knows which row has which.
 
     extra   tokens that an adapter may add, X
+    tp      which of several processes has the layer
     """
 
     inputs_of_a: int
     outputs_of_b: int
 
-    def __init__(self, backend=None, dtype=torch.float64, extra=0):
-        self.dtype, self.extra, self.device = dtype, extra, device_of(backend)
+    def __init__(self, backend=None, dtype=torch.float64, extra=0, tp=ALONE):
+        self.dtype, self.extra, self.device, self.tp = dtype, extra, device_of(backend), tp
         self.config = LoRAConfig(RANK, SLOTS, lora_extra_vocab_size=extra, punica_backend=backend or "auto")
         self.punica = NaivePunica()
         if backend:
@@ -68,7 +71,8 @@ class Ends:
         weights = LoRALayerWeights("end", len(lora_a), 1, lora_a, lora_b, scaling=1)
         if len(new):
             weights.beside |= {"embeddings": new, "is_added": new.new_ones(len(new), 1)}
-        self.layer.write(slot, weights)
+        (own,) = self.layer.share.of([weights])
+        self.layer.write(slot, own)
 
     def put(self, slot, seed):
         """The adapter of RANKS and ADDED into its slot, its numbers by seed."""
@@ -95,9 +99,9 @@ class Embedding(Ends):
     outputs_of_b = HIDDEN
 
     def make(self):
-        base = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=self.dtype)
+        base = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=self.dtype, tp=self.tp)
         self.weight = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
-        base.weight.data = self.weight.to(self.device)
+        base.weight.data = self.tp.own_tokens(self.weight).to(self.device)
         layer = VocabParallelEmbeddingWithLoRA(base)
         layer.create_lora_weights(SLOTS, self.config)
         return layer
@@ -134,10 +138,11 @@ class Logits(Ends):
         return VOCAB + self.extra
 
     def make(self):
-        self.head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=self.dtype)
+        self.head = ParallelLMHead(VOCAB, HIDDEN, params_dtype=self.dtype, tp=self.tp)
         self.weight = randn(VOCAB, HIDDEN, seed=1, dtype=self.dtype)
-        self.head.weight.data = self.weight.to(self.device)
-        layer = LogitsProcessorWithLoRA(LogitsProcessor(VOCAB), HIDDEN, self.dtype, self.device, None)
+        self.head.weight.data = self.tp.own_tokens(self.weight).to(self.device)
+        base = LogitsProcessor(VOCAB, self.tp)
+        layer = LogitsProcessorWithLoRA(base, HIDDEN, self.dtype, self.device, None)
         layer.create_lora_weights(SLOTS, self.config)
         return layer
 
@@ -591,6 +596,38 @@ def test_the_backend_is_asked_about_the_slots_of_this_layer(end):
     layer.punica.reaches = lambda slots: slots is layer.layer.slots
 
     assert_some_answers(layer, [4, -1, 1])
+
+
+# 23 tokens are no equal shares for either.
+processes = pytest.mark.parametrize("size", [2, 3])
+room = pytest.mark.parametrize("extra", [0, EXTRA])
+
+
+@pytest.mark.lab("2.8")
+@processes
+@room
+def test_processes_that_share_an_embedding_answer_as_one_and_meet_once(size, extra):
+    def work(tp):
+        embedding, slots = Embedding(extra=extra, tp=tp), some_slots(30, seed=1)
+        embedding.assert_answers(some_tokens(slots, 2, extra), slots)
+        embedding.assert_answers([0, VOCAB - 1, 7], [-1, -1, -1])
+        return tp.calls
+
+    assert in_lockstep(size, work) == [[("all_reduce", 30 * HIDDEN), ("all_reduce", 3 * HIDDEN)]] * size
+
+
+@pytest.mark.lab("2.9")
+@processes
+@room
+def test_processes_that_share_a_head_answer_as_one_and_meet_once(size, extra):
+    def work(tp):
+        logits, slots = Logits(extra=extra, tp=tp), some_slots(20, seed=3)
+        bias = randn(VOCAB, seed=7)
+        logits.assert_answers(randn(20, HIDDEN, seed=4), slots, embedding_bias=bias)
+        return tp.calls
+
+    share = -(-VOCAB // size)
+    assert in_lockstep(size, work) == [[("all_gather", 20 * share)]] * size
 
 
 @pytest.mark.lab("2.9")

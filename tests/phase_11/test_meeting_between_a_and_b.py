@@ -140,6 +140,30 @@ def test_a_step_without_adapters_costs_no_meeting_but_the_base_layers(kind):
         assert calls == ([("all_reduce", 2 * 8)] if kind == "row" else [])
 
 
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_h_travels_as_it_was_computed_though_the_layer_rounds(kind):
+    """h is (514, 512), of which B takes the difference. In bfloat16 both would be 512."""
+    a, b = torch.zeros(2, K), torch.tensor([[1.0, -1.0]]).repeat(8, 1)
+    a[0, [0, 1, 6, 7]] = torch.tensor([256.0, 1, 256, 1])
+    a[1, [0, 6]] = 256
+
+    def work(tp):
+        linear = kind(K, 8, bias=False, params_dtype=torch.bfloat16, tp=tp)
+        linear.weight.data.zero_()
+        layer = from_layer(
+            linear, 1, LoRAConfig(2, 1, fully_sharded_loras=True, lora_dtype=torch.bfloat16), []
+        )
+        backend = ToyBackend("cpu")
+        layer.set_mapping(backend)
+        layer.slots.write(0, layer.share.of([LoRALayerWeights("m", 2, 2, a.bfloat16(), b.bfloat16())]))
+        backend.token_lora_indices, backend.no_lora = torch.tensor([0]), False
+        return layer.forward(torch.ones(1, linear.input_size_per_partition, dtype=torch.bfloat16))[0]
+
+    for y in in_lockstep(2, work):
+        assert y.dtype == torch.bfloat16
+        assert y.unique().tolist() == [2]
+
+
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_the_input_stays_as_it_was(kind):
     def work(tp):

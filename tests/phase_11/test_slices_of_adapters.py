@@ -86,6 +86,18 @@ class TestOfAColumnParallelLinear:
             expected = [of_one[:, rows] for of_one, rows in zip(whole, linear.rows, strict=True)]
             torch.testing.assert_close(delta(part, x), torch.cat(expected, dim=1))
 
+    @pytest.mark.parametrize("make", [merged, qkv])
+    def test_the_bias_of_one_adapter_for_all_of_a_fused_one_follows_them_too(self, make):
+        made = linears(make, 2)
+        bias = normal(1, made[0].output_size)
+        whole = bias.split(made[0].output_sizes, dim=1)
+
+        own = own_shares(made, [pair(K, made[0].output_size, bias=bias)])
+
+        for linear, (part,) in zip(made, own, strict=True):
+            expected = [of_one[:, rows] for of_one, rows in zip(whole, linear.rows, strict=True)]
+            torch.testing.assert_close(part.beside["bias"], torch.cat(expected, dim=1), rtol=0, atol=0)
+
     def test_processes_with_the_same_keys_and_values_have_the_same_of_the_adapter(self):
         parts = [pair(K, 12), pair(K, 6, seed=3), pair(K, 6, seed=5)]
 

@@ -47,7 +47,7 @@ def request(name, prompt, adapter_id=0, blocks=(), **params):
 
 def assert_same(output, *rows):
     """A model runner can ask the follower's rows what it can ask the scheduler's, and hears the same."""
-    assert [entry.request for entry in output.scheduled] == output.running
+    assert output.running == [entry.request for entry in output.scheduled]
     assert [entry[1:] for entry in output.scheduled] == [(tokens, samples) for _, tokens, samples in rows]
     assert output.total_num_scheduled_tokens == sum(tokens for _, tokens, _ in rows)
     for entry, (wanted, tokens, _) in zip(output.scheduled, rows, strict=True):
@@ -155,6 +155,31 @@ def test_a_request_that_wants_its_prompt_scored_travels_whole_and_others_do_not(
 
     assert isinstance(second, Request) and second.prompt_token_ids == [7, 8, 9]
     assert not isinstance(first, Request) and first.wants_prompt_logprobs is False
+
+
+def test_a_prompt_that_is_scored_in_several_steps_travels_whole_until_it_is():
+    """A decode step of a request that had its prompt scored is as small as any other."""
+    ranks, scored = Ranks(), request("s", range(500, 532), blocks=[1], prompt_logprobs=2)
+    first = ranks.read((scored, 16, False)).scheduled[0].request
+    scored.num_computed_tokens, scored.prompt_logprobs = 16, [None] * 16
+    message = ranks.message((scored, 16, True))
+    second = ranks.reader.read(message).scheduled[0].request
+    scored.num_computed_tokens, scored.prompt_logprobs = 31, [None] * 32
+
+    assert isinstance(first, Request) and isinstance(second, Request)
+    assert message.whole.keys() == {0}
+    assert ranks.message((scored, 1, True)).whole == {}
+
+
+def test_neither_side_keeps_anything_of_requests_that_are_gone():
+    ranks, last = Ranks(), request("z", range(4), blocks=[1])
+    ranks.read((last, 4, True))
+    sizes = len(pickle.dumps(ranks.reader)), len(pickle.dumps(ranks.writer))
+
+    ranks.read(*((request(f"gone {n}", range(4), blocks=range(50)), 4, True) for n in range(20)))
+    ranks.read((last, 4, True))
+
+    assert (len(pickle.dumps(ranks.reader)), len(pickle.dumps(ranks.writer))) == sizes
 
 
 def test_a_step_without_rows_is_one():

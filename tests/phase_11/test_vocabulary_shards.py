@@ -8,8 +8,8 @@ from minivllm.distributed.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.lab("11.3")
 
-# V and processes: even, uneven, a last process with nothing, several with nothing.
-CASES = [(6, 2), (7, 2), (7, 3), (4, 3), (5, 8)]
+# V and processes: even, uneven, a last process with nothing, several with nothing, one that has all.
+CASES = [(6, 2), (7, 2), (7, 3), (4, 3), (5, 8), (5, 1)]
 S, R, H = 3, 2, 4
 cases = pytest.mark.parametrize(("vocabulary", "size"), CASES)
 

@@ -53,6 +53,8 @@ class PagedBackend(TritonBackend):
     def linear(self, x: torch.Tensor, base: LinearBase, slots: PagedSlots) -> torch.Tensor:
         """An activation that alone reads the output gets it without what adapters add, and adds that itself."""
         if self.no_lora:
+            if isinstance(base.read_by, SiluAndMul):
+                base.read_by.rest = None  # of a step that ended in between
             return base.forward(x)[0]
         pieces, tiles = slots.pieces, self.token_meta.meta_args(len(x))
         y, h = self._base_and_shrink(x, base, pieces, tiles)

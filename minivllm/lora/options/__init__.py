@@ -9,6 +9,7 @@ from minivllm.lora.options import (
     fully_sharded,
     long_context,
     new_embeddings,
+    sharded_experts,
     target_parameters,
     traits,
     vocabulary,
@@ -25,6 +26,7 @@ __all__ = [
     "expert_weights",
     "fully_sharded",
     "new_embeddings",
+    "sharded_experts",
     "target_parameters",
     "traits",
 ]

@@ -1,6 +1,6 @@
 """Adapters on experts. Stands for vllm/lora/layers/fused_moe.py (v0.22.1)."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -93,18 +93,26 @@ class FusedMoEWithLoRA(OptionLayer):
 
         A batch none of whose adapters has experts is the base layer's alone.
         """
-        base, backend = self.base_layer, self.backend
-        if backend.no_lora or not backend.reaches(self.slots, exactly=True):
+        base = self.base_layer
+        if not self._is_reached():
             return base(x, router_logits)
         pairs = base.route(router_logits)
-        rows = backend.pair_rows(self._adapters_of(pairs, len(x)), self.slots)
+        rows = self.backend.pair_rows(self._adapters_of(pairs, len(x)), self.slots)
         x = x[pairs.rows]  # (P, H)
         gate_up = base.w13(x, pairs)  # (P, 2I)
-        backend.add(gate_up, x, self.slots, rows, W13)
+        self._add(gate_up, x, rows, W13)
         inner = base.act_fn(gate_up)  # (P, I)
         down = base.w2(inner, pairs)  # (P, H)
-        backend.add(down, inner, self.slots, rows, W2)
+        self._add(down, inner, rows, W2)
         return base.combine(down, pairs)
+
+    def _is_reached(self) -> bool:
+        """Whether an adapter of this step has experts."""
+        return not self.backend.no_lora and self.backend.reaches(self.slots, exactly=True)
+
+    def _add(self, y: torch.Tensor, x: torch.Tensor, rows: Any, slices: slice) -> None:
+        """Add what adapters give for w13's or w2's output.   y: (P, N), x: (P, K)"""
+        self.backend.add(y, x, self.slots, rows, slices)
 
     def _adapters_of(self, pairs: ExpertPairs, tokens: int) -> torch.Tensor:
         """(P,) int64 s * E + e of each pair, -1 = base"""

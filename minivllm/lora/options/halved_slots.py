@@ -3,9 +3,11 @@
 Stands for `add_shrink` and `add_expand` in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), for every slot there.
 """
 
+from typing import Any
+
 import torch
 
-from minivllm.lora.backend import Backend
+from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 
@@ -13,19 +15,19 @@ from minivllm.lora.slots import Slots
 class HalvedSlots(Slots):
     """Slots whose A's and B's are used apart, so that processes can meet between. R' rows of A may be fewer than R.
 
-    a        n buffers (S, 1, R', K)    b   n buffers (S, 1, N_i, R)
+    a        n buffers (S, E, R', K)    b   n buffers (S, E, N_i, R)
     shrinks  the same A's, with ones on the diagonal for B's: what a backend adds for them is h = A · x
     expands  n slots of one slice each, the same B's
     """
 
     def __init__(self, slots: Slots, backend: Backend) -> None:
         super().__init__(slots.a, slots.b)
-        ones = [torch.zeros_like(a[..., :1]).repeat(1, 1, 1, a.shape[2]) for a in self.a]  # (S, 1, R', R')
+        ones = [torch.zeros_like(a[..., :1]).repeat(1, 1, 1, a.shape[2]) for a in self.a]  # (S, E, R', R')
         for diagonal in ones:
             diagonal.diagonal(dim1=-2, dim2=-1).fill_(1)
         self.shrinks = backend.place(Slots(self.a, ones), None)
         self.expands = [
-            backend.place(Slots([b.new_zeros(len(b), 1, b.shape[3], 0)], [b]), None) for b in self.b
+            backend.place(Slots([b.new_zeros(*b.shape[:2], b.shape[3], 0)], [b]), None) for b in self.b
         ]
         self.live_ranks = self.shrinks.live_ranks
 
@@ -38,8 +40,8 @@ class HalvedSlots(Slots):
             self.a[i][slot], self.b[i][slot] = 0, 0
             self.live_ranks[i][slot] = 0 if part is None else part.lora_a.shape[-2]
             if part is not None:
-                self.a[i][slot, 0, : part.lora_a.shape[0]].copy_(part.lora_a)
-                self.b[i][slot, 0, :, : part.lora_b.shape[1]].copy_(part.lora_b)
+                self.a[i][slot, :, : part.lora_a.shape[-2]].copy_(part.lora_a)
+                self.b[i][slot, :, :, : part.lora_b.shape[-1]].copy_(part.lora_b)
         self._write_beside(slot, parts)
         self.changed(slot)
 
@@ -50,9 +52,14 @@ class HalvedSlots(Slots):
         super().changed(slot)
         self.shrinks.changed(slot)
 
-    def shrink(self, x: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """h = A · x of each slice, by each row's adapter, at least in float32.   x: (T, K) -> (T, n, R')"""
-        n, rank = len(self.a), self.a[0].shape[2]
-        h = x.new_zeros(len(x), n * rank, dtype=torch.promote_types(x.dtype, torch.float32))
-        backend.add(h, x, self.shrinks, backend.token_rows(len(x)))
-        return h.unflatten(1, (n, rank))
+    def shrink(
+        self, x: torch.Tensor, backend: Backend, rows: Any = None, slices: slice = ALL_SLICES
+    ) -> torch.Tensor:
+        """h = A · x of each of these slices, by each row's adapter, at least in float32.
+
+        x: (T, K) -> (T, n, R'), R' being one for all of them    rows: None = one row a token
+        """
+        heights = [a.shape[2] for a in self.a[slices]]
+        h = x.new_zeros(len(x), sum(heights), dtype=torch.promote_types(x.dtype, torch.float32))
+        backend.add(h, x, self.shrinks, backend.token_rows(len(x)) if rows is None else rows, slices)
+        return h.unflatten(1, (len(heights), heights[0]))

@@ -4,6 +4,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.seams import sharded_wrappers
 
 
 class OptionLayer(BaseLayerWithLoRA):
@@ -20,6 +21,6 @@ class OptionLayer(BaseLayerWithLoRA):
         cls, model: nn.Module, name: str, layer: nn.Module, max_loras: int, lora_config: LoRAConfig
     ) -> BaseLayerWithLoRA:
         """What stands in the place of the model's layer (`place_of`), with empty slots."""
-        wrapped = cls(layer)
+        wrapped = (sharded_wrappers.get(cls, cls) if lora_config.fully_sharded_loras else cls)(layer)
         wrapped.create_lora_weights(max_loras, lora_config)
         return wrapped

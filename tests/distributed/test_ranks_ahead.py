@@ -1,0 +1,106 @@
+"""Ranks one step ahead of their tokens: what rank 0 draws the others have on their devices when the next step needs it.
+
+Without a GPU a "captured" step just runs again, through Triton's interpreter.
+"""
+
+import pytest
+from graphed_ranks import graph_all_ranks
+from rank_ends import all_end, rank_pids
+from running_ahead import WISHES
+from tiny_engine import greedy, run, tiny_world, tokens_of
+from tiny_models import token_ids
+
+from minivllm import SamplingParams
+
+OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_loras": 4}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture
+def ranks(world, monkeypatch):
+    """Of two ranks. `told` has what the others heard of each step: rows whose tokens they get. `left` counts the steps
+    that were left unread when the next one was scheduled."""
+    graph_all_ranks(monkeypatch)
+    engine = world.engine(**OPTIONS, tensor_parallel_size=2, threads=1, warm_up=True)
+    pids = rank_pids(engine)[1:]
+    engine.told, engine.left = [], 0
+    tell, leave = engine.runner.others.tell, engine.runner.leave_tokens
+
+    def watched(name, *args):
+        if name == "launch":
+            engine.told.append(args[-1])
+        return tell(name, *args)
+
+    def left(step):
+        wait = leave(step)
+        engine.left += wait is not None
+        return wait
+
+    engine.runner.others.tell, engine.runner.leave_tokens = watched, left
+    yield engine
+    engine.runner._end()
+    assert all_end(pids)
+
+
+def ask(engine, world, wishes, max_tokens=7):
+    for i, (name, wish) in enumerate(wishes.items()):
+        params = SamplingParams(**{"max_tokens": max_tokens + i % 3, "ignore_eos": True} | wish)
+        lora = world.request([None, *world.names][i % 3])
+        engine.add_request(name, token_ids(3 + 2 * i, i), params, lora_request=lora)
+    return {name: tokens_of(output) for name, output in run(engine).items()}
+
+
+@pytest.mark.nightly
+def test_drawn_tokens_are_those_of_one_rank_that_waits_for_each(world, ranks):
+    alone = world.engine(**OPTIONS)
+
+    assert ask(ranks, world, WISHES) == ask(alone, world, WISHES)
+    assert ranks.left == len(ranks.trace)
+    assert any(ranks.told)
+
+
+@pytest.mark.nightly
+def test_greedy_steps_share_nothing(world, ranks):
+    ranks.add_request("a", token_ids(5, 1), greedy(6), lora_request=world.request("qv"))
+    outputs = run(ranks)
+
+    assert tokens_of(outputs["a"]) == world.oracle().greedy("qv", token_ids(5, 1), 6)
+    assert ranks.told == [0] * len(ranks.told)
+    assert ranks.left == len(ranks.trace)
+
+
+@pytest.mark.nightly
+def test_what_was_announced_is_shared_also_if_the_step_breaks_off_before_it_is_drawn(
+    world, ranks, monkeypatch
+):
+    """The others wait for it: whatever came next would be taken for it."""
+    drawn = {"a": WISHES["drawn"], "b": WISHES["filtered"]}
+    expected = ask(world.engine(**OPTIONS), world, drawn)
+    leave, calls = ranks.runner.leave_tokens, []
+
+    def broken(step):
+        calls.append(step)
+        if len(calls) in (2, 5):
+            raise RuntimeError("in the middle")
+        return leave(step)
+
+    ranks.runner.leave_tokens = broken
+    for i, (name, wish) in enumerate(drawn.items()):
+        params = SamplingParams(**{"max_tokens": 7 + i % 3, "ignore_eos": True} | wish)
+        ranks.add_request(
+            name, token_ids(3 + 2 * i, i), params, lora_request=world.request([None, *world.names][i])
+        )
+    finished = {}
+    errors = 0
+    while ranks.has_unfinished_requests():
+        try:
+            finished |= {output.request_id: output for output in ranks.step() if output.finished}
+        except RuntimeError:
+            errors += 1
+
+    assert errors == 2
+    assert {name: tokens_of(output) for name, output in finished.items()} == expected

@@ -1,0 +1,352 @@
+"""Every kernel of the package on shapes at the edges, amid poison; each case is checked against float64.
+
+A case is a function that runs kernels in a `Sanitizer`'s sight and returns what they wrote.
+"""
+
+import torch
+from gpu import DEVICE
+from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard, guarded, live_part, random
+from nan_guard import Guarded
+from test_layer_kernels import DEFAULT_ROPE, rms
+from test_mixed_attention_kernel import filled_buffers
+from test_paged_attention_kernels import SCALE
+from test_paged_attention_kernels import Batch as Contexts
+from test_paged_lora_kernels import Batch as PagedAdapters
+from test_paged_lora_kernels import room_of_nan
+
+from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.layers.triton_ops import (
+    activation,
+    attention,
+    invariant_linear,
+    mixed_attention,
+    norm,
+    rotary,
+    stand_ins,
+)
+from minivllm.lora.gpu.ops import paged_expand_op, paged_shrink_op, paged_silu_op
+from minivllm.lora.gpu.ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles, paged_silu_tiles
+from minivllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
+
+NAN = float("nan")
+CLOSE = 3e-6  # float32, as a share of the largest value
+
+
+def numbers(values, dtype=torch.int32):
+    """(n,) integers amid others that would lead far away."""
+    return Guarded(torch.as_tensor(values, dtype=dtype)[None], 0, DEVICE).view[0]
+
+
+def mixture(tokens, adapters, kind):
+    """(T,) adapter of each row: all of them and base rows in no order, the last adapter alone, or base rows alone."""
+    if kind == "base":
+        return torch.full((tokens,), -1)
+    if kind == "last":
+        return torch.full((tokens,), adapters - 1)
+    generator = torch.Generator().manual_seed(tokens)
+    picks = torch.randint(-1, adapters, (tokens,), generator=generator)
+    picks[-1] = adapters - 1
+    return picks
+
+
+def assert_close(found, expected, tolerance=CLOSE):
+    assert not found.isnan().any(), "NaN: something was read outside, or left unwritten"
+    assert (found.double().cpu() - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
+
+
+# ---- adapters in slots --------------------------------------------------------------------------------------
+
+
+def slots(sanitizer, tokens, slots, rank, width, heights, kind="mixed", splits=2):
+    """Shrink and expand; every slot has another rank, some none."""
+    picks = mixture(tokens, slots, kind)
+    full = (rank, 0, 1, max(1, rank - 1), rank // 2)
+    ranks = [[full[(slots - 1 - slot + 2 * i) % 5] for slot in range(slots)] for i in range(len(heights))]
+    a = [random(slots, rank, width, seed=i) for i in range(len(heights))]
+    b = [random(slots, height, rank, seed=10 + i) for i, height in enumerate(heights)]
+    x, y = random(tokens, width, seed=20), random(tokens, sum(heights), seed=21)
+    meta = LoRAKernelMeta.make(slots, tokens, DEVICE)
+    meta.prepare_tensors(picks)
+    tiles = meta.meta_args(tokens)
+    on_device = Guarded(torch.tensor(ranks, dtype=torch.int32), 0, DEVICE).view
+    h, out = guard(torch.full((splits, len(heights), tokens, rank), NAN)), guard(y, row_gap=3)
+    planes = h.view.view(splits, len(heights), tokens, rank)
+    live_a = [guarded(live_part(one, of, 0), row_gap=5) for one, of in zip(a, ranks)]
+    live_b = [guarded(live_part(one, of, 1), row_gap=3) for one, of in zip(b, ranks)]
+
+    with sanitizer.watching():
+        lora_shrink_op.shrink(guarded(x, row_gap=7), live_a, tiles, on_device, 0.5, h=planes)
+        lora_expand_op.expand(planes, live_b, out.view, tiles, on_device)
+
+    exact_h = exact_shrink(x, a, picks, ranks, 0.5)
+    rows = picks >= 0
+    h.assert_written_only_where(rows.repeat(splits * len(heights))[:, None])
+    out.assert_written_only_where(rows[:, None])
+    assert_rows_close(by_row(planes.sum(0))[rows], by_row(exact_h)[rows], picks[rows], CLOSE, "h")
+    assert_rows_close(out.view, exact_expand(exact_h, b, y, picks, ranks), picks, 2 * CLOSE)
+    return out.view
+
+
+def wide(sanitizer, tokens, slots, rank, heights):
+    """An expand whose h lies in a product that holds it for every slot, as folded slots give it."""
+    picks, n = mixture(tokens, slots, "mixed"), len(heights)
+    h = random(n, tokens, rank, seed=30)
+    b, y = (
+        [random(slots, height, rank, seed=i) for i, height in enumerate(heights)],
+        random(tokens, sum(heights)),
+    )
+    product = torch.full((tokens, slots, n, rank), NAN)
+    rows = (picks >= 0).nonzero()[:, 0]
+    product[rows, picks[rows]] = h[:, rows].transpose(0, 1)
+    meta = LoRAKernelMeta.make(slots, tokens, DEVICE)
+    meta.prepare_tensors(picks)
+    around, out = guard(product.flatten(1), row_gap=3), guard(y, row_gap=3)
+    sanitizer.reach = [around.view]
+    of_slot_0 = around.view[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]
+
+    with sanitizer.watching():
+        live_b = [guarded(one) for one in b]
+        tiles = meta.meta_args(tokens)
+        lora_expand_op.expand(of_slot_0, live_b, out.view, tiles, h_slot_stride=n * rank)
+
+    out.assert_written_only_where((picks >= 0)[:, None])
+    expected = exact_expand(h, b, y, picks, [[rank] * slots] * n)
+    assert_rows_close(out.view, expected, picks, 2 * CLOSE)
+    return out.view
+
+
+def guarded_ints(values):
+    """The same, of two dimensions."""
+    return Guarded(values, 2, DEVICE).view
+
+
+def write_slot(sanitizer, shapes, slot, slots=3):
+    """Pieces into places that are as large, larger in either direction, or get nothing.
+
+    shapes   (rows, columns) of a place, then of its piece
+    """
+    buffers = [guard(random(slots, *place, seed=i), row_gap=2) for i, (place, _) in enumerate(shapes)]
+    pieces = [random(*piece, seed=50 + i) for i, (_, piece) in enumerate(shapes)]
+    ends = torch.tensor([piece.numel() for piece in pieces]).cumsum(0)
+    sources = [[end - piece.numel(), *piece.shape] for end, piece in zip(ends.tolist(), pieces)]
+    views = [buffer.view.unflatten(0, (slots, -1)) for buffer in buffers]
+    places = [[view.data_ptr(), *view.stride(), *view.shape[1:]] for view in views]
+    weights = guarded(torch.cat([piece.flatten() for piece in pieces])[None])[0]
+    sanitizer.reach = [view[slot] for view in views]
+    largest = max(place[0] * place[1] for place, _ in shapes)
+
+    with sanitizer.watching():
+        tables = [guarded_ints(torch.tensor(table)).contiguous() for table in (sources, places)]
+        write_slot_op.write_slot(weights, *tables, slot, largest)
+
+    for buffer, view, piece in zip(buffers, views, pieces):
+        rows, columns = piece.shape
+        expected = torch.zeros(view.shape[1:])
+        expected[:rows, :columns] = piece
+        assert torch.equal(view[slot].cpu(), expected)
+        is_slot = torch.arange(slots).repeat_interleave(view.shape[1]) == slot
+        buffer.assert_written_only_where(is_slot[:, None])
+    return torch.cat([view.flatten() for view in views])
+
+
+# ---- adapters in pages --------------------------------------------------------------------------------------
+
+
+class Pages(PagedAdapters):
+    """As there, but past a slot's pages its table leads far away."""
+
+    def __init__(self, sanitizer, shape, experts=1, kind="mixed"):
+        with sanitizer.watching():
+            super().__init__(shape, torch.float32, experts, sanitizer.reach.append)
+        self.adapters = mixture(self.tokens, len(self.table) * experts, kind)
+        meta = LoRAKernelMeta.make(len(self.table) * experts, self.tokens, DEVICE)
+        meta.prepare_tensors(self.adapters)
+        self.tiles = meta.meta_args(self.tokens)
+        longest = torch.tensor(self.ranks).amax(0)  # (S,)
+        begins = torch.arange(self.table.shape[1]) * self.page_ranks
+        table = torch.where(begins < longest[:, None], self.table, 10**9).int()
+        self.pieces = self.pieces._replace(
+            table=guarded_ints(table), ranks=guarded_ints(self.pieces.ranks.cpu())
+        )
+        sanitizer.reach.clear()
+
+
+def pages(sanitizer, tokens, rank, page_ranks, width, heights, kind="mixed", experts=1, many=False):
+    """Written, then shrunk in several planes and expanded.   many: with the tile sizes of prompts"""
+    batch = Pages(sanitizer, (tokens, rank, width, heights, page_ranks), experts, kind)
+    size = 4096 if many else 1
+    tuned = paged_shrink_tiles(size, width, rank)._replace(splits=3, block_k=32)
+    expand_tiles = paged_expand_tiles(size, rank, max(heights))
+    room, y = room_of_nan(batch, tuned), guard(batch.y, row_gap=3)
+
+    with sanitizer.watching():
+        x = guarded(batch.x, row_gap=5)
+        h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
+        paged_expand_op.paged_expand(h, batch.pieces, y.view, batch.tiles, expand_tiles)
+
+    assert not room.counts.any(), "the next shrink counts on from these"
+    live = torch.tensor(batch.ranks)[:, batch.adapters // experts] * (batch.adapters >= 0)
+    assert torch.equal(h.isnan().cpu(), torch.arange(rank) >= live[:, :, None])
+    y.assert_written_only_where((batch.adapters >= 0)[:, None])
+    assert_close(y.view, batch.expected()[1], 2 * CLOSE)
+    return torch.cat([h.flatten(), y.view.flatten()])
+
+
+def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=False):
+    """Gate and up into the activation."""
+    batch = Pages(sanitizer, (tokens, rank, width, [inner] * 2, page_ranks), kind=kind)
+    tuned = paged_shrink_tiles(tokens, width, rank)
+    y = guard(batch.y, row_gap=3)
+    x, room = batch.x.to(DEVICE), room_of_nan(batch, tuned)
+
+    with sanitizer.watching():
+        h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
+        tiles = paged_silu_tiles(4096 if many else 1, rank)
+        out = paged_silu_op.paged_silu(h, batch.pieces, y.view, batch.tiles, tiles)
+
+    y.assert_written_only_where(torch.tensor(False))
+    gate, up = batch.expected()[1].chunk(2, dim=1)
+    assert_close(out, torch.nn.functional.silu(gate) * up, 2 * CLOSE)
+    return out
+
+
+# ---- attention ----------------------------------------------------------------------------------------------
+
+
+def contexts(query_lens, seq_lens, heads, block_size):
+    """Requests whose keys and values are in a cache, the last block of which is somebody's last."""
+    batch = Contexts(query_lens, seq_lens, torch.float32, heads, block_size)
+    used = -(-seq_lens[0] // block_size) - 1
+    last = len(batch.kv_cache) - 1
+    for table in batch.tables:
+        table[:] = [batch.tables[0][used] if block == last else block for block in table]
+    batch.tables[0][used] = last
+    for row, length in enumerate(seq_lens):
+        batch.write(row, 0, length)
+    return batch
+
+
+def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=4096):
+    """One request more than there are is padding."""
+    batch = contexts([1] * len(seq_lens), seq_lens, heads, block_size)
+    count, widest = len(seq_lens), max(map(len, batch.tables))
+    tables = torch.full((count + 1, widest), 10**9, dtype=torch.int32)
+    for row, (table, length) in enumerate(zip(batch.tables, seq_lens)):
+        used = -(-length // block_size)
+        tables[row, :used] = torch.tensor(table[:used])
+    q = Guarded(torch.cat([*batch.q, batch.random(1, heads[0])]), device=DEVICE)
+
+    with sanitizer.watching():
+        rows, lens = numbers(range(count + 1)), numbers([*seq_lens, 0])
+        out = attention.paged_decode_attention(
+            q.view, batch.kv_cache, rows, guarded_ints(tables), lens, max_seq_len, SCALE
+        )
+
+    assert_close(out, torch.cat([batch.expected(), torch.zeros(1, out.shape[1])]))
+    return out
+
+
+def prompts(sanitizer, query_lens, seq_lens, heads=(6, 2, 16), block_size=4, padding=2):
+    """Chunks of prompts among decodes, and rows of padding."""
+    batch = contexts(query_lens, seq_lens, heads, block_size)
+    tokens = sum(query_lens) + padding
+    attn = filled_buffers(batch, padding).attention(tokens)
+    q = Guarded(torch.cat([*batch.q, batch.random(padding, heads[0])]), device=DEVICE)
+
+    with sanitizer.watching():
+        out = mixed_attention.mixed_attention(q.view, batch.kv_cache, attn.tiles, attn.block_tables, SCALE)
+
+    assert_close(out, torch.cat([batch.expected(), torch.zeros(padding, out.shape[1])]))
+    return out
+
+
+# ---- norms, activations, rotary -----------------------------------------------------------------------------
+
+
+def norms(sanitizer, rows, size):
+    x, residual, weight = (random(*shape, seed=i) for i, shape in enumerate([(rows, size)] * 2 + [(size,)]))
+    inner, stream, heads = (guard(values, row_gap=3) for values in (x, residual, random(rows, 5 * size)))
+    in_heads = heads.view.unflatten(1, (5, size))[:, 1:4]
+
+    with sanitizer.watching():
+        of_weight = numbers(weight, torch.float32)
+        plain = norm.rms_norm(inner.view, of_weight, 1e-3)
+        norm.rms_norm(in_heads, of_weight, 1e-3, out=in_heads)
+        normed = norm.fused_add_rms_norm(inner.view, stream.view, of_weight, 1e-3)
+
+    assert_close(plain, rms(x, weight, 1e-3))
+    assert_close(normed, rms(x + residual, weight, 1e-3))
+    assert torch.equal(stream.view.cpu(), x + residual)
+    assert_close(in_heads, rms(random(rows, 5 * size).unflatten(1, (5, size))[:, 1:4], weight, 1e-3))
+    inner.assert_written_only_where(torch.tensor(False))
+    stream.assert_intact()
+    is_head = torch.tensor([False, True, True, True, False]).repeat_interleave(size)
+    heads.assert_written_only_where(is_head[None])
+    return torch.cat([plain.flatten(), normed.flatten(), in_heads.flatten()])
+
+
+def silu(sanitizer, rows, width):
+    gate_up = guard(random(rows, 2 * width), row_gap=3)
+
+    with sanitizer.watching():
+        out = activation.silu_and_mul(gate_up.view)
+
+    gate, up = random(rows, 2 * width).double().chunk(2, dim=1)
+    assert_close(out, torch.nn.functional.silu(gate) * up)
+    gate_up.assert_written_only_where(torch.tensor(False))
+    return out
+
+
+def rotations(sanitizer, slot_mapping, num_heads, num_kv_heads, size):
+    """Rows of padding share slot 0. The last slot is the cache's last."""
+    tokens, total = len(slot_mapping), num_heads + 2 * num_kv_heads
+    heads = Guarded(random(tokens, total, size), device=DEVICE)
+    angles = RotaryEmbedding(size, 100, DEFAULT_ROPE, torch.float32, DEVICE)
+    cos, sin = angles(torch.arange(tokens, device=DEVICE) * 3)
+    cache = Guarded(torch.full((3, 4, 2 * num_kv_heads, size), NAN), 0, DEVICE)
+    sanitizer.common = [cache.view[:1, :1]]
+
+    with sanitizer.watching():
+        slots = numbers(slot_mapping, torch.int64)
+        rotary.rotary_and_cache(heads.view, cos, sin, slots, cache.view)
+
+    rotated, kept = heads.view.cpu(), random(tokens, total, size)
+    first, second = kept.double().chunk(2, dim=2)
+    cos, sin = (part.double().cpu()[:, :, size // 2 :] for part in (cos, sin))
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+    expected[:, num_heads + num_kv_heads :] = kept[:, num_heads + num_kv_heads :]
+    assert_close(rotated, expected)
+    heads.assert_intact()
+    written = torch.zeros(12, 1, 1, dtype=torch.bool)
+    written[slot_mapping] = True
+    cache.assert_written_only_where(written.unflatten(0, (3, 4)))
+    own = [i for i, slot in enumerate(slot_mapping) if slot]
+    in_cache = cache.view.cpu().flatten(0, 1)[[slot_mapping[i] for i in own]]
+    assert torch.equal(in_cache, rotated[own, num_heads:])
+    return torch.cat([rotated.flatten(), in_cache.flatten()])
+
+
+# ---- the rest -----------------------------------------------------------------------------------------------
+
+
+def linear(sanitizer, m, n, k, bias):
+    x, weight = random(m, k, seed=1), random(n, k, seed=2)
+    more = random(n, seed=3) if bias else None
+
+    with sanitizer.watching():
+        on_device = None if more is None else numbers(more, torch.float32)
+        y = invariant_linear.invariant_linear(guarded(x, row_gap=3), guarded(weight, row_gap=3), on_device)
+
+    assert_close(y, x.double() @ weight.double().T + (0 if more is None else more.double()))
+    return y
+
+
+def tokens_known_late(sanitizer, count):
+    ids = torch.randint(-5, 50, (count,), generator=torch.Generator().manual_seed(count))
+    tokens = [70, 71, 72, 73, 74]
+
+    with sanitizer.watching():
+        out = stand_ins.fill_in(numbers(ids, torch.int64), numbers(tokens, torch.int64))
+
+    assert out.tolist() == [i if i >= 0 else tokens[-1 - i] for i in ids.tolist()]
+    return out

@@ -1,0 +1,314 @@
+"""No kernel touches what is not its own, and none depends on the order of its programs.
+
+Without a GPU the interpreter's `Sanitizer` sees every lane. On one, poison around all tensors is there, and
+compute-sanitizer may watch these tests.
+"""
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+
+import kernel_cases as cases
+import pytest
+import torch
+from gpu import DEVICE
+from sanitizer import Raced, Sanitizer, Strayed
+from test_mixed_graphs import graphed_engine
+from test_paged_attention_kernels import new_memory_is_nan
+from test_runner_graphs import MIXED, add, assert_tokens_are_right
+from tiny_engine import run, tiny_world
+
+import minivllm
+from minivllm.lora.gpu.paged_slots import PagedSlots
+
+__all__ = ["new_memory_is_nan"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+PACKAGE = Path(minivllm.__file__).parent
+in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter tells which lane touched what")
+
+PLACES = [((8, 21), (5, 21)), ((33, 8), (33, 3)), ((4, 7), (4, 7)), ((3, 5), (0, 0)), ((60, 50), (60, 50))]
+# One of each family: together they launch every kernel.
+SMALLEST = {
+    "slots": functools.partial(cases.slots, tokens=17, slots=3, rank=7, width=37, heights=[19, 40]),
+    "wide": functools.partial(cases.wide, tokens=17, slots=3, rank=7, heights=[19, 40]),
+    "write a slot": functools.partial(cases.write_slot, shapes=PLACES[2::-1], slot=2),
+    "pages": functools.partial(cases.pages, tokens=5, rank=9, page_ranks=4, width=70, heights=[33, 20]),
+    "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),
+    "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128),
+    "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3]),
+    "norms": functools.partial(cases.norms, rows=3, size=100),
+    "silu": functools.partial(cases.silu, rows=3, width=1025),
+    "rotations": functools.partial(
+        cases.rotations, slot_mapping=[5, 11, 2, 0, 0], num_heads=4, num_kv_heads=3, size=20
+    ),
+    "linear": functools.partial(cases.linear, m=17, n=70, k=45, bias=True),
+    "tokens": functools.partial(cases.tokens_known_late, count=257),
+}
+
+
+def edges():
+    """Every size at an edge beside others that vary with it: name -> case"""
+    found, kinds = {}, ("mixed", "last", "base")
+    for i, tokens in enumerate((1, 2, 15, 16, 17, 33)):
+        for j, rank in enumerate((1, 7, 8, 12, 64)):
+            slots, kind = (1, 6)[(i + j) % 2], kinds[(i + 2 * j) % 3]
+            width, heights = ((64, [48]), (37, [19, 128, 1]), (130, [130, 70]))[(i + j) % 3]
+            found[f"slots {tokens} {slots} {rank} {width} {heights} {kind}"] = functools.partial(
+                cases.slots, tokens=tokens, slots=slots, rank=rank, width=width, heights=heights, kind=kind,
+                splits=1 + (i + j) % 3,
+            )  # fmt: skip
+            shape = {
+                "page_ranks": (4, 8, 16)[j % 3],
+                "rank": rank,
+                "tokens": tokens,
+                "width": width,
+                "kind": kind,
+            }
+            found[f"pages {shape} {heights}"] = functools.partial(
+                cases.pages, **shape, heights=heights, experts=1 + i % 2, many=bool(j % 2)
+            )
+            found[f"gated {shape} {heights[0]}"] = functools.partial(
+                cases.gated, **shape, inner=heights[0], many=bool((i + j) % 2)
+            )
+    for slot in range(3):
+        found[f"write all to slot {slot}"] = functools.partial(cases.write_slot, shapes=PLACES, slot=slot)
+    for heads in ((6, 2, 64), (3, 1, 80), (2, 2, 16), (20, 1, 32)):
+        for block_size in (4, 16):
+            shape = {"heads": heads, "block_size": block_size}
+            for lens in ([1], [16, 15, 17, 32, 33], [64, 128, 1], [block_size * 8, 127, 129]):
+                for max_seq_len in (max(lens), 4096):
+                    found[f"decodes {lens} {max_seq_len} {shape}"] = functools.partial(
+                        cases.decodes, seq_lens=lens, max_seq_len=max_seq_len, **shape
+                    )
+            for queries, lens in (([1], [1]), ([33, 1, 16], [64, 16, 16]), ([1, 70, 15], [130, 100, 48])):
+                found[f"prompts {queries} {lens} {shape}"] = functools.partial(
+                    cases.prompts, query_lens=queries, seq_lens=lens, **shape
+                )
+    for rows, size in ((1, 1), (2, 64), (17, 576), (33, 1025)):
+        found[f"norms {rows} {size}"] = functools.partial(cases.norms, rows=rows, size=size)
+        found[f"silu {rows} {size}"] = functools.partial(cases.silu, rows=rows, width=size)
+        for n, bias in ((1, True), (64, False), (130, True)):
+            found[f"linear {rows} {n} {size}"] = functools.partial(
+                cases.linear, m=rows, n=n, k=size, bias=bias
+            )
+    for heads in ((4, 2, 64), (9, 3, 80), (2, 1, 2)):
+        names = dict(zip(("num_heads", "num_kv_heads", "size"), heads))
+        for slots in ([11], [5, 11, 2, 8, 3], [0] * 3):
+            found[f"rotations {heads} {slots}"] = functools.partial(
+                cases.rotations, slot_mapping=slots, **names
+            )
+    for count in (1, 255, 256, 257, 700):
+        found[f"tokens {count}"] = functools.partial(cases.tokens_known_late, count=count)
+    return found
+
+
+def in_any_order(case, seeds=(None, 1, 2)):
+    """What a case writes, the same in every order of its programs."""
+    first, *others = [case(Sanitizer(seed=seed)) for seed in seeds]
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", SMALLEST)
+def test_a_kernel_touches_its_own_tensors_alone_and_gives_the_same_bits_in_any_order(family):
+    in_any_order(SMALLEST[family])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", (EDGES := edges()))
+def test_at_every_edge_too(name):
+    in_any_order(EDGES[name], seeds=(None, 1))
+
+
+@in_interpreter
+def test_every_kernel_of_the_package_is_under_guard():
+    launched = set()
+    for case in SMALLEST.values():
+        sanitizer = Sanitizer()
+        case(sanitizer)
+        launched |= set(sanitizer.kernels)
+
+    assert launched == {kernel for path in PACKAGE.rglob("*.py") for kernel in kernels_of(path)}
+
+
+def kernels_of(path):
+    """Those that a module launches: what kernels call among themselves is no launch."""
+    text = path.read_text()
+    if "triton.jit" not in text:
+        return []
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    jitted = [node.name for node in found if any("triton.jit" in ast.unparse(d) for d in node.decorator_list)]
+    return [name for name in jitted if f"{name}[" in text]
+
+
+@in_interpreter
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("backend", "adapters"), [("triton", "_lora_expand_kernel"), ("paged", "_paged_silu_kernel")]
+)
+def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend, adapters):
+    world = tiny_world(tmp_path_factory)
+    engine = graphed_engine(world, decode_graphs=True, punica_backend=backend, max_num_batched_tokens=20)
+    caches = [module.kv_cache for module in engine.runner.model.modules() if hasattr(module, "kv_cache")]
+    # Padding is written to the null block.
+    sanitizer = Sanitizer(written_by_address(engine), [cache[:1] for cache in caches], seed=3)
+
+    with sanitizer.watching():
+        add(engine, world, MIXED)
+        outputs = run(engine)
+
+    assert_tokens_are_right(world, outputs, MIXED)
+    assert {"_rotary_and_cache_kernel", "_mixed_attention_kernel", adapters} <= set(sanitizer.kernels)
+
+
+def written_by_address(engine):
+    """Where adapters are written: slots and pages."""
+    manager = engine.runner.lora_manager.manager
+    slots = [module.slots for module in manager.modules.values()]
+    buffers = [buffer for one in slots if not isinstance(one, PagedSlots) for buffer in (*one.a, *one.b)]
+    tables = [table for one in slots for tables in one.beside.values() for table in tables]
+    return [*buffers, *tables, *(manager.pool.regions if hasattr(manager, "pool") else [])]
+
+
+# ---- what the guard sees ------------------------------------------------------------------------------------
+
+SLOTS, PAGES = "lora/ops/triton_ops", "lora/gpu/ops"
+LAYERS = "layers/triton_ops"
+# file, what stands there, what is put there, the case, what is said
+FAULTS = {
+    "shrink reads past K": (
+        f"{SLOTS}/lora_shrink_op.py", "mask=is_row[:, None] & is_column[None, :]", "mask=is_row[:, None]",
+        "slots", (Strayed, "_lora_shrink_kernel.* read outside: element .* of x_ptr"),
+    ),
+    "shrink reads dead ranks": (
+        f"{SLOTS}/lora_shrink_op.py", "mask=(rank < live)[None, :] &", "mask=(rank < R)[None, :] &",
+        "slots", (AssertionError, "read outside a buffer, past a live rank"),
+    ),
+    "shrink writes h past R": (
+        f"{SLOTS}/lora_shrink_op.py", "& (rank < R)[None, :])", "& (rank < R + 1)[None, :])",
+        "slots", (AssertionError, "_lora_shrink_kernel"),
+    ),
+    "expand reads the next tile": (
+        f"{SLOTS}/lora_expand_op.py", "tiles_ptr + capacity + tile)", "tiles_ptr + 2 * capacity + tile + 1)",
+        "slots", (AssertionError, ""),
+    ),
+    "expand's blocks overlap": (
+        f"{SLOTS}/lora_expand_op.py", "offset += WIDTHS[i]", "offset += WIDTHS[i] - 1",
+        "slots", (Raced, "_lora_expand_kernel: .* of y_ptr, and nothing orders the two"),
+    ),
+    "a slot is written past its rows": (
+        f"{SLOTS}/write_slot_op.py", "values, mask=row < rows)", "values, mask=row <= rows)",
+        "write a slot", (Strayed, "_write_slot_kernel.* write outside"),
+    ),
+    "a piece is read past its end": (
+        f"{SLOTS}/write_slot_op.py", "mask=live, other=0.0)", "mask=row < rows, other=0.0)",
+        "write a slot", (Strayed, "_write_slot_kernel.* read outside: .* of weights"),
+    ),
+    "pages are looked up past the live rank": (
+        f"{PAGES}/paged_shrink_op.py", "rank // PAGE_RANKS, mask=is_live, other=0)", "rank // PAGE_RANKS)",
+        "pages", (Strayed, "_paged_shrink_kernel.* of (table_ptr|pool_ptr)"),
+    ),
+    "planes are added up before all are there": (
+        f"{PAGES}/paged_shrink_op.py", "== SPLITS - 1", "== 0",
+        "pages", (Raced, "_paged_shrink_kernel: .*nothing orders the two"),
+    ),
+    "a count orders nothing": (
+        f"{PAGES}/paged_shrink_op.py", 'sem="acq_rel"', 'sem="relaxed"',
+        "pages", (Raced, "_paged_shrink_kernel: .*nothing orders the two"),
+    ),
+    "a count before the plane": (
+        f"{PAGES}/paged_shrink_op.py", "tl.debug_barrier()", "pass",
+        "pages", (Raced, "_paged_shrink_kernel.* releases what its other threads have written, and no barrier"),
+    ),
+    "pages: expand writes past a slice": (
+        f"{PAGES}/paged_expand_op.py", "& is_column[None, :] & (live > 0)", "& (live > 0)",
+        "pages", (AssertionError, "_paged_expand_kernel"),
+    ),
+    "pages: the last of the planes is not cleared": (
+        f"{PAGES}/paged_shrink_op.py", "tl.store(count, 0)", "tl.store(count, 1)",
+        "pages", (AssertionError, "the next shrink counts on from these"),
+    ),
+    "an adapter is written past its pages": (
+        f"{PAGES}/write_pages_op.py", "(cell < rows * columns) & ", "",
+        "pages", (Strayed, "_write_pages_kernel"),
+    ),
+    "the activation takes adapters' rows for base rows": (
+        f"{PAGES}/paged_silu_op.py", "first = tl.sum(lengths) +", "first = tl.sum(lengths) - 1 +",
+        "gated", (Raced, "_paged_silu_kernel: .* of out_ptr, and nothing orders the two"),
+    ),
+    "decodes read past a context": (
+        f"{LAYERS}/attention.py", "readable = in_context[:, None] &", "readable = (position >= 0)[:, None] &",
+        "decodes", (AssertionError, ""),
+    ),
+    "a table is read past its context": (
+        f"{LAYERS}/attention.py", "position // BLOCK_SIZE, mask=in_context, other=0)", "position // BLOCK_SIZE)",
+        "decodes", (Strayed, "_paged_decode_kernel.* of (block_tables_ptr|cache_ptr)"),
+    ),
+    "all splits write one place": (
+        f"{LAYERS}/attention.py", "* SPLITS + split  # (G, 1)", "* SPLITS  # (G, 1)",
+        "decodes", (Raced, "_paged_decode_kernel: .* of (out|lse)_ptr, and nothing orders the two"),
+    ),
+    "splits are weighed that are not there": (
+        f"{LAYERS}/attention.py", "mask=split < live, other=float", "mask=split < SPLITS, other=float",
+        "decodes", (AssertionError, "NaN"),
+    ),
+    "prompts: a tile has a row too many": (
+        f"{LAYERS}/mixed_attention.py", "(token < length)[:, None]", "(token <= length)[:, None]",
+        "prompts", (AssertionError, "_mixed_attention_kernel"),
+    ),
+    "a norm reads past its row": (
+        f"{LAYERS}/norm.py", "x = tl.load(x_ptr + row * x_row + head * x_head + column, mask=inside, other=0.0)",
+        "x = tl.load(x_ptr + row * x_row + head * x_head + column)",
+        "norms", (Strayed, "_rms_norm_kernel.* of x_ptr"),
+    ),
+    "a norm in place is off by one": (
+        f"{LAYERS}/norm.py", "tl.store(residual_ptrs, kept", "tl.store(residual_ptrs + 1, kept",
+        "norms", (Strayed, "_fused_add_rms_norm_kernel.* write outside: element .* of residual_ptr"),
+    ),
+    "silu writes past its row": (
+        f"{LAYERS}/activation.py", "* up, mask=inside)", "* up, mask=column <= width)",
+        "silu", (AssertionError, "_silu_and_mul_kernel"),
+    ),
+    "rotary takes a head too many": (
+        f"{LAYERS}/rotary.py", "(head < NUM_HEADS + 2 * NUM_KV_HEADS)", "(head <= NUM_HEADS + 2 * NUM_KV_HEADS)",
+        "rotations", (Strayed, "_rotary_and_cache_kernel.* of heads_ptr"),
+    ),
+    "rotary: programs share a head": (
+        f"{LAYERS}/rotary.py", "tl.program_id(1) * HEADS +", "tl.program_id(1) * (HEADS - 1) +",
+        "rotations", (Raced, "_rotary_and_cache_kernel"),
+    ),
+    "a linear reads past K": (
+        f"{LAYERS}/invariant_linear.py", "mask=(columns < N)[None, :] & inside[:, None]",
+        "mask=(columns < N)[None, :] & (inner >= 0)[:, None]",
+        "linear", (Strayed, "_invariant_linear_kernel.* of w_ptr"),
+    ),
+    "an id reads a token it does not stand for": (
+        f"{LAYERS}/stand_ins.py", "mask=stands_in, other=0)", "mask=inside, other=0)",
+        "tokens", (Strayed, "_fill_in_kernel.* of tokens_ptr"),
+    ),
+}  # fmt: skip
+
+
+@in_interpreter
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_kernel_is_seen(fault, monkeypatch, tmp_path):
+    file, right, wrong, family, (error, said) = FAULTS[fault]
+    text = (PACKAGE / file).read_text()
+    assert right in text, f"{file} changed: the fault's line is another one"
+    faulty = load(tmp_path / Path(file).name, text.replace(right, wrong))
+    module = importlib.import_module("minivllm." + file.removesuffix(".py").replace("/", "."))
+    for kernel in kernels_of(PACKAGE / file):
+        monkeypatch.setattr(module, kernel, getattr(faulty, kernel))
+
+    with pytest.raises(error, match=said):
+        in_any_order(SMALLEST[family])
+
+
+def load(path, text):
+    """A module from a file of its own, where the interpreter finds its kernels' source."""
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"faulty_{path.stem}", path)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
