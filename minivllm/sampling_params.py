@@ -96,9 +96,15 @@ class SamplingParams:
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return penalties != (0, 0, 1) or bool(self.logit_bias)
 
+    @cached_property
+    def takes_likeliest(self) -> bool:
+        """True if the argmax of the logits is all that is wanted of them, once there are `min_tokens`."""
+        is_raw = self.logprobs is None and self.structured_outputs is None and not self.changes_logits
+        return self.is_greedy and is_raw
+
     def _check_flags(self) -> None:
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            require_bool(**{name: getattr(self, name)})
+        flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+        require_bool(**{name: getattr(self, name) for name in flags})
 
     def _check_distribution(self) -> None:
         self._check_float("temperature", lambda t: t >= 0, "a finite number of at least 0 (0 is greedy)")
@@ -146,7 +152,8 @@ class SamplingParams:
         value = getattr(self, name)
         if not (is_finite(value) and allows(float(value))):
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
-        self._store(name, float(value))
+        if type(value) is not float:
+            self._store(name, float(value))
 
     def _check_int(self, name: str, smallest: int, allowed: str, largest: int | None = None) -> None:
         """Keep it as an int. Where no largest is given, it must fit into a tensor."""
@@ -155,7 +162,8 @@ class SamplingParams:
             raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
         if largest is None:
             require_count(name, value)
-        self._store(name, int(value))
+        if type(value) is not int:
+            self._store(name, int(value))
 
 
 def _stop_strings(stop: str | list[str] | None) -> list[str]:

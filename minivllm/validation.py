@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_INT = 2**63 - 1  # counts end up in int64 tensors
+# What nearly all are comes first: abstract classes take longer to ask.
+INTEGRAL, REAL = (int, Integral), (float, int, Real)
 
 
 def require_int(smallest: int, **values: object) -> None:
@@ -46,12 +48,12 @@ def require_one_of(known: Sequence[str], **values: object) -> None:
 
 def is_integral(value: Any) -> bool:
     """Whether it is a whole number, of whatever type; a bool is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, INTEGRAL) and not isinstance(value, bool)
 
 
 def is_real(value: Any) -> bool:
     """Whether it is a number with an order, of whatever type; a bool is none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, REAL) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:

@@ -13,6 +13,7 @@ from minivllm.server.keys import KeyCheck, Keys
 from minivllm.server.limits import Limits
 from minivllm.server.record import AccessLog
 from minivllm.server.settings import ServerSettings
+from minivllm.server.shortcut import Shortcut
 
 # Of a server whose engine is several: the page shows one.
 FLEET_ROUTERS = (completions.router, adapters.router, tokens.router, monitoring.router)
@@ -38,6 +39,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, routers: Collection[APIRo
         app.include_router(router)
     errors.install(app)
     # The last one that is added sees a request first.
+    app.add_middleware(Shortcut, server=server, routes=completions.ROUTES)
     app.add_middleware(Limits, settings=settings, is_draining=lambda: server.is_draining)
     app.add_middleware(KeyCheck, keys=Keys(settings))
     if settings.allowed_origins:

@@ -29,7 +29,7 @@ async def complete(body: CompletionRequest, call: TheCall) -> Response:
     echoes = await texts_of(call, prompts, adapter) if body.echo else ()
     form = CompletionForm(new_id("cmpl"), body.model, body.return_token_ids, echoes=echoes, n=params.n)
     generation = call.generation(form.id, prompts, params, adapter)
-    return await respond(call.request, generation, form, body.stream, include_usage(body))
+    return await respond(call.receive, generation, form, body.stream, include_usage(body))
 
 
 @router.post("/v1/chat/completions")
@@ -43,7 +43,10 @@ async def chat(body: ChatRequest, call: TheCall) -> Response:
         new_id("chatcmpl"), body.model, body.return_token_ids, top_logprobs=body.top_logprobs or 0
     )
     generation = call.generation(form.id, [prompt], params, adapter)
-    return await respond(call.request, generation, form, body.stream, include_usage(body))
+    return await respond(call.receive, generation, form, body.stream, include_usage(body))
+
+
+ROUTES = {"/v1/completions": (CompletionRequest, complete), "/v1/chat/completions": (ChatRequest, chat)}
 
 
 def include_usage(body: SamplingFields) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
+from starlette.types import Receive
 
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.input_processor import Prompt
@@ -53,9 +54,12 @@ class Server:
 
 @dataclass
 class Call:
-    """One HTTP request and whoever sent it."""
+    """One HTTP request and whoever sent it.
 
-    request: Request
+    receive   of ASGI: what comes behind the body
+    """
+
+    receive: Receive
     server: Server
     holder: Holder
     record: Record
@@ -90,7 +94,7 @@ async def _server(request: Request) -> Server:
 
 
 async def _call(request: Request) -> Call:
-    return Call(request, request.app.state.server, request.state.holder, request.state.record)
+    return Call(request.receive, request.app.state.server, request.state.holder, request.state.record)
 
 
 async def _managing(request: Request) -> Server:

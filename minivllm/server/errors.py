@@ -80,6 +80,11 @@ def error_response(status: int, message: str, param: str | None = None) -> Json:
     return Json(error_body(status, message, param), status, headers)
 
 
+def refusal(error: Exception) -> Json:
+    """The answer to a request that met one of `TOLD`."""
+    return error_response(status_of(error), str(error), getattr(error, "param", None))
+
+
 def status_of(error: Exception) -> int:
     """What an error means to whoever asked."""
     if isinstance(error, ApiError):
@@ -91,10 +96,7 @@ def install(app: FastAPI) -> None:
     """Have every error of a handler answered in this form."""
 
     async def answer(request: Request, error: Exception) -> Json:
-        return error_response(status_of(error), str(error))
-
-    async def answer_api(request: Request, error: ApiError) -> Json:
-        return error_response(error.status, error.message, error.param)
+        return refusal(error)
 
     async def answer_http(request: Request, error: HTTPException) -> Json:
         answered = error_response(error.status_code, str(error.detail))
@@ -107,9 +109,8 @@ def install(app: FastAPI) -> None:
     async def answer_unknown(request: Request, error: Exception) -> Json:
         return error_response(500, "the server failed at this request; its log says why")
 
-    for kind in STATUSES:
+    for kind in TOLD:
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(ApiError, answer_api)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(Exception, answer_unknown)

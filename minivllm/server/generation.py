@@ -43,15 +43,13 @@ class Generation:
         self.request_id, self.prompts, self.params = request_id, prompts, params
         self.model, self.adapter, self.check_served = model, adapter, check_served
 
-    async def outputs(self, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def outputs(self, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt's number, its output) as they come: every output, or the last one of each prompt.
 
         Errors as in `AsyncLLM.generate`. Whoever closes the generator aborts all its requests.
         """
         each = [self._outputs(number, kind) for number in range(len(self.prompts))]
-        async with aclosing(each[0] if len(each) == 1 else merged(each)) as outputs:
-            async for numbered in outputs:
-                yield numbered
+        return each[0] if len(each) == 1 else merged(each)
 
     async def _outputs(self, number: int, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt, request_id = self.prompts[number], f"{self.request_id}-{number}"

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.server.errors import ApiError, error_response
 from minivllm.server.settings import ServerSettings
+
+T = TypeVar("T")
 
 MOST_HEADERS = 100
 # Answered whatever else goes on: whoever watches the server must see it when it is busy.
@@ -62,41 +64,45 @@ class Limits:
         return ApiError(413, f"the body is larger than {self.settings.max_body_bytes} bytes; send less")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None if whoever sent it has gone."""
-        body = bytearray()
+        """The body, in time; None if whoever sent it has gone."""
+        seconds = self.settings.read_seconds
         try:
-            async with asyncio.timeout(self.settings.read_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    if len(body) > self.settings.max_body_bytes:
-                        raise self._too_large()
-                    if not message.get("more_body"):
-                        return bytes(body)
+            return await within(seconds, self._read_all(receive))
         except TimeoutError:
-            seconds = self.settings.read_seconds
             raise ApiError(408, f"the body was not there after {seconds:g} s; send it at once") from None
+
+    async def _read_all(self, receive: Receive) -> bytes | None:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self.settings.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return bytes(body)
 
     def _within_time(self, send: Send) -> Send:
         """Cuts off whoever reads nothing; OSError, as for a connection that is lost."""
 
         async def send_soon(message: Message) -> None:
-            sending = send(message)
             try:
-                waits_for = sending.send(None)
-            except (
-                StopIteration
-            ):  # nearly always: the system takes at once what is sent, and no timer is needed
-                return
-            try:
-                async with asyncio.timeout(self.settings.write_seconds):
-                    await Begun(sending, waits_for)
+                await within(self.settings.write_seconds, send(message))
             except TimeoutError:
                 raise OSError(f"nothing was read for {self.settings.write_seconds:g} s") from None
 
         return send_soon
+
+
+async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result; TimeoutError when it takes longer. What need not wait, as nearly all, has no timer."""
+    try:
+        waits_for = coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    async with asyncio.timeout(seconds):
+        return await Begun(coroutine, waits_for)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +19,7 @@ EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 
 
 async def respond(
-    request: Request, generation: Generation, form: Form, stream: bool, include_usage: bool = False
+    receive: Receive, generation: Generation, form: Form, stream: bool, include_usage: bool = False
 ) -> Response:
     """The answer to an HTTP request. Whoever closes the connection aborts its requests.
 
@@ -29,7 +28,7 @@ async def respond(
     """
     if stream:
         return EventStream(generation, form, include_usage)
-    outputs = await unless_gone(request.receive, collected(generation))
+    outputs = await unless_gone(receive, collected(generation))
     return Json(form.whole(outputs)) if outputs is not None else gone()
 
 
