@@ -21,6 +21,7 @@ OPEN = {
     "07_engine": "waiting_line",
     "09_serving": "detokenizer",
     "10_many_adapters": "keeping",
+    "11_many_gpus": "routing",
 }
 OURS = ("naive", "good", "best")
 

@@ -1,5 +1,6 @@
 """Open exercises: our answers and their budgets, the rules, and who tries to get round them."""
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from checkout import Checkout
 
 from labs.kit import open_exercises as kit
-from labs.kit.judges import eviction, keeping
+from labs.kit.judges import eviction, keeping, routing
 from labs.kit.open_rules import broken_rules
 from labs.kit.sync import OPEN, OURS, sync
 from minivllm.labs import ROOT, LabError
@@ -81,8 +82,23 @@ def test_a_starter_is_the_naive_answer_until_somebody_works_on_it(name):
             "class Policy:\n    def __init__(*_): pass\n    used = left = victim = lambda *_: None\n",
             "victim() gave None, which is not there",
         ),
+        (
+            "routing",
+            "class Policy:\n    def __init__(*_): pass\n    def choose(*_): pass\n",
+            "choose() gave None, and engines are 0 to 3",
+        ),
     ],
-    ids=["header", "packing", "mixed_batch", "eviction", "turns", "waiting_line", "detokenizer", "keeping"],
+    ids=[
+        "header",
+        "packing",
+        "mixed_batch",
+        "eviction",
+        "turns",
+        "waiting_line",
+        "detokenizer",
+        "keeping",
+        "routing",
+    ],
 )
 def test_who_ignores_the_input_is_refused(name, text, why):
     verdict = judged(name, text)
@@ -215,6 +231,75 @@ def test_the_board_of_keeping_is_what_the_judge_says():
     assert f"| {keeping.least_possible(traffic) / 1e3:.1f} | 0 |" in text
 
 
+def test_a_request_waits_for_those_before_it_and_for_its_adapter(monkeypatch):
+    """Memory of 40: adapters 1 and 2 fit together, and 3 drives out the one that was used longest ago."""
+    monkeypatch.setattr(routing, "MEMORY", 40)
+    ranks = {1: 10, 2: 20, 3: 30}
+    traffic = routing.Traffic([(0, 1), (5, 2), (10, 1), (900, 3), (1000, 1)], ranks)
+    seen = []
+
+    def route(adapter, engines):
+        seen.append([(engine.load, [key for key in ranks if engine.has(key)]) for engine in engines])
+        return 0
+
+    bill = routing.serve(route, traffic, engines=2)
+
+    served, first, second, third = 40, 2.6 * 10, 2.6 * 20, 2.6 * 30
+    ends = [first + served, first + second + 2 * served, first + second + 3 * served]
+    ends += [900 + third + served, 900 + third + 2 * served]
+    assert bill == (3, 5, pytest.approx(sum(ends) - 0 - 5 - 10 - 900 - 1000))
+    assert [load for [(load, _), _] in seen] == [0, 1, 2, 0, 1]
+    assert [held for [(_, held), _] in seen] == [[], [1], [1, 2], [1, 2], [1, 3]]
+    assert all(other == (0, []) for [_, other] in seen)
+
+
+def every_way(traffic, engines):
+    """The milliseconds of each way to send the requests to engines."""
+    for numbers in itertools.product(range(engines), repeat=len(traffic.uses)):
+        left = iter(numbers)
+        yield routing.serve(lambda *_, left=left: next(left), traffic, engines).ms
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_way_to_send_requests_takes_less_than_the_least(seed):
+    rng = kit.Random(seed)
+    uses = [(rng.uniform(0, 150), rng.randint(1, 3)) for _ in range(7)]
+    without, real = ({key: rank * n for key, rank in zip((1, 2, 3), (8, 16, 64))} for n in (0, 1))
+    free, read = (routing.Traffic(sorted(uses), ranks) for ranks in (without, real))
+
+    least = routing.least_possible(free, engines=2)
+
+    assert least == routing.least_possible(read, engines=2)
+    assert min(every_way(free, 2)) == pytest.approx(least)  # nothing to read: it is the least that can be had
+    assert min(every_way(read, 2)) > least
+
+
+def test_routes_that_have_a_name_stand_beside_an_answer(monkeypatch):
+    monkeypatch.setattr(routing, "REQUESTS", 1500)
+
+    lines = routing.beside(kit.Random(3))
+
+    assert [line.split("  ")[-1].partition(":")[0] for line in lines[:4]] == [*routing.KNOWN]
+    shares = [float(line.split()[0]) for line in lines]
+    assert shares[3:] == [1, 0] and min(shares[:3]) > 1
+
+
+def test_the_board_of_routing_is_what_the_judge_says():
+    exercise, traffic = EXERCISES["routing"], routing.traffic_of(kit.Random(17))
+    text = (ROOT / "solutions" / exercise.phase / "README.md").read_text(encoding="utf-8")
+    routes = {name: make() for name, make in routing.KNOWN.items()}
+    for which in OURS:
+        answer = kit.load(exercise.ours(which).read_text(), exercise.ours(which))
+        routes["least loaded" if which == "naive" else f"ours, {which}"] = answer.Policy(traffic.ranks).choose
+
+    for name, route in routes.items():
+        bill = routing.serve(route, traffic)
+        said = f" | {bill.reads:,} | {bill.busiest:,} | {bill.ms / 1e3:,.1f} | {routing.share(bill, traffic):.3f} |"
+        [row] = [line for line in text.split("\n") if line.startswith((f"| {name} |", f"| {name},"))]
+        assert row.endswith(said)
+    assert f"| {routing.least_possible(traffic) / 1e3:.1f} | 0 |" in text
+
+
 def test_inputs_differ_from_one_judgement_to_the_next():
     assert len({kit.fresh_seed() for _ in range(8)}) == 8
 
@@ -301,7 +386,7 @@ def test_an_answer_that_does_not_end_is_ended(monkeypatch):
 
 def test_a_phase_without_one_is_named():
     with pytest.raises(
-        LabError, match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9, 10"
+        LabError, match="phase '8' has no open exercise: give one of 1, 2, 3, 4, 5, 6, 7, 9, 10, 11"
     ):
         kit.open_exercises("8")
 
