@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.arguments import run_as_command, whole
 from benchmarks.report import machine
-from minivllm.commands.simulate import Case, arrivals_of, load_cost, make_fleet
+from minivllm.commands.simulate import Case, arrivals_of, cost_of, make_fleet
 from minivllm.commands.simulate_cli import simulate
 from minivllm.policies import keeping, prefetching, routing, scheduling
 from minivllm.simulate.report import report
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> None:
         "benchmark": "policies",
         "date": str(datetime.date.today()),
         "machine": machine("cpu"),
-        "cost_model": load_cost(options()["cost"]).source,
+        "cost_model": cost_of(options(**ENGINE)).source,
         "options": common | {"engine": ENGINE, "traffics": TRAFFICS},
         "rows": rows,
     }

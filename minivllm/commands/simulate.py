@@ -73,7 +73,7 @@ def run_simulate(given: dict[str, Any], page: Path | None, as_json: bool) -> Non
             fleet.serve(arrivals, lambda done, n=number: bar.update(task, completed=n * len(arrivals) + done))
             rows.append({**case.names, **report(fleet, given["price"])})
     options = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    result = {"options": options, "cost_model": load_cost(given["cost"]).source, "rows": rows}
+    result = {"options": options, "cost_model": cost_of(given).source, "rows": rows}
     varied = [option for option in POLICIES if len({case.names[option] for case in cases}) > 1]
     titles = [case.title(varied) for case in cases]
     if page is not None:
@@ -117,7 +117,7 @@ def check(option: str, name: str, known: list[str]) -> None:
 
 def make_fleet(given: dict[str, Any], case: Case) -> Fleet:
     """Engines and router, with nothing in them yet."""
-    cost = load_cost(given["cost"])
+    cost = cost_of(given)
     if given["disk"] is not None:
         cost = replace(cost, read_bytes_per_s=given["disk"] * 1e9)
     ranks = [int(rank) for rank in given["ranks"].split(",")]
@@ -133,6 +133,12 @@ def make_fleet(given: dict[str, Any], case: Case) -> Fleet:
     sizes = adapters_of_ranks([ranks[n % len(ranks)] for n in range(given["adapters"])], cost.bytes_per_rank)
     route = routing.POLICIES[case.names["routing"]](given["seed"])
     return Fleet(config, cost, sizes, route, given["replicas"])
+
+
+def cost_of(given: dict[str, Any]) -> CostModel:
+    """What the options name, or what the package brings: pages have other kernels than slots."""
+    brought = "h100-llama-8b" if given["max_loras"] is None else "h100-llama-8b-slots"
+    return load_cost(given["cost"] or brought)
 
 
 def load_cost(name: str) -> CostModel:

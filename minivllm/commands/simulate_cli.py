@@ -54,7 +54,10 @@ def simulate(
     policy_file: Annotated[
         list[Path] | None, typer.Option(help="A Python file that adds policies; may be repeated.")
     ] = None,
-    cost: Annotated[str, typer.Option(help="A file of `simulate fit`, or h100-llama-8b.")] = "h100-llama-8b",
+    cost: Annotated[
+        str | None,
+        typer.Option(help="A file of `simulate fit`; h100-llama-8b (-slots with --max-loras) if not given."),
+    ] = None,
     disk: Annotated[
         float | None, typer.Option(min=1e-3, help="GB a second from disk; else what the cost model says.")
     ] = None,

@@ -97,6 +97,7 @@ class CostModel:
     copy_s, read_s      seconds of each copy and each read, whatever its size
     copy_bytes_per_s    from memory into a slot
     read_bytes_per_s    from disk into memory
+    unpack_s            of each read beside that, of a reader for itself: readers do it side by side, and share the disk
     copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
     slowed_s            by so much each copy slows the step that it goes on beside
     bytes_per_rank      bytes of an adapter, by its rank
@@ -105,6 +106,8 @@ class CostModel:
     launch_s            of the host, until a step is launched; 0 where `step` has it
     graph_tokens        steps of at most so many tokens are CUDA graphs, which the engine launches one step ahead (see
                         `RunAhead`). Before others it reads the tokens of the step before
+    kernels_s           of the host, to launch the kernels of a step that is no graph, one by one. However little there
+                        is to compute, the device is not through before
     source              what it was fitted to
     """
 
@@ -113,6 +116,7 @@ class CostModel:
     copy_bytes_per_s: float = 43e9
     read_s: float = 0.0
     read_bytes_per_s: float = 2e9
+    unpack_s: float = 0.0
     copies_beside: bool = True
     slowed_s: float = 0.0
     bytes_per_rank: float = 5_242_880.0
@@ -120,6 +124,7 @@ class CostModel:
     lora_prompts: list[list[float]] = field(default_factory=list)
     launch_s: float = 0.0
     graph_tokens: int = 0
+    kernels_s: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -138,8 +143,11 @@ class CostModel:
     def copy_seconds(self, num_bytes: float) -> float:
         return self.copy_s + num_bytes / self.copy_bytes_per_s
 
-    def read_seconds(self, num_bytes: float) -> float:
+    def disk_seconds(self, num_bytes: float) -> float:
         return self.read_s + num_bytes / self.read_bytes_per_s
+
+    def read_seconds(self, num_bytes: float) -> float:
+        return self.disk_seconds(num_bytes) + self.unpack_s
 
     @classmethod
     def load(cls, path: Path) -> CostModel:

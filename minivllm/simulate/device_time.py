@@ -21,10 +21,15 @@ class DeviceTime:
         self._link_free = max(self._link_free, begins) + seconds
         self._written_at[adapter_id] = self._link_free
 
-    def run(self, launched_at: float, seconds: float, adapter_ids: Iterable[int]) -> None:
-        """Compute a step once the one before is through and its adapters are written."""
+    def run(
+        self, launched_at: float, seconds: float, adapter_ids: Iterable[int], kernels_s: float = 0.0
+    ) -> None:
+        """Compute a step once the one before is through and its adapters are written.
+
+        kernels_s   for so long after `launched_at` the host launches its kernels: it is not through before
+        """
         begins = max(launched_at, self.free_at)
         if self._written_at:
             begins = max([begins, *(self._written_at.get(adapter_id, 0.0) for adapter_id in adapter_ids)])
             self._written_at = {a: at for a, at in self._written_at.items() if at > begins}
-        self.free_at = begins + seconds
+        self.free_at = max(begins + seconds, launched_at + kernels_s)

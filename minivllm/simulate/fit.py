@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minivllm.simulate.cost_model import CostModel, StepWork, graph_size
-from minivllm.simulate.records import calls_of
+from minivllm.simulate.records import Call, calls_of, unpack_seconds
 from minivllm.worker.mixed_graphs import MOST_TOKENS
 
 ROUNDS = 5
@@ -42,8 +42,14 @@ class Found(NamedTuple):
     lora_prompts: list[list[float]]
 
 
-# Tokens between which steps that are no graphs lie on one line.
-WITHOUT_GRAPH = (MOST_TOKENS + 1, 8 * MOST_TOKENS)
+# Up to so many tokens, and from there to so many, what a device takes for steps that are no graphs lies on a line.
+WITHOUT_GRAPH = (4 * MOST_TOKENS, 8 * MOST_TOKENS)
+
+# Of a step that is no graph, and has no more tokens, the host launches the kernels for longer than they take.
+HOST_IS_SLOWER = 2 * MOST_TOKENS
+
+# Where a step waits for copies. All adapters of such a result are alike: none takes longer for its bytes.
+STEPS_WAIT_FOR_COPIES = {"copy_bytes_per_s": float("inf"), "copies_beside": False}
 
 # Where prompts have curves: how many tokens there are says no more.
 ON_CURVES = {"tokens", "prompt_steps", "lora_tokens"}
@@ -118,11 +124,13 @@ def fit_steps(
 
 
 def knots(measured: Sequence[Measured], lora: bool) -> list[float]:
-    """Of the curve of steps with prompts, with adapters or without: each size of a graph, and a line for the others."""
+    """Of the curve of steps with prompts, with adapters or without: sizes of graphs, and ends of lines beyond."""
     steps = [step for one in measured for step in one.steps if step.prompt_steps and bool(step.lora) == lora]
     sizes = {graph_size(step.tokens / step.prompt_steps) for step in steps}
     graphs = {size for size in sizes if size <= MOST_TOKENS}
-    return sorted(graphs | (set(WITHOUT_GRAPH) if sizes - graphs else set()))
+    largest = max(sizes, default=0)
+    ends = [end for begin, end in zip((MOST_TOKENS, *WITHOUT_GRAPH), WITHOUT_GRAPH) if largest > begin]
+    return sorted(graphs) + ends
 
 
 def columns(one: Measured, curves: Sequence[Sequence[float]]) -> list[float]:
@@ -184,19 +192,32 @@ def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
 
     A call that ran ahead returns when the step before its own is through. Such a step took from there to the end of
     the next call. One that is no graph is launched when the step before is through: from the end of the call before,
-    both were computed until its own call's end, or the next one's if it was left unread.
+    both were computed until its own call's end. It is the next one's if that call ran ahead, and the device was slower.
+
+    Where no call ran ahead, on a CPU, a step takes its call, and waits for copies.
     """
     measured, calls = [], list(calls_of(row))
+    if not any(call.ahead for call in calls):
+        return [Measured(c.work, c.copies, c.ended_s - c.started_s) for c in calls if c.work is not None]
     for one, call, following in zip([None, *calls], calls, [*calls[1:], None]):
         if call.work is None or one is None or one.work is None or not one.ahead:
             continue  # nothing was there to wait for
-        if not call.ahead:
+        if not call.ahead or MOST_TOKENS < call.work.tokens <= HOST_IS_SLOWER:
             measured.append(Measured(call.work, call.beside, call.ended_s - one.ended_s, one.work))
-        elif call.work.tokens > MOST_TOKENS and following is not None:
+        elif not is_graph(call) and following is not None:
             measured.append(Measured(call.work, call.beside, following.ended_s - one.ended_s, one.work))
-        elif following is not None and (following.work is None or following.ahead):
+        elif following is not None and (following.work is None or (following.ahead and is_graph(following))):
             measured.append(Measured(call.work, call.beside, following.ended_s - call.ended_s))
     return measured
+
+
+def is_graph(call: Call) -> bool:
+    return call.work.tokens <= MOST_TOKENS
+
+
+def waits_for_kernels(one: Measured) -> bool:
+    """Whether it took as long as the host took to launch its kernels."""
+    return one.before is not None and MOST_TOKENS < one.work.tokens <= HOST_IS_SLOWER
 
 
 def launches_of_serve(row: dict[str, Any]) -> list[float]:
@@ -206,35 +227,62 @@ def launches_of_serve(row: dict[str, Any]) -> list[float]:
     return [call.ended_s - call.started_s for was_idle, call in zip(idle, calls) if was_idle and call.ahead]
 
 
+class Said(NamedTuple):
+    """What a result says.   launches: seconds of calls that only launched a step; model: fields of `CostModel`"""
+
+    steps: list[Measured]
+    launches: list[float]
+    model: dict[str, Any]
+
+
+def said_by(result: dict[str, Any]) -> Said | None:
+    """None for a result of another kind."""
+    kind = result.get("benchmark")
+    if kind == "engine-decode":
+        return Said(steps_of_decode(result), [], {})
+    if kind == "engine-serve":
+        return said_by_serve(result["rows"])
+    if kind == "engine-switch":
+        (row,) = [row for row in result["rows"] if row["measure"] == "switch"]
+        copy_bytes_per_s = row["bytes"] / (row["complete_ms"] / 1e3)
+        bytes_per_rank = row["bytes"] / result["options"]["rank"]
+        return Said([], [], {"copy_bytes_per_s": copy_bytes_per_s, "bytes_per_rank": bytes_per_rank})
+    if kind == "trust":
+        return Said(steps_of_record(result), [], dict(STEPS_WAIT_FOR_COPIES))
+    return None
+
+
+def said_by_serve(rows: list[dict[str, Any]]) -> Said:
+    """Of `benchmarks.engine serve`, whose adapters' files were in memory: no disk took part in reading them."""
+    launches = [seconds for row in rows for seconds in launches_of_serve(row)]
+    model = {} if launches else dict(STEPS_WAIT_FOR_COPIES)
+    if (unpack_s := unpack_seconds(rows)) is not None:
+        model |= {"unpack_s": unpack_s, "read_bytes_per_s": float("inf")}
+    return Said([step for row in rows for step in steps_of_serve(row)], launches, model)
+
+
 def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> CostModel:
     """One cost model from all these files; `assumed` as in `fit_steps`. ValueError names a file of another kind."""
     measured: list[Measured] = []
+    launches: list[float] = []
     model: dict[str, Any] = {}
-    sources, launches = [], []
+    sources = []
     for path in paths:
         result = json.loads(path.read_text(encoding="utf-8"))
-        kind = result.get("benchmark")
-        if kind == "engine-decode":
-            measured += steps_of_decode(result)
-        elif kind == "engine-serve":
-            measured += [step for row in result["rows"] for step in steps_of_serve(row)]
-            launches += [seconds for row in result["rows"] for seconds in launches_of_serve(row)]
-        elif kind == "engine-switch":
-            (row,) = [row for row in result["rows"] if row["measure"] == "switch"]
-            model["copy_bytes_per_s"] = row["bytes"] / (row["complete_ms"] / 1e3)
-            model["bytes_per_rank"] = row["bytes"] / result["options"]["rank"]
-        elif kind == "trust":
-            measured += steps_of_record(result)
-            model |= {"copy_bytes_per_s": float("inf"), "copies_beside": False}  # adapters are alike
-        else:
+        said = said_by(result)
+        if said is None:
             raise ValueError(f"'{path}' has no steps to fit to; give results of benchmarks.engine or .trust")
+        measured, launches, model = measured + said.steps, launches + said.launches, model | said.model
         sources.append(f"{path.stem} ({result['machine']['device']})")
     sources += [f"{name} assumed" for name in assumed or {}]
-    found = fit_steps(measured, assumed, with_curves=bool(launches))._asdict()
+    waits = [one for one in measured if waits_for_kernels(one)]
+    found = fit_steps(
+        [one for one in measured if not waits_for_kernels(one)], assumed, bool(launches)
+    )._asdict()
+    if waits:
+        known = CostModel(found["step"], prompts=found["prompts"], lora_prompts=found["lora_prompts"])
+        model["kernels_s"] = float(np.mean([one.seconds - known.step_seconds(one.before) for one in waits]))
     if launches:
-        model |= {
-            "launch_s": float(np.median(launches)),
-            "slowed_s": found.pop("copy_s"),
-            "graph_tokens": MOST_TOKENS,
-        }
+        launch_s, slowed_s = float(np.median(launches)), found.pop("copy_s")
+        model |= {"launch_s": launch_s, "slowed_s": slowed_s, "graph_tokens": MOST_TOKENS}
     return CostModel(**found, source=", ".join(sources), **model)

@@ -13,16 +13,23 @@ LOADING = "loading"
 class Reader:
     """One disk that reads one adapter after the other. It is a scheduler's `may_run`, as the `AdapterReader` is.
 
-    seconds      adapter id -> seconds that reading it takes
+    seconds      adapter id -> seconds that the disk reads it
+    unpack_s     seconds after that, in which the disk reads the next one
     most         adapters that are being read, or were and wait for their requests to join; as many again may be so
                  because a policy wanted them ahead, so that these take nobody's place
     in_flight    adapter id -> its unfinished requests, as the scheduler counts them
     """
 
     def __init__(
-        self, worker: RecordedWorker, in_flight: dict, seconds: Callable[[int], float], most: int
+        self,
+        worker: RecordedWorker,
+        in_flight: dict,
+        seconds: Callable[[int], float],
+        most: int,
+        unpack_s: float = 0.0,
     ) -> None:
         self.worker, self.in_flight, self.seconds, self.most = worker, in_flight, seconds, most
+        self.unpack_s = unpack_s
         self.now = 0.0
         self.reads: dict[int, float] = {}  # adapter id -> when it is there
         self.ahead: set[int] = set()  # those that a policy wanted
@@ -50,7 +57,7 @@ class Reader:
             if self._num_held(ahead) >= self.most:
                 return False
         self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
-        self.reads[adapter_id] = self._disk_free
+        self.reads[adapter_id] = self._disk_free + self.unpack_s
         self.num_reads += 1
         if ahead:
             self.ahead.add(adapter_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
@@ -18,6 +18,7 @@ class Call(NamedTuple):
 
     ended_s   when it returned
     beside    copies into slots while that step ran
+    copies    copies into slots since the call before
     ahead     the tokens of the step that it launched were read by the next call
     work      of that step; None if none was launched
     """
@@ -25,6 +26,7 @@ class Call(NamedTuple):
     started_s: float
     ended_s: float
     beside: int
+    copies: int
     ahead: bool
     work: StepWork | None
 
@@ -50,7 +52,14 @@ def calls_of(row: Mapping[str, Any]) -> Iterator[Call]:
         named = said[places["beside"]]
         beside = 0 if named == "-" else 1 + named.count(",")
         ended = started + float(said[places["ms"]]) / 1e3
-        yield Call(started, ended, beside, ahead, work if work.steps else None)
+        copies = int(said[places["activate"]])
+        yield Call(started, ended, beside, copies, ahead, work if work.steps else None)
+
+
+def unpack_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of a read from files in memory, on average; None if nothing was read, or nobody noted how long it took."""
+    reads, seconds = (sum(row.get(name, 0) for row in rows) for name in ("loads", "load_seconds"))
+    return seconds / reads if reads and seconds else None
 
 
 def sizes_of(row: Mapping[str, Any], bytes_per_rank: float) -> dict[int, AdapterSize]:

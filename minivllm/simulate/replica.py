@@ -117,7 +117,9 @@ class Replica:
             adapter_identity=self._adapter_identity,
             can_prefetch=self._can_prefetch,
         )
-        self.reader = Reader(self.worker, self.scheduler.in_flight, self._read_seconds, config.parallel_reads)
+        self.reader = Reader(
+            self.worker, self.scheduler.in_flight, self._disk_seconds, config.parallel_reads, cost.unpack_s
+        )
         if config.reads_beside:
             self.scheduler.may_run = self.reader.may_run
         if config.scheduling is not None:
@@ -242,11 +244,10 @@ class Replica:
     def _launch(self, output: SchedulerOutput, now: float) -> float:
         """Bring the step's adapters in and compute it, in the order of `EngineCore._step`; when its call returns."""
         wanted = {r.adapter_id: r.lora_request for r in output.running if r.adapter_id}
-        free_at, tokens = self.device.free_at, output.total_num_scheduled_tokens
-        runs_ahead = self.config.scheduler.async_scheduling
-        self._stays_unread = runs_ahead and tokens <= self.cost.graph_tokens
+        free_at, is_graph = self.device.free_at, output.total_num_scheduled_tokens <= self.cost.graph_tokens
+        self._stays_unread = self.config.scheduler.async_scheduling and self.cost.graph_tokens > 0
         launched_at = now + self.cost.launch_s + self._bring_in(wanted, bool(output.cached_tokens))
-        if not self._stays_unread:  # the host needs the tokens of the step before
+        if not is_graph:  # the host needs the tokens of the step before
             launched_at = max(launched_at, free_at)
         if not self.cost.copies_beside:
             launched_at += sum(map(self._copy_seconds, self.worker.layers.copied))
@@ -254,11 +255,12 @@ class Replica:
             self._copy(max(launched_at, free_at))
         seconds = self.cost.step_seconds(work_of(output, self.ranks))
         seconds += self.cost.slowed_s * self._prefetch(output.prefetch, max(launched_at, free_at))
-        self.device.run(launched_at, seconds, wanted)
+        kernels_s = 0.0 if is_graph else self.cost.kernels_s
+        self.device.run(launched_at, seconds, wanted, kernels_s)
         self.counters.steps += 1
         self.counters.busy_s += self.device.free_at - max(now, free_at)
         read_at = free_at if self._stays_unread else self.device.free_at
-        return max(launched_at, read_at)
+        return max(launched_at + kernels_s, read_at)
 
     def _bring_in(self, wanted: dict[int, LoRARequest], admits: bool) -> float:
         """Have the step's adapters in slots; seconds that the host reads. `layers.copied` names those copied."""
@@ -304,6 +306,9 @@ class Replica:
 
     def _read_seconds(self, adapter_id: int) -> float:
         return self.cost.read_seconds(self.adapters[adapter_id].num_bytes)
+
+    def _disk_seconds(self, adapter_id: int) -> float:
+        return self.cost.disk_seconds(self.adapters[adapter_id].num_bytes)
 
     def _copy_seconds(self, adapter_id: int) -> float:
         return self.cost.copy_seconds(self.adapters[adapter_id].num_bytes)

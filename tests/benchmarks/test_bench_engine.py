@@ -31,6 +31,7 @@ def decode_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.nightly
 def test_decode_measures_every_case_that_has_a_request_for_each_adapter(decode_file):
     rows = json.loads(decode_file.read_text())["rows"]
 

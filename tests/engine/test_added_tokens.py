@@ -16,6 +16,11 @@ EXTRA = 4  # more than any adapter adds
 VARIANTS = ["llama-llama3-rope", "qwen2-tied"]
 # Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
 BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "folded": 1e-5}
+# Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
+by_backend = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(b, marks=pytest.mark.nightly_without_gpu if b == "triton" else ()) for b in BACKENDS],
+)
 SETTINGS = {
     "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},
     "one slot": {"max_loras": 1, "max_cpu_loras": 1},
@@ -66,7 +71,7 @@ class TestTokens:
 
         world.assert_serves(engine, world.workload())
 
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @by_backend
     def test_are_the_same_on_every_backend(self, llama, backend):
         engine = make_engine(llama, max_loras=6, punica_backend=backend)
 

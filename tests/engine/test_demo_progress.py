@@ -148,6 +148,7 @@ def test_serving_counts_its_answers_and_tokens(monkeypatch):
     assert [sum(column) for column in zip(*calls)] == [len(requests), 2 * len(requests)]
 
 
+@pytest.mark.nightly
 def test_the_whole_demo_on_a_terminal(tmp_path):
     """Real terminal, real model: what it says first, shows, wipes, and says last."""
     ours, theirs = pty.openpty()

@@ -71,7 +71,7 @@ def test_every_backend_gives_them(tied, backend):
     tied.assert_serves(engine, tied.workload(rows=2), max_tokens=5, tolerance=BACKENDS[backend])
 
 
-@pytest.mark.parametrize("backend", ["loops", "triton"])
+@pytest.mark.parametrize("backend", ["loops", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
 def test_in_chunks_too(tied, backend):
     """A prompt's last chunk is sampled, the others are not: rows of logits are not the batch's tokens."""
     engine = tied.engine(max_loras=6, max_cpu_loras=6, max_num_batched_tokens=7, punica_backend=backend)

@@ -111,6 +111,7 @@ def test_every_token_is_the_one_that_transformers_and_peft_pick(first_run, pairs
         assert tokens == likeliest, f"{number} ({adapter}): differs by {max(lead):.2g} in a logit"
 
 
+@pytest.mark.nightly
 def test_generate_of_transformers_says_the_same(first_run, pairs, oracle):
     outputs, _ = first_run
 

@@ -63,7 +63,9 @@ def engine(world, **options):
 PROMPTS = {"plain": 41, "twofold": 88, "oddly": 123, "within": 17, None: 30}
 
 
-@pytest.mark.parametrize("backend", ["loops", "grouped", "triton"])
+@pytest.mark.parametrize(
+    "backend", ["loops", "grouped", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)]
+)
 def test_each_row_has_its_own_adapters_angles(world, oracles, backend):
     llm = engine(world, max_loras=4, max_cpu_loras=4, punica_backend=backend)
     prompts = {name: token_ids(length, seed) for seed, (name, length) in enumerate(PROMPTS.items())}

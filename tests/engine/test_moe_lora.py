@@ -98,6 +98,7 @@ class TestTokens:
             ]
             assert answers[0] != answers[1], name
 
+    @pytest.mark.nightly_without_gpu
     def test_with_triton_are_the_same(self, mixtral):
         names = [None, "parameters/patterns", "old/some experts", "parameters/attention"]
         pairs = [(name, token_ids(3 + i, i)) for i, name in enumerate(names)]

@@ -179,6 +179,7 @@ print(json.dumps([output.outputs[0].token_ids, loaded]))
 """
 
 
+@pytest.mark.nightly
 def test_nothing_of_vllms_further_names_is_needed(folders):
     base, mine, other = map(str, folders)
 

@@ -59,6 +59,7 @@ def assert_right(world, pairs, answers, max_tokens=6):
 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.nightly_without_gpu)])
+@pytest.mark.nightly_without_gpu
 def test_tokens_that_adapters_add_are_written_and_read_in_captured_steps(tokens, backend):
     engine = captured(tokens, backend, max_loras=2, lora_extra_vocab_size=EXTRA)
     names = ["cats", None, "dogs", "wide ends", "reads", "plain", "narrow ends"]

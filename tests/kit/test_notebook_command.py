@@ -152,6 +152,7 @@ def test_a_phases_notebook_is_served_and_its_cells_run_on_the_learners_code(serv
     assert f"127.0.0.1:{server.port}/lab/tree/{SERVED}" in server.said()
 
 
+@pytest.mark.nightly
 def test_the_engines_code_can_be_asked_for(serve):
     server = serve("3", "--engine")
 

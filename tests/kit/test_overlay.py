@@ -35,9 +35,11 @@ def loaded_from(checkout, labs, *modules):
     ("labs", "admission", "cache"),
     [
         ("", "minivllm/core", "minivllm/lora"),
-        ("6", "labs/06_max_loras_scheduler", "minivllm/lora"),
+        pytest.param("6", "labs/06_max_loras_scheduler", "minivllm/lora", marks=pytest.mark.nightly),
         ("5.1", "minivllm/core", "labs/05_slot_manager"),
-        ("6, 5", "labs/06_max_loras_scheduler", "labs/05_slot_manager"),
+        pytest.param(
+            "6, 5", "labs/06_max_loras_scheduler", "labs/05_slot_manager", marks=pytest.mark.nightly
+        ),
         ("all", "labs/06_max_loras_scheduler", "labs/05_slot_manager"),
     ],
 )

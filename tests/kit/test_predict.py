@@ -102,6 +102,7 @@ def test_a_learners_code_is_counted_beside_ours(checkout):
     assert (ours["5 adapters"], theirs["5 adapters"]) == (120, 4 + 116 / 4)
 
 
+@pytest.mark.nightly
 def test_of_a_phase_that_is_still_to_do_ours_is_shown(checkout):
     checkout.forget()
 

@@ -53,6 +53,7 @@ def test_cells_can_be_run_again_after_others_and_from_the_top(path):
     assert execute_again(path) == []
 
 
+@pytest.mark.nightly
 def test_folding_can_be_tried_again_after_packing():
     """The cheap part of the above for the notebook where it was first found."""
     path = ROOT / "phases" / "01_request_and_weights" / "walkthrough.ipynb"

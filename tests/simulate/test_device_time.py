@@ -57,10 +57,22 @@ def test_a_step_that_is_no_graph_is_launched_when_the_one_before_was_read():
 
     requests = served([Arrival(0.0, 4, 9, None), Arrival(0.3, 20, 2, None)], cost=cost).requests
 
-    # The first request's second step runs from 1.25 to 2.25. Then comes the long prompt, whose tokens are read at
-    # once, and nothing was launched meanwhile.
+    # The first request's second step runs from 1.25 to 2.25. Then comes the long prompt, for which nothing had been
+    # launched. While it is computed, the step after it is.
     assert requests[1].first_s == pytest.approx(3.25)
-    assert requests[1].last_s == pytest.approx(4.5)
+    assert requests[1].last_s == pytest.approx(4.25)
+
+
+@pytest.mark.parametrize(("kernels_s", "first", "last"), [(0.5, 3.25, 4.25), (3.0, 5.5, 6.5)])
+def test_a_step_that_is_no_graph_takes_as_long_as_the_host_launches_its_kernels(kernels_s, first, last):
+    cost = CostModel({"steps": 1.0}, launch_s=0.25, graph_tokens=10, kernels_s=kernels_s)
+
+    requests = served([Arrival(0.0, 4, 9, None), Arrival(0.3, 20, 2, None)], cost=cost).requests
+
+    # From 2.25 on the host launches. Who waits for the device hears of it at 3.25; who waits for the host when the next
+    # step is launched, too.
+    assert requests[1].first_s == pytest.approx(first)
+    assert requests[1].last_s == pytest.approx(last)
 
 
 def test_a_copy_beside_a_step_slows_it_and_only_its_own_rows_wait_for_it():

@@ -28,6 +28,15 @@ def test_one_disk_reads_one_adapter_after_the_other(reader):
     assert reader.next_there == 3.0 and reader.num_reads == 3
 
 
+def test_readers_unpack_side_by_side_what_the_disk_read_in_turn(reader):
+    reader.unpack_s = 5.0
+
+    for request in REQUESTS[1:4]:
+        reader.may_run(request)
+
+    assert list(reader.reads.values()) == [6.0, 7.0, 8.0]
+
+
 def test_where_there_is_no_room_to_read_the_step_reads(reader):
     for request in REQUESTS[1:4]:
         reader.may_run(request)

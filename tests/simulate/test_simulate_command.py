@@ -147,8 +147,25 @@ def test_a_fit_says_the_mean_of_what_was_measured():
     assert found["steps"] == pytest.approx(np.mean([one.seconds for one in measured]), rel=1e-3)
 
 
-def test_the_package_brings_what_the_results_say(tmp_path):
-    brought = Path(simulate_cli.__file__).parents[1] / "simulate" / "costs" / "h100-llama-8b.json"
+COSTS = Path(simulate_cli.__file__).parents[1] / "simulate" / "costs"
+BROUGHT = [COSTS / "h100-llama-8b.json", COSTS / "h100-llama-8b-slots.json"]
+
+
+@pytest.mark.parametrize("brought", BROUGHT, ids=["pages", "slots"])
+def test_no_step_of_more_prompt_tokens_costs_much_less(brought):
+    """A graph of 448 tokens does: cuBLAS has a slow product for it."""
+    cost = CostModel.load(brought)
+
+    for lora in (0, 1):
+        steps = [
+            StepWork(steps=1, prompt_steps=1, requests=1, tokens=n, lora=lora) for n in range(513, 9000, 7)
+        ]
+        seconds = [cost.step_seconds(step) for step in steps]
+        assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("brought", BROUGHT, ids=["pages", "slots"])
+def test_the_package_brings_what_the_results_say(brought, tmp_path):
     kept = CostModel.load(brought)
     results = [RESULTS / f"{name}.json" for name in re.findall(r"(\S+) \(NVIDIA H100", kept.source)]
     out = tmp_path / "cost.json"
