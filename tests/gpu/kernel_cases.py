@@ -3,6 +3,7 @@
 A case is a function that runs kernels in a `Sanitizer`'s sight and returns what they wrote.
 """
 
+import pytest
 import torch
 from gpu import DEVICE
 from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard, guarded, live_part, random
@@ -54,6 +55,14 @@ def assert_close(found, expected, tolerance=CLOSE):
     assert (found.double().cpu() - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1)
 
 
+def overlapping(sanitizer, case, module):
+    """A case whose kernel may begin before the one ahead has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setattr(module, "can_overlap", lambda device: True)
+        return case(sanitizer)
+
+
 # ---- adapters in slots --------------------------------------------------------------------------------------
 
 
@@ -73,6 +82,8 @@ def slots(sanitizer, tokens, slots, rank, width, heights, kind="mixed", splits=2
     planes = h.view.view(splits, len(heights), tokens, rank)
     live_a = [guarded(live_part(one, of, 0), row_gap=5) for one, of in zip(a, ranks)]
     live_b = [guarded(live_part(one, of, 1), row_gap=3) for one, of in zip(b, ranks)]
+
+    sanitizer.late = [h.view, out.view]
 
     with sanitizer.watching():
         lora_shrink_op.shrink(guarded(x, row_gap=7), live_a, tiles, on_device, 0.5, h=planes)
@@ -178,6 +189,7 @@ def pages(sanitizer, tokens, rank, page_ranks, width, heights, kind="mixed", exp
     tuned = paged_shrink_tiles(size, width, rank)._replace(splits=3, block_k=32)
     expand_tiles = paged_expand_tiles(size, rank, max(heights))
     room, y = room_of_nan(batch, tuned), guard(batch.y, row_gap=3)
+    sanitizer.late = [room.h, y.view]
 
     with sanitizer.watching():
         x = guarded(batch.x, row_gap=5)
@@ -198,6 +210,7 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
     tuned = paged_shrink_tiles(tokens, width, rank)
     y = guard(batch.y, row_gap=3)
     x, room = batch.x.to(DEVICE), room_of_nan(batch, tuned)
+    sanitizer.late = [room.h, y.view]
 
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)

@@ -47,6 +47,12 @@ SMALLEST = {
     "tokens": functools.partial(cases.tokens_known_late, count=257),
 }
 
+OVERLAPPING = {"slots": cases.lora_expand_op, "pages": cases.paged_expand_op, "gated": cases.paged_silu_op}
+SMALLEST |= {
+    f"{family}, overlapping": functools.partial(cases.overlapping, case=SMALLEST[family], module=module)
+    for family, module in OVERLAPPING.items()
+}
+
 
 def edges():
     """Every size at an edge beside others that vary with it: name -> case"""
@@ -176,6 +182,7 @@ def written_by_address(engine):
 
 SLOTS, PAGES = "lora/ops/triton_ops", "lora/gpu/ops"
 LAYERS = "layers/triton_ops"
+WAIT = "tl.extra.cuda.gdc_wait()"
 # file, what stands there, what is put there, the case, what is said
 FAULTS = {
     "shrink reads past K": (
@@ -237,6 +244,20 @@ FAULTS = {
     "the activation takes adapters' rows for base rows": (
         f"{PAGES}/paged_silu_op.py", "first = tl.sum(lengths) +", "first = tl.sum(lengths) - 1 +",
         "gated", (Raced, "_paged_silu_kernel: .* of out_ptr, and nothing orders the two"),
+    ),
+    "expand reads y of a kernel that has not ended": (
+        f"{PAGES}/paged_expand_op.py",
+        f"{WAIT}\n                y = tl.load(", "pass\n                y = tl.load(",
+        "pages, overlapping", (Raced, "_paged_expand_kernel.* and has not waited"),
+    ),
+    "an expand of no tile does not wait": (
+        f"{SLOTS}/lora_expand_op.py", f"{WAIT}\n        return", "pass\n        return",
+        "slots, overlapping", (Raced, "_lora_expand_kernel.* ends and has not waited"),
+    ),
+    "an activation of no rows does not wait": (
+        f"{PAGES}/paged_silu_op.py",
+        f"{WAIT}\n        return\n    place", "pass\n        return\n    place",
+        "gated, overlapping", (Raced, "_paged_silu_kernel.* ends and has not waited"),
     ),
     "decodes read past a context": (
         f"{LAYERS}/attention.py", "readable = in_context[:, None] &", "readable = (position >= 0)[:, None] &",
