@@ -96,6 +96,12 @@ class SamplingParams:
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return penalties != (0, 0, 1) or bool(self.logit_bias)
 
+    @cached_property
+    def takes_likeliest(self) -> bool:
+        """True if the argmax of the logits is all that is wanted of them, once there are `min_tokens`."""
+        is_raw = self.logprobs is None and self.structured_outputs is None and not self.changes_logits
+        return self.is_greedy and is_raw
+
     def _check_flags(self) -> None:
         flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
         require_bool(**{name: getattr(self, name) for name in flags})

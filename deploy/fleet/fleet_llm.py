@@ -106,7 +106,7 @@ class FleetLLM(AsyncLLM):
         return max([time.time_ns(), *(version.number + 1 for version in self._versions.values())])
 
     async def beside(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+        return await self._tokenizing.run(function)
 
     # ---- adapters -------------------------------------------------------------------------------------------
 

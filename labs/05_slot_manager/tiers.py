@@ -35,8 +35,9 @@ class AdapterTiers:
 
     def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
         """Tell whoever listens of an event, given by the fields of `LoRAEvent`."""
+        event = LoRAEvent(kind, adapter_id, slot, **more)
         for listener in self.listeners:
-            listener(LoRAEvent(kind, adapter_id, slot, **more))
+            listener(event)
 
     def list_adapters(self) -> dict[int, LoRAModel]:
         """Adapter id -> weights of all in memory, the least recently used first. A copy."""
@@ -83,8 +84,7 @@ class AdapterTiers:
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget the adapter, pinned or not, in both tiers. False for an unknown id."""
         self.deactivate_adapter(adapter_id)
-        was_there = self._registered_adapters.pop(adapter_id, None) is not None
-        if was_there:
+        if was_there := self._registered_adapters.pop(adapter_id, None) is not None:
             self.tell("remove", adapter_id)
         return was_there
 

@@ -35,17 +35,18 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
         loading pass through, put down to their adapter (`adapter_at_fault`).
 
-        A step like the last one, with the same `residents`, finds everything in its slot: only the hits are told.
-        Not so on a GPU, where slots are written beside steps.
+        A step like the last one, with the same `residents`, finds everything in its slot: only the hits are told. On a
+        GPU, where slots are written beside steps, the slots' writer hears of the step, too.
         """
         requests = list(requests)
         step = requests, mapping, self.manager.residents
-        if self.manager.slot_writer is None and self._last_step == step:
+        is_same = self._last_step == step
+        if is_same:
             for adapter_id in sorted({request.lora_int_id for request in requests if request}):
                 self.manager.tell("hit", adapter_id)
-            return
-        self._apply_adapters(requests)
-        if mapping is not None:
+        else:
+            self._apply_adapters(requests)
+        if mapping is not None and not (is_same and self.manager.slot_writer is None):
             self.manager.set_adapter_mapping(mapping)
             self._last_step = (requests, mapping, self.manager.residents)
 

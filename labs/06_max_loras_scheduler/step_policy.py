@@ -88,7 +88,7 @@ class StepPolicy:
         return adapter_id in output.prefetch
 
     def _give(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
-        samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
+        samples = request.num_computed_tokens + num_new_tokens == len(request.all_token_ids)
         output.scheduled.append(ScheduledRequest(request, num_new_tokens, samples))
         output.total_num_scheduled_tokens += num_new_tokens
 

@@ -19,11 +19,11 @@ class KVCacheManager(PrefixCache):
 
         computed_blocks     for a request that has no blocks yet: what `get_computed_blocks` found
         """
-        start = request.num_computed_tokens + len(computed_blocks) * self.block_size
-        held = len(request.block_ids) + len(computed_blocks)
-        if start + num_new_tokens <= held * self.block_size and not computed_blocks:
-            return True  # the request's last block has room: so it is in most steps
-        num_new_blocks = max(0, self.num_blocks_for(start + num_new_tokens) - held)
+        end, held = request.num_computed_tokens + num_new_tokens, len(request.block_ids)
+        if not computed_blocks and end <= held * self.block_size:
+            return True  # Its last block has room, as in most steps.
+        # What was found adds as many blocks to those held as to those needed.
+        num_new_blocks = max(0, self.num_blocks_for(end) - held)
         if num_new_blocks > self._num_free_besides(computed_blocks):
             return False
         self.block_pool.touch(computed_blocks)

@@ -1,6 +1,8 @@
 """What the scheduler says of a step. Stands for vllm/v1/core/sched/output.py (v0.22.1)."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from minivllm.core.request import Request
@@ -53,6 +55,12 @@ class SchedulerOutput:
     prefetch: list[int] = field(default_factory=list)
     halted_by: str | None = None
     total_num_scheduled_tokens: int = 0
+
+    @cached_property
+    def only_decodes(self) -> bool:
+        """Whether each request that is scheduled computes one token and samples the next. Of a step that is decided."""
+        samples = all(map(attrgetter("samples"), self.scheduled))
+        return samples and self.total_num_scheduled_tokens == len(self.scheduled)
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:

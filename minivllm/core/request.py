@@ -11,7 +11,9 @@ from minivllm.sampling_params import SamplingParams
 class RequestStatus(enum.IntEnum):
     """Where a request is. Whatever comes after PREEMPTED is finished, as in vLLM.
 
-    is_finished   an attribute of each member, since every request's is read several times a step
+    Attributes of each member, since every request's are read several times a step:
+    is_finished
+    finish_reason   what a RequestOutput says of it: "stop", "length", "abort", "error"; None while unfinished
     """
 
     WAITING = 0
@@ -24,19 +26,7 @@ class RequestStatus(enum.IntEnum):
 
     def __init__(self, value: int) -> None:
         self.is_finished = value > 2  # PREEMPTED
-
-    @property
-    def finish_reason(self) -> str | None:
-        """What a RequestOutput says of it: "stop", "length", "abort", "error"; None while unfinished."""
-        return _FINISH_REASONS.get(self)
-
-
-_FINISH_REASONS = {
-    RequestStatus.FINISHED_STOPPED: "stop",
-    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
-    RequestStatus.FINISHED_ABORTED: "abort",
-    RequestStatus.FINISHED_ERROR: "error",
-}
+        self.finish_reason = (None, None, None, "stop", "length", "abort", "error")[value]
 
 
 @dataclass(eq=False)
@@ -133,13 +123,19 @@ def check_stop(request: Request, max_model_len: int | None) -> bool:
     Sets `status`, and `stop_reason` if one of `stop_token_ids` ended it. Stop strings are the engine's
     business: it has the text.
     """
-    params, last = request.sampling_params, request.output_token_ids[-1]
-    if len(request.output_token_ids) >= params.min_tokens:
+    params, last, num_output = (
+        request.sampling_params,
+        request.output_token_ids[-1],
+        len(request.output_token_ids),
+    )
+    if num_output >= params.min_tokens:
         if last in request.eos_token_ids and not params.ignore_eos:
             request.status = RequestStatus.FINISHED_STOPPED
         elif last in params.stop_token_ids:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = last
-    if not request.is_finished and request.num_tokens >= request.max_num_tokens(max_model_len):
-        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    return request.is_finished
+    if not request.status.is_finished:
+        is_full = max_model_len is not None and len(request.all_token_ids) >= max_model_len
+        if num_output >= params.max_tokens or is_full:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    return request.status.is_finished

@@ -131,15 +131,14 @@ class Scheduler(StepPolicy):
         Requests that ended in the meantime are passed over. Ends those whose tokens say so (`check_stop`).
         """
         answered = []
-        for scheduled in output.scheduled:
-            request = scheduled.request
-            if request.is_finished:
+        for request, num_new_tokens, samples in output.scheduled:
+            if request.status.is_finished:
                 continue
-            num_computed_tokens = request.num_computed_tokens + scheduled.num_new_tokens
+            num_computed_tokens = request.num_computed_tokens + num_new_tokens
             self.kv_cache.cache_blocks(request, num_computed_tokens)
             request.num_computed_tokens = num_computed_tokens
-            self.num_computed_tokens += scheduled.num_new_tokens
-            if scheduled.samples:
+            self.num_computed_tokens += num_new_tokens
+            if samples:
                 self._append_tokens(request, sampled[request.request_id])
                 answered.append(request)
         self.lora.end_step(

@@ -35,9 +35,9 @@ class StepPolicy:
         `kv_cache.allocate_slots(request, n)` is False where blocks are lacking: `halted_by` becomes NO_BLOCKS. Then the
         request admitted last leaves `running` (`_preempt`), as often as it takes, perhaps the request itself.
         """
-        position = 0
-        while position < len(self.running) and (budget := self._budget_left(output)):
-            request = self.running[position]
+        for request in self.running:  # who is preempted leaves at its end
+            if not (budget := self._budget_left(output)):
+                return
             num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self.kv_cache.allocate_slots(request, num_new_tokens):
                 output.halted_by = NO_BLOCKS
@@ -46,7 +46,6 @@ class StepPolicy:
                 if victim is request:
                     return
             self._give(request, num_new_tokens, output)
-            position += 1
 
     # endregion
 
@@ -111,7 +110,7 @@ class StepPolicy:
         return adapter_id in output.prefetch
 
     def _give(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
-        samples = request.num_computed_tokens + num_new_tokens == request.num_tokens
+        samples = request.num_computed_tokens + num_new_tokens == len(request.all_token_ids)
         output.scheduled.append(ScheduledRequest(request, num_new_tokens, samples))
         output.total_num_scheduled_tokens += num_new_tokens
 

@@ -20,7 +20,7 @@ from minivllm.distributed.step_messages import StepWriter
 from minivllm.distributed.torchrun import is_by_torchrun, meet_others
 from minivllm.guards.turns import no_interrupts
 from minivllm.worker.mixed_graphs import MixedGraphs
-from minivllm.worker.row_sampler import PendingStep, Sampled, takes_likeliest
+from minivllm.worker.row_sampler import PendingStep, Sampled, all_take_likeliest
 
 
 class LeadingRunner(RankRunner):
@@ -92,7 +92,7 @@ class LeadingRunner(RankRunner):
         if not (self.config.scheduler_config.async_scheduling and self.can_run_ahead):
             return 0
         sampling = [entry.request for entry in output.scheduled if entry.samples]
-        is_found = self.takes_stand_ins(output) and all(map(takes_likeliest, sampling))
+        is_found = self.takes_stand_ins(output) and all_take_likeliest(sampling)
         return 0 if is_found else len(sampling)
 
     def _share(self) -> None:

@@ -25,6 +25,7 @@ from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.errors import Draining, QueueFull
 from minivllm.serving.listening import listen
 from minivllm.serving.streams import OutputKind, Stream, output_stream, wake
+from minivllm.serving.turns import TurnExecutor
 from minivllm.text.prompts import chat_prompt, tokenize
 
 T = TypeVar("T")
@@ -50,9 +51,10 @@ class AsyncLLM:
         self._open: set[Stream] = set()  # of requests that somebody waits for
         self._is_draining = False
         # One thread: tokenizers are not made for several.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer")
+        tokenizing = ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer")
+        self._tokenizing = TurnExecutor(tokenizing)
         # It runs at the end of the process, too: a thread in the middle of a step would be cut off.
-        self._stop = weakref.finalize(self, _stop, client, self._tokenizing)
+        self._stop = weakref.finalize(self, _stop, client, tokenizing)
 
     @classmethod
     def from_engine_args(
@@ -169,7 +171,7 @@ class AsyncLLM:
         EngineDeadError when the engine has ended. A function that waits by then is run all the same.
         """
         await self.check_health()
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
+        return await self._tokenizing.run(function)
 
     async def _read(self, request_id: str, prompt: Prompt, lora_request: LoRARequest | str | None) -> Prompt:
         """The prompt with its token ids, where it is a text that can be read here; others the engine judges."""

@@ -25,16 +25,21 @@ class RequestMetrics:
     num_preemptions: int = 0
     lora_wait_steps: int = 0
 
-    def observe_admission(self, now: float) -> None:
+    def observe_admission(self, request: Request, now: float) -> None:
+        """It joined the batch, for the first time or after a preemption."""
         if self.first_scheduled_time is None:
             self.first_scheduled_time = now
+        self._count_waits(request)
 
     def observe(self, request: Request, now: float) -> None:
-        """It got tokens, or ended."""
+        """It got its first token, or ended."""
         if self.first_token_time is None and request.output_token_ids:
             self.first_token_time = now
         if request.is_finished:
             self.finished_time = now
+        self._count_waits(request)
+
+    def _count_waits(self, request: Request) -> None:
         self.num_preemptions = request.num_preemptions
         self.lora_wait_steps = request.lora_wait_steps
 

@@ -53,7 +53,8 @@ class OutputProcessor:
 
     def mark_scheduled(self, request_id: str) -> None:
         """The request is admitted, for the first time or after a preemption."""
-        self.states[request_id].metrics.observe_admission(self.clock())
+        state = self.states[request_id]
+        state.metrics.observe_admission(state.request, self.clock())
 
     def process(self, request: Request, logprobs: dict[int, Logprob] | None = None) -> RequestOutput:
         """What is new of a request since the last output that was `delivered`; to be called once a step.
@@ -69,7 +70,8 @@ class OutputProcessor:
         if state.answer is not None:
             asked = [logprobs, *(() if state.num_emitted else request.prompt_logprobs)]
             delta_text = state.answer.update(new_token_ids, list(filter(None, asked)))
-        state.metrics.observe(request, self.clock())
+        if not state.num_emitted or request.status.is_finished:
+            state.metrics.observe(request, self.clock())
         return self._output(state, delta_text, new_token_ids)
 
     def delivered(self, output: RequestOutput) -> None:
@@ -85,27 +87,30 @@ class OutputProcessor:
 
     def _output(self, state: RequestState, delta_text: str, delta_token_ids: list[int]) -> RequestOutput:
         request = state.request
-        wants_logprobs = request.sampling_params.logprobs is not None
+        cumulative_logprob = logprobs = None
+        if request.sampling_params.logprobs is not None:
+            cumulative_logprob, logprobs = state.cumulative_logprob, list(state.logprobs)
+        # By position, in the order of their fields: names would double the time, and there are thousands a second.
         completion = CompletionOutput(
-            index=0,
-            text="" if state.answer is None else state.answer.detokenizer.text,
-            token_ids=list(request.output_token_ids),
-            cumulative_logprob=state.cumulative_logprob if wants_logprobs else None,
-            logprobs=list(state.logprobs) if wants_logprobs else None,
-            finish_reason=request.status.finish_reason,
-            stop_reason=request.stop_reason,
-            delta_text=delta_text,
-            delta_token_ids=delta_token_ids,
+            0,
+            "" if state.answer is None else state.answer.detokenizer.text,
+            list(request.output_token_ids),
+            cumulative_logprob,
+            logprobs,
+            request.status.finish_reason,
+            request.stop_reason,
+            delta_text,
+            delta_token_ids,
         )
         return RequestOutput(
-            request_id=request.request_id,
-            prompt=state.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=request.is_finished,
-            lora_request=request.lora_request,
-            num_cached_tokens=request.num_cached_tokens,
-            prompt_logprobs=request.prompt_logprobs or None,
-            error=None if request.error is None else one_sentence(request.error),
-            metrics=state.metrics,
+            request.request_id,
+            state.prompt,
+            request.prompt_token_ids,
+            [completion],
+            request.status.is_finished,
+            request.lora_request,
+            request.num_cached_tokens,
+            request.prompt_logprobs or None,
+            None if request.error is None else one_sentence(request.error),
+            state.metrics,
         )

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
-from minivllm.core.output import MAX_LORAS, NO_BLOCKS, ScheduledRequest, SchedulerOutput
+from minivllm.core.output import MAX_LORAS, NO_BLOCKS, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
@@ -117,21 +117,14 @@ def record_step(
     def of_kind(kind: str) -> list[SlotEvent]:
         return [SlotEvent(name(e.adapter_id), e.slot) for e in events if e.kind == kind]
 
-    def row(entry: ScheduledRequest) -> TraceRow:
-        request = entry.request
-        slot = slots.index(request.adapter_id) if request.adapter_id else None
-        cached = output.cached_tokens.get(request.request_id)
-        kind = _kind(entry, admitted=cached is not None)
-        adapter = name(request.adapter_id)
-        return _trace_row(request.request_id, adapter, slot, entry.num_new_tokens, kind, cached or 0)
-
+    names = [*map(name, slots), None]
     waiting = [request.request_id for request in islice(scheduler.waiting, MAX_NAMED)]
     skipped, num_skipped = skips(scheduler, output)
     return StepRecord(
         step=step,
         time_s=time_s,
-        rows=[row(entry) for entry in sorted(output.scheduled, key=attrgetter("request.adapter_id"))],
-        slots=[name(adapter_id) for adapter_id in slots],
+        rows=_rows(output, slots, names),
+        slots=names[:-1],
         pinned=[name(adapter_id) for adapter_id in pinned],
         loads=[name(e.adapter_id) for e in events if e.kind == "load"],
         activations=of_kind("activate"),
@@ -148,6 +141,22 @@ def record_step(
     )
 
 
+def _rows(output: SchedulerOutput, slots: list[int | None], names: list[str | None]) -> list[TraceRow]:
+    """Rows in the order of adapters.   names: of the adapters in slots, and behind them None for base"""
+    slot_of = {adapter_id: slot for slot, adapter_id in enumerate(slots)} | {0: None}
+    name_of = dict(zip([*slots, 0], names))
+    rows = []
+    for request, tokens, samples in sorted(output.scheduled, key=attrgetter("request.adapter_id")):
+        cached, kind, adapter = 0, "chunk", request.adapter_id
+        if request.request_id in output.cached_tokens:  # admitted, for the first time or after a preemption
+            cached = output.cached_tokens[request.request_id]
+            kind = "prefill" if samples else "chunk"
+        elif samples and tokens == 1 and request.output_token_ids:
+            kind = "decode"
+        rows.append(_trace_row(request.request_id, name_of[adapter], slot_of[adapter], tokens, kind, cached))
+    return rows
+
+
 @lru_cache(maxsize=4096)
 def _trace_row(*values: object) -> TraceRow:
     """A decode looks the same at every step, so one row stands for all of them: a trace holds many steps."""
@@ -158,15 +167,6 @@ def _trace_row(*values: object) -> TraceRow:
 def _trace_skip(*values: object) -> TraceSkip:
     """As with rows."""
     return TraceSkip(*values)
-
-
-def _kind(entry: ScheduledRequest, admitted: bool) -> str:
-    """admitted: the request joined the batch in this step, for the first time or after a preemption"""
-    request: Request = entry.request
-    if admitted:
-        return "prefill" if entry.samples else "chunk"
-    answering = entry.num_new_tokens == 1 and request.num_computed_tokens >= request.num_prompt_tokens
-    return "decode" if entry.samples and answering else "chunk"
 
 
 def log_step(output: SchedulerOutput, scheduler: Scheduler, name_of: Callable[[int], str]) -> None:

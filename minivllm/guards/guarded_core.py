@@ -10,7 +10,7 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.outputs import RequestOutput
 from minivllm.faults import adapter_at_fault, as_fault
 from minivllm.guards.mending import mend
-from minivllm.guards.run_ahead import RunAhead
+from minivllm.guards.run_ahead import UNREAD, RunAhead
 from minivllm.guards.turns import Turns, in_turn
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
@@ -126,8 +126,12 @@ class GuardedCore(EngineCore):
     def _finish(
         self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None = None
     ) -> None:
-        if self._ahead is None or self._ahead.may_finish(request, outputs, logprobs):
-            super()._finish(request, outputs, logprobs)
+        if logprobs is UNREAD:
+            self._ahead.step.answered.append(request)
+            return
+        if self._ahead is not None:
+            self._ahead.before_output(request, outputs)
+        super()._finish(request, outputs, logprobs)
 
     def _fail(self, request_ids: list[str], error: BaseException, outputs: list[RequestOutput]) -> None:
         if self._ahead is not None:

@@ -15,7 +15,7 @@ from minivllm.guards.refusals import id_in_use
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
-# In the place of a stand-in's logprobs: its request has no output yet.
+# In the place of a stand-in's logprobs: its request has no output yet, `RunAhead.answer` makes it.
 UNREAD: dict[int, Logprob] = {}
 
 
@@ -73,16 +73,10 @@ class RunAhead:
         self.step = StepAhead(frozenset(ids), wait)
         return {request_id: (-1 - row, UNREAD) for row, request_id in enumerate(ids)}
 
-    def may_finish(
-        self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None
-    ) -> bool:
-        """Whether an output can be made of a request now. If it was given a stand-in, `answer` makes it later."""
-        if logprobs is UNREAD:
-            self.step.answered.append(request)
-            return False
+    def before_output(self, request: Request, outputs: list[RequestOutput]) -> None:
+        """Answer the step before, if the request is of it: its output is about to be made."""
         if self.step is not None and request.request_id in self.step.request_ids:
             self.answer(outputs)
-        return True
 
     def answer(self, outputs: list[RequestOutput]) -> None:
         """Wait for the tokens of the step before, and make the outputs of its requests.

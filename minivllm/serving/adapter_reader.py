@@ -1,8 +1,9 @@
 """Adapters are read from disk beside the steps. Nothing in vllm/v1/ (v0.22.1) does that: a step there waits."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,8 +14,11 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.openmp import set_num_threads
 
-# Adapters that are read from disk at the same time, unless it is said otherwise.
+# Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk; more are no
+# faster where memory is what limits them (`benchmarks.reads`).
 PARALLEL_READS = 2
+# Adapters whose config and header are looked through at the same time: one of them may come from a network.
+PARALLEL_CHECKS = 4
 # Why a request may not join yet: its adapter is being read.
 LOADING = "loading"
 
@@ -36,8 +40,9 @@ class Read:
 class AdapterReader:
     """Reads what waiting requests need, in threads of its own. The step that admits them finds it in memory's stead.
 
-    It stands in two places of an engine: the scheduler asks it who `may_run`, and the worker has it load. All but the
-    reading itself is done in the engine's thread, and so is a load that nobody began here: nothing can get stuck.
+    It stands in three places of an engine: the scheduler asks it who `may_run`, and the worker has it check and load.
+    All but the reading itself is done in the engine's thread, and so is a check or a load that nobody began here:
+    nothing can get stuck.
 
     most        adapters that are read at the same time, and that may have been read for requests that still wait
     read_done   is called in a reading thread: the engine may be waiting
@@ -53,13 +58,19 @@ class AdapterReader:
         self._may_run = self.scheduler.may_run
         self.scheduler.may_run = self.may_run
         self._load, self.worker._timed_load = self.worker._timed_load, self.load
+        self._checkers = ThreadPoolExecutor(PARALLEL_CHECKS, thread_name_prefix="minivllm-checker")
+        self._checks: dict[tuple[LoRARequest, bool], Future[LoRAModel]] = {}  # under way
+        self._checked: tuple[LoRARequest, Future[LoRAModel]] | None = None
+        self._check, self.worker.check_adapter = self.worker.check_adapter, self.check
 
     def close(self) -> None:
         """The engine reads by itself again."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._checkers):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._reads.clear()
         self.registry.loading.clear()
         self.scheduler.may_run, self.worker._timed_load = self._may_run, self._load
+        self.worker.check_adapter = self._check
 
     @property
     def is_reading(self) -> bool:
@@ -92,6 +103,34 @@ class AdapterReader:
         lora, seconds = read.future.result()
         self.worker.manager.tell("load", lora.id, seconds=seconds, name=lora_request.lora_name)
         return lora
+
+    def check_ahead(self, lora_request: LoRARequest) -> "Future[LoRAModel] | None":
+        """Have an adapter checked that the engine is about to examine. None if it need not be: it is known."""
+        if lora_request.lora_int_id in self.registry.adapters and not lora_request.load_inplace:
+            return None
+        key = lora_request, lora_request.load_inplace
+        if (check := self._checks.get(key)) is None:
+            check = self._checks[key] = self._checkers.submit(self._check, lora_request)
+            check.add_done_callback(lambda check: self._checks.pop(key, None))
+        return check
+
+    @contextmanager
+    def with_check(self, lora_request: LoRARequest, check: "Future[LoRAModel]") -> Iterator[None]:
+        """Inside, the engine finds that this adapter has been checked, and how that ended."""
+        self._checked = lora_request, check
+        try:
+            yield
+        finally:
+            self._checked = None
+
+    def check(self, lora_request: LoRARequest) -> LoRAModel:
+        """As `AdapterLoader.check_adapter`, of what was checked or read here if it is that."""
+        if self._checked is not None and self._checked[0] is lora_request:
+            return self._checked[1].result()
+        read = self._reads.get(lora_request.lora_int_id)
+        if read is not None and read.future.done() and self._is_for(read, lora_request):
+            return read.future.result()[0]
+        return self._check(lora_request)
 
     def begin_ahead(self, lora_request: LoRARequest) -> "Future[None] | None":
         """Have an adapter read that somebody is about to load (`end_ahead`). None if it need not be read.

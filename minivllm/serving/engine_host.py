@@ -25,7 +25,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.progress import told_to
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.pauses import avoid_pauses
-from minivllm.serving.wire import OutputWriter, portable, receive, send
+from minivllm.serving.wire import Order, OutputWriter, portable, receive, send
 
 
 class Outbox:
@@ -152,12 +152,20 @@ class EngineHost:
     def serve(self) -> None:
         """Until the other process says so, or is no more."""
         try:
-            while (message := receive(self._pipe)) is not None:
-                self._do(*message)
+            while self._do_all(receive(self._pipe)):
+                pass
         except (EOFError, OSError):
             return  # nobody would hear of anything
         self.engine.stop()
         self._outbox.flush()
+
+    def _do_all(self, orders: list[Order | None]) -> bool:
+        """False: the last of them says that it is the end."""
+        for each in orders:
+            if each is None:
+                return False
+            self._do(*each)
+        return True
 
     def _do(self, number: int, name: str, pickled: bytes) -> None:
         try:

@@ -70,7 +70,9 @@ class EngineLoop:
 
     def begin(self, sink: Sink, request_id: str, *args: Any, **options: Any) -> None:
         """Add a request. Its outputs go to `sink`, and so does what `LLMEngine.add_request` raises."""
-        begun = self.call(self._begin, sink, request_id, args, options)
+        self._tell_refusals(sink, self.call(self._begin, sink, request_id, args, options))
+
+    def _tell_refusals(self, sink: Sink, begun: "Future[None]") -> None:
         begun.add_done_callback(partial(_tell_refusal, sink))
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":

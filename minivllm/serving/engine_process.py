@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,7 +24,8 @@ from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.engine_loop import Sink
 from minivllm.serving.errors import EngineDeadError, died_of
 from minivllm.serving.streams import wake
-from minivllm.serving.wire import Delta, OutputReader, order, receive, send
+from minivllm.serving.turns import call_at_end_of_turn
+from minivllm.serving.wire import Delta, Order, OutputReader, order, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class EngineProcess:
         self._is_stopping = False
         self._progress = on_progress
         self._lock = threading.Lock()  # held while a message is sent
+        self._begun: deque[Order] = deque()  # requests that go with the next message
         self._pipe, self._process = start_process(HOST)
         try:
             self.config, self.tokenizer = self._load(make_engine, parallel_reads)
@@ -95,7 +98,7 @@ class EngineProcess:
         """Add a request. Its outputs go to `sink`, and so does what `LLMEngine.add_request` raises."""
         number = next(self._numbers)
         self._requests[number] = sink, OutputReader(request_id)
-        self._post(number, "begin", (request_id, *args), options)
+        self._post(number, "begin", (request_id, *args), options, at_once=False)
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
         """End requests, each with a last output that says so.   sink: only those that are this one's"""
@@ -152,18 +155,26 @@ class EngineProcess:
         if self._calls.pop(number, None) is not None:
             self._send(order(number, "cancel", ()))
 
-    def _post(self, number: int, name: str, *args: Any) -> None:
+    def _post(self, number: int, name: str, *args: Any, at_once: bool = True) -> None:
         try:
-            self._send(order(number, name, args))
+            posted = order(number, name, args)
+            if at_once:
+                self._send(posted)
+            else:
+                self._begun.append(posted)
+                call_at_end_of_turn(self._send)
         except Exception as error:  # arguments can be anything: it cannot be copied
             self._refuse(number, error)
         if self.error is not None:  # the end may have come before this was noted
             self._refuse(number, self.error)
 
-    def _send(self, message: tuple | None) -> None:
+    def _send(self, *orders: Order | None) -> None:
+        """What has begun, and then these. None ends the process."""
         # Without anybody at the other end, the receiving thread tells everybody.
         with self._lock, suppress(OSError):
-            send(self._pipe, message)
+            begun = [self._begun.popleft() for _ in range(len(self._begun))]
+            if message := [*begun, *orders]:
+                send(self._pipe, message)
 
     def _refuse(self, number: int, error: Exception) -> None:
         """Whoever waits for this number gets the error."""

@@ -4,13 +4,16 @@ import logging
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future
+from typing import Any
 
 from minivllm.distributed.executor import when_a_rank_ends
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.guards.refusals import id_in_use
 from minivllm.lora.request import LoRARequest
 from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
-from minivllm.serving.engine_loop import EngineLoop
+from minivllm.serving.engine_loop import EngineLoop, Sink
 from minivllm.serving.errors import EngineDeadError, died_of
+from minivllm.serving.streams import aborted, wake
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class EngineThread(EngineLoop):
         if engine.adapters is not None:
             self.reader = AdapterReader(engine, parallel_reads, lambda: self.call(_do_nothing))
             self.is_held_up = lambda: self.reader.is_reading
+        self._checking: dict[str, Sink] = {}  # of requests whose adapters are being checked
         # It ends at once, also where nobody asks for a step.
         when_a_rank_ends(engine.runner, lambda check: self.call(lambda engine: check()))
         self._stopping = False
@@ -61,6 +65,38 @@ class EngineThread(EngineLoop):
         """It is loaded by now, or nobody is about to load it any more."""
         if self.reader is not None:
             self.call(self._end_ahead, lora_request)
+
+    def _begin(
+        self, engine: LLMEngine, sink: Sink, request_id: str, args: tuple, options: dict[str, Any]
+    ) -> None:
+        """As in the parent class. An adapter that the engine does not know is checked first, beside the steps."""
+        if request_id in self._checking:
+            raise id_in_use(request_id)
+        lora_request = options.get("lora_request", args[3] if len(args) > 3 else None)
+        check = None
+        if self.reader is not None and isinstance(lora_request, LoRARequest):
+            check = self.reader.check_ahead(lora_request)
+        if check is None:
+            super()._begin(engine, sink, request_id, args, options)
+            return
+        self._checking[request_id] = sink
+
+        def begin_checked(engine: LLMEngine) -> None:
+            if self._checking.get(request_id) is sink:  # else it was aborted
+                del self._checking[request_id]
+                with self.reader.with_check(lora_request, check):
+                    super(EngineThread, self)._begin(engine, sink, request_id, args, options)
+
+        check.add_done_callback(lambda check: self._tell_refusals(sink, self.call(begin_checked)))
+
+    def _abort(self, engine: LLMEngine, request_ids: list[str], sink: Sink | None) -> None:
+        for request_id in request_ids:
+            waits = self._checking.get(request_id)
+            if waits is not None and sink in (None, waits):
+                del self._checking[request_id]
+                if waits.put(aborted(request_id, None)):
+                    wake([waits])
+        super()._abort(engine, request_ids, sink)
 
     def _read_ahead(self, engine: LLMEngine, lora_request: LoRARequest) -> "Future[None] | None":
         return None if self.reader is None else self.reader.begin_ahead(lora_request)

@@ -15,6 +15,8 @@ from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.faults import reason
 from minivllm.layers.sampler import Logprob
 
+Order = tuple[int, str, bytes]  # number, name of a method of `EngineHost`, pickled arguments
+
 # Fields of an output that seldom change.
 STEADY = ("prompt", "prompt_token_ids", "lora_request", "num_cached_tokens", "error")
 
@@ -24,7 +26,7 @@ def send(pipe: Connection, message: Any) -> None:
     pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def order(number: int, name: str, args: tuple) -> tuple[int, str, bytes]:
+def order(number: int, name: str, args: tuple) -> Order:
     """A message to the engine's process. Arguments that cannot be read there are this order's trouble alone."""
     return number, name, pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
 

@@ -43,7 +43,7 @@ class Fleet:
     def serve(
         self, arrivals: Iterable[Arrival], progress: Callable[[int], object] = lambda done: None
     ) -> None:
-        """Serve them all, to the last token.   progress: is told of every 100th arrival
+        """Serve them all, to the last token.   progress: called after every 100th, with their number
 
         `now` is always the time of what happens: an arrival, or an event. One that comes at the very time of an event
         comes before it.

@@ -66,12 +66,13 @@ class MixedGraphs:
 
     def size_for(self, output: SchedulerOutput) -> int:
         """Tokens of the graph that can run a step; 0 for one without prompts, one too large, or one of many logits."""
-        tokens, scheduled = output.total_num_scheduled_tokens, output.scheduled
-        if tokens == len(scheduled) and all(entry.samples for entry in scheduled):
+        if output.only_decodes:
             return 0
-        if any(entry.request.wants_prompt_logprobs for entry in scheduled):
+        requests = [entry.request for entry in output.scheduled]
+        asked = [r for r in requests if r.sampling_params.prompt_logprobs is not None]
+        if any(request.wants_prompt_logprobs for request in asked):
             return 0
-        return smallest_that_holds(self.sizes, tokens) or 0
+        return smallest_that_holds(self.sizes, output.total_num_scheduled_tokens) or 0
 
     def padded(self, batch: InputBatch, size: int) -> InputBatch:
         """The batch with padding as its last row: `size` tokens in all, as many samples as the graph has rows."""

@@ -48,7 +48,7 @@ class RowSampler:
 
     def sample_step(self, step: PendingStep) -> Sampled:
         """As `sample`, of a step's rows. Those that cannot be sampled are left out; `step.errors` has them."""
-        if step.tokens is not None and all(map(takes_likeliest, step.requests)):
+        if step.tokens is not None and all_take_likeliest(step.requests):
             tokens = step.tokens[: len(step.requests)].tolist()
             return {request.request_id: (token, None) for request, token in zip(step.requests, tokens)}
         logits = step.logits[: len(step.requests)]
@@ -114,8 +114,12 @@ class RowSampler:
             self.forget(request_id)
 
 
-def takes_likeliest(request: Request) -> bool:
-    """Whether the argmax of the logits is all that a request wants of them."""
-    params = request.sampling_params
-    is_raw = params.logprobs is None and not params.changes_logits and params.structured_outputs is None
-    return params.is_greedy and is_raw and request.num_output_tokens >= params.min_tokens
+def all_take_likeliest(requests: Sequence[Request]) -> bool:
+    """Whether the argmax of the logits is all that these requests want of them."""
+    for request in requests:
+        params = request.sampling_params
+        if not params.takes_likeliest or (
+            params.min_tokens > 0 and request.num_output_tokens < params.min_tokens
+        ):
+            return False
+    return True

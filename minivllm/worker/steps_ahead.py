@@ -9,7 +9,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.layers.to_device import to_host
 from minivllm.worker.cuda_graphs import DecodeGraphs, StepOutput
 from minivllm.worker.mixed_graphs import GraphedSteps
-from minivllm.worker.row_sampler import PendingStep, RowSampler, Sampled, takes_likeliest
+from minivllm.worker.row_sampler import PendingStep, RowSampler, Sampled, all_take_likeliest
 
 
 class StepsAhead(GraphedSteps):
@@ -31,9 +31,8 @@ class StepsAhead(GraphedSteps):
         """Whether the step will run as a graph."""
         if self.mixed_graphs is not None and self.mixed_graphs.size_for(output):
             return True
-        tokens = output.total_num_scheduled_tokens
-        only_decodes = tokens == len(output.scheduled) and all(entry.samples for entry in output.scheduled)
-        return only_decodes and self.decode_graphs.padded_size(tokens) is not None
+        size = self.decode_graphs.padded_size(output.total_num_scheduled_tokens)
+        return output.only_decodes and size is not None
 
     @torch.inference_mode()
     def leave_tokens(self, step: PendingStep) -> Callable[[], Sampled] | None:
@@ -46,7 +45,7 @@ class StepsAhead(GraphedSteps):
         if not requests:
             return None
         chosen, sampled = step.tokens, None
-        if chosen is None or not all(map(takes_likeliest, requests)):
+        if chosen is None or not all_take_likeliest(requests):
             try:
                 sampled = self.row_sampler.launch(requests, step.logits[: len(requests)])
             except Exception:  # raised again where it is found whose row it is: `RowSampler.sample_step`

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from rank_ends import all_end, is_there, kill_rank, misinform_others, rank_pids
-from tiny_engine import OPTIONS, greedy, make_engine, tiny_world, tokens_of
+from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
 from minivllm.serving.engine_process import EngineProcess
@@ -79,6 +79,36 @@ class TestARank:
         monkeypatch.setattr(engine.runner.model.model.layers[1], "forward", forward)
 
         dies(engine, r"rank 0 of 2 has ended \(MemoryError: not a byte left\)")
+
+    def test_that_is_slow_is_waited_for(self, world, engine):
+        pid = rank_pids(engine)[1]
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+
+        finished = run(engine)
+
+        names = [None, "qv", "all"]
+        expected = [world.oracle().greedy(name, PROMPT, 200) for name in names]
+        assert [tokens_of(finished[f"r{i}"]) for i in range(3)] == expected
+
+    def test_that_is_killed_after_it_was_stopped_in_a_step_ends_the_engine(self, engine):
+        pid = rank_pids(engine)[1]
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+
+        dies(engine, r"rank 1 of 2 has ended \(killed by signal 9\)")
+
+    def test_that_is_killed_while_it_reads_an_adapter_ends_the_engine(self, world, engine):
+        pid = rank_pids(engine)[1]
+        os.kill(pid, signal.SIGSTOP)  # so that it has not answered when it is killed
+        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        started = time.monotonic()
+
+        with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(killed by signal 9\)"):
+            engine.add_lora(world.request("mlp"))
+
+        assert time.monotonic() < started + SOON
+        dies(engine, "rank 1 of 2 has ended")
 
     def test_that_is_stopped_in_its_sleep_is_killed_with_the_engine(self, engine):
         os.kill(rank_pids(engine)[1], signal.SIGSTOP)
@@ -202,22 +232,74 @@ print("TOKENS", outputs[0].outputs[0].token_ids, flush=True)
 def test_a_script_is_run_by_torchrun(world, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+
+    with by_torchrun(script, world.base, world.path("qv")) as done:
+        stdout, stderr = done.communicate(timeout=100)
+
+    assert done.returncode == 0, stderr
+    assert f"TOKENS {world.oracle().greedy('qv', PROMPT, 8)}" in stdout
+    assert stdout.count("TOKENS") == 1
+
+
+def by_torchrun(script, *args):
+    """Two processes of a script."""
+    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, script, *args], env=environment, stdout=pipe, stderr=pipe, text=True)
 
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(script, world.base, world.path("qv")),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
 
-    assert done.returncode == 0, done.stderr
-    assert f"TOKENS {world.oracle().greedy('qv', PROMPT, 8)}" in done.stdout
-    assert done.stdout.count("TOKENS") == 1
+ENDLESS = """
+import os, sys
+from minivllm import LLM, SamplingParams
+from tiny_engine import OPTIONS
+
+print("PID", os.environ["RANK"], os.getpid(), flush=True)
+llm = LLM(sys.argv[1], **{**OPTIONS, "tensor_parallel_size": 2, "skip_tokenizer_init": True, "threads": 1})
+params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+while True:
+    llm.generate({"prompt_token_ids": [5, 6, 7, 8, 9]}, params, use_tqdm=False)
+    print("ANSWERED", flush=True)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_torchruns_that_is_killed_ends_the_others(world, tmp_path, rank):
+    script = tmp_path / "script.py"
+    script.write_text(ENDLESS)
+    pids = {}
+
+    with by_torchrun(script, world.base) as launcher:
+        for line in launcher.stdout:
+            if line.startswith("PID"):
+                pids[int(line.split()[1])] = int(line.split()[2])
+            if line.startswith("ANSWERED"):
+                break
+        os.kill(pids[rank], signal.SIGKILL)
+
+        assert all_end(list(pids.values()), 2 * SOON)
+        launcher.communicate(timeout=100)
+        assert launcher.returncode != 0
+
+
+def test_two_engines_in_two_processes_serve_at_a_time(world):
+    """Each has meeting places of its own."""
+    names, made = ["qv", "all"], []
+    for _ in names:
+        made.append(AsyncLLM(EngineProcess(partial(make_engine, world.base, None, {**OPTIONS, **TWO}))))
+
+    async def answer(llm, name):
+        return [o async for o in llm.generate(PROMPT, greedy(40), "a", world.request(name))][-1]
+
+    async def main():
+        return await asyncio.gather(*map(answer, made, names))
+
+    try:
+        found = [tokens_of(output) for output in asyncio.run(main())]
+    finally:
+        for llm in made:
+            llm.shutdown()
+    assert found == [world.oracle().greedy(name, PROMPT, 40) for name in names]
 
 
 def children():

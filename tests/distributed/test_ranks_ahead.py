@@ -3,14 +3,17 @@
 Without a GPU a "captured" step just runs again, through Triton's interpreter.
 """
 
+import time
+
 import pytest
 from graphed_ranks import graph_all_ranks
-from rank_ends import all_end, rank_pids
+from rank_ends import all_end, kill_rank, rank_pids
 from running_ahead import WISHES
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
+from minivllm.serving.errors import EngineDeadError
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_loras": 4}
 
@@ -104,3 +107,24 @@ def test_what_was_announced_is_shared_also_if_the_step_breaks_off_before_it_is_d
 
     assert errors == 2
     assert {name: tokens_of(output) for name, output in finished.items()} == expected
+
+
+@pytest.mark.nightly
+def test_a_rank_that_is_killed_while_tokens_are_drawn_ends_the_engine(ranks):
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True)
+    for i in range(3):
+        ranks.add_request(str(i), token_ids(4 + i, i), params)
+    for _ in range(4):
+        ranks.step()
+    share, started = ranks.runner.share_tokens, time.monotonic()
+
+    def kill_and_share(rows):
+        kill_rank(ranks, 1)
+        share(rows)
+
+    ranks.runner.share_tokens = kill_and_share
+
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(killed by signal 9\)"):
+        while time.monotonic() < started + 5:
+            ranks.step()
+    assert time.monotonic() < started + 5

@@ -14,6 +14,7 @@ from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM, LoRARequest
 from minivllm.engine.metrics import AdapterState, state_of
+from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -296,6 +297,109 @@ class TestALoadAhead:
             assert not llm._client.engine.adapters.loading
 
         asyncio.run(main())
+
+
+class Header:
+    """The worker's checks of headers wait until they may go on."""
+
+    def __init__(self, llm, monkeypatch):
+        self.go, self.threads = threading.Event(), []
+        worker = llm._client.engine.adapters.worker
+        read = worker._load_adapter
+
+        def load(lora_request, shapes_only=False):
+            if shapes_only:
+                self.threads.append(threading.current_thread().name.partition("_")[0])
+                assert self.go.wait(30)
+            return read(lora_request, shapes_only)
+
+        monkeypatch.setattr(worker, "_load_adapter", load)
+
+
+class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
+    def test_holds_up_nobody_else(self, world, serve, monkeypatch):
+        llm = serve()
+        header = Header(llm, monkeypatch)
+
+        async def main():
+            waiting = [asyncio.create_task(collect(llm, name, 6, world.request("qv"))) for name in "ab"]
+            await until(lambda: header.threads)
+            others = await collect(llm, "c", 20)
+            assert not any(task.done() for task in waiting)
+            header.go.set()
+            return others, *await asyncio.gather(*waiting)
+
+        outputs = [answer[-1] for answer in asyncio.run(main())]
+
+        for output, name, length in zip(outputs, (None, "qv", "qv"), (20, 6, 6)):
+            assert tokens_of(output) == world.oracle().greedy(name, PROMPT, length)
+        assert header.threads == ["minivllm-checker"]
+
+    def test_refuses_the_request_as_the_engine_does(self, world, serve, tmp_path):
+        llm, engine = serve(), world.engine()
+        requests = [LoRARequest("gone", 7, str(tmp_path / "nowhere"))]
+        save_adapter(tmp_path / "wide", world.base, 3, **ADAPTERS["qv"] | {"r": 64})
+        requests.append(LoRARequest("wide", 8, str(tmp_path / "wide")))
+
+        for request in requests:
+            with pytest.raises((ValueError, FileNotFoundError)) as expected:
+                engine.add_request("a", PROMPT, greedy(3), lora_request=request)
+            with pytest.raises(type(expected.value)) as refused:
+                asyncio.run(collect(llm, "a", 3, request))
+            assert str(refused.value) == str(expected.value)
+
+        assert not llm.adapter_names
+
+    def test_of_a_request_that_nobody_waits_for_any_more_leaves_nothing(self, world, serve, monkeypatch):
+        llm = serve()
+        header = Header(llm, monkeypatch)
+
+        async def main():
+            waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
+            await until(lambda: header.threads)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            aborted = asyncio.create_task(collect(llm, "b", 6, world.request("mlp")))
+            await until(lambda: len(header.threads) == 2)
+            await llm.abort("b")
+            header.go.set()
+            answers = await aborted, await collect(llm, "c", 3)
+            return answers, await llm.call(lambda engine: set(engine.output_processor.states))
+
+        (ended, answer), left = asyncio.run(main())
+
+        assert [output.outputs[0].finish_reason for output in ended] == ["abort"]
+        assert tokens_of(answer[-1]) == world.oracle().greedy(None, PROMPT, 3)
+        assert not left and not llm.adapter_names
+
+    def test_keeps_the_id_of_its_request(self, world, serve, monkeypatch):
+        llm = serve()
+        header = Header(llm, monkeypatch)
+
+        async def main():
+            waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
+            await until(lambda: header.threads)
+            with pytest.raises(ValueError, match="request id 'a' is in use"):
+                await collect(llm, "a", 3)
+            header.go.set()
+            return await waiting
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+
+    def test_that_the_engine_does_not_live_to_see_ends_its_request(self, world, serve, monkeypatch):
+        llm = serve()
+        header = Header(llm, monkeypatch)
+
+        async def main():
+            waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
+            await until(lambda: header.threads)
+            await asyncio.to_thread(llm.shutdown)
+            header.go.set()
+            await waiting
+
+        with pytest.raises(EngineDeadError):
+            asyncio.run(main())
 
 
 def test_a_pin_reads_at_once_what_was_only_ordered(world, slow):

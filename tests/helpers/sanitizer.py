@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from gpu import DEVICE
 from program_order import Programs, first_race
 from triton.runtime import interpreter
@@ -59,12 +60,14 @@ class Sanitizer:
 
     reach    tensors that kernels find by addresses in tables, or through a pointer to a part of them
     common   tensors of which any program may write any element, and the last one to write it wins
+    late     tensors that the kernel ahead may still write when one with OVERLAP begins: until it has waited
     seed     order of the programs, None = as the interpreter has it
     kernels  names of those launched
     """
 
     reach: list[torch.Tensor] = field(default_factory=list)
     common: list[torch.Tensor] = field(default_factory=list)
+    late: list[torch.Tensor] = field(default_factory=list)
     seed: int | None = None
     kernels: list[str] = field(default_factory=list)
 
@@ -98,6 +101,7 @@ class _Watch:
             stand_in = getattr(self, name, self._follow)
             patch.setattr(builder, name, _around(getattr(builder, name), stand_in))
         patch.setattr(interpreter, "_implicit_cvt", _around(interpreter._implicit_cvt, self.take_argument))
+        patch.setattr(tl.extra.cuda, "gdc_wait", self.wait)
         executor = interpreter.GridExecutor
         patch.setattr(executor, "__call__", _around_method(executor.__call__, self.launch))
 
@@ -110,8 +114,10 @@ class _Watch:
         self.sanitizer.kernels.append(self.kernel)
         self.regions, self.fault = [], None
         self.programs, self.order = Programs(), None
+        self.waited, self.began = not self.arguments.get("OVERLAP"), False
         try:
             run(executor, *args, **kwargs)
+            self.end_program()
         except interpreter.InterpreterError as error:
             raise self.fault or error from None
         if race := first_race(self.programs.accesses, [Region(t).holds for t in self.sanitizer.common]):
@@ -128,8 +134,20 @@ class _Watch:
             self.regions.append(Region(arg))
         return converted
 
+    def wait(self) -> None:
+        self.waited = True
+
+    def end_program(self) -> None:
+        """What comes after a kernel relies on that each of its programs has waited."""
+        if not self.waited:
+            self._fail(Raced(f"{self.kernel}, program {self.programs.now}: ends and has not waited"))
+        self.waited = not self.arguments.get("OVERLAP")
+
     def set_grid_idx(self, begin: Any, x: int, y: int, z: int) -> None:
         """The next program: another one than the interpreter's, if they are shuffled."""
+        if self.began:
+            self.end_program()
+        self.began = True
         sizes = interpreter.interpreter_builder.grid_dim
         if self.sanitizer.seed is not None:
             if self.order is None:
@@ -196,6 +214,11 @@ class _Watch:
             count = f"{(~allowed).sum()} of {ptrs.data.size} lanes"
             self._fail(
                 Strayed(f"{self.kernel}, program {self.programs.now}: {count} {kind} outside: {where}")
+            )
+        if not self.waited and any(Region(tensor).holds(addresses).any() for tensor in self.sanitizer.late):
+            where = self._where(addresses[0], own)
+            self._fail(
+                Raced(f"{self.kernel}, program {self.programs.now}: {kind}s {where} and has not waited")
             )
         if fault := self.programs.note(kind, addresses, None if sem is None else sem.name):
             self._fail(Raced(f"{self.kernel}, program {self.programs.now}: {fault}"))

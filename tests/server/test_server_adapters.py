@@ -226,7 +226,7 @@ def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, ht
     body = {"model": "temporary", "prompt": "is read after the unload"}
     asking = threading.Thread(target=lambda: late.append(http.post("/v1/completions", json=body)))
     asking.start()
-    while llm._tokenizing._work_queue.empty():
+    while llm._tokenizing._executor._work_queue.empty():
         time.sleep(0.001)
 
     gone = order(http, "unload", "temporary")

@@ -69,7 +69,8 @@ def test_who_still_waits_to_be_tokenized_is_told_that_the_engine_has_ended(world
     let_go, answers = threading.Event(), []
     with serving(world, "qv", drain_seconds=0.05) as server:
         llm = server.server.state.llm
-        llm._tokenizing.submit(let_go.wait, 30)
+        waiting = noted_calls(llm._tokenizing)
+        llm._tokenizing._executor.submit(let_go.wait, 30)
         asked = (("completions", body), ("chat/completions", chat))
         threads = [
             threading.Thread(
@@ -79,7 +80,7 @@ def test_who_still_waits_to_be_tokenized_is_told_that_the_engine_has_ended(world
         ]
         for thread in threads:
             thread.start()
-        while llm._tokenizing._work_queue.qsize() < (2 if prompt == "text" else 3):
+        while len(waiting) < (2 if prompt == "text" else 3):
             time.sleep(0.001)
         drain(server)
         while llm._client.error is None:
@@ -89,6 +90,13 @@ def test_who_still_waits_to_be_tokenized_is_told_that_the_engine_has_ended(world
             thread.join()
 
     assert [answer.json()["error"]["code"] for answer in answers] == [503, 503]
+
+
+def noted_calls(executor):
+    """What is run from now on."""
+    noted, run = [], executor.run
+    executor.run = lambda function: noted.append(function) or run(function)
+    return noted
 
 
 def hold_up(server, let_go, seconds=30.0):
