@@ -401,6 +401,37 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
         with pytest.raises(EngineDeadError):
             asyncio.run(main())
 
+    @pytest.mark.parametrize("end", ["shutdown", "death"])
+    def test_keeps_nobody_waiting_for_an_engine_that_has_ended(self, world, serve, monkeypatch, end):
+        llm = serve()
+        header = Header(llm, monkeypatch)
+
+        def die(engine):
+            raise KeyboardInterrupt
+
+        async def main():
+            waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
+            await until(lambda: header.threads)
+            if end == "death":
+                with pytest.raises(EngineDeadError):
+                    await llm.call(die)
+            else:
+                await asyncio.to_thread(llm.shutdown)
+            try:
+                await asyncio.wait_for(waiting, 10)
+            finally:
+                header.go.set()
+
+        with pytest.raises(EngineDeadError):
+            asyncio.run(main())
+
+    @pytest.mark.parametrize("name", [None, "qv"])
+    def test_leaves_ids_that_are_no_text_to_the_engine(self, world, serve, name):
+        llm = serve()
+
+        with pytest.raises(TypeError, match="request_id must be str, got \\['a'\\]"):
+            asyncio.run(collect(llm, ["a"], 3, world.request(name)))
+
 
 def test_a_pin_reads_at_once_what_was_only_ordered(world, slow):
     """One is read, another waits for the one thread; no step can wait for it."""
