@@ -101,15 +101,14 @@ class Batch:
                     flat.append(tensor.reshape(-1))
                     first += expert * self.page_ranks * width
                     address = pieces.pool.data_ptr() + first * pieces.pool.itemsize
-                    places.append([address, pieces.page_stride, width, is_b])
+                    places.append([address, pieces.page_stride, width, is_b, self.page_ranks])
         sources.append([0, 3, 5])
-        places.append([0, 0, 0, 0])  # in no page
+        places.append([0] * 5)  # in no page
         write_pages(
             torch.cat([*flat, flat[0].new_zeros(1)]).to(DEVICE),
             torch.tensor(sources, device=DEVICE),
             torch.tensor(places, device=DEVICE),
             self.table[slot].int().to(DEVICE),
-            self.page_ranks,
             self.rank * max(self.width, *self.heights),
         )
 
