@@ -25,7 +25,7 @@ from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 4
 READERS = 12  # before the first request
 LONGEST_READ = 1.0  # seconds; whoever waits for longer looks again
-COUNTERS = ("loads", "activations", "evictions", "cpu_evictions")
+COUNTERS = ("loads", "load_seconds", "activations", "evictions", "cpu_evictions")
 
 
 def run(options: Namespace, report: Report, folder: Path) -> None:
@@ -149,7 +149,7 @@ def serve(
     return start, record
 
 
-def counters(engine: LLMEngine) -> dict[str, int]:
+def counters(engine: LLMEngine) -> dict[str, float]:
     """What happened to adapters so far; zeros for an engine without them."""
     lora = engine.get_metrics()["lora"] or {}
     return {name: lora.get(name, 0) for name in COUNTERS}

@@ -27,6 +27,8 @@ EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
 PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged", "invariant")
 PAGED_BACKENDS = ("paged", "invariant")
+# Ranks of all layers in one page of these: an adapter of rank r takes ceil(r / PAGE_RANKS) pages.
+PAGE_RANKS = 8
 LOAD_FORMATS = ("auto", "dummy")
 CPU_KV_CACHE_BYTES = 2**30
 # Slots where adapters lie in pages and nobody says how many. The last bounds slots times rank.
@@ -294,7 +296,8 @@ class EngineConfig:
         size = self.parallel_config.tensor_parallel_size
         refuse_uneven_shares(self.model_config.architecture, size)
         if self.lora_config is not None:
-            lora_config = between_a_and_b(self.lora_config, size, self.device).on_device(self.device)
+            lora_config = between_a_and_b(self.lora_config, size, self.device, PAGE_RANKS)
+            lora_config = lora_config.on_device(self.device)
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
         if self.model_config.batch_invariant:

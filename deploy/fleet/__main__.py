@@ -32,6 +32,7 @@ def main(
     if join:
         ray.init(address="auto")
     else:
+        args.check_cpus(cpus)
         start_ray(cpus)
     signal.signal(signal.SIGTERM, _as_ctrl_c)
     try:

@@ -1,5 +1,6 @@
 """What a fleet is started with: by `python -m deploy.fleet`, by `serve run`, or by a manifest's `args`."""
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -76,6 +77,14 @@ class FleetArgs(BaseModel):
     def adapters_in_memory(self) -> int:
         """Of each engine."""
         return self.engine_args("").max_cpu_loras or self.slots
+
+    def check_cpus(self, cpus: float) -> None:
+        """ValueError where so many are too few for the engines at the start: Ray would wait for more."""
+        if (needed := self.num_cpus * self.min_replicas) > cpus:
+            raise ValueError(
+                f"{self.min_replicas} engines of num_cpus {self.num_cpus:g} need {needed:g} CPUs, "
+                f"and Ray has {cpus:g}; pass --cpus {math.ceil(needed)}"
+            )
 
     @property
     def max_ongoing_requests(self) -> int:

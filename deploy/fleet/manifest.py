@@ -1,6 +1,7 @@
 """A fleet as a RayService of KubeRay: `python -m deploy.fleet.manifest --config deploy/fleet.yaml`."""
 
-from importlib.metadata import version
+import math
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 import yaml
 
 from deploy.fleet.arguments import FleetArgs
+from minivllm.commands.serve import KEY_VARIABLE
 
 IMPORT_PATH = "deploy.fleet.ray_app:build"
 PORT = 8000  # where KubeRay looks for Serve
@@ -22,11 +24,21 @@ def main(
     ray_version: Annotated[
         str, typer.Option(help="in the image; that which is installed here if not given")
     ] = "",
+    key_secret: Annotated[
+        str, typer.Option(help="Secret with the API's key under `api-key`; without it, everybody is served")
+    ] = "",
 ) -> None:
     """Print the manifest."""
     args = FleetArgs(**yaml.safe_load(config.read_text()))
-    service = ray_service(args, image, claim, gib, ray_version or version("ray"))
+    service = ray_service(args, image, claim, gib, ray_version or _installed_ray(), key_secret)
     print(as_yaml(service), end="")
+
+
+def _installed_ray() -> str:
+    try:
+        return version("ray")
+    except PackageNotFoundError:
+        raise typer.BadParameter("Ray is not installed here; give --ray-version, that of the image") from None
 
 
 class _Blocks(yaml.SafeDumper):
@@ -59,11 +71,16 @@ def serve_config(args: FleetArgs) -> dict[str, Any]:
     }
 
 
-def ray_service(args: FleetArgs, image: str, claim: str, gib: int, ray_version: str) -> dict[str, Any]:
-    """One pod for the head, which has the server, and one for each engine; with engines come and go their pods."""
+def ray_service(
+    args: FleetArgs, image: str, claim: str, gib: int, ray_version: str, key_secret: str = ""
+) -> dict[str, Any]:
+    """One pod for the head, which has the server, and one for each engine; with engines come and go their pods.
+
+    key_secret   what has the API's key, for the server
+    """
     engine = {"cpu": f"{args.num_cpus:g}", "memory": f"{gib}Gi"}
     if args.num_gpus:
-        engine["nvidia.com/gpu"] = str(int(args.num_gpus))
+        engine["nvidia.com/gpu"] = str(math.ceil(args.num_gpus))  # a container has whole ones
     head = {"cpu": str(CPUS_OF_HEAD), "memory": f"{GIB_OF_HEAD}Gi"}
     return {
         "apiVersion": "ray.io/v1",
@@ -77,7 +94,7 @@ def ray_service(args: FleetArgs, image: str, claim: str, gib: int, ray_version: 
                 "enableInTreeAutoscaling": True,
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0"},  # no engine there
-                    "template": pod("ray-head", image, claim, head),
+                    "template": pod("ray-head", image, claim, head, key_secret),
                 },
                 "workerGroupSpecs": [
                     {
@@ -94,7 +111,7 @@ def ray_service(args: FleetArgs, image: str, claim: str, gib: int, ray_version: 
     }
 
 
-def pod(name: str, image: str, claim: str, resources: dict[str, str]) -> dict[str, Any]:
+def pod(name: str, image: str, claim: str, resources: dict[str, str], key_secret: str = "") -> dict[str, Any]:
     """A pod of one container, with models and adapters to read."""
     container = {
         "name": name,
@@ -103,6 +120,9 @@ def pod(name: str, image: str, claim: str, resources: dict[str, str]) -> dict[st
         "resources": {"limits": dict(resources), "requests": dict(resources)},
         "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
     }
+    if key_secret:
+        key = {"secretKeyRef": {"name": key_secret, "key": "api-key"}}
+        container["env"] = [{"name": KEY_VARIABLE, "valueFrom": key}]
     volume = {"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
     return {"spec": {"containers": [container], "volumes": [volume]}}
 

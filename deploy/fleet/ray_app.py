@@ -27,6 +27,8 @@ ENGINE, SERVER = "engine", "server"
 SECONDS_BETWEEN_CHECKS = 1
 SECONDS_TO_DRAIN = 30
 
+HEAD = "node:__internal_head__"  # a resource that Ray gives its head: engines' nodes come and go, and the server stays
+
 LOST = (RayError, RayServeException)  # a request that has lost its engine, or found none
 
 
@@ -56,7 +58,7 @@ def build(args: FleetArgs) -> Application:
         name=SERVER,
         num_replicas=1,
         max_ongoing_requests=2 * settings.max_concurrency,  # beyond its own limit it says why it refuses
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         graceful_shutdown_timeout_s=SECONDS_TO_DRAIN,
     )
     return server.bind(engines.bind(args))

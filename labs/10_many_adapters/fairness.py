@@ -54,11 +54,14 @@ class VirtualTokenCounter:
         raise Todo("lab 10.3: a virtual token counter")
 
     def _serve(self, adapter_id: int, tokens: float) -> None:
-        """So many tokens, times their weight, were computed for an adapter that has a counter."""
+        """So many tokens, times `prompt_weight` or `answer_weight`, count for an adapter, by its share in `weights`."""
         raise Todo("lab 10.3: a virtual token counter")
 
     def _joined(self, request: Request) -> None:
-        """It runs from now on, and has paid for its prompt. A preempted one that joins again does not pay twice."""
+        """It runs from now on, and its adapter is the `_last`. It pays for its whole prompt, found in a cache or not.
+
+        A preempted one that joins again is still in `_counted`, and does not pay twice.
+        """
         raise Todo("lab 10.3: a virtual token counter")
 
     def _count_answers(self) -> None:

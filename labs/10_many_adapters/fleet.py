@@ -28,6 +28,8 @@ class Fleet:
         route: RoutingPolicy,
         replicas: int = 1,
     ) -> None:
+        if replicas < 1:
+            raise ValueError(f"a fleet has at least one replica, got {replicas}")
         self.replicas = [Replica(number, config, cost, adapters) for number in range(replicas)]
         self.route = route
         self.now = 0.0
@@ -36,12 +38,13 @@ class Fleet:
         self._events: list[tuple[float, int, int]] = []
         self._num_events = 0
         self._event_of: list[int | None] = [None] * replicas  # the only event of each that still counts
+        self._latest_s = 0.0  # of all arrivals
 
     # region lab 10.1: a clock that jumps
     def serve(
         self, arrivals: Iterable[Arrival], progress: Callable[[int], object] = lambda done: None
     ) -> None:
-        """Serve them all, to the last token.   progress: is told of every 100th arrival
+        """Serve them all, to the last token.   progress: called after every 100th, with their number
 
         `now` is always the time of what happens: an arrival, or an event. One that comes at the very time of an event
         comes before it.
@@ -59,7 +62,16 @@ class Fleet:
     # endregion
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Now. A replica in a step looks when it ends; another one looks at once, which is an event, too."""
+        """Now. A replica in a step looks when it ends; another one looks at once, which is an event, too.
+
+        ValueError for a time before the arrival before, or none at all.
+        """
+        if not self._latest_s <= arrival.time_s < float("inf"):
+            raise ValueError(
+                f"arrivals must be in the order of their times, from 0 on: {arrival.time_s} came after "
+                f"{self._latest_s}; sort them"
+            )
+        self._latest_s = arrival.time_s
         adapter_id = 0 if arrival.adapter is None else arrival.adapter + 1
         number = self.route(adapter_id, self.replicas) if len(self.replicas) > 1 else 0
         replica = self.replicas[number]

@@ -80,8 +80,8 @@ class LeastFrequentlyUsed:
 class GreedyDualSizeFrequency:
     """The key that is worth least goes. Cherkasova, "Improving WWW Proxies Performance with GDSF", HP Labs 1998.
 
-    Worth is `uses * cost / size`, and the `clock` of the last use. The clock is the worth of who left last. So what was
-    worth much once does not stay for ever.
+    Worth is `uses * cost / size`, and the `clock` of the last use. The clock is the worth of the victim that was chosen
+    last; who leaves on another's order does not move it. So what was worth much once does not stay for ever.
 
     cost    key -> what it takes to bring it back, such as bytes to read
     size    key -> what it takes up. Tiers count adapters, so it is 1 of each unless somebody knows better

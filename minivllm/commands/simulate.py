@@ -120,7 +120,7 @@ def make_fleet(given: dict[str, Any], case: Case) -> Fleet:
     cost = cost_of(given)
     if given["disk"] is not None:
         cost = replace(cost, read_bytes_per_s=given["disk"] * 1e9)
-    ranks = [int(rank) for rank in given["ranks"].split(",")]
+    ranks = ranks_of(given["ranks"])
     config = ReplicaConfig(
         SchedulerConfig(given["max_num_seqs"], given["max_num_batched_tokens"], given["max_lora_wait_steps"]),
         CacheConfig(num_blocks=given["kv_blocks"]),
@@ -135,6 +135,14 @@ def make_fleet(given: dict[str, Any], case: Case) -> Fleet:
     return Fleet(config, cost, sizes, route, given["replicas"])
 
 
+def ranks_of(text: str) -> list[int]:
+    """ValueError for what are no whole numbers with commas between."""
+    try:
+        return [int(rank) for rank in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--ranks '{text}' is not of the form 8,16,64") from None
+
+
 def cost_of(given: dict[str, Any]) -> CostModel:
     """What the options name, or what the package brings: pages have other kernels than slots."""
     brought = "h100-llama-8b" if given["max_loras"] is None else "h100-llama-8b-slots"
@@ -143,7 +151,11 @@ def cost_of(given: dict[str, Any]) -> CostModel:
 
 def load_cost(name: str) -> CostModel:
     """A file, or a cost model that the package brings. FileNotFoundError names what is not there."""
-    brought = files("minivllm.simulate") / "costs" / f"{name}.json"
+    costs = files("minivllm.simulate") / "costs"
+    brought = costs / f"{name}.json"
+    if not brought.is_file() and not Path(name).is_file():
+        known = ", ".join(sorted(each.name.removesuffix(".json") for each in costs.iterdir()))
+        raise FileNotFoundError(f"there is no cost model '{name}'; give a file of `simulate fit`, or {known}")
     return CostModel.load(Path(str(brought)) if brought.is_file() else Path(name))
 
 

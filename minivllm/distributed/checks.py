@@ -19,17 +19,19 @@ def refuse_uneven_shares(model: ModelArchitecture, size: int) -> None:
     tp.share(model.moe_intermediate_size, "moe_intermediate_size")
 
 
-def between_a_and_b(lora_config: Any, size: int, device: torch.device | str) -> Any:
+def between_a_and_b(lora_config: Any, size: int, device: torch.device | str, page_ranks: int) -> Any:
     """The same LoRAConfig with a backend that uses A and B apart, where processes share out both.
 
-    ValueError if "paged" was asked for: a page has both.
+    ValueError if "paged" was asked for, and processes cannot share out the ranks of each page.
     """
     if size == 1 or not lora_config.fully_sharded_loras:
         return lora_config
-    if lora_config.punica_backend == "paged":
+    rank = lora_config.max_lora_rank
+    if lora_config.punica_backend == "paged" and (page_ranks % size or rank % page_ranks):
         raise ValueError(
-            "punica_backend 'paged' has A and B in one page, but with fully_sharded_loras processes meet between "
-            "them; use auto or triton"
+            f"punica_backend 'paged' has {page_ranks} ranks in a page, which processes share out with "
+            f"fully_sharded_loras: tensor_parallel_size {size} must divide them, and they max_lora_rank {rank}; use "
+            "auto or triton"
         )
     if lora_config.punica_backend == "auto" and torch.device(device).type == "cuda":
         return replace(lora_config, punica_backend="triton")

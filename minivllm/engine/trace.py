@@ -137,8 +137,9 @@ class Trace:
     def append(self, record: StepRecord) -> None:
         parts = _parts(record)
         # What it shares with the record before is counted there: most rows are the same at every step.
-        new = sum(_part_bytes(part) for part in parts if id(part) not in self._last_parts)
-        self._last_parts = set(map(id, parts))
+        by_id = dict(zip(map(id, parts), parts))
+        new = sum(_part_bytes(by_id[part]) for part in by_id.keys() - self._last_parts)
+        self._last_parts = set(by_id)
         self._bytes.append(RECORD_BYTES + 8 * (len(parts) + len(record.slots) + len(record.pinned)) + new)
         self.num_bytes += self._bytes[-1]
         self.records.append(record)

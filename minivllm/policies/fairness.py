@@ -63,11 +63,14 @@ class VirtualTokenCounter:
                     heapq.heappush(heads, (self.counters[adapter_id], adapter_id))
 
     def _serve(self, adapter_id: int, tokens: float) -> None:
-        """So many tokens, times their weight, were computed for an adapter that has a counter."""
+        """So many tokens, times `prompt_weight` or `answer_weight`, count for an adapter, by its share in `weights`."""
         self.counters[adapter_id] += tokens / self.weights.get(adapter_id, 1.0)
 
     def _joined(self, request: Request) -> None:
-        """It runs from now on, and has paid for its prompt. A preempted one that joins again does not pay twice."""
+        """It runs from now on, and its adapter is the `_last`. It pays for its whole prompt, found in a cache or not.
+
+        A preempted one that joins again is still in `_counted`, and does not pay twice.
+        """
         self._last = request.adapter_id
         if request not in self._counted:
             self._serve(request.adapter_id, self.prompt_weight * request.num_prompt_tokens)

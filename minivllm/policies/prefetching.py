@@ -1,8 +1,8 @@
 """Which adapters are read from disk before a step asks for them.
 
 A policy is called before every step, and names adapters in the order in which they are to be read. Those that are in
-memory, or are being read, are passed over. One that no request waits for is read when the disk has nothing else to do.
-vLLM (v0.22.1) reads an adapter in the step that needs it.
+memory, or are being read, are passed over: to name one twice does no harm. One that no request waits for is read when
+the disk has nothing else to do. vLLM (v0.22.1) reads an adapter in the step that needs it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ def on_arrival(waiting: Waiting) -> list[int]:
 
 
 class ByQueuePosition:
-    """The adapters of the first `most` requests in the queue."""
+    """The adapters of the first `most` requests in the queue. Base has a place there, and nothing to read."""
 
     def __init__(self, most: int = 16) -> None:
         self.most = most
@@ -55,8 +55,8 @@ class ByQueuePosition:
 class BySession:
     """The adapters of whoever has just come, then those of answers of the last `think_s` seconds, the latest first.
 
-    Who has read an answer may ask again, by the same adapter. Half of memory is for those: more would drive each other
-    out.
+    Who has read an answer may ask again, by the same adapter. At most half as many as
+    memory holds are named of those: more would drive each other out.
     """
 
     def __init__(self, think_s: float = 30.0) -> None:

@@ -14,7 +14,8 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.openmp import set_num_threads
 
-# Adapters that are read from disk at the same time, unless it is said otherwise.
+# Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk; more are no
+# faster where memory is what limits them (`benchmarks.reads`).
 PARALLEL_READS = 2
 # Adapters whose config and header are looked through at the same time: one of them may come from a network.
 PARALLEL_CHECKS = 4

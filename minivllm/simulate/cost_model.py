@@ -132,6 +132,9 @@ class CostModel:
             raise ValueError(
                 f"a step costs nothing by {unknown[0]!r}; known are {', '.join(StepWork._fields)}"
             )
+        for name in ("copy_bytes_per_s", "read_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}; inf = in no time")
 
     def step_seconds(self, work: StepWork) -> float:
         seconds = sum(seconds * getattr(work, name) for name, seconds in self.step.items())

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.policies.keeping import POLICIES as KEEPING
+from minivllm.policies.scheduling import POLICIES as SCHEDULING
 from minivllm.simulate.adapters import AdapterSize
 from minivllm.simulate.cost_model import StepWork
 from minivllm.simulate.fleet import adapters_of_ranks
@@ -78,6 +80,8 @@ def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> Replica
         CacheConfig(num_blocks=engine["kv_blocks"], enable_prefix_caching=False),
         LoRAConfig(options["rank"], engine.get("max_loras", 1), engine.get("max_cpu_loras", 1)),
         elastic=Elastic(own_pages, width) if pages else None,
+        keeping=KEEPING[options.get("eviction_policy", "lru")],
+        scheduling=SCHEDULING[options.get("scheduling_policy", "fcfs")],
     )
 
 

@@ -12,6 +12,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.elastic.scheduler import ElasticScheduler
+from minivllm.lora.gpu.page_pool import PAGE_RANKS
 from minivllm.lora.request import LoRARequest
 from minivllm.policies.install import rank_in
 from minivllm.policies.keeping import KeepPolicy, install_keeping
@@ -22,7 +23,7 @@ from minivllm.simulate.adapters import AdapterSize, RecordedWorker
 from minivllm.simulate.cost_model import CostModel, work_of
 from minivllm.simulate.device_time import DeviceTime
 from minivllm.simulate.reader import Reader
-from minivllm.simulate.traffic import Arrival
+from minivllm.simulate.traffic import Arrival, check_arrival
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,20 @@ class Replica:
         self._num_requests = 0
 
     def _num_pages(self) -> int:
-        """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size."""
+        """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size.
+
+        ValueError for fewer than an adapter of the largest rank needs: that many are kept for one that is to be read.
+        """
         elastic = self.config.elastic
-        return -(-self.config.cache.num_blocks // elastic.blocks_a_page) + elastic.pages if elastic else 0
+        if elastic is None:
+            return 0
+        pages = -(-self.config.cache.num_blocks // elastic.blocks_a_page) + elastic.pages
+        rank = max([self.config.lora.max_lora_rank, *self.ranks.values()])
+        if self.ranks and (needs := -(-rank // PAGE_RANKS)) > pages:
+            raise ValueError(
+                f"an adapter of rank {rank} needs {needs} pages, more than all {pages}; give more pages or KV blocks"
+            )
+        return pages
 
     def _make_scheduler(self, *args: Any, **options: Any) -> Scheduler:
         if self.config.elastic is None:
@@ -163,7 +175,8 @@ class Replica:
     # Requests and steps.
 
     def add(self, arrival: Arrival) -> Served:
-        """Take a request in; the next step that begins sees it. ValueError if the KV cache can never hold it."""
+        """Take a request in; the next step that begins sees it. ValueError for one that can never run."""
+        check_arrival(arrival, len(self.ranks))
         name = str(self._num_requests)
         self._num_requests += 1
         # One token stands for all of a session, so that the prefix cache finds what was said before.
@@ -206,7 +219,9 @@ class Replica:
         if not self.scheduler.requests:
             return None
         if self.reader.next_there is None:
-            raise RuntimeError(f"replica {self.number} has {self.load} requests, none of which can run")
+            raise ValueError(
+                f"replica {self.number} has {self.load} requests, none of which can run; give more KV blocks or pages"
+            )
         return self.reader.next_there
 
     def end_step(self, now: float) -> list[Served]:

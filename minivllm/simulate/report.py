@@ -25,7 +25,11 @@ def report(fleet: Fleet, price_per_hour: float = 2.5) -> dict[str, float]:
     jain                    Jain's index over adapters of their speed: output tokens a second that a request is there
     ttft_worst_adapter_ms   the mean time to first token of the adapter for which it is longest
     usd_per_million_tokens  of output, at `price_per_hour` for each replica
+
+    ValueError if nothing was served.
     """
+    if not fleet.requests:
+        raise ValueError("nothing was served, so there is nothing to report; give at least one arrival")
     requests, replicas = fleet.requests, fleet.replicas
     counters = [replica.counters for replica in replicas]
     seconds = fleet.now - requests[0].arrival.time_s

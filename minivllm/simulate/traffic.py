@@ -28,6 +28,17 @@ class Arrival:
     session: int | None = None
 
 
+def check_arrival(arrival: Arrival, adapters: int) -> None:
+    """ValueError for what no engine would be asked.   adapters: how many there are"""
+    if arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
+        raise ValueError(
+            f"a request needs at least one token of prompt and one of output, got {arrival.prompt_tokens} and "
+            f"{arrival.output_tokens}; leave it out"
+        )
+    if arrival.adapter is not None and not 0 <= arrival.adapter < adapters:
+        raise ValueError(f"there is no adapter {arrival.adapter}; there are {adapters}, from 0")
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Token counts: log-normal around a median, rounded, and clipped to low..high."""
@@ -174,7 +185,11 @@ def with_sessions(
 
     A turn's prompt is all that was said so far, and as many tokens anew as the session began with. It comes about
     `think_s` seconds after the turn before. A session ends before a prompt and its answer pass `longest` tokens.
+
+    ValueError for turns that are no number from 1 on.
     """
+    if not 1 <= turns < float("inf"):
+        raise ValueError(f"a session has at least one turn, and not infinitely many, got {turns}")
     rng = np.random.default_rng(seed)
     made: list[Arrival] = []
     for number, first in enumerate(arrivals):

@@ -18,10 +18,10 @@ class BlockTables:
 
     def read(self, block_tables: Sequence[list[int]]) -> None:
         """Bring `rows` up to date. Lists only grow: a request that lost its blocks comes with another list."""
-        for i, table in enumerate(block_tables):
+        for i, (table, length) in enumerate(zip(block_tables, map(len, block_tables))):
             is_known = self._read_from[i] is table
-            if is_known and self._held[i] == len(table):
+            if is_known and self._held[i] == length:
                 continue
             first = self._held[i] if is_known else 0
-            self.rows[i, first : len(table)] = table[first:]
-            self._read_from[i], self._held[i] = table, len(table)
+            self.rows[i, first:length] = table[first:]
+            self._read_from[i], self._held[i] = table, length

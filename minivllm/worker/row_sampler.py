@@ -118,6 +118,8 @@ def all_take_likeliest(requests: Sequence[Request]) -> bool:
     """Whether the argmax of the logits is all that these requests want of them."""
     for request in requests:
         params = request.sampling_params
-        if not params.takes_likeliest or len(request.output_token_ids) < params.min_tokens:
+        if not params.takes_likeliest or (
+            params.min_tokens > 0 and request.num_output_tokens < params.min_tokens
+        ):
             return False
     return True

@@ -6,8 +6,9 @@ from collections import deque
 import pytest
 
 from benchmarks.report import RESULTS
-from benchmarks.trust import compare, measured_in, spread
+from benchmarks.trust import compare, measured_in, simulate, spread
 from minivllm.simulate.cost_model import CostModel, StepWork, work_of
+from minivllm.simulate.fit import fit
 from minivllm.simulate.records import arrivals_of, calls_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import Replica
 
@@ -113,6 +114,21 @@ def test_the_simulated_engine_decides_as_the_one_on_the_h100_did(name, calls, mo
 
     assert not coming and len(row["steps"]) == calls and differ <= most
     assert replica.reader.num_reads + replica.counters.reads == row["loads"]
+
+
+POLICIES = ["lru-fcfs", "lfu-fcfs", "gdsf-fcfs", "lru-adapter-affine"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_the_engine_reads_and_copies_under_a_policy_is_foretold(name):
+    """Forty adapters of the demo model, eight slots, memory for sixteen; fitted to the run under the defaults."""
+    fitted, judged = (RESULTS / f"engine-serve-{each}-cpu-2026-11-22.json" for each in (POLICIES[0], name))
+    result = json.loads(judged.read_text())
+
+    found, row = simulate(result, fit([fitted]), "lora"), measured_in(result, "lora")
+
+    assert found["reads"] == pytest.approx(row["loads"], rel=0.10)
+    assert found["copies"] == pytest.approx(row["activations"], rel=0.15)
 
 
 def adapters_of_calls(row):

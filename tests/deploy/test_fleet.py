@@ -316,6 +316,16 @@ def test_what_no_fleet_can_be_is_refused_before_it_starts(args, words):
         FleetArgs(**args)
 
 
+def test_engines_that_have_no_cpus_are_refused_before_ray_waits_for_some():
+    args = FleetArgs(num_cpus=1.5, min_replicas=3, max_replicas=9)
+
+    args.check_cpus(4.5)
+    with pytest.raises(
+        ValueError, match=r"3 engines of num_cpus 1\.5 need 4\.5 CPUs, and Ray has 4; pass --cpus 5"
+    ):
+        args.check_cpus(4)
+
+
 def test_an_engine_takes_as_many_requests_as_it_runs_and_queues():
     args = FleetArgs(engine={"max_num_seqs": 6, "max_loras": 3}, max_queued=5)
 

@@ -47,6 +47,39 @@ def test_a_pod_has_room_for_one_engine_and_there_may_be_as_many_as_engines():
     assert container["resources"]["limits"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"}
 
 
+def test_an_engine_that_takes_half_a_gpu_gets_a_pod_with_one():
+    service = rendered(num_gpus=0.5)
+
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_the_servers_pod_alone_has_the_key_and_from_a_secret():
+    service = manifest.ray_service(FleetArgs(**FLEET), "image:1", "claim", 16, "2.60.0", "fleet-key")
+
+    jsonschema.validate(service, SCHEMA)
+    cluster = service["spec"]["rayClusterConfig"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    (variable,) = head["env"]
+    assert variable["name"] == "MINIVLLM_API_KEY"
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "fleet-key", "key": "api-key"}}
+    (engine,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert "env" not in engine
+    assert "api_keys" not in service["spec"]["serveConfigV2"]
+
+
+def test_without_ray_the_command_asks_for_its_version(monkeypatch):
+    def missing(name):
+        raise manifest.PackageNotFoundError(name)
+
+    monkeypatch.setattr(manifest, "version", missing)
+    result = CliRunner().invoke(_app(), ["--config", str(DEPLOY / "fleet.yaml")])
+
+    assert result.exit_code == 2
+    assert "give --ray-version" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_the_manifest_that_lies_there_is_what_its_command_prints():
     result = CliRunner().invoke(
         _app(), ["--config", str(DEPLOY / "fleet.yaml"), "--ray-version", _ray_version()]

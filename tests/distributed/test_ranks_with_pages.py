@@ -22,7 +22,8 @@ def test_a_slot_gets_the_pages_that_were_told():
 
 
 @pytest.mark.nightly
-def test_tokens_are_those_of_one_rank_while_adapters_come_and_go(tmp_path_factory):
+@pytest.mark.parametrize(("size", "fully"), [(2, False), (2, True), (4, True)])
+def test_tokens_are_those_of_one_rank_while_adapters_come_and_go(tmp_path_factory, size, fully):
     world = tiny_world(tmp_path_factory)
     options = {"punica_backend": "paged", "dtype": "float32", "max_loras": 3, "threads": 1}
     loras = [world.request(name) for name in [None, *world.names, *reversed(world.names)]]
@@ -34,7 +35,7 @@ def test_tokens_are_those_of_one_rank_while_adapters_come_and_go(tmp_path_factor
         return llm, list(map(tokens_of, outputs))
 
     _, alone = answers()
-    llm, found = answers(tensor_parallel_size=2)
+    llm, found = answers(tensor_parallel_size=size, fully_sharded_loras=fully)
 
     assert found == alone
     llm.llm_engine.runner._end()

@@ -41,7 +41,9 @@ def test_tokens_are_those_of_peft(world, size, monkeypatch):
     assert_shared_engines_answer(monkeypatch, world, size, pairs_of(NAMES), 3, **FULLY)
 
 
-@pytest.mark.parametrize("backend", ["loops", pytest.param("triton", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "backend", ["loops", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("triton", "paged"))]
+)
 def test_every_backend_gives_them(world, backend, monkeypatch):
     options = {**FULLY, "punica_backend": backend}
 

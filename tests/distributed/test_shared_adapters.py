@@ -49,6 +49,7 @@ BACKENDS = [
             ("folded", False),
             ("folded", True),
             ("paged", False),
+            ("paged", True),
         )
     ),
 ]

@@ -8,6 +8,9 @@ from minivllm import EngineArgs
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig, ParallelConfig
 from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.economics import GIB, plan, slot_memory
+from minivllm.lora.gpu.elastic_manager import ElasticModelManager
+from minivllm.lora.gpu.paged_slots import ALIGNMENT
+from minivllm.lora.gpu.paged_writer import PagedSlotWriter
 from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -121,14 +124,59 @@ def test_an_engine_of_uneven_shares_is_refused_before_anything_is_started(folder
         args.create_engine_config()
 
 
-def test_pages_are_refused_where_a_and_b_are_used_apart(folder):
+@pytest.mark.parametrize(("size", "rank"), [(3, 16), (2, 12)])
+def test_pages_are_refused_whose_ranks_cannot_be_shared_out(folder, monkeypatch, size, rank):
+    monkeypatch.setattr("minivllm.config.refuse_uneven_shares", lambda model, size: None)
     args = {"model": folder, "device": "cpu", "enable_lora": True, "fully_sharded_loras": True}
-    paged = {**args, "punica_backend": "paged"}
+    paged = {**args, "punica_backend": "paged", "max_lora_rank": rank}
 
-    EngineArgs(**paged).create_engine_config()  # a process alone has both
+    EngineArgs(**paged).create_engine_config()  # a process alone has all ranks
 
-    with pytest.raises(ValueError, match=r"'paged' has A and B in one page, .* use auto or triton"):
-        EngineArgs(**paged, tensor_parallel_size=2).create_engine_config()
+    with pytest.raises(
+        ValueError, match=rf"size {size} must divide them, and they max_lora_rank {rank}; use auto"
+    ):
+        EngineArgs(**paged, tensor_parallel_size=size).create_engine_config()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pages_that_a_gpus_writer_fills_are_the_same(rank):
+    model = tiny("llama-llama3-rope")
+    config = LoRAConfig(16, 2, punica_backend="paged", fully_sharded_loras=True)
+
+    def filled(with_writer):
+        base = MODELS[model.architecture](model, torch.float32, "cpu", TensorParallel(rank, 2))
+        manager = ElasticModelManager(base, 8, 64, model.vocab_size, config, "cpu")
+        manager.pool.bind_own(6)
+        manager.pool.regions[0].zero_()
+        if with_writer:
+            manager.slot_writer = PagedSlotWriter(manager.wrapped, "cpu", manager.pool)
+        for adapter_id, ranks in ((1, 13), (2, 6), (3, 10)):  # the third takes the first one's slot
+            manager.add_adapter(random_adapter(model, adapter_id, ranks))
+            manager.activate_adapter(adapter_id)
+        assert [len(pages) for pages in manager.pool.ledger.held.values()] == [1, 2]
+        live = [part.live_ranks for m in manager.modules.values() for part in getattr(m.slots, "parts", [])]
+        return manager.pool.regions[0], live
+
+    (pages, live), (expected, others) = filled(True), filled(False)
+
+    assert torch.equal(pages, expected) and pages.any()
+    assert live == others
+
+
+def test_a_page_of_fully_sharded_adapters_has_a_share_of_every_a_and_b():
+    model, slots = tiny("llama-llama3-rope"), 3
+    modules = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    config = LoRAConfig(16, slots, punica_backend="paged", fully_sharded_loras=True, target_modules=modules)
+
+    def page_elements(tp):
+        base = MODELS[model.architecture](model, torch.float32, "cpu", tp)
+        manager = ElasticModelManager(base, 8, 64, model.vocab_size, config, "cpu")
+        return manager.pool.page_elements(1)
+
+    alone, pieces = page_elements(TensorParallel(0, 1)), 2 * 14  # in each layer 7 A's and 7 B's
+    for rank in range(4):
+        own = page_elements(TensorParallel(rank, 4))
+        assert alone <= 4 * own < alone + 4 * pieces * ALIGNMENT
 
 
 def test_on_a_gpu_fully_sharded_adapters_get_a_backend_that_uses_a_and_b_apart(folder, monkeypatch):

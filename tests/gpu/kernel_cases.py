@@ -3,6 +3,8 @@
 A case is a function that runs kernels in a `Sanitizer`'s sight and returns what they wrote.
 """
 
+import itertools
+
 import pytest
 import torch
 from gpu import DEVICE
@@ -44,10 +46,20 @@ def mixture(tokens, adapters, kind):
         return torch.full((tokens,), -1)
     if kind == "last":
         return torch.full((tokens,), adapters - 1)
-    generator = torch.Generator().manual_seed(tokens)
-    picks = torch.randint(-1, adapters, (tokens,), generator=generator)
+    in_turns = torch.arange(tokens) % (adapters + 1) - 1
+    picks = in_turns[torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))]
     picks[-1] = adapters - 1
     return picks
+
+
+def tile_list(picks, adapters):
+    """With room for a larger batch. What is no tile (slot -1) names rows that are none."""
+    meta = LoRAKernelMeta.make(adapters, len(picks) + 40, DEVICE)
+    meta.prepare_tensors(picks)
+    tiles = meta.meta_args(len(picks))
+    found = tiles.tiles.clone()
+    found[1:, found[0] < 0] = torch.tensor([[-5], [-7]], dtype=found.dtype, device=found.device)
+    return tiles._replace(tiles=found)
 
 
 def assert_close(found, expected, tolerance=CLOSE):
@@ -74,9 +86,7 @@ def slots(sanitizer, tokens, slots, rank, width, heights, kind="mixed", splits=2
     a = [random(slots, rank, width, seed=i) for i in range(len(heights))]
     b = [random(slots, height, rank, seed=10 + i) for i, height in enumerate(heights)]
     x, y = random(tokens, width, seed=20), random(tokens, sum(heights), seed=21)
-    meta = LoRAKernelMeta.make(slots, tokens, DEVICE)
-    meta.prepare_tensors(picks)
-    tiles = meta.meta_args(tokens)
+    tiles = tile_list(picks, slots)
     on_device = Guarded(torch.tensor(ranks, dtype=torch.int32), 0, DEVICE).view
     h, out = guard(torch.full((splits, len(heights), tokens, rank), NAN)), guard(y, row_gap=3)
     planes = h.view.view(splits, len(heights), tokens, rank)
@@ -109,16 +119,13 @@ def wide(sanitizer, tokens, slots, rank, heights):
     product = torch.full((tokens, slots, n, rank), NAN)
     rows = (picks >= 0).nonzero()[:, 0]
     product[rows, picks[rows]] = h[:, rows].transpose(0, 1)
-    meta = LoRAKernelMeta.make(slots, tokens, DEVICE)
-    meta.prepare_tensors(picks)
     around, out = guard(product.flatten(1), row_gap=3), guard(y, row_gap=3)
     sanitizer.reach = [around.view]
     of_slot_0 = around.view[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]
 
     with sanitizer.watching():
         live_b = [guarded(one) for one in b]
-        tiles = meta.meta_args(tokens)
-        lora_expand_op.expand(of_slot_0, live_b, out.view, tiles, h_slot_stride=n * rank)
+        lora_expand_op.expand(of_slot_0, live_b, out.view, tile_list(picks, slots), h_slot_stride=n * rank)
 
     out.assert_written_only_where((picks >= 0)[:, None])
     expected = exact_expand(h, b, y, picks, [[rank] * slots] * n)
@@ -169,10 +176,9 @@ class Pages(PagedAdapters):
     def __init__(self, sanitizer, shape, experts=1, kind="mixed"):
         with sanitizer.watching():
             super().__init__(shape, torch.float32, experts, sanitizer.reach.append)
+        assert torch.equal(self.pieces.pool.nan_to_num(7e7), self.written().nan_to_num(7e7))
         self.adapters = mixture(self.tokens, len(self.table) * experts, kind)
-        meta = LoRAKernelMeta.make(len(self.table) * experts, self.tokens, DEVICE)
-        meta.prepare_tensors(self.adapters)
-        self.tiles = meta.meta_args(self.tokens)
+        self.tiles = tile_list(self.adapters, len(self.table) * experts)
         longest = torch.tensor(self.ranks).amax(0)  # (S,)
         begins = torch.arange(self.table.shape[1]) * self.page_ranks
         table = torch.where(begins < longest[:, None], self.table, 10**9).int()
@@ -181,13 +187,32 @@ class Pages(PagedAdapters):
         )
         sanitizer.reach.clear()
 
+    def written(self):
+        """The pool with every live rank in its place, and NaN everywhere else."""
+        pieces, pool = self.pieces, torch.full_like(self.pieces.pool, NAN)
+        for i, slot in itertools.product(range(len(self.a)), range(len(self.table))):
+            for expert, rank in itertools.product(range(self.experts), range(self.ranks[i][slot])):
+                page = self.table[slot, rank // self.page_ranks] * pieces.page_stride
+                line = expert * self.page_ranks + rank % self.page_ranks
+                both = self.a[i][slot, expert, rank], self.b[i][slot, expert, :, rank]
+                for values, first in zip(both, (pieces.a[i], pieces.b[i])):
+                    place = page + first + line * len(values)
+                    pool[place : place + len(values)] = values
+        return pool
 
-def pages(sanitizer, tokens, rank, page_ranks, width, heights, kind="mixed", experts=1, many=False):
-    """Written, then shrunk in several planes and expanded.   many: with the tile sizes of prompts"""
+
+def pages(
+    sanitizer, tokens, rank, page_ranks, width, heights, kind="mixed", experts=1, many=False, block_r=64
+):
+    """Written, then shrunk in several planes and expanded.
+
+    many      with the tile sizes of prompts
+    block_r   no more ranks at a time in the expand
+    """
     batch = Pages(sanitizer, (tokens, rank, width, heights, page_ranks), experts, kind)
     size = 4096 if many else 1
     tuned = paged_shrink_tiles(size, width, rank)._replace(splits=3, block_k=32)
-    expand_tiles = paged_expand_tiles(size, rank, max(heights))
+    expand_tiles = at_most(block_r, paged_expand_tiles(size, rank, max(heights)))
     room, y = room_of_nan(batch, tuned), guard(batch.y, row_gap=3)
     sanitizer.late = [room.h, y.view]
 
@@ -204,7 +229,11 @@ def pages(sanitizer, tokens, rank, page_ranks, width, heights, kind="mixed", exp
     return torch.cat([h.flatten(), y.view.flatten()])
 
 
-def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=False):
+def at_most(block_r, tiles):
+    return tiles._replace(block_r=min(block_r, tiles.block_r))
+
+
+def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=False, block_r=64):
     """Gate and up into the activation."""
     batch = Pages(sanitizer, (tokens, rank, width, [inner] * 2, page_ranks), kind=kind)
     tuned = paged_shrink_tiles(tokens, width, rank)
@@ -214,7 +243,7 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
 
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
-        tiles = paged_silu_tiles(4096 if many else 1, rank)
+        tiles = at_most(block_r, paged_silu_tiles(4096 if many else 1, rank))
         out = paged_silu_op.paged_silu(h, batch.pieces, y.view, batch.tiles, tiles)
 
     y.assert_written_only_where(torch.tensor(False))
@@ -239,23 +268,23 @@ def contexts(query_lens, seq_lens, heads, block_size):
     return batch
 
 
-def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=4096):
-    """One request more than there are is padding."""
+def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=4096, padding=1):
+    """padding: requests more than there are"""
     batch = contexts([1] * len(seq_lens), seq_lens, heads, block_size)
-    count, widest = len(seq_lens), max(map(len, batch.tables))
-    tables = torch.full((count + 1, widest), 10**9, dtype=torch.int32)
+    count, widest = len(seq_lens) + padding, max(map(len, batch.tables))
+    tables = torch.full((count, widest), 10**9, dtype=torch.int32)
     for row, (table, length) in enumerate(zip(batch.tables, seq_lens)):
         used = -(-length // block_size)
         tables[row, :used] = torch.tensor(table[:used])
-    q = Guarded(torch.cat([*batch.q, batch.random(1, heads[0])]), device=DEVICE)
+    q = Guarded(torch.cat([*batch.q, batch.random(padding, heads[0])]), device=DEVICE)
 
     with sanitizer.watching():
-        rows, lens = numbers(range(count + 1)), numbers([*seq_lens, 0])
+        rows, lens = numbers(range(count)), numbers([*seq_lens, *[0] * padding])
         out = attention.paged_decode_attention(
             q.view, batch.kv_cache, rows, guarded_ints(tables), lens, max_seq_len, SCALE
         )
 
-    assert_close(out, torch.cat([batch.expected(), torch.zeros(1, out.shape[1])]))
+    assert_close(out, torch.cat([batch.expected(), torch.zeros(padding, out.shape[1])]))
     return out
 
 

@@ -29,17 +29,17 @@ PACKAGE = Path(minivllm.__file__).parent
 in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter tells which lane touched what")
 
 PLACES = [((8, 21), (5, 21)), ((33, 8), (33, 3)), ((4, 7), (4, 7)), ((3, 5), (0, 0)), ((60, 50), (60, 50))]
-# One of each family: together they launch every kernel.
-SMALLEST = {
+# Together they launch every kernel.
+FAMILIES = {
     "slots": functools.partial(cases.slots, tokens=17, slots=3, rank=7, width=37, heights=[19, 40]),
     "wide": functools.partial(cases.wide, tokens=17, slots=3, rank=7, heights=[19, 40]),
     "write a slot": functools.partial(cases.write_slot, shapes=PLACES[2::-1], slot=2),
-    "pages": functools.partial(cases.pages, tokens=5, rank=9, page_ranks=4, width=70, heights=[33, 20]),
+    "pages": functools.partial(cases.pages, tokens=7, rank=9, page_ranks=4, width=70, heights=[33, 20]),
     "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),
-    "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128),
-    "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3]),
+    "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128, heads=(6, 2, 20)),
+    "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3], heads=(6, 2, 20)),
     "norms": functools.partial(cases.norms, rows=3, size=100),
-    "silu": functools.partial(cases.silu, rows=3, width=1025),
+    "silu": functools.partial(cases.silu, rows=3, width=300),
     "rotations": functools.partial(
         cases.rotations, slot_mapping=[5, 11, 2, 0, 0], num_heads=4, num_kv_heads=3, size=20
     ),
@@ -47,10 +47,29 @@ SMALLEST = {
     "tokens": functools.partial(cases.tokens_known_late, count=257),
 }
 
+# These take the ways that those do not.
+OTHER_WAYS = {
+    "pages of many ranks": functools.partial(
+        cases.pages, tokens=3, rank=20, page_ranks=8, width=40, heights=[33], block_r=16
+    ),
+    "gated of many ranks": functools.partial(
+        cases.gated, tokens=3, rank=20, page_ranks=8, width=40, inner=35, block_r=16
+    ),
+    "decodes of whole splits": functools.partial(
+        cases.decodes, seq_lens=[9, 128], max_seq_len=128, heads=(6, 2, 20), padding=0
+    ),
+    "decodes that are not split": functools.partial(
+        cases.decodes, seq_lens=[16, 9], max_seq_len=16, heads=(6, 2, 20)
+    ),
+}
 OVERLAPPING = {"slots": cases.lora_expand_op, "pages": cases.paged_expand_op, "gated": cases.paged_silu_op}
-SMALLEST |= {
-    f"{family}, overlapping": functools.partial(cases.overlapping, case=SMALLEST[family], module=module)
-    for family, module in OVERLAPPING.items()
+SMALLEST = {
+    **FAMILIES,
+    **OTHER_WAYS,
+    **{
+        f"{family}, overlapping": functools.partial(cases.overlapping, case=FAMILIES[family], module=module)
+        for family, module in OVERLAPPING.items()
+    },
 }
 
 
@@ -131,7 +150,7 @@ def test_at_every_edge_too(name):
 @in_interpreter
 def test_every_kernel_of_the_package_is_under_guard():
     launched = set()
-    for case in SMALLEST.values():
+    for case in FAMILIES.values():
         sanitizer = Sanitizer()
         case(sanitizer)
         launched |= set(sanitizer.kernels)

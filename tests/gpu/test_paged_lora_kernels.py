@@ -66,9 +66,13 @@ class Batch:
         stride = places[-1] + sizes[-1] + 5
         count = SLOTS * pages_a_slot + 2
         dealt = torch.randperm(count, generator=pick)
-        dealt = dealt.roll(-int(dealt.argmax()))  # slot 0 begins in the pool's last page
+        whole = (
+            -2 * (n - 1) % 5
+        )  # of the last slice, this slot has all ranks: it begins in the pool's last page
+        dealt = dealt.roll(whole * pages_a_slot - int(dealt.argmax()))
         self.table = dealt[: SLOTS * pages_a_slot].view(SLOTS, pages_a_slot)
-        pool = torch.full((count * stride,), float("nan"), dtype=dtype)
+        # The last page ends where its last piece does.
+        pool = torch.full((count * stride - 5,), float("nan"), dtype=dtype)
         self.pieces = PagedPieces(
             pool.to(DEVICE),
             self.table.int().to(DEVICE),
@@ -97,13 +101,14 @@ class Batch:
                     flat.append(tensor.reshape(-1))
                     first += expert * self.page_ranks * width
                     address = pieces.pool.data_ptr() + first * pieces.pool.itemsize
-                    places.append([address, pieces.page_stride, width, is_b])
+                    places.append([address, pieces.page_stride, width, is_b, self.page_ranks])
+        sources.append([0, 3, 5])
+        places.append([0] * 5)  # in no page
         write_pages(
             torch.cat([*flat, flat[0].new_zeros(1)]).to(DEVICE),
             torch.tensor(sources, device=DEVICE),
             torch.tensor(places, device=DEVICE),
             self.table[slot].int().to(DEVICE),
-            self.page_ranks,
             self.rank * max(self.width, *self.heights),
         )
 

@@ -60,8 +60,8 @@ class Programs:
         order  of an atomic, as Triton names it
         """
         self.accesses.append(Access(self.now, kind, addresses, self._period, self._seen))
-        if kind == "read" and any(np.isin(addresses, written).any() for written in self._unsettled):
-            return "reads what its other threads have written, and no barrier is between"
+        if kind != "change" and any(np.isin(addresses, written).any() for written in self._unsettled):
+            return f"{kind}s what its other threads have written, and no barrier is between"
         if kind == "write":
             self._unsettled.append(addresses)
         if kind == "change":

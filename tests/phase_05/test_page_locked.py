@@ -1,6 +1,8 @@
 """Page-locked memory is asked for in large pieces, and parts of it come back when no tensor lies there any more."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -75,6 +77,32 @@ def test_neighbours_that_come_free_are_one_part(driver):
 
     assert len(driver.locked) == 1
     assert large.data_ptr() == parts[0].data_ptr() + 1024
+
+
+def test_whoever_finds_a_free_part_does_not_wait_for_a_piece_that_is_being_locked(driver):
+    memory = memory_of(driver)
+    held = memory.take(300)
+    begun, go = threading.Event(), threading.Event()
+    lock = driver.lock
+
+    def slow(piece):
+        begun.set()
+        assert go.wait(30)
+        return lock(piece)
+
+    memory._lock_pages = slow
+    with ThreadPoolExecutor(2) as pool:
+        large = [pool.submit(memory.take, 9000) for _ in range(2)]
+        assert begun.wait(30)
+        small = memory.take(300)
+        assert not any(one.done() for one in large)
+        go.set()
+        parts = [held, small, *(one.result() for one in large)]
+
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
+    assert len(driver.locked) == 3
 
 
 def test_memory_is_unlocked_before_it_is_given_up(driver):

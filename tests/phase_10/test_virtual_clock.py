@@ -77,6 +77,24 @@ class TestALoneReplica:
             *(("end", 13), ("begin", 13), ("end", 15), ("begin", 15)),
         ]
 
+    def test_ends_a_step_that_takes_no_time(self):
+        """The tokens of the step before are there already, and this step only hands them out."""
+        made, log = scripted()
+
+        made.serve(arrivals_of((2, 0, 0)))
+
+        assert log == [("add", 2, 0), ("begin", 2, 0), ("end", 2, 0), ("begin", 2, 0)]
+
+    def test_is_given_those_who_come_together_in_their_order(self):
+        made, _ = scripted()
+        arrivals = [
+            Arrival(time, 0, 1, adapter) for time, adapter in ((0, 7), (0, 2), (0, None), (0, 5), (1, 1))
+        ]
+
+        made.serve(arrivals)
+
+        assert [one.arrival for one in made.requests] == arrivals
+
     def test_has_no_event_without_requests(self):
         made, log = scripted()
 

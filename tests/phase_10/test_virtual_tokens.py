@@ -19,6 +19,7 @@ class Asking:
     def __init__(self, order, adapter_id, num_prompt_tokens=1):
         self.arrival_order, self.adapter_id, self.num_prompt_tokens = order, adapter_id, num_prompt_tokens
         self.num_output_tokens, self.is_finished = 0, False
+        self.num_cached_tokens, self.num_preemptions = num_prompt_tokens // 2, 0
 
     def __repr__(self):
         return f"request {self.arrival_order} of adapter {self.adapter_id}"
@@ -45,6 +46,10 @@ class World:
     def come(self, adapter_id, prompt=1):
         self.waiting.append(Asking(next(self.orders), adapter_id, prompt))
         return self.waiting[-1]
+
+    def preempt(self, request):
+        request.num_preemptions += 1
+        self.waiting.append(request)
 
     def step(self, places=0, may_join=lambda request: True):
         """Ask until so many have joined. Returns who was asked, and who joined."""
@@ -123,7 +128,7 @@ class TestWhoWasServedLeast:
         request = world.come(1, 10)
         world.step(places=1)
         request.num_output_tokens = 2
-        world.waiting.append(request)
+        world.preempt(request)
 
         world.step(places=1)
 
@@ -174,6 +179,20 @@ class TestWhoComesAfterAPause:
 
         assert world.counters == {1: 101, 2: 31, 5: 101}
 
+    def test_and_finds_nobody_begins_where_one_went_that_joined_again(self, world):
+        request = world.come(1, 10)
+        world.step(places=1)
+        world.come(2)
+        world.step(places=1)
+        request.num_output_tokens = 40
+        world.preempt(request)
+        world.step(places=1)
+
+        world.come(5)
+        world.step()
+
+        assert world.counters == {1: 90, 2: 11, 5: 90}  # 1 was the last to join, and did not pay again
+
     def test_lifts_nobody_by_what_others_have_who_come_with_it(self, world):
         """The first finds nobody. The others find the first, and whoever has more does not count."""
         world.policy.counters = {1: 10, 2: 500, 3: 4}
@@ -202,7 +221,7 @@ class TestWhoComesAfterAPause:
         world.step(places=1)
         world.policy.counters = {1: 3, 2: 50, 4: 30}
         world.come(2)
-        world.waiting.append(request)
+        world.preempt(request)
 
         world.step()
 

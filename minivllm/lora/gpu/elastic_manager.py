@@ -24,9 +24,9 @@ class ElasticSlots(AdapterSlots):
     _least_refused: int | None = None  # pages that could not be had, until some come free
 
     def rank_of(self, adapter: LoRAModel) -> int:
-        """The largest of all modules of an accepted adapter; 0 for one that has none."""
+        """The largest of all modules of an accepted adapter, by B, of which no process has fewer ranks; 0 for none."""
         parts = (part for weights in adapter.loras.values() for part in weights.parts if part is not None)
-        return max((part.lora_a.shape[-2] for part in parts), default=0)
+        return max((part.lora_b.shape[-1] for part in parts), default=0)
 
     def get_memory_stats(self) -> dict[str, object]:
         """As of any manager, and "pages": bytes of those that slots have. They are of the KV cache's memory."""
@@ -46,6 +46,8 @@ class ElasticSlots(AdapterSlots):
         if adapter_id in self._active_adapters:
             return True
         wanted = self.pages_for(adapter_id)
+        if len(self.pool.ledger.reserved.get(adapter_id, ())) >= wanted:
+            return True  # whoever was refused since then was refused for want of these, too
         if self._least_refused is not None and wanted >= self._least_refused:
             return False
         ledger = self.pool.ledger

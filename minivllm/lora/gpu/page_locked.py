@@ -30,7 +30,7 @@ class PageLockedMemory:
         self._pieces: list[np.ndarray] = []
         self._free: list[tuple[int, int, int]] = []  # (piece, first byte, end), in this order
         self._returned: deque[tuple[int, int, int]] = deque()  # by whichever thread had the last tensor
-        self._turn = threading.Lock()
+        self._turn, self._growth = threading.Lock(), threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -40,16 +40,31 @@ class PageLockedMemory:
     def take(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8, whose contents are anything. Any thread may call it."""
         wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        with self._turn:
-            self._take_back()
-            place = self._find(wanted)
-            if place is None:
-                self._add_piece(max(wanted, min(PIECE_BYTES, PARTS * wanted)))
-                place = self._find(wanted)
+        if (place := self._find(wanted)) is None:
+            with self._growth:
+                place = self._find(wanted) or self._grow(wanted)
         piece, first, end = place
         part = self._pieces[piece][first : first + nbytes]
         weakref.finalize(part, self._returned.append, (piece, first, end)).atexit = False
         return torch.from_numpy(part)
+
+    def _find(self, wanted: int) -> tuple[int, int, int] | None:
+        """The smallest free part that is large enough, cut to size; None if there is none."""
+        with self._turn:
+            self._take_back()
+            large = [place for place in self._free if place[2] - place[1] >= wanted]
+            smallest = min(large, key=lambda place: place[2] - place[1], default=None)
+            return smallest and self._cut_from(smallest, wanted)
+
+    def _grow(self, wanted: int) -> tuple[int, int, int]:
+        """A part of one more piece. Others take what is free meanwhile: to touch and lock it takes long."""
+        piece = np.empty(max(wanted, min(PIECE_BYTES, PARTS * wanted)), dtype=np.uint8)
+        torch.from_numpy(piece).zero_()  # touches it, without the GIL
+        weakref.finalize(piece, self._lock_pages(piece)).atexit = False
+        with self._turn:
+            self._pieces.append(piece)
+            self._free.append((len(self._pieces) - 1, 0, piece.nbytes))
+            return self._cut_from(self._free[-1], wanted)
 
     def _take_back(self) -> None:
         """Parts that came free since the last time, joined with those beside them."""
@@ -64,22 +79,11 @@ class PageLockedMemory:
             joined.append((piece, first, end))
         self._free = joined
 
-    def _find(self, wanted: int) -> tuple[int, int, int] | None:
-        """The smallest free part that is large enough, cut to size."""
-        large = [place for place in self._free if place[2] - place[1] >= wanted]
-        if not large:
-            return None
-        piece, first, end = best = min(large, key=lambda place: place[2] - place[1])
-        where = self._free.index(best)
+    def _cut_from(self, free: tuple[int, int, int], wanted: int) -> tuple[int, int, int]:
+        """The beginning of a free part; the rest of it stays free."""
+        (piece, first, end), where = free, self._free.index(free)
         self._free[where : where + 1] = [(piece, first + wanted, end)] if end - first > wanted else []
         return piece, first, first + wanted
-
-    def _add_piece(self, nbytes: int) -> None:
-        piece = np.empty(nbytes, dtype=np.uint8)
-        torch.from_numpy(piece).zero_()  # touches it, without the GIL
-        weakref.finalize(piece, self._lock_pages(piece)).atexit = False
-        self._pieces.append(piece)
-        self._free.append((len(self._pieces) - 1, 0, nbytes))
 
 
 def lock_for_gpu(memory: np.ndarray) -> Callable[[], object]:

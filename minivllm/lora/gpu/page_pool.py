@@ -11,11 +11,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from minivllm.config import PAGE_RANKS
 from minivllm.layers.to_device import to_device
 from minivllm.lora.gpu.page_ledger import Lender, PageLedger
-
-# Ranks of all layers in one page: an adapter of rank r takes ceil(r / PAGE_RANKS) pages.
-PAGE_RANKS = 8
 
 
 class Paged(Protocol):

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES
@@ -13,6 +14,7 @@ from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, counts_wanted, pag
 from minivllm.lora.gpu.ops.paged_silu_op import paged_silu
 from minivllm.lora.gpu.ops.paged_tuning import PagedShrinkTiles, paged_expand_tiles, paged_shrink_tiles
 from minivllm.lora.gpu.page_pool import PagePool
+from minivllm.lora.gpu.paged_halves import PagedB, PagedHalves
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.ops.triton_ops import TileList
@@ -49,6 +51,30 @@ class PagedBackend(TritonBackend):
         if wanted > len(self.counts):
             self.counts = self.counts.new_zeros(wanted)
         return self._keep(PagedSlots(slots, self.outdate_ranks, self.pool))
+
+    def halve(self, slots: Slots, tp: TensorParallel, dealt: slice) -> PagedHalves:
+        """Slots whose A and B are used apart, where processes share out the ranks of these slices' A's."""
+
+        def place(kind: type[PagedSlots], of_half: Slots, page_ranks: int) -> PagedSlots:
+            return self._keep(kind(of_half, self.outdate_ranks, self.pool, page_ranks))
+
+        return PagedHalves(slots, tp, dealt, place)
+
+    def shrink(self, x: torch.Tensor, slots: PagedSlots, rows: TileList) -> torch.Tensor:
+        """h = A · x, at least in float32, so that sums over processes lose nothing.   x: (T, K) -> (n, T, R)"""
+        pieces = slots.pieces
+        tuned = paged_shrink_tiles(len(x), pieces.widths[0], pieces.rank)
+        room = self._room(x, pieces, rows, tuned)
+        h = room.h.new_empty(room.h.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        return paged_shrink(x, pieces, rows, room._replace(h=h), tuned)
+
+    def expand(self, y: torch.Tensor, h: torch.Tensor, slots: Slots, rows: TileList) -> None:
+        if not isinstance(slots, PagedB):
+            super().expand(y, h, slots, rows)
+            return
+        h = h if slots.deal is None else slots.deal.in_order(h)
+        h = h.to(slots.pieces.pool.dtype).contiguous()[None]  # (1, T, R)
+        paged_expand(h, slots.pieces, y, rows)
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: PagedSlots) -> torch.Tensor:
         """An activation that alone reads the output gets it without what adapters add, and adds that itself."""

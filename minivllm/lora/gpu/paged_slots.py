@@ -21,22 +21,31 @@ ALIGNMENT = 16
 class PagedSlots(Slots):
     """S slots that take as many pages as the adapter in each has ranks, out of the pool of all layers.
 
-    a, b     shapes and dtype alone, on "meta": nothing is allocated
-    pieces   where the kernels find everything, once the pool is bound
-    size     elements that a page has for this layer
+    a, b        shapes and dtype alone, on "meta": nothing is allocated
+    pieces      where the kernels find everything, once the pool is bound
+    size        elements that a page has for this layer
+    page_ranks  ranks that a page has for this layer
     """
 
     pieces: PagedPieces
 
-    def __init__(self, slots: Slots, outdate: Callable[[Iterable[int]], None], pool: PagePool) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        outdate: Callable[[Iterable[int]], None],
+        pool: PagePool,
+        page_ranks: int | None = None,
+    ) -> None:
+        """page_ranks: None = the pool's; fewer, where other processes have the other ranks of each page"""
         super().__init__([t.to("meta") for t in slots.a], [t.to("meta") for t in slots.b])
+        self.page_ranks = page_ranks or pool.page_ranks
         self.beside = slots.beside
         self.pool, self._outdate = pool, outdate
         self.device = slots.a[0].device
         self.experts, self.rank = self.a[0].shape[1], self.a[0].shape[2]
         self.widths = tuple(a.shape[3] for a in self.a)
         self.heights = tuple(b.shape[2] for b in self.b)
-        rows = [self.experts * pool.page_ranks * length for length in (*self.widths, *self.heights)]
+        rows = [self.experts * self.page_ranks * length for length in (*self.widths, *self.heights)]
         self._places, self.size = [], 0
         for elements in rows:
             self._places.append(self.size)
@@ -53,7 +62,7 @@ class PagedSlots(Slots):
         """Lie in pages of that region, `stride` elements each, from element `first` of each on."""
         n, places = len(self.a), [first + place for place in self._places]
         self.pieces = PagedPieces(
-            *(region, self.pool.table, self.ranks, self.rank, self.pool.page_ranks, stride, self.experts),
+            *(region, self.pool.table, self.ranks, self.rank, self.page_ranks, stride, self.experts),
             *(tuple(places[:n]), tuple(places[n:]), self.widths, self.heights),
         )
 
@@ -89,7 +98,7 @@ class PagedSlots(Slots):
     def _write_rows(self, slot: int, place: int, width: int, rows: torch.Tensor) -> None:
         """rows: (r, width), or (E, r, width) of experts"""
         by_expert = rows if rows.ndim == 3 else rows[None]
-        step, stride = self.pool.page_ranks, self.pieces.page_stride
+        step, stride = self.page_ranks, self.pieces.page_stride
         for page, share in zip(self.pool.ledger.held[slot], by_expert.split(step, dim=1)):
             first = page * stride + place
             there = self.pieces.pool[first : first + self.experts * step * width]

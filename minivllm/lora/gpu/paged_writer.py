@@ -7,8 +7,10 @@ import torch
 
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.page_pool import PagePool
+from minivllm.lora.gpu.paged_halves import PagedHalves
 from minivllm.lora.gpu.paged_slots import PagedSlots
 from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.lora.slots import Slots
 from minivllm.lora.wrapped_modules import WrappedModules
 
 
@@ -16,7 +18,7 @@ class PagedSlotWriter(SlotWriter):
     """As `SlotWriter`, for layers of which some have their slots in pages.
 
     pool           the pages
-    page_places    (P, 4) int64, see `write_pages`; of width 0 for what is in no page. Made when the pool is bound
+    page_places    (P, 5) int64, see `write_pages`; of width 0 for what is in no page. Made when the pool is bound
     largest_piece  elements of the largest A or B that a page's ranks may come to
     """
 
@@ -25,11 +27,14 @@ class PagedSlotWriter(SlotWriter):
         super().__init__(wrapped, device)
         sizes = [max(*slots.widths, *slots.heights) * slots.rank for slots in self._paged()]
         self.largest_piece = max(sizes, default=0)
-        self.page_places = torch.zeros(len(self.places), 4, dtype=torch.int64)
+        self.page_places = torch.zeros(len(self.places), 5, dtype=torch.int64)
         self._bound_to: list[torch.Tensor] | None = None
 
     def _paged(self) -> list[PagedSlots]:
-        return [module.slots for module in self.modules.values() if isinstance(module.slots, PagedSlots)]
+        """All that lies in pages; A's and B's may do so apart."""
+        slots = [module.slots for module in self.modules.values()]
+        halves = [half for own in slots if isinstance(own, PagedHalves) for half in own.parts]
+        return [*(own for own in slots if isinstance(own, PagedSlots)), *halves]
 
     def _scatter(self, weights: torch.Tensor, table: torch.Tensor, slot: int) -> None:
         from minivllm.lora.gpu.ops.write_pages_op import write_pages  # Triton is not everywhere
@@ -39,33 +44,39 @@ class PagedSlotWriter(SlotWriter):
             self._bind()
         pages = torch.tensor(self.pool.ledger.held.get(slot, [0]), dtype=torch.int32)
         pages = pages.to(self.places.device, non_blocking=True)
-        write_pages(weights, table, self.page_places, pages, self.pool.page_ranks, self.largest_piece)
+        write_pages(weights, table, self.page_places, pages, self.largest_piece)
 
     def _bind(self) -> None:
         """Note where the pieces lie in the pool as it is bound now, in the order of `_pieces`."""
         rows: list[list[int]] = []
         for module in self.modules.values():
             slots = module.slots
-            if isinstance(slots, PagedSlots):
-                for i in range(len(slots.a)):
-                    for expert in range(slots.experts):
-                        rows += _places(slots.pieces, i, expert)
-            else:
-                rows += [[0, 0, 0, 0]] * sum(2 * a.shape[1] for a in slots.a)
-            rows += [[0, 0, 0, 0]] * sum(len(tables) for tables in slots.beside.values())
+            for i, a in enumerate(slots.a):
+                sides = _sides(slots, i)
+                for expert in range(a.shape[1]):
+                    rows += [_place(*side, expert) for side in sides] or [IN_NO_PAGE] * 2
+            rows += [IN_NO_PAGE] * sum(len(tables) for tables in slots.beside.values())
         self.page_places = torch.tensor(rows, device=self.places.device)
         self._bound_to = self.pool.regions
 
 
-def _places(pieces: PagedPieces, i: int, expert: int) -> list[list[int]]:
-    """The rows of one A and its B."""
-    where = (pieces.a[i], pieces.widths[i], 0), (pieces.b[i], pieces.heights[i], 1)
-    return [
-        [
-            pieces.pool.data_ptr() + (first + expert * pieces.page_ranks * width) * pieces.pool.itemsize,
-            pieces.page_stride,
-            width,
-            is_b,
-        ]
-        for first, width, is_b in where
-    ]
+IN_NO_PAGE = [0] * 5
+
+
+def _sides(slots: Slots, i: int) -> list[tuple[PagedPieces, int, int, int]]:
+    """Of slice i's A and of its B: the pieces, where it begins in a page, its width, 1 for a B. [] = in no page"""
+    if isinstance(slots, PagedHalves):
+        half, j = slots.where[i]
+        of_a, of_b = half.pieces, slots.expands[i].pieces
+        return [(of_a, of_a.a[j], of_a.widths[j], 0), (of_b, of_b.b[0], of_b.heights[0], 1)]
+    if not isinstance(slots, PagedSlots):
+        return []
+    pieces = slots.pieces
+    return [(pieces, pieces.a[i], pieces.widths[i], 0), (pieces, pieces.b[i], pieces.heights[i], 1)]
+
+
+def _place(pieces: PagedPieces, first: int, width: int, is_b: int, expert: int) -> list[int]:
+    """A row of `page_places`."""
+    first += expert * pieces.page_ranks * width
+    address = pieces.pool.data_ptr() + first * pieces.pool.itemsize
+    return [address, pieces.page_stride, width, is_b, pieces.page_ranks]

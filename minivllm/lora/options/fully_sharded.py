@@ -19,7 +19,7 @@ from minivllm.lora.layers.linear import (
     QKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from minivllm.lora.options.halved_slots import HalvedSlots
+from minivllm.lora.options.halved_slots import halve_linear
 from minivllm.lora.seams import sharded_wrappers
 from minivllm.lora.slots import Slots
 
@@ -36,7 +36,7 @@ class _FullySharded(BaseLinearLayerWithLoRA):
             super().set_mapping(punica_wrapper)
             return
         self.backend = punica_wrapper
-        self.slots = HalvedSlots(self.slots, punica_wrapper)
+        self.slots, self.share = halve_linear(self.slots, self.share, punica_wrapper, self.tp)
 
     # region lab 11.2: the gather of fully sharded
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:

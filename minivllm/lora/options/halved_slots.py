@@ -3,13 +3,63 @@
 Stands for `add_shrink` and `add_expand` in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), for every slot there.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from minivllm.distributed.adapter_share import Cut
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
+
+
+@dataclass(frozen=True)
+class RankDeal:
+    """Which ranks of an A a process has: the first process `own` of them, the next as many, and so round and round.
+
+    process, processes   this one, of how many
+    """
+
+    process: int
+    processes: int
+    own: int
+
+    def of(self, ranks: int) -> list[int]:
+        """Those of so many ranks, ascending."""
+        return [rank for rank in range(ranks) if rank // self.own % self.processes == self.process]
+
+    def in_order(self, h: torch.Tensor) -> torch.Tensor:
+        """All ranks in their order, of those of each process side by side.   (..., processes * own * rounds)"""
+        return h.unflatten(-1, (self.processes, -1, self.own)).transpose(-2, -3).flatten(-3)
+
+
+@dataclass
+class DealtCut(Cut):
+    """As `Cut`, of A the ranks that are dealt to the process."""
+
+    deal: RankDeal | None = None
+
+    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
+        return lora_a[..., self.deal.of(lora_a.shape[-2]), :]
+
+
+def halve(slots: Slots, backend: Backend, tp: TensorParallel, dealt: slice) -> "HalvedSlots":
+    """Slots whose A and B are used apart, as the backend lays them out. Their `deal` says whose ranks of A are whose.
+
+    dealt   slices of whose A each process has some ranks
+    """
+    make = getattr(backend, "halve", None)  # of a backend whose slots are not one piece of memory each
+    return HalvedSlots(slots, backend, tp) if make is None else make(slots, tp, dealt)
+
+
+def halve_linear(slots: Slots, share: Cut, backend: Backend, tp: TensorParallel) -> tuple["HalvedSlots", Cut]:
+    """The same for a linear, and its share: where that says which ranks of A, it says so as these slots want it."""
+    if share.ranks is None:
+        return halve(slots, backend, tp, slice(0, 0)), share
+    halved = halve(slots, backend, tp, ALL_SLICES)
+    return halved, DealtCut(share.columns, share.rows, deal=halved.deal)
 
 
 class HalvedSlots(Slots):
@@ -18,10 +68,12 @@ class HalvedSlots(Slots):
     a        n buffers (S, E, R', K)    b   n buffers (S, E, N_i, R)
     shrinks  the same A's, with ones on the diagonal for B's: what a backend adds for them is h = A · x
     expands  n slots of one slice each, the same B's
+    deal     which ranks of A this process has
     """
 
-    def __init__(self, slots: Slots, backend: Backend) -> None:
+    def __init__(self, slots: Slots, backend: Backend, tp: TensorParallel) -> None:
         super().__init__(slots.a, slots.b)
+        self.deal = RankDeal(tp.rank, tp.size, -(-self.b[0].shape[3] // tp.size))
         ones = [torch.zeros_like(a[..., :1]).repeat(1, 1, 1, a.shape[2]) for a in self.a]  # (S, E, R', R')
         for diagonal in ones:
             diagonal.diagonal(dim1=-2, dim2=-1).fill_(1)

@@ -13,16 +13,13 @@ from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.options.experts import W13, FusedMoE3DWithLoRA, FusedMoEWithLoRA
-from minivllm.lora.options.halved_slots import HalvedSlots
+from minivllm.lora.options.halved_slots import halve
 from minivllm.lora.seams import sharded_wrappers
 from minivllm.lora.slots import Slots
 
 
 class FusedMoEWithShardedLoRA(FusedMoEWithLoRA):
-    """Processes have some ranks each of w13's A, and some rows each of w2's B; alone, one has all.
-
-    own_ranks   which ranks of w13's A this process has
-    """
+    """Processes have some ranks each of w13's A, and some rows each of w2's B; alone, one has all."""
 
     def __init__(self, base_layer: FusedMoE) -> None:
         super().__init__(base_layer)
@@ -36,11 +33,9 @@ class FusedMoEWithShardedLoRA(FusedMoEWithLoRA):
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
     ) -> None:
         super().create_lora_weights(max_loras, lora_config, model_config)
-        share = -(-self.max_rank // self.tp.size)
-        self.own_ranks = self.tp.part(share)
         if self.tp.size > 1:
-            a = list(self.slots.a)
-            a[W13] = [whole[:, :, :share].clone() for whole in a[W13]]
+            a, own = list(self.slots.a), -(-self.max_rank // self.tp.size)
+            a[W13] = [whole[:, :, :own].clone() for whole in a[W13]]
             self.slots = Slots(a, self.slots.b)
 
     def set_mapping(self, punica_wrapper: Backend) -> None:
@@ -48,14 +43,14 @@ class FusedMoEWithShardedLoRA(FusedMoEWithLoRA):
             super().set_mapping(punica_wrapper)
             return
         self.backend = punica_wrapper
-        self.slots = HalvedSlots(self.slots, punica_wrapper)
+        self.slots = halve(self.slots, punica_wrapper, self.tp, W13)
 
     def pack(self, parts: list[LoRALayerWeights | None]) -> PackedLoRALayerWeights:
         """Ranks are cut last: only packed experts have as many each."""
         packed = super().pack(parts)
         if self.tp.size > 1:
             for part in filter(None, packed.parts[W13]):
-                part.lora_a = part.lora_a[:, self.own_ranks].clone()
+                part.lora_a = part.lora_a[:, self.slots.deal.of(part.lora_a.shape[1])]
         return packed
 
     def _is_reached(self) -> bool:
