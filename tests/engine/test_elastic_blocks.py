@@ -3,8 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.elastic.block_pool import ElasticBlockPool
 from minivllm.lora.gpu.page_ledger import PageLedger
+from minivllm.simulate.adapters import RecordedWorker
 
 BLOCKS, A_PAGE, LEAST = 26, 4, 6
 PAGES = 9  # of which the last two and a half are the adapters' own
@@ -90,3 +92,17 @@ def test_keys_and_values_get_back_what_idle_adapters_borrowed_and_no_more():
     pool.get_new_blocks(19)
 
     assert adapters.ledger.held.keys() == {0}
+
+
+def test_who_has_its_pages_keeps_them_when_another_is_refused():
+    """Two adapters that are due, and room for one: with both refused, nobody ran any more."""
+    worker = RecordedWorker(
+        LoRAConfig(max_lora_rank=16, max_loras=4), SchedulerConfig(), {1: 16, 2: 16}, pages=3
+    )
+    manager = worker.manager
+
+    assert manager.reserve(1, spare={1})
+    assert not manager.reserve(2, spare={1, 2})
+
+    assert manager.reserve(1, spare={1})
+    assert len(manager.pool.ledger.reserved[1]) == 2

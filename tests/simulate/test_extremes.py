@@ -11,6 +11,7 @@ from minivllm.simulate.replica import Elastic
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, with_sessions
 
+ROOM_FOR_ONE = config(slots=4, memory=6, blocks=9, elastic=Elastic(2, 10))
 FEW_PAGES = config(slots=4, memory=6, blocks=9, elastic=Elastic(4, 10))
 
 
@@ -66,8 +67,17 @@ def test_an_unknown_cost_model_is_told_which_there_are():
         ({"replica": config(tokens=8)}, [Arrival(n / 1e6, 90, 2, n % 6) for n in range(40)]),
         ({"replicas": 64}, [Arrival(0.0, 9, 3, n % 6) for n in range(5)]),
         ({"replica": FEW_PAGES}, [Arrival(0.0, 100, 20, n % 6) for n in range(12)]),
+        ({"replica": ROOM_FOR_ONE}, [Arrival(0.0, 100, 20, n % 6) for n in range(12)]),
     ],
-    ids=["one token", "one at a time", "three blocks", "far above capacity", "64 for 5", "few pages"],
+    ids=[
+        "one token",
+        "one at a time",
+        "three blocks",
+        "far above capacity",
+        "64 for 5",
+        "few pages",
+        "room for one",
+    ],
 )
 def test_extremes_are_served_to_the_last_token(options, arrivals):
     made = fleet(**options)

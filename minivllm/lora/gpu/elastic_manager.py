@@ -46,6 +46,8 @@ class ElasticSlots(AdapterSlots):
         if adapter_id in self._active_adapters:
             return True
         wanted = self.pages_for(adapter_id)
+        if len(self.pool.ledger.reserved.get(adapter_id, ())) >= wanted:
+            return True  # whoever was refused since then was refused for want of these, too
         if self._least_refused is not None and wanted >= self._least_refused:
             return False
         ledger = self.pool.ledger
