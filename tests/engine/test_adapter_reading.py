@@ -1,6 +1,7 @@
 """Adapters are read beside the steps: who does not need them goes on."""
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -338,7 +339,9 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
     def test_refuses_the_request_as_the_engine_does(self, world, serve, tmp_path):
         llm, engine = serve(), world.engine()
         requests = [LoRARequest("gone", 7, str(tmp_path / "nowhere"))]
-        save_adapter(tmp_path / "wide", world.base, 3, **ADAPTERS["qv"] | {"r": 64})
+        shutil.copytree(world.request("qv").lora_path, tmp_path / "wide")
+        config = json.loads((tmp_path / "wide" / "adapter_config.json").read_text())
+        (tmp_path / "wide" / "adapter_config.json").write_text(json.dumps(config | {"r": 64}))
         requests.append(LoRARequest("wide", 8, str(tmp_path / "wide")))
 
         for request in requests:

@@ -3,6 +3,9 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+
+import torch.distributed as dist
 
 from minivllm import LLMEngine
 
@@ -38,7 +41,16 @@ def is_there(pid: int) -> bool:
 
 def all_end(pids: list[int], seconds: float = 5) -> bool:
     """Whether they do, within so many seconds."""
+    return _comes(lambda: not any(map(is_there, pids)), seconds)
+
+
+def group_is_left(seconds: float = 5) -> bool:
+    """Whether this process leaves its group of torch.distributed; when a rank has ended, a thread of its own does."""
+    return _comes(lambda: not dist.is_initialized(), seconds)
+
+
+def _comes(is_so: Callable[[], bool], seconds: float) -> bool:
     until = time.monotonic() + seconds
-    while any(map(is_there, pids)) and time.monotonic() < until:
+    while not is_so() and time.monotonic() < until:
         time.sleep(0.01)
-    return not any(map(is_there, pids))
+    return is_so()

@@ -11,6 +11,7 @@ from minivllm.labs import LabError
 
 EXERCISES = read_engine()
 SUITE = [
+    "tests/distributed",
     "tests/engine",
     "tests/gpu",
     "tests/models",

@@ -6,7 +6,9 @@ from naive_punica import NaivePunica
 from rows import assert_rows_equal
 from toy_model import (
     CHECKPOINT_SHAPES,
+    DTYPE,
     FUSED,
+    HIDDEN,
     SharingModel,
     ToyModel,
     random_pair,
@@ -15,6 +17,8 @@ from toy_model import (
     wrap,
 )
 
+from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.options.dummies import dummy_adapter
@@ -96,6 +100,31 @@ def test_packing_folds_the_scaling_once_however_often_it_is_done(wrapped):
     wrapped.write(lora, 0)
 
     assert_same_products(products(wrapped, 0), expected)
+
+
+@pytest.mark.lab("2.7")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_processes_that_share_a_layer_each_packs_its_share_of_what_fits_the_whole(rank):
+    """Half of gate's rows, and half of down's columns. The other layers are alone."""
+    model, tp = ToyModel(num_layers=1), TensorParallel(rank, 2)
+    mlp = model.layers[0].mlp
+    mlp.gate_up_proj = MergedColumnParallelLinear(HIDDEN, [10, 10], params_dtype=DTYPE, tp=tp)
+    mlp.down_proj = RowParallelLinear(10, HIDDEN, params_dtype=DTYPE, tp=tp)
+    wrapped, lora = wrap(model, NaivePunica()), toy_adapter(seed=1, rank=3, alpha=6.0)
+    gate, down, router = (
+        2.0 * lora.loras[f"layers.0.{name}"].lora_b @ lora.loras[f"layers.0.{name}"].lora_a
+        for name in ("mlp.gate_proj", "mlp.down_proj", "router")
+    )
+
+    wrapped.accept(lora)
+    wrapped.write(lora, 1)
+
+    own = slice(5 * rank, 5 * rank + 5)
+    expected = {"mlp.gate_up_proj": gate[own], "mlp.down_proj": down[:, own], "router": router}
+    for name, product in expected.items():
+        layer = wrapped.modules[f"layers.0.{name}"]
+        held = layer.lora_b_stacked[0][1, 0] @ layer.lora_a_stacked[0][1, 0]
+        assert_rows_equal(held, product, tolerance=1e-12, what=f"B @ A of process {rank} for {name}")
 
 
 @pytest.mark.parametrize(

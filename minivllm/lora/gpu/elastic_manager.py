@@ -46,6 +46,8 @@ class ElasticSlots(AdapterSlots):
         if adapter_id in self._active_adapters:
             return True
         wanted = self.pages_for(adapter_id)
+        if len(self.pool.ledger.reserved.get(adapter_id, ())) >= wanted:
+            return True  # whoever was refused since then was refused for want of these, too
         if self._least_refused is not None and wanted >= self._least_refused:
             return False
         ledger = self.pool.ledger
@@ -58,9 +60,13 @@ class ElasticSlots(AdapterSlots):
                 return False
         return True
 
+    def look_again(self) -> None:
+        """Whoever was refused may fit now: somebody has made way."""
+        self._least_refused = None
+
     def keep_reserved(self, adapter_ids: Set[int]) -> None:
         """Give back what is kept for others than these."""
-        self._least_refused = None
+        self.look_again()
         self.pool.ledger.release_reserved(adapter_ids)
 
     def idle(self, spare: Set[int]) -> list[int]:
