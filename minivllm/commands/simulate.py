@@ -1,5 +1,6 @@
 """`minivllm simulate`: one traffic under several policies. Stands for nothing in vLLM (v0.22.1)."""
 
+import math
 import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -184,6 +185,9 @@ def run_fit(results: list[Path], out: Path, assume: list[str]) -> None:
 def assumption(text: str) -> tuple[str, float]:
     name, _, seconds = text.partition("=")
     try:
-        return name, float(seconds)
+        each = float(seconds)
     except ValueError:
-        raise ValueError(f"--assume '{text}' is not of the form context=4e-8 (seconds for each)") from None
+        each = math.nan
+    if not 0 <= each < math.inf:
+        raise ValueError(f"--assume '{text}' is not of the form context=4e-8 (seconds for each)")
+    return name, each

@@ -11,6 +11,8 @@ simulate_app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+# Slots, pages and blocks take memory here, too.
+MOST = 1_000_000
 Names = "one, or several with commas between: all combinations are compared"
 
 
@@ -31,18 +33,21 @@ def simulate(
         float, typer.Option(min=1, help="Of a session, whose context grows; 1 = no sessions.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed, the same report.")] = 0,
-    replicas: Annotated[int, typer.Option(min=1, help="Engines behind a router.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=1_000, help="Engines behind a router.")] = 1,
     max_loras: Annotated[
-        int | None, typer.Option(min=1, help="Slots of an engine; as many as it has pages for if not given.")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Slots of an engine; as many as it has pages for if not given."),
     ] = None,
-    pages: Annotated[int, typer.Option(min=8, help="For adapters alone; 20 KV blocks make one more.")] = 64,
+    pages: Annotated[
+        int, typer.Option(min=8, max=MOST, help="For adapters alone; 20 KV blocks make one more.")
+    ] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters in memory; as many as slots.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests running at once.")] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,
     max_lora_wait_steps: Annotated[
         int, typer.Option(min=1, help="Steps until a waiting adapter is due.")
     ] = 96,
-    kv_blocks: Annotated[int, typer.Option(min=2, help="Of 16 tokens each, an engine.")] = 24_000,
+    kv_blocks: Annotated[int, typer.Option(min=2, max=MOST, help="Of 16 tokens each, an engine.")] = 24_000,
     eviction_policy: Annotated[str, typer.Option(help=f"lru, lfu, gdsf; {Names}.")] = "lru",
     scheduling_policy: Annotated[
         str, typer.Option(help=f"fcfs, adapter-affine, rank-aware, shortest-first, fair; {Names}.")
@@ -52,7 +57,8 @@ def simulate(
         str, typer.Option(help=f"random, least-loaded, hashing, bounded-hashing, affine; {Names}.")
     ] = "least-loaded",
     policy_file: Annotated[
-        list[Path] | None, typer.Option(help="A Python file that adds policies; may be repeated.")
+        list[Path] | None,
+        typer.Option(dir_okay=False, help="A Python file that adds policies; may be repeated."),
     ] = None,
     cost: Annotated[
         str | None,
@@ -61,7 +67,7 @@ def simulate(
     disk: Annotated[
         float | None, typer.Option(min=1e-3, help="GB a second from disk; else what the cost model says.")
     ] = None,
-    price: Annotated[float, typer.Option(min=0, help="US dollars an hour and engine.")] = 2.5,
+    price: Annotated[float, typer.Option(min=0, max=MOST, help="US dollars an hour and engine.")] = 2.5,
     page: Annotated[Path | None, typer.Option(help="Write a page that compares them.")] = None,
     as_json: Json = False,
 ) -> None:

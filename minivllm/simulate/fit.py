@@ -235,6 +235,20 @@ class Said(NamedTuple):
     model: dict[str, Any]
 
 
+def read(path: Path) -> tuple[Said, str]:
+    """What a file says, and of which device. ValueError names one that is no such result."""
+    wrong = ValueError(f"'{path}' has no steps to fit to; give results of benchmarks.engine or .trust")
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        said, device = said_by(result), result["machine"]["device"]
+    # A file can be anything: no JSON, no object, without what results have.
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise wrong from error
+    if said is None:
+        raise wrong
+    return said, device
+
+
 def said_by(result: dict[str, Any]) -> Said | None:
     """None for a result of another kind."""
     kind = result.get("benchmark")
@@ -268,12 +282,9 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
     model: dict[str, Any] = {}
     sources = []
     for path in paths:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        said = said_by(result)
-        if said is None:
-            raise ValueError(f"'{path}' has no steps to fit to; give results of benchmarks.engine or .trust")
+        said, device = read(path)
         measured, launches, model = measured + said.steps, launches + said.launches, model | said.model
-        sources.append(f"{path.stem} ({result['machine']['device']})")
+        sources.append(f"{path.stem} ({device})")
     sources += [f"{name} assumed" for name in assumed or {}]
     waits = [one for one in measured if waits_for_kernels(one)]
     found = fit_steps(

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from minivllm.cli import app
 from minivllm.commands import simulate_cli
+from minivllm.commands.simulate import assumption
 from minivllm.policies import keeping, prefetching, routing, scheduling
 from minivllm.simulate.cost_model import CostModel, StepWork
-from minivllm.simulate.fit import Measured, fit_steps, non_negative_least_squares
+from minivllm.simulate.fit import Measured, fit, fit_steps, non_negative_least_squares
 from minivllm.simulate.page import build_page
 
 SMALL = ["simulate", "--requests", "60", "--rate", "20", "--adapters", "12", "--max-loras", "3"]
@@ -206,3 +207,37 @@ def test_what_is_no_result_is_refused(tmp_path):
         CliRunner().invoke(app, ["simulate", "fit", str(other)], catch_exceptions=False)
     with pytest.raises(ValueError, match="is no cost model"):
         CostModel.load(other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--pages", "99999999999"],
+        ["--kv-blocks", "99999999999"],
+        ["--max-loras", "99999999999"],
+        ["--replicas", "99999999999"],
+        ["--price", "inf"],
+        ["--policy-file", "."],
+    ],
+    ids=" ".join,
+)
+def test_what_nobody_can_simulate_is_refused_by_its_option(options):
+    refused = CliRunner().invoke(app, [*SMALL, *options])
+
+    assert refused.exit_code == 2
+    assert f"Invalid value for '{options[0]}'" in refused.output
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"benchmark": "engine-switch"}', '{"benchmark": "trust"}'])
+def test_a_file_that_is_no_result_is_named(tmp_path, text):
+    path = tmp_path / "result.json"
+    path.write_text(text)
+
+    with pytest.raises(ValueError, match=r"result\.json' has no steps to fit to; give results of"):
+        fit([path])
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "", "4 ns"])
+def test_assumptions_are_seconds(seconds):
+    with pytest.raises(ValueError, match=f"--assume 'context={seconds}' is not of the form context=4e-8"):
+        assumption(f"context={seconds}")
