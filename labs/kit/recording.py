@@ -33,10 +33,11 @@ from minivllm.worker.row_sampler import PendingStep, RowSampler, Sampled
 
 PLACES = 16  # of the vocabulary, at which logits are kept
 FILE_VARIABLE = "MINIVLLM_RECORDING"  # where an engine in a process of its own finds the file
+BEGUN = ".begun"  # behind the file's name: a mark that some engine is watched
 
 
 class Recording:
-    """Of the first engine that steps; those that a program makes beside it are not compared.
+    """Of the first engine that steps; those that a program makes beside it, wherever they are, are not compared.
 
     file   where the lines go, each at once: the process may be killed
     """
@@ -59,7 +60,7 @@ class Recording:
     def _around_step(self, step: Callable[..., list[RequestOutput]]) -> Callable[..., list[RequestOutput]]:
         @functools.wraps(step)
         def watched(engine: LLMEngine, *args: Any, **options: Any) -> list[RequestOutput]:
-            if self.engine is None:
+            if self.engine is None and self._is_first():
                 self.engine = engine
                 self.write({"room": room(engine)})
             if engine is not self.engine:
@@ -76,6 +77,14 @@ class Recording:
             return outputs
 
         return watched
+
+    def _is_first(self) -> bool:
+        """Whether no engine has stepped before, in whichever process: the program's, or one that it has started."""
+        try:
+            os.close(os.open(self.file.name + BEGUN, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
 
     def _write_step(
         self, engine: LLMEngine, before: list[StepRecord], outputs: list[RequestOutput], error: str | None
@@ -134,6 +143,7 @@ def _is_python(path: Path) -> bool:
 
 
 def main(path: str, *command: str) -> None:
+    Path(path + BEGUN).unlink(missing_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         recording, end = Recording(file), None
         recording.install()

@@ -21,21 +21,27 @@ class ElasticAdmission(LoRAAdmission):
     ) -> None:
         super().__init__(max_loras, max_wait_steps, waiting)
         self.manager = manager
+        self.joining = 0  # the adapter that was let in last: its request is about to ask for KV blocks
 
     def begin_step(self, running: Iterable[int], pinned: Iterable[int]) -> None:
         super().begin_step(running, pinned)
+        self.joining = 0
         self.manager.keep_reserved(self.taken)
 
     def fits(self, adapter_id: int) -> bool:
         """Pages are kept for the adapter at once; idle adapters give way for them."""
+        self.joining = 0
         if not super().fits(adapter_id):
             return False
-        return adapter_id == 0 or self.manager.reserve(adapter_id, self.spared | {adapter_id})
+        if adapter_id and not self.manager.reserve(adapter_id, self.spared | {adapter_id}):
+            return False
+        self.joining = adapter_id
+        return True
 
     @property
     def spared(self) -> set[int]:
         """Adapters whose pages nobody else may have now."""
-        return self.taken | self.pinned | self.manager.pool.ledger.reserved.keys()
+        return self.taken | self.pinned | self.manager.pool.ledger.reserved.keys() | {self.joining}
 
     def make_room(self, waiting: Iterable[int]) -> list[int]:
         """As in the parent class, but an adapter that is due may need the pages of several."""
@@ -53,3 +59,7 @@ class ElasticAdmission(LoRAAdmission):
                 made_way.append(self._lose_slot(victim))
             self.take(adapter_id)
         return made_way
+
+    def _lose_slot(self, adapter_id: int) -> int:
+        self.manager.look_again()
+        return super()._lose_slot(adapter_id)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -49,7 +50,7 @@ class Limits:
 
     def _check(self, scope: Scope, counts: bool) -> None:
         headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in headers)
+        size = sum(map(len, chain.from_iterable(headers)))
         if len(headers) > MOST_HEADERS or size > self.settings.max_header_bytes:
             raise ApiError(431, f"the request has {len(headers)} headers of {size} bytes; send fewer")
         if counts and self.is_draining():

@@ -70,6 +70,9 @@ class EngineThread(EngineLoop):
         self, engine: LLMEngine, sink: Sink, request_id: str, args: tuple, options: dict[str, Any]
     ) -> None:
         """As in the parent class. An adapter that the engine does not know is checked first, beside the steps."""
+        if not isinstance(request_id, str):  # the engine refuses it
+            super()._begin(engine, sink, request_id, args, options)
+            return
         if request_id in self._checking:
             raise id_in_use(request_id)
         lora_request = options.get("lora_request", args[3] if len(args) > 3 else None)
@@ -118,7 +121,10 @@ class EngineThread(EngineLoop):
     def _end(self, error: Exception) -> None:
         """Whoever waits for anything gets the error."""
         self.hand_over.end(error)
+        checking, self._checking = self._checking, {}
         self.fail(error)
+        # Not when its check ends: a disk may keep that for ever.
+        wake([sink for sink in checking.values() if sink.put(error)])
 
 
 def _do_nothing(engine: LLMEngine) -> None:

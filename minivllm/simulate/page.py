@@ -28,11 +28,15 @@ th:first-child, td:first-child { text-align: left; } td.best { font-weight: bold
 {% for title, cells in rows %}<tr><td>{{ title }}</td>{% for cell, best in cells -%}
 <td{% if best %} class="best"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table>
+<p>TTFT: ms until the first token. TPOT: ms for each further one. Of both the median, then the 99th percentile.
+hits: requests that find their adapter in memory. bound: what Belady's policy, which knows the future, would find.
+copies: into slots. Jain: 1 if requests of all adapters get tokens equally fast. $/M: US dollars for a million tokens
+of answers. Bold is best.</p>
 </body></html>
 """
 
-# Of these more is better; of the others less. Who makes no difference is marked nowhere.
-MORE_IS_BETTER = ("tokens_per_second", "memory_hits", "jain")
+# Of these more is better; of the others less. What is written alike is marked alike, and nowhere if all are.
+MORE_IS_BETTER = ("tokens_per_second", "memory_hits", "memory_hits_bound", "jain")
 PANELS = {
     "TTFT, ms (bar: median, line: to the 99th percentile)": "ttft_p50_ms",
     "output tokens a second": "tokens_per_second",
@@ -46,10 +50,10 @@ def build_page(
 ) -> str:
     """The page: it asks nobody for anything.   columns: header -> (field of a row, how it is written)"""
     rows = result["rows"]
-    best = {field: _best(field, [row[field] for row in rows]) for field, _ in columns.values()}
+    marked = {field: _best(field, form, [row[field] for row in rows]) for field, form in columns.values()}
+    written = [[(field, form.format(row[field])) for field, form in columns.values()] for row in rows]
     cells = [
-        (title, [(form.format(row[field]), row[field] == best[field]) for field, form in columns.values()])
-        for title, row in zip(titles, rows)
+        (title, [(text, text == marked[field]) for field, text in row]) for title, row in zip(titles, written)
     ]
     said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["options"].items())
     template = jinja2.Environment(autoescape=True).from_string(TEMPLATE)
@@ -59,10 +63,11 @@ def build_page(
     )
 
 
-def _best(field: str, values: Sequence[float]) -> float | None:
-    if len(set(values)) < 2:
+def _best(field: str, form: str, values: Sequence[float]) -> str | None:
+    """As it is written; None if all values are written alike."""
+    if len({form.format(value) for value in values}) < 2:
         return None
-    return max(values) if field in MORE_IS_BETTER else min(values)
+    return form.format(max(values) if field in MORE_IS_BETTER else min(values))
 
 
 def draw(rows: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> bytes:

@@ -1,6 +1,7 @@
 """Adapters are read beside the steps: who does not need them goes on."""
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -338,7 +339,9 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
     def test_refuses_the_request_as_the_engine_does(self, world, serve, tmp_path):
         llm, engine = serve(), world.engine()
         requests = [LoRARequest("gone", 7, str(tmp_path / "nowhere"))]
-        save_adapter(tmp_path / "wide", world.base, 3, **ADAPTERS["qv"] | {"r": 64})
+        shutil.copytree(world.request("qv").lora_path, tmp_path / "wide")
+        config = json.loads((tmp_path / "wide" / "adapter_config.json").read_text())
+        (tmp_path / "wide" / "adapter_config.json").write_text(json.dumps(config | {"r": 64}))
         requests.append(LoRARequest("wide", 8, str(tmp_path / "wide")))
 
         for request in requests:
@@ -400,6 +403,37 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
 
         with pytest.raises(EngineDeadError):
             asyncio.run(main())
+
+    @pytest.mark.parametrize("end", ["shutdown", "death"])
+    def test_keeps_nobody_waiting_for_an_engine_that_has_ended(self, world, serve, monkeypatch, end):
+        llm = serve()
+        header = Header(llm, monkeypatch)
+
+        def die(engine):
+            raise KeyboardInterrupt
+
+        async def main():
+            waiting = asyncio.create_task(collect(llm, "a", 6, world.request("qv")))
+            await until(lambda: header.threads)
+            if end == "death":
+                with pytest.raises(EngineDeadError):
+                    await llm.call(die)
+            else:
+                await asyncio.to_thread(llm.shutdown)
+            try:
+                await asyncio.wait_for(waiting, 10)
+            finally:
+                header.go.set()
+
+        with pytest.raises(EngineDeadError):
+            asyncio.run(main())
+
+    @pytest.mark.parametrize("name", [None, "qv"])
+    def test_leaves_ids_that_are_no_text_to_the_engine(self, world, serve, name):
+        llm = serve()
+
+        with pytest.raises(TypeError, match="request_id must be str, got \\['a'\\]"):
+            asyncio.run(collect(llm, ["a"], 3, world.request(name)))
 
 
 def test_a_pin_reads_at_once_what_was_only_ordered(world, slow):

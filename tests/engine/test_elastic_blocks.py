@@ -4,9 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import LoRAConfig, SchedulerConfig
+from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.elastic.admission import ElasticAdmission
 from minivllm.elastic.block_pool import ElasticBlockPool
 from minivllm.lora.gpu.page_ledger import PageLedger
 from minivllm.simulate.adapters import RecordedWorker
+from minivllm.simulate.replica import lora_request
 
 BLOCKS, A_PAGE, LEAST = 26, 4, 6
 PAGES = 9  # of which the last two and a half are the adapters' own
@@ -106,3 +109,33 @@ def test_who_has_its_pages_keeps_them_when_another_is_refused():
 
     assert manager.reserve(1, spare={1})
     assert len(manager.pool.ledger.reserved[1]) == 2
+
+
+def admission_with_adapter_1_in_a_slot():
+    """Three pages, of which adapter 1 has two; whoever is passed over is due at once."""
+    worker = RecordedWorker(
+        LoRAConfig(max_lora_rank=16, max_loras=4), SchedulerConfig(), {1: 16, 2: 16}, pages=3
+    )
+    worker.add_adapter(lora_request(1))
+    worker.manager.activate_adapter(1)
+    return ElasticAdmission(4, 0, WaitingQueue(), worker.manager)
+
+
+def test_whoever_makes_way_makes_it_for_the_adapter_that_is_due():
+    admission = admission_with_adapter_1_in_a_slot()
+    admission.begin_step(running=[1], pinned=[])
+
+    assert not admission.fits(2)
+    assert admission.make_room([2]) == [1]
+
+    assert admission.taken == {2}
+
+
+def test_an_adapter_whose_request_joins_does_not_give_its_pages_for_that_requests_blocks():
+    admission = admission_with_adapter_1_in_a_slot()
+    admission.begin_step(running=[], pinned=[])
+
+    assert 1 not in admission.spared
+    assert admission.fits(1)
+
+    assert 1 in admission.spared

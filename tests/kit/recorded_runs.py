@@ -52,6 +52,34 @@ asyncio.run(main(llm))
 llm.shutdown()
 """
 
+# Two engines in processes of their own; the second answers while the first has a request under way.
+TWO_BESIDE = """
+import sys
+sys.path[:0] = {paths!r}
+import asyncio
+from tiny_engine import TinyWorld, greedy
+from pathlib import Path
+from minivllm import AsyncLLM
+
+async def answer(llm, request_id, max_tokens):
+    async for output in llm.generate([5, 6, 7], greedy(max_tokens), request_id):
+        pass
+
+async def main(first, *others):
+    outputs = first.generate([5, 6, 7], greedy(30), "first")
+    await anext(outputs)
+    for number, other in enumerate(others):
+        await answer(other, f"other{{number}}", 6)
+    async for output in outputs:
+        pass
+
+world = TinyWorld(Path({folder!r}), "llama-llama3-rope")
+llms = [AsyncLLM(world.engine_process()) for _ in range({number})]
+asyncio.run(main(*llms))
+for llm in llms:
+    llm.shutdown()
+"""
+
 
 def write_program(path: Path, world: Path, program: str = PROGRAM, **options: object) -> Path:
     """The program, for a world of `tiny_engine` in a folder."""

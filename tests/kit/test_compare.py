@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from browser import Tab, open_browser
 from checkout import Checkout
-from recorded_runs import ONE_BY_ONE, run_all, write_program
+from recorded_runs import ONE_BY_ONE, TWO_BESIDE, run_all, write_program
 from tiny_engine import tiny_world
 
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
@@ -295,6 +295,21 @@ def test_an_engine_in_a_process_of_its_own_is_recorded_like_one_in_a_thread(tmp_
     assert len(found["thread"].steps) >= 8 and found["thread"].end is None
     assert any(step["logits"] for step in found["process"].steps)
     assert compare(found["process"], found["thread"]).reasons == []
+
+
+@pytest.mark.nightly
+def test_of_two_engines_in_processes_the_first_that_steps_is_recorded(tmp_path_factory):
+    world, folder = tiny_world(tmp_path_factory), tmp_path_factory.mktemp("recorded")
+    found = {}
+
+    for name, number in (("alone", 1), ("beside", 2)):
+        program = write_program(folder / f"{name}.py", world.folder, TWO_BESIDE, number=number)
+        for _ in range(2):  # what an earlier recording left is no hindrance
+            found[name] = record(name, ["python", str(program)], dict(os.environ), folder)
+
+    assert {request for step in found["beside"].steps for request in step["tokens"]} == {"first"}
+    assert len(found["alone"].steps) >= 30 and found["beside"].end is None
+    assert compare(found["beside"], found["alone"]).reasons == []
 
 
 def test_the_command_compares_a_learners_code(program, tmp_path_factory):

@@ -598,6 +598,13 @@ def test_the_backend_is_asked_about_the_slots_of_this_layer(end):
     assert_some_answers(layer, [4, -1, 1])
 
 
+@pytest.mark.lab("2.9")
+def test_a_bias_of_the_base_models_stays_in_a_batch_without_adapters():
+    logits = Logits()
+
+    logits.assert_answers(randn(3, HIDDEN, seed=8), [-1, -1, -1], embedding_bias=randn(VOCAB, seed=7))
+
+
 # 23 tokens are no equal shares for either.
 processes = pytest.mark.parametrize("size", [2, 3])
 room = pytest.mark.parametrize("extra", [0, EXTRA])

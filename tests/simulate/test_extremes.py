@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from small import config, fleet
 
@@ -88,3 +89,30 @@ def test_extremes_are_served_to_the_last_token(options, arrivals):
         a.output_tokens for a in arrivals
     )
     assert all(math.isfinite(value) and value >= 0 for value in report(made).values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_however_few_pages_there_are_everybody_is_served(seed):
+    """Keys and values and adapters share them, and there is always room for the longest request."""
+    rng = np.random.default_rng(seed)
+    replica = config(
+        slots=int(rng.integers(1, 6)),
+        memory=6,
+        max_num_seqs=int(rng.integers(1, 9)),
+        tokens=int(rng.choice([1, 7, 16, 256])),
+        blocks=int(rng.integers(11, 60)),
+        wait=int(rng.integers(1, 20)),
+        elastic=Elastic(int(rng.integers(2, 9)), int(rng.integers(1, 21))),
+        max_model_len=130,
+        reads_beside=bool(rng.integers(2)),
+    )
+    cost = CostModel({"steps": 0.01}, read_s=0.03, launch_s=0.004, graph_tokens=16)
+    times = rng.choice([0, 0.01, 0.3], 40).cumsum().tolist()
+    arrivals = [
+        Arrival(t, int(rng.integers(1, 100)), int(rng.integers(1, 30)), int(rng.integers(6))) for t in times
+    ]
+    made = fleet(replica, cost, ranks=(4, 8, 16, 16, 8, 4))
+
+    made.serve(arrivals)
+
+    assert made.replicas[0].scheduler.num_sampled_tokens == sum(one.output_tokens for one in arrivals)

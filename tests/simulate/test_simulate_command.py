@@ -13,6 +13,7 @@ from minivllm.commands import simulate_cli
 from minivllm.policies import keeping, prefetching, routing, scheduling
 from minivllm.simulate.cost_model import CostModel, StepWork
 from minivllm.simulate.fit import Measured, fit_steps, non_negative_least_squares
+from minivllm.simulate.page import build_page
 
 SMALL = ["simulate", "--requests", "60", "--rate", "20", "--adapters", "12", "--max-loras", "3"]
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -84,6 +85,23 @@ def test_the_page_holds_everything_itself(tmp_path):
     text = page.read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', text) and "<script" not in text
     assert text.count("<tr>") == 3 and "none" in text and "arrival" in text
+
+
+def test_the_page_marks_the_best_and_all_that_is_written_like_it():
+    row = {"ttft_p50_ms": 74.6, "jain": 0.9921, "copies": 9}
+    others = (
+        {"ttft_p50_ms": 75.4, "jain": 0.9924, "copies": 8},
+        {"ttft_p50_ms": 80.0, "jain": 0.5, "copies": 8},
+    )
+    rows = [
+        one | {"ttft_p99_ms": 99.0, "tokens_per_second": 5.0, "memory_hits": 0.5} for one in (row, *others)
+    ]
+    columns = {"TTFT": ("ttft_p50_ms", "{:.0f}"), "Jain": ("jain", "{:.3f}"), "copies": ("copies", "{:.0f}")}
+    columns["p99"] = ("ttft_p99_ms", "{:.0f}")
+
+    page = build_page({"options": {}, "cost_model": "x", "rows": rows}, ["a", "b", "c"], columns)
+
+    assert re.findall(r'class="best">(\S+?)<', page) == ["75", "0.992", "75", "0.992", "8", "8"]  # and no p99
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from labs.kit.commands.shared import SIGNS, console
-from labs.kit.open_exercises import OpenExercise, fresh_seed, leaderboard, open_exercises, report
+from labs.kit.open_exercises import ROUNDS, OpenExercise, fresh_seed, leaderboard, open_exercises, report
 from labs.kit.progress import Progress, shown
 
 
@@ -52,7 +52,12 @@ def judge_open(which: str) -> bool:
         sign = "[green]✓[/]" if exercise.meets(verdict) else "[red]✗[/]"
         console.print(f"  {sign} {verdict.count:10.4g}  {name}")
     console.print(f"    {judging.BUDGET:10.4g}  the budget: {judging.UNIT}")
-    for line in judging.beside(Random(seed)) if hasattr(judging, "beside") else ():
+    lines = judging.beside(Random(seed)) if hasattr(judging, "beside") else ()
+    if lines:
+        console.print(
+            f"    [dim]a count above is the worst on {ROUNDS} inputs; on the first of them alone:[/]"
+        )
+    for line in lines:
         console.print(f"    [dim]{escape(line)}[/]")
     is_met = exercise.meets(verdicts["yours"])
     if is_met:

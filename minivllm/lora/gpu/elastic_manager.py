@@ -60,9 +60,13 @@ class ElasticSlots(AdapterSlots):
                 return False
         return True
 
+    def look_again(self) -> None:
+        """Whoever was refused may fit now: somebody has made way."""
+        self._least_refused = None
+
     def keep_reserved(self, adapter_ids: Set[int]) -> None:
         """Give back what is kept for others than these."""
-        self._least_refused = None
+        self.look_again()
         self.pool.ledger.release_reserved(adapter_ids)
 
     def idle(self, spare: Set[int]) -> list[int]:
