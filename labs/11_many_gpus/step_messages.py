@@ -5,11 +5,12 @@ vllm/v1/core/sched/output.py (v0.22.1), which hold what is new since the step be
 from minivllm.labs import Todo
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.lora.request import LoRARequest
+from minivllm.sampling_params import SamplingParams
 
 
 class StepMessage(NamedTuple):
@@ -65,6 +66,7 @@ class Row:
     block_ids: list[int]
     all_token_ids: "Tokens"
     wants_prompt_logprobs: bool = field(default=False, init=False)
+    sampling_params: ClassVar[SamplingParams] = SamplingParams()  # nothing is sampled there
 
 
 class Tokens:

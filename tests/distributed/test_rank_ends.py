@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from rank_ends import all_end, is_there, kill_rank, misinform_others, rank_pids
+from rank_ends import all_end, group_is_left, is_there, kill_rank, misinform_others, rank_pids
 from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
@@ -129,7 +129,7 @@ def test_of_four_ranks_the_one_that_was_killed_is_named(world, rank):
     kill_rank(engine, rank)
 
     dies(engine, rf"rank {rank} of 4 has ended \(killed by signal 9\)")
-    assert all_end(pids)
+    assert all_end(pids) and group_is_left()
 
 
 def test_a_model_that_cannot_be_divided_is_refused_and_nothing_is_left(world):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from graphed_ranks import graph_all_ranks
-from rank_ends import all_end, kill_rank, rank_pids
+from rank_ends import all_end, group_is_left, kill_rank, rank_pids
 from running_ahead import WISHES
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
@@ -46,7 +46,7 @@ def ranks(world, monkeypatch):
     engine.runner.others.tell, engine.runner.leave_tokens = watched, left
     yield engine
     engine.runner._end()
-    assert all_end(pids)
+    assert all_end(pids) and group_is_left()
 
 
 def ask(engine, world, wishes, max_tokens=7):

@@ -1,6 +1,7 @@
 """What a step's message tells the ranks that do not schedule, and what they make of it."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from tiny_engine import greedy
@@ -9,6 +10,7 @@ from minivllm import LoRARequest, SamplingParams
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.distributed.step_messages import StepReader, StepWriter
+from minivllm.worker.mixed_graphs import MixedGraphs
 
 
 @pytest.fixture
@@ -97,3 +99,11 @@ def test_stand_ins_travel_as_they_are(ranks):
     row = ranks(step((ahead, 1, True))).scheduled[0].request
 
     assert row.all_token_ids[row.num_computed_tokens] == -3
+
+
+@pytest.mark.parametrize(("params", "size"), [(greedy(), 32), (SamplingParams(prompt_logprobs=1), 0)])
+def test_all_ranks_find_the_same_graph_for_a_step_with_a_prompt(ranks, params, size):
+    output = step((request("a", range(9), params=params), 9, True), (request("b", [7], blocks=[1]), 1, True))
+    graphs = SimpleNamespace(sizes=[32])
+
+    assert MixedGraphs.size_for(graphs, ranks(output)) == MixedGraphs.size_for(graphs, output) == size
