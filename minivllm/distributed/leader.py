@@ -13,7 +13,7 @@ from torch import nn
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
-from minivllm.distributed.other_ranks import OtherRanks
+from minivllm.distributed.other_ranks import OtherRanks, wait_for_ends
 from minivllm.distributed.rank_runner import RankRunner, config_of, join_ranks, leave_ranks
 from minivllm.distributed.shared_reading import SharedReading
 from minivllm.distributed.step_messages import StepWriter
@@ -126,6 +126,7 @@ def start_ranks(config: EngineConfig) -> LeadingRunner:
     Where torchrun has started them, those but rank 0 do not return: they follow, and then exit.
     """
     size = config.parallel_config.tensor_parallel_size
+    wait_for_ends()
     if dist.is_initialized():
         raise RuntimeError(
             "this process has a group of torch.distributed already, perhaps of another engine with "

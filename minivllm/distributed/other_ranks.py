@@ -26,6 +26,7 @@ SECONDS_TO_HEAR = 2.0
 SECONDS_TO_BLAME = 0.2
 # For whoever is told to stop; then it is killed.
 SECONDS_TO_STOP = 3.0
+ENDING = "minivllm-ranks-end"  # the name of the threads in which `on_death` is called
 
 
 class OtherRanks:
@@ -176,7 +177,7 @@ class OtherRanks:
             )
         self._kill()
         for end in self.on_death:
-            threading.Thread(target=end, name="minivllm-ranks-end", daemon=True).start()
+            threading.Thread(target=end, name=ENDING, daemon=True).start()
         self._end_answers()
         self._has_died.set()
 
@@ -209,6 +210,13 @@ class OtherRanks:
 def is_of_others(error: BaseException) -> bool:
     """Whether a collective raised it: some other rank has ended."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def wait_for_ends() -> None:
+    """Until the engines that ended with one of their ranks have done `on_death`, a few seconds at most."""
+    for thread in threading.enumerate():
+        if thread.name == ENDING:
+            thread.join(SECONDS_TO_STOP)
 
 
 def end_with_parent() -> None:

@@ -119,6 +119,23 @@ class TestARank:
         assert time.monotonic() < started + SOON
 
 
+def test_another_engine_can_be_started_at_once(world):
+    engine = world.engine(**TWO)
+    leave = engine.runner.others.on_death[0]
+    engine.runner.others.on_death[0] = lambda: (time.sleep(0.5), leave())  # as on a machine that is busy
+    engine.add_request("a", PROMPT, greedy(200), lora_request=world.request("qv"))
+    engine.step()
+    kill_rank(engine, 1)
+    with pytest.raises(EngineDeadError):
+        run(engine)
+
+    another = world.engine(**TWO)
+
+    another.add_request("b", PROMPT, greedy(8), lora_request=world.request("qv"))
+    assert tokens_of(run(another)["b"]) == world.oracle().greedy("qv", PROMPT, 8)
+    another.runner._end()
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_of_four_ranks_the_one_that_was_killed_is_named(world, rank):
     engine = world.engine(tensor_parallel_size=4, threads=1)

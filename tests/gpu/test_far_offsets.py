@@ -54,7 +54,7 @@ def test_pages_are_written_and_read_where_they_are(memory):
     ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0).tolist()
     sources = [[end - tensor.numel(), *tensor.shape] for end, tensor in zip(ends, tensors)]
     places = [
-        [memory.data_ptr() + 2 * first, stride, size, is_b]
+        [memory.data_ptr() + 2 * first, stride, size, is_b, page_ranks]
         for first, size, is_b in zip(firsts, (width, width, inner, inner), (0, 0, 1, 1))
     ]
     x, y = random(3, width, seed=4), random(3, 2 * inner, seed=5)
@@ -62,7 +62,7 @@ def test_pages_are_written_and_read_where_they_are(memory):
     tuned = paged_shrink_tiles(3, width, rank)
 
     weights = torch.cat([tensor.flatten() for tensor in tensors])
-    write_pages(weights, torch.tensor(sources), torch.tensor(places), table[0], page_ranks, rank * width)
+    write_pages(weights, torch.tensor(sources), torch.tensor(places), table[0], rank * width)
     room = ShrinkRoom.make(x, pieces, torch.zeros(8, dtype=torch.int32), tuned)
     h = paged_shrink(x, pieces, tiles, room, tuned)
     activated, added = paged_silu(h, pieces, y, tiles), y.clone()
