@@ -119,9 +119,8 @@ class TestMessages:
 
 
 class TestRemarks:
-    @pytest.mark.parametrize(
-        "command", ["minivllm.cli", pytest.param("labs.kit.cli", marks=pytest.mark.nightly)]
-    )
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("command", ["minivllm.cli", "labs.kit.cli"])
     def test_no_command_passes_on_what_torchao_says_of_missing_hardware(self, command):
         pytest.importorskip("torchao")
 

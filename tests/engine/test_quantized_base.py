@@ -269,6 +269,7 @@ class TestOptions:
         assert json.loads(answer.stdout)[0]["tokens"] == 3
         assert "quantization 'int4' is not supported" in str(refusal.exception)
 
+    @pytest.mark.nightly
     def test_the_package_is_imported_when_it_is_asked_for_and_in_silence(self, llama):
         program = (
             "import sys; from minivllm import LLM; "

@@ -224,6 +224,7 @@ def test_rows_that_want_more_than_the_likeliest_token_get_it_from_the_logits(wor
             assert all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
 
 
+@pytest.mark.nightly_without_gpu
 def test_the_backend_is_told_that_padding_is_base(world):
     """Else the rows of a larger step before would still be some adapter's, and cost it its kernels' time."""
     engine = paged_engine(world, punica_backend="triton")

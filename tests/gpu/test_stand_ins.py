@@ -83,6 +83,7 @@ def test_a_preempted_request_ends_with_a_stand_in_when_it_comes_back(world):
     assert engine.get_metrics()["scheduler"]["num_preemptions"] > 0
 
 
+@pytest.mark.nightly_without_gpu
 def test_a_step_that_no_graph_can_run_is_given_the_tokens(world):
     engine = ahead_engine(world, max_num_batched_tokens=60)
     engine.runner.mixed_graphs.sizes = [32]

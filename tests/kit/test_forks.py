@@ -38,7 +38,9 @@ def write(path, body):
 
 
 @pytest.mark.parametrize(
-    ("body", "what"), [(HANGS["waits"], "waiting"), (HANGS["computes"], "computing")], ids=HANGS
+    ("body", "what"),
+    [(HANGS["waits"], "waiting"), pytest.param(HANGS["computes"], "computing", marks=pytest.mark.nightly)],
+    ids=HANGS,
 )
 def test_a_test_without_an_end_is_told_with_its_line_and_others_are_not_held_up(body, what, tmp_path):
     hanging = write(tmp_path / "test_hanging.py", body)
