@@ -163,4 +163,4 @@ def test_wherever_a_step_breaks_off_every_request_ends_with_the_tokens_it_would_
             assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
             assert request.output_token_ids == world.expected_tokens(request), f"broke off at line {after}"
             assert request.num_output_tokens == request.sampling_params.max_tokens
-    assert after > 100, "the step was to have lines to break off at"
+    assert after > 50, "the step was to have lines to break off at"
