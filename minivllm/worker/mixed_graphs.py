@@ -19,7 +19,8 @@ from minivllm.worker.mixed_buffers import MixedBuffers
 from minivllm.worker.row_sampler import PendingStep
 from minivllm.worker.step_runner import StepRunner
 
-# A step of more tokens takes longer on the GPU than its launches do on the host.
+# Of a captured step. More sizes would take longer to capture, and a larger one more memory; larger steps are rare.
+# Not that they gain nothing: up to some 2,000 tokens a GPU waits for their launches (docs/simulate.md).
 MOST_TOKENS = 1024
 
 
