@@ -105,7 +105,9 @@ class PeerGroup(ProcessGroup):
                     wrong.append(f"{n} numbers of {dtype} differ by {error:.2g}")
         timer.cancel()
         if wrong or self._stop.item():
-            raise RuntimeError("sums are wrong: " + (", ".join(wrong) or f"not done in {SECONDS_TO_TRY:.0f} s"))
+            raise RuntimeError(
+                "sums are wrong: " + (", ".join(wrong) or f"not done in {SECONDS_TO_TRY:.0f} s")
+            )
         return True
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:

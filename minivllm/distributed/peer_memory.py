@@ -53,7 +53,9 @@ class CudaIpc:
             if rank != self.rank:
                 address = ctypes.c_void_p()
                 lazily = ctypes.c_uint(1)  # cudaIpcMemLazyEnablePeerAccess
-                self._call("cudaIpcOpenMemHandle", ctypes.byref(address), _Handle.from_buffer_copy(offer), lazily)
+                self._call(
+                    "cudaIpcOpenMemHandle", ctypes.byref(address), _Handle.from_buffer_copy(offer), lazily
+                )
                 self._opened.append(address)
             addresses.append(address.value)
         return addresses

@@ -182,7 +182,9 @@ def sum_of_ranks(sanitizer, rank, size, n, sums=4):
     for i in range(sums):
         x = guarded(random(1, n, seed=50 + i))[0]
         with sanitizer.watching():
-            tables = [torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)]
+            tables = [
+                torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
+            ]
             found.append(peer_sum_op.peer_sum(x, *tables, counts, stop, half, rank, looks=2))
         terms[rank, (i + 1) % 2, :n] = x.cpu()
         assert torch.equal(found[-1].cpu(), functools.reduce(torch.add, terms[:, (i + 1) % 2, :n]))
