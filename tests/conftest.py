@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 from gpu import taking_turns
+from interpreted import keep_the_language_replaced
 
 pytest_plugins = ["labs.kit.plugin"]
 
@@ -47,6 +48,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Libraries and tests stay: whoever looks for garbage, or for what is left, passes over them from here on."""
+    keep_the_language_replaced()
     gc.collect()
     gc.freeze()
 
