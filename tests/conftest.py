@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 from gpu import taking_turns
+from interpreted import keep_the_language_replaced
 
 pytest_plugins = ["labs.kit.plugin"]
 
@@ -46,6 +47,19 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    keep_the_language_replaced()
+    pass_over_what_is_here()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Whoever gives an engine's memory back has the garbage collector look at everything again."""
+    yield
+    if (nextitem is None or nextitem.path != item.path) and not gc.get_freeze_count():
+        pass_over_what_is_here()
+
+
+def pass_over_what_is_here():
     """Libraries and tests stay: whoever looks for garbage, or for what is left, passes over them from here on."""
     gc.collect()
     gc.freeze()
