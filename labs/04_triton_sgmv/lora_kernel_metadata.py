@@ -105,7 +105,7 @@ class LoRAKernelMeta:
 
 
 def tile_count(tokens: int, max_loras: int, most: int | None = None) -> int:
-    """The most tiles that `tokens` rows need: full ones, and one that is not for each slot.
+    """The most tiles that `tokens` rows need: full ones, and for each slot one that is not full.
 
     most   rows of a tile; None = by tokens
     """

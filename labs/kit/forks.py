@@ -225,6 +225,8 @@ class _Child:
         is_late = self.process.exitcode == -signal.SIGXCPU
         is_late |= self.process.exitcode == -signal.SIGKILL and time.monotonic() - self.started > self.limit
         why = f"{NO_END} {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
+        if self.process.exitcode == -signal.SIGSEGV:  # Triton's interpreter uses whatever address it is given
+            why += ", by an address outside its memory"
         self._end(f"{why}, in {self.begun}" if self.begun else why)
 
     def _read(self) -> tuple[str, Any]:

@@ -61,3 +61,9 @@ def test_a_process_that_a_test_has_left_behind_holds_up_nobody(tmp_path):
 
     assert [name for name, *_ in results] == ["test_first"]
     assert trouble == "the tests' process ended before they did, in test_it"
+
+
+def test_an_address_outside_a_process_is_named_as_what_ended_it(tmp_path):
+    [[_, _, trouble]] = run(20, write(tmp_path / "test_outside.py", "    os.kill(os.getpid(), 11)\n"))
+
+    assert trouble == "the tests' process ended before they did, by an address outside its memory, in test_it"
