@@ -32,7 +32,7 @@ from minivllm.policies.routing import least_loaded
 from minivllm.simulate.cost_model import CostModel, work_of
 from minivllm.simulate.fit import fit
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
-from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of, unpack_seconds
+from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import ReplicaConfig
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
@@ -188,16 +188,11 @@ def measured_in(result: dict[str, Any], case: str) -> dict[str, Any]:
 def simulate(
     result: dict[str, Any], cost: CostModel, case: str, rng: np.random.Generator | None = None
 ) -> dict[str, float]:
-    """The report on a record's arrivals, each moved a little if there is an `rng`.
-
-    How long a read took, the record says itself: that is of its files, not of an engine.
-    """
+    """The report on a record's arrivals, each moved a little if there is an `rng`."""
     measured = measured_in(result, case)
     if result["benchmark"] == "trust":
         fleet, arrivals = demo_fleet(result, cost), [Arrival(**arrival) for arrival in result["arrivals"]]
     else:
-        if (unpack_s := unpack_seconds([measured])) is not None:
-            cost = replace(cost, unpack_s=unpack_s, read_bytes_per_s=float("inf"))
         config, arrivals = replica_config(result, measured), arrivals_of(measured)
         fleet = Fleet(config, cost, sizes_of(measured, cost.bytes_per_rank), least_loaded)
         put_in_place(fleet.replicas[0], measured)

@@ -13,7 +13,8 @@ from minivllm.commands import simulate_cli
 from minivllm.commands.simulate import assumption
 from minivllm.policies import keeping, prefetching, routing, scheduling
 from minivllm.simulate.cost_model import CostModel, StepWork
-from minivllm.simulate.fit import Measured, fit, fit_steps, non_negative_least_squares
+from minivllm.simulate.fit import Measured, fit, fit_steps
+from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.page import build_page
 
 SMALL = ["simulate", "--requests", "60", "--rate", "20", "--adapters", "12", "--max-loras", "3"]
