@@ -199,11 +199,12 @@ def waits_for_kernels(one: Measured) -> bool:
     return one.before is not None and MOST_TOKENS < one.work.tokens <= HOST_IS_SLOWER
 
 
-def launches_of_serve(row: dict[str, Any]) -> list[float]:
-    """Seconds of calls that only launched a step: the device had nothing to do before."""
+def launches_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[float]:
+    """Seconds of calls that only launched a step: the device had nothing to do before.   held: see `steps_of_serve`"""
     calls = list(calls_of(row))
     idle = (one is None or one.work is None or not one.ahead for one in [None, *calls])
-    return [call.ended_s - call.started_s for was_idle, call in zip(idle, calls) if was_idle and call.ahead]
+    found = zip(idle, calls, held or [NOT_HELD] * len(calls))
+    return [c.ended_s - c.started_s for was_idle, c, why in found if was_idle and c.ahead and why == NOT_HELD]
 
 
 class Said(NamedTuple):
@@ -250,8 +251,9 @@ def said_by_serve(result: dict[str, Any]) -> Said:
     steps, launches, model = [], [], {}
     for row in result["rows"]:
         reads = reads_of(result, row, CostModel.bytes_per_rank)
-        steps += steps_of_serve(row, reads.held if reads else ())
-        launches += launches_of_serve(row)
+        held = reads.held if reads else ()
+        steps += steps_of_serve(row, held)
+        launches += launches_of_serve(row, held)
         model |= reads.model if reads else {}
     return Said(steps, launches, model if launches else dict(STEPS_WAIT_FOR_COPIES) | model)
 
@@ -281,10 +283,10 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
 def waits_in(measured: Sequence[Measured], known: CostModel) -> dict[str, float]:
     """What devices waited for, by the names of `CostModel`: for the host, beyond what the fit says that steps take."""
     model = {}
-    late = [one for one in measured if one.held != NOT_HELD and one.before is None]
+    late = [one for one in measured if (one.held.checks or one.held.prompts) and one.before is None]
     if late:
         beyond = np.array([one.seconds - known.step_seconds(one.work) for one in late])
-        x = np.array([one.held for one in late], dtype=float)
+        x = np.array([(one.held.checks, one.held.prompts) for one in late], dtype=float)
         model = dict(zip(("check_s", "beside_reads_s"), non_negative_least_squares(x, beyond).tolist()))
     for name, lora in (("kernels_s", 0), ("lora_kernels_s", 1)):
         waits = [one for one in measured if waits_for_kernels(one) and one.work.lora == lora]

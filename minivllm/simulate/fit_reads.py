@@ -15,12 +15,14 @@ from minivllm.simulate.replay import Replayed, replay
 class Held(NamedTuple):
     """Why the device may have waited for the host before a step.
 
-    checks   adapters that requests named for the first time, which the host looked through
-    beside   1 if the step has prompts and was launched beside reads
+    checks    adapters that requests named for the first time, which the host looked through
+    prompts   1 if the step has prompts and was launched beside reads
+    reads     1 if it was launched beside reads, whatever it has
     """
 
     checks: int = 0
-    beside: int = 0
+    prompts: int = 0
+    reads: int = 0
 
 
 class Reads(NamedTuple):
@@ -35,7 +37,10 @@ def reads_of(result: Mapping[str, Any], row: Mapping[str, Any], bytes_per_rank: 
     if not row.get("loads") or not row.get("load_seconds"):
         return None
     calls, _ = replay(result, row)
-    held = [Held(c.unseen, int(bool(c.reading and c.work and c.work.prompt_steps))) for c in calls]
+    held = [
+        Held(c.unseen, int(bool(c.reading and c.work and c.work.prompt_steps)), int(bool(c.reading)))
+        for c in calls
+    ]
     lasted = read_from_to(calls)
     alone = np.array([alone_seconds(each, lasted.values()) for each in lasted.values()])
     # A read is seen to have ended when the next call runs its adapter; the record says how long they took in truth.

@@ -89,6 +89,17 @@ def test_the_page_holds_everything_itself(tmp_path):
     assert text.count("<tr>") == 3 and "none" in text and "arrival" in text
 
 
+def test_the_page_says_of_options_only_what_was_given():
+    columns = {"TTFT": ("ttft_p50_ms", "{:.0f}")}
+    row = dict.fromkeys(("ttft_p50_ms", "ttft_p99_ms", "tokens_per_second", "memory_hits", "jain"), 1.0)
+
+    page = build_page(
+        {"options": {"rate": 8.0, "cost": None}, "cost_model": "x", "rows": [row]}, ["a"], columns
+    )
+
+    assert "<p>rate 8.0</p>" in page
+
+
 def test_the_page_marks_the_best_and_all_that_is_written_like_it():
     row = {"ttft_p50_ms": 74.6, "jain": 0.9921, "copies": 9}
     others = (
