@@ -1,11 +1,12 @@
 """The simulator says what the engine did: fitted to one committed record, judged by another one at another rate."""
 
 import json
+from functools import cache
 
 import pytest
 
 from benchmarks.report import RESULTS
-from benchmarks.trust import compare, measured_in, simulate, spread
+from benchmarks.trust import JUDGED, compare, measured_in, simulate, spread
 from minivllm.simulate.cost_model import StepWork
 from minivllm.simulate.fit import fit
 from minivllm.simulate.replay import replay
@@ -32,7 +33,7 @@ PAGES, SLOTS = ("base-16", "elastic-16", "many-16"), ("base-16", "slots8-16")
 # The base model, 32 adapters in pages, 32 in eight slots, and 2,000 that are read from disk; requests a second.
 @pytest.mark.parametrize("judged", ["base-32", "many-base-16", "many-base-32", "elastic-32"])
 def test_an_h100_at_twice_the_rate_is_foretold(judged):
-    assert_foretold(compare(on_h100(*PAGES), *on_h100(judged)))
+    assert_foretold(foretold_of_pages(judged))
 
 
 # The first two are runs by the very same decisions: see below.
@@ -48,16 +49,53 @@ def test_an_h100_with_eight_slots_is_foretold_where_steps_scatter_as_they_do_the
     assert_foretold({name: (measured[name], middle) for name, (_, middle, _) in found.items()})
 
 
+# Of an engine whose requests wait for slots for 64 steps at most.
+@pytest.mark.parametrize("judged", ["wait64-base-32", "wait64-elastic-32", "wait64-slots8-32"])
+@pytest.mark.parametrize("slots", [(), ("wait64-slots8-16",)], ids=["pages", "pages-and-slots"])
+def test_an_h100_at_twice_the_rate_and_with_other_slots_is_foretold(slots, judged):
+    fitted = on_h100("wait64-base-16", "wait64-elastic-16", *slots)
+
+    assert_foretold(compare(fitted, *on_h100(judged)))
+
+
+def test_eight_slots_are_foretold_from_traffic_in_pages_and_decoding_in_slots():
+    decode = RESULTS / "engine-decode-ahead-h100-2026-11-22.json"
+
+    assert_foretold(
+        compare([*on_h100("wait64-base-16", "wait64-elastic-16"), decode], *on_h100("wait64-slots8-16"))
+    )
+
+
+def test_eight_slots_are_foretold_but_for_the_median_wait_by_what_no_slot_was_in():
+    """Half of the requests find a slot at once, and half wait: the median needs what slots' kernels take."""
+    found = compare(on_h100("wait64-base-16", "wait64-elastic-16"), *on_h100("wait64-slots8-16"))
+
+    shares = {name: simulated / measured for name, (measured, simulated) in found.items()}
+    assert shares["tokens_per_second"] == pytest.approx(1, abs=0.05)
+    assert shares["ttft_p99_ms"] == pytest.approx(1, abs=0.20)
+
+
 def test_reads_of_two_thousand_adapters_take_as_long_as_they_did_where_they_were_fitted():
-    assert_foretold(compare(on_h100(*PAGES), *on_h100("many-16")))
+    assert_foretold(foretold_of_pages("many-16"))
 
 
 def test_reads_of_two_thousand_adapters_at_twice_the_rate_leave_as_much_throughput():
     """When waits begin to grow, half a millisecond decides whether steps read adapters: the waits are not foretold."""
-    found = compare(on_h100(*PAGES), *on_h100("many-32"))
-
-    measured, simulated = found["tokens_per_second"]
+    measured, simulated = foretold_of_pages("many-32")["tokens_per_second"]
     assert simulated / measured == pytest.approx(1, abs=0.10)
+
+
+@cache
+def cost_in_pages():
+    return fit(on_h100(*PAGES))
+
+
+def foretold_of_pages(judged):
+    """As `compare`, fitted once for all tests."""
+    (path,) = on_h100(judged)
+    result = json.loads(path.read_text())
+    simulated, measured = simulate(result, cost_in_pages(), "lora"), measured_in(result, "lora")
+    return {name: (measured[name], simulated[name]) for name in JUDGED}
 
 
 def assert_foretold(found):
