@@ -90,13 +90,16 @@ def facts(engine: LLMEngine, ranks: Mapping[int, int]) -> dict[str, object]:
     """What an engine has before its first step.
 
     max_lora_wait_steps               as configured
+    graph_sizes                       tokens of the graphs for steps with prompts
     kv_blocks, blocks_a_page, pages   of memory; 0 pages where adapters have slots of one size
     max_loras, max_cpu_loras          slots, and adapters that memory may hold
     in_memory, in_slots               ids of the adapters that are there, the one used longest ago first
     ranks                             of adapters 1, 2, ..
     """
+    graphs = engine.runner.mixed_graphs
     found: dict[str, object] = {
         "max_lora_wait_steps": engine.config.scheduler_config.max_lora_wait_steps,
+        "graph_sizes": [] if graphs is None else graphs.sizes,
         "kv_blocks": engine.runner.num_blocks,
         "blocks_a_page": engine.runner.blocks_a_page,
     }

@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 from gpu import taking_turns
+from interpreted import keep_the_language_replaced
 
 pytest_plugins = ["labs.kit.plugin"]
 
@@ -25,6 +26,9 @@ torch.set_num_threads(1)
 # Without a GPU the Triton kernels run through its interpreter, which must be chosen before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Python's own 700 have the garbage collector look so often that a tenth of the tests' time goes there.
+gc.set_threshold(50_000, 10, 10)
 
 # Files that take longest, so that they do not come last, when the other processes have nothing left to do.
 LONGEST = (
@@ -46,6 +50,19 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    keep_the_language_replaced()
+    pass_over_what_is_here()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After each file: engines have gone with its fixtures, and some tests unfreeze what was frozen."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        pass_over_what_is_here()
+
+
+def pass_over_what_is_here():
     """Libraries and tests stay: whoever looks for garbage, or for what is left, passes over them from here on."""
     gc.collect()
     gc.freeze()

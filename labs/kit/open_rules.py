@@ -79,6 +79,8 @@ FORBIDDEN_ATTRIBUTES = {
 }
 
 OF_KERNELS = ("triton.jit", "tl.load")
+# What the names in these mean, or else they would be another module's `jit` and `load`.
+KERNEL_MODULES = {"triton": "triton", "tl": "triton.language"}
 
 
 def broken_rules(text: str) -> list[str]:
@@ -92,7 +94,9 @@ def broken_rules(text: str) -> list[str]:
 
 def _broken_by(node: ast.AST) -> str | None:
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return _broken_by_import(node)
+        return _broken_by_import(node) or _broken_by_new_names(_imported_names(node))
+    if said := _broken_by_new_names(_bound_names(node)):
+        return said
     if isinstance(node, ast.Name):
         is_hidden = node.id.startswith("__") or node.id in FORBIDDEN_NAMES
         return f"an answer may not use `{node.id}`" if is_hidden else None
@@ -108,8 +112,37 @@ def _broken_by_import(node: ast.Import | ast.ImportFrom) -> str | None:
         if name not in MAY_IMPORT:
             return f"an answer may not import {name}; it may import {', '.join(sorted(MAY_IMPORT))}"
     for name in names:
-        if name.startswith("_") or name in FORBIDDEN_ATTRIBUTES or f"{modules[0]}.{name}" == "torch.nn":
+        if (
+            name.startswith(("_", "*"))
+            or name in FORBIDDEN_ATTRIBUTES
+            or f"{modules[0]}.{name}" == "torch.nn"
+        ):
             return f"an answer may not import {name}"
+    return None
+
+
+def _imported_names(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """Each name that an import binds, and what it means from then on."""
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    # `import a.b` binds a, and `import a.b as c` binds c to a.b.
+    whole = {alias.asname: alias.name for alias in node.names if alias.asname}
+    first = {alias.name.partition(".")[0] for alias in node.names if not alias.asname}
+    return whole | {name: name for name in first}
+
+
+def _bound_names(node: ast.AST) -> dict[str, str]:
+    """Each name that anything but an import binds: by assigning, defining, matching, catching or as an argument."""
+    if isinstance(node, ast.Name):
+        return {} if isinstance(node.ctx, ast.Load) else {node.id: ""}
+    fields = () if isinstance(node, ast.keyword | ast.alias) else ("name", "arg", "rest")
+    return {name: "" for field in fields if isinstance(name := getattr(node, field, None), str)}
+
+
+def _broken_by_new_names(names: dict[str, str]) -> str | None:
+    for name, means in names.items():
+        if KERNEL_MODULES.get(name, means) != means:
+            return f"an answer may call nothing `{name}` but {KERNEL_MODULES[name]}"
     return None
 
 

@@ -43,6 +43,7 @@ class LeadingRunner(RankRunner):
         self._end = weakref.finalize(self, end_ranks, others, self._captured)
         with others.in_step(lambda: False):
             super().__init__(config_of(0, config))
+        others.on_death.append(self._group.release)
 
     def load_lora_model(self, model: nn.Module, vllm_config: EngineConfig, device: str) -> nn.Module:
         model = super().load_lora_model(model, vllm_config, device)

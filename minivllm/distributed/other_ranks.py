@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -26,6 +27,9 @@ SECONDS_TO_HEAR = 2.0
 SECONDS_TO_BLAME = 0.2
 # For whoever is told to stop; then it is killed.
 SECONDS_TO_STOP = 3.0
+# A process that a signal has stopped (SIGSTOP) may be continued. After so long it has ended for all others, who wait.
+SECONDS_STOPPED = 30.0
+SECONDS_BETWEEN_LOOKS = 1.0
 ENDING = "minivllm-ranks-end"  # the name of the threads in which `on_death` is called
 
 
@@ -115,8 +119,12 @@ class OtherRanks:
 
     def _listen(self) -> None:
         told: dict[int, tuple[bool, str]] = {}
+        looks: Counter[int] = Counter()
         while not self._is_closing and self.error is None:
-            for pipe in wait(self.pipes):
+            telling = wait(self.pipes, SECONDS_BETWEEN_LOOKS)
+            if not telling:
+                self._look_for_the_stopped(looks)
+            for pipe in telling:
                 rank = self.pipes.index(pipe) + 1
                 try:
                     name, value = pickle.loads(pipe.recv_bytes())
@@ -127,6 +135,15 @@ class OtherRanks:
                     told[rank] = value
                 else:
                     self._note(rank, *value)
+
+    def _look_for_the_stopped(self, looks: Counter[int]) -> None:
+        """looks: rank -> how often in a row it was found stopped. No time: this process may have been stopped, too"""
+        for rank, process in enumerate(self.processes, start=1):
+            looks[rank] = looks[rank] + 1 if is_stopped(process.pid) else 0
+            if looks[rank] * SECONDS_BETWEEN_LOOKS >= SECONDS_STOPPED:
+                process.kill()  # and so whoever waits to tell it something, and holds the lock
+                self._die(rank, f"stopped by a signal and not continued for {SECONDS_STOPPED:g} s")
+                return
 
     def _note(self, rank: int, number: int, said: str | None) -> None:
         """A rank's answer. Once all have answered, whoever asked gets those that say something."""
@@ -205,6 +222,15 @@ class OtherRanks:
         self._kill()
         for pipe in self.pipes:
             pipe.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a child of this process. In the hands of a debugger it is not; nor on some macOS."""
+    if not hasattr(os, "waitid"):
+        return False
+    with suppress(ChildProcessError):  # it has ended
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def is_of_others(error: BaseException) -> bool:

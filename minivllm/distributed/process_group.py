@@ -34,3 +34,6 @@ class ProcessGroup(TensorParallel):
     def broadcast(self, x: torch.Tensor) -> None:
         """Put what rank 0 has there into a contiguous tensor of every process."""
         dist.broadcast(x, 0, self.group)
+
+    def release(self) -> None:
+        """Have nobody wait in a kernel for a rank that has ended. torch.distributed has no such kernels."""

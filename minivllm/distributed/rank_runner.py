@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from minivllm.config import EngineConfig
-from minivllm.distributed.process_group import ProcessGroup
+from minivllm.distributed.peer_group import make_group
 from minivllm.worker.cpu_threads import available_cores
 from minivllm.worker.model_runner import ModelRunner
 
@@ -23,7 +23,7 @@ class RankRunner(ModelRunner):
     """A `ModelRunner` that has its part of every layer, and as many KV blocks as all others."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._group = ProcessGroup()
+        self._group = make_group(config.device)
         super().__init__(config, self._group)
         dist.all_reduce(torch.zeros(1))  # every rank has its model by now
 

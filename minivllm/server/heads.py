@@ -1,8 +1,9 @@
-"""A connection's heads: how long one may be, and whether its HTTP knows chunks.
+"""A connection's heads: how long one may be, what it may upgrade to, and whether its HTTP knows chunks.
 
 Stands for `--h11-max-incomplete-event-size` of vLLM's server (v0.22.1).
 """
 
+import sys
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -10,6 +11,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 class LimitedHead(HttpToolsProtocol):
     """One connection. httptools keeps a head until it is whole, however long that is; this one answers 400 and closes.
+
+    A request that offers to go on in another protocol (`Upgrade: h2c`, as Java's client does) is answered in this one.
+    httptools gives up such a request behind its head, and uvicorn goes on without the body.
 
     most   bytes that are read since the last part of a body or the last request, and are neither
     """
@@ -26,14 +30,30 @@ class LimitedHead(HttpToolsProtocol):
         self._unread = 0
 
     def data_received(self, data: bytes) -> None:
-        self._unread += len(data)
-        super().data_received(data)
+        self._left = data
+        while self._left:
+            data, self._left = self._left, b""
+            self._unread += len(data)
+            self._data = data
+            super().data_received(data)
         if self._unread > self.most and not self.transport.is_closing():
             self.send_400_response("The request's head is too large.")
 
+    def _should_upgrade(self) -> bool:
+        """Whether uvicorn leaves the request to `handle_websocket_upgrade`. A tunnel (CONNECT) is none to upgrade."""
+        return self.parser.get_method() != b"CONNECT"
+
+    def handle_websocket_upgrade(self) -> None:
+        """Have the request read again, as one that offers nothing. uvicorn calls this where it caught httptools' word
+        for it, which says where the head ended."""
+        [end] = sys.exception().args
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.scope["http_version"].encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self._left = b"\r\n".join([*lines, b"", self._data[end:]])
+
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+        if self.scope["http_version"] == "1.0" and self.cycle is not None and self.cycle.scope is self.scope:
             send_in_one_piece(self.cycle)
 
     def on_body(self, body: bytes) -> None:

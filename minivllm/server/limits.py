@@ -1,11 +1,13 @@
 """What one request, and all together, may take. Stands for a part of vllm/entrypoints/openai/server_utils.py."""
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.server.errors import ApiError, error_response
@@ -14,6 +16,11 @@ from minivllm.server.settings import ServerSettings
 T = TypeVar("T")
 
 MOST_HEADERS = 100
+# Lists and objects in each other. Far below where Python gives up, which is sooner the more calls it is in.
+MOST_NESTED = 200
+STRINGS = re.compile(rb'"(?:[^"\\]|\\.?)*+"?', re.DOTALL)
+STEPS = np.zeros(256, dtype=np.int8)  # what each byte adds to how deep JSON is nested, outside of strings
+STEPS[[*b"[{"]], STEPS[[*b"]}"]] = 1, -1
 # Answered whatever else goes on: whoever watches the server must see it when it is busy.
 ALWAYS = frozenset({"/health", "/version", "/metrics"})
 
@@ -68,9 +75,12 @@ class Limits:
         """The body, in time; None if whoever sent it has gone."""
         seconds = self.settings.read_seconds
         try:
-            return await within(seconds, self._read_all(receive))
+            body = await within(seconds, self._read_all(receive))
         except TimeoutError:
             raise ApiError(408, f"the body was not there after {seconds:g} s; send it at once") from None
+        if body is not None and nested(body) > MOST_NESTED:
+            raise ApiError(400, f"the body is nested more than {MOST_NESTED} levels deep; nest less")
+        return body
 
     async def _read_all(self, receive: Receive) -> bytes | None:
         body = bytearray()
@@ -122,6 +132,15 @@ class Begun:
             return (yield from self.coroutine.__await__())
         finally:
             self.coroutine.close()
+
+
+def nested(body: bytes) -> int:
+    """At least how deep lists and objects are in each other; exact where JSON is nested more than `MOST_NESTED`."""
+    opened = body.count(b"[") + body.count(b"{")
+    if opened <= MOST_NESTED:
+        return 0
+    steps = STEPS[np.frombuffer(STRINGS.sub(b"", body), dtype=np.uint8)]
+    return int(steps.cumsum(dtype=np.int32).max(initial=0))
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:

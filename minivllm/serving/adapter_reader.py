@@ -85,10 +85,9 @@ class AdapterReader:
             return None
         read, record = self._reads.get(adapter_id), self.registry.adapters.get(adapter_id)
         if read is None or read.record is not record:
-            self._forget_unwanted()
-            if len(self._reads) >= self.most:
-                # Those that have been read wait for slots: the step reads this one, if it can join.
-                return LOADING if self.is_reading else None
+            if self._is_full():
+                # Those that have been read wait for slots: the step reads this one, if nobody else is in it.
+                return LOADING if self.is_reading or self.scheduler.running else None
             read = self._begin(request.lora_request, record)
         return None if read.future.done() else LOADING
 
@@ -165,6 +164,14 @@ class AdapterReader:
         self._reads[lora_request.lora_int_id] = read
         self.registry.loading.add(lora_request.lora_int_id)
         return read
+
+    def _is_full(self) -> bool:
+        """Whether `most` are being read, or were for requests that still wait: not for those who join this step."""
+        self._forget_unwanted()
+        held = len(self._reads)
+        if held >= self.most and (done := {a for a, read in self._reads.items() if read.future.done()}):
+            held -= len(done & {request.adapter_id for request in self.scheduler.running})
+        return held >= self.most
 
     def _forget_unwanted(self) -> None:
         for adapter_id, read in list(self._reads.items()):

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minivllm.simulate.cost_model import CostModel, StepWork, graph_size
+from minivllm.simulate.cost_model import CostModel, StepWork, graph_size, graph_sizes
 from minivllm.simulate.fit_reads import Held, reads_of
 from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.records import Call, calls_of
+from minivllm.worker.cuda_graphs import smallest_that_holds
 from minivllm.worker.mixed_graphs import MOST_TOKENS
 
 ROUNDS = 5
@@ -52,6 +53,9 @@ WITHOUT_GRAPH = (4 * MOST_TOKENS, 8 * MOST_TOKENS)
 
 # Of a step that is no graph, and has no more tokens, the host launches the kernels for longer than they take.
 HOST_IS_SLOWER = 2 * MOST_TOKENS
+
+# Tokens of the graphs of engines that did not note them.
+GRAPHS_OF_BEFORE = [*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128)]
 
 # Where a step waits for copies. All adapters of such a result are alike: none takes longer for its bytes.
 STEPS_WAIT_FOR_COPIES = {"copy_bytes_per_s": float("inf"), "copies_beside": False}
@@ -165,6 +169,7 @@ def steps_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[Measu
     A call that ran ahead returns when the step before its own is through. Such a step took from there to the end of
     the next call. One that is no graph is launched when the step before is through: from the end of the call before,
     both were computed until its own call's end. It is the next one's if that call ran ahead, and the device was slower.
+    Steps in graphs of sizes that an engine no longer has are left out.
 
     Where no call ran ahead, on a CPU, a step takes its call, and waits for copies.
 
@@ -173,10 +178,13 @@ def steps_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[Measu
     measured, calls = [], list(calls_of(row))
     if not any(call.ahead for call in calls):
         return [Measured(c.work, c.copies, c.ended_s - c.started_s) for c in calls if c.work is not None]
+    sizes = row["engine"].get("graph_sizes", GRAPHS_OF_BEFORE)
     held = held or [NOT_HELD] * len(calls)
     for place, (one, call, following) in enumerate(zip([None, *calls], calls, [*calls[1:], None])):
         if call.work is None or one is None or one.work is None or not one.ahead:
             continue  # nothing was there to wait for
+        if any(each.work.prompt_steps and graph_is_gone(each.work.tokens, sizes) for each in (one, call)):
+            continue
         copies, own = call.beside, held[place]
         if not call.ahead or MOST_TOKENS < call.work.tokens <= HOST_IS_SLOWER:
             measured.append(Measured(call.work, copies, call.ended_s - one.ended_s, one.work, own))
@@ -188,6 +196,11 @@ def steps_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[Measu
             seconds = following.ended_s - call.ended_s
             measured.append(Measured(call.work, copies, seconds, held=held[place + 1]))
     return measured
+
+
+def graph_is_gone(tokens: float, sizes: list[int]) -> bool:
+    """Whether a step of so many tokens ran in a graph of another size than it would today.   sizes: of then"""
+    return smallest_that_holds(sizes, tokens) != smallest_that_holds(graph_sizes(), tokens)
 
 
 def is_graph(call: Call) -> bool:

@@ -16,6 +16,7 @@ from rank_ends import all_end, group_is_left, is_there, kill_rank, misinform_oth
 from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
+from minivllm.distributed import other_ranks
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.errors import EngineDeadError
 
@@ -90,6 +91,12 @@ class TestARank:
         names = [None, "qv", "all"]
         expected = [world.oracle().greedy(name, PROMPT, 200) for name in names]
         assert [tokens_of(finished[f"r{i}"]) for i in range(3)] == expected
+
+    def test_that_is_stopped_and_not_continued_ends_the_engine(self, engine, monkeypatch):
+        monkeypatch.setattr(other_ranks, "SECONDS_STOPPED", 2.0)
+        os.kill(rank_pids(engine)[1], signal.SIGSTOP)
+
+        dies(engine, r"rank 1 of 2 has ended \(stopped by a signal and not continued for 2 s\)")
 
     def test_that_is_killed_after_it_was_stopped_in_a_step_ends_the_engine(self, engine):
         pid = rank_pids(engine)[1]

@@ -187,6 +187,49 @@ def test_more_adapters_than_slots_and_memory_are_served_in_turn(world, serve):
         assert tokens_of(outputs[-1]) == world.oracle().greedy(name, PROMPT, 5)
 
 
+@pytest.mark.parametrize("most, slots", [(1, 4), (2, 4), (1, 1)])
+def test_no_step_of_others_reads_what_many_wait_for(world, slow, most, slots):
+    """As many adapters as may be have been read at once, when the next step admits their requests."""
+    llm, disk = slow(parallel_reads=most, max_loras=slots, max_cpu_loras=slots)
+
+    async def main():
+        tasks = [asyncio.create_task(collect(llm, "base", 60))]
+        await until(lambda: llm._client.engine.scheduler.running)
+        tasks += [asyncio.create_task(collect(llm, n, 6, world.request(n))) for n in world.names]
+        await until(lambda: len(llm._client.engine.scheduler.waiting.requests) == len(world.names))
+        await until(lambda: disk.reading == most)
+        disk.go.set()
+        return await asyncio.gather(*tasks)
+
+    base, *others = asyncio.run(main())
+    assert tokens_of(base[-1]) == world.oracle().greedy(None, PROMPT, 60)
+    for name, outputs in zip(world.names, others):
+        assert tokens_of(outputs[-1]) == world.oracle().greedy(name, PROMPT, 6)
+    assert disk.threads == ["minivllm-reader"] * len(world.names)
+
+
+def test_the_next_is_read_beside_the_step_that_takes_what_was_read(world, slow):
+    llm, disk = slow(parallel_reads=1, max_loras=4)
+    begun = []
+    load = llm._client.reader.load
+
+    def note(lora_request):
+        begun.append(len(llm._client.engine.adapters.loading))
+        return load(lora_request)
+
+    llm._client.engine.adapters.worker._timed_load = note
+
+    async def main():
+        tasks = [asyncio.create_task(collect(llm, n, 6, world.request(n))) for n in world.names[:2]]
+        await until(lambda: disk.reading and len(llm._client.engine.scheduler.waiting.requests) == 2)
+        disk.go.set()
+        return await asyncio.gather(*tasks)
+
+    for name, outputs in zip(world.names[:2], asyncio.run(main())):
+        assert tokens_of(outputs[-1]) == world.oracle().greedy(name, PROMPT, 6)
+    assert begun == [2, 1] and disk.most_at_once == 1
+
+
 def test_one_that_cannot_be_read_ends_its_requests_alone(world, slow, tmp_path):
     llm, disk = slow()
     save_adapter(tmp_path / "bad", world.base, 1, **ADAPTERS["qv"])

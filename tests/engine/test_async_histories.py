@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from ends import threads_end
-from soak_checks import check_engine, check_slot_contents
+from far_engine import check_is_empty, check_slots, open_requests
 from tiny_engine import greedy, tiny_world
 
 from minivllm import AsyncLLM
@@ -100,19 +100,26 @@ class History:
             await self.llm.unpin_lora(adapter_id)
 
 
+@pytest.mark.parametrize("where", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_left_of_them_and_every_token_is_pefts(world, expected, seed):
+def test_nothing_is_left_of_them_and_every_token_is_pefts(world, expected, seed, where):
     before = threading.active_count()
-    engine = world.engine(max_num_seqs=8, num_kv_blocks=40, max_cpu_loras=3)
-    llm = AsyncLLM.from_engine(engine)
+    options = {"max_num_seqs": 8, "num_kv_blocks": 40, "max_cpu_loras": 3}
+    is_far = where == "process"
+    llm = (
+        AsyncLLM(world.engine_process(**options)) if is_far else AsyncLLM.from_engine(world.engine(**options))
+    )
     history = History(world, expected, llm, seed)
 
     asyncio.run(history.run())
-    states = asyncio.run(llm.call(lambda engine: dict(engine.output_processor.states)))
 
-    assert not states and not llm._client.sinks and not llm._open
+    assert not asyncio.run(llm.call(open_requests)) and not llm._open
+    assert not (llm._client._requests if is_far else llm._client.sinks)
+    for check in (check_is_empty, check_slots):
+        asyncio.run(llm.call(check))
     llm.shutdown()
-    check_engine(engine, [])
-    check_slot_contents(engine)
+    if not is_far:
+        check_is_empty(llm._client.engine)
+        check_slots(llm._client.engine)
     threads_end(before)
     assert history.counts["length"] >= 5 and history.counts["cancelled"] and history.counts["left"]

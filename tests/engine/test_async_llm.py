@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, and what event loops hear of it."""
+"""An engine in a thread or a process of its own, and what event loops hear of it."""
 
 import asyncio
 import gc
@@ -7,10 +7,11 @@ import threading
 
 import pytest
 from ends import threads_end
+from far_engine import check_is_empty, open_requests, steps_taken, wait_for
 from soak_checks import check_engine
 from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
-from minivllm import AsyncLLM, SamplingParams
+from minivllm import AsyncLLM, LLMEngine, SamplingParams
 from minivllm.labs import Todo
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
 from minivllm.serving.streams import Stream, wake
@@ -23,22 +24,31 @@ def world(tmp_path_factory):
     return tiny_world(tmp_path_factory)
 
 
-@pytest.fixture
-def serve(world):
+@pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.nightly)])
+def serve(world, request):
     """Makes AsyncLLMs of tiny engines; when the test is over nothing of it may be left in them."""
     made, before = [], threading.active_count()
 
     def make(max_queued=None, tokenizer=None, **options):
-        made.append(AsyncLLM.from_engine(world.engine(tokenizer, **options), max_queued=max_queued))
+        if request.param == "process":
+            made.append(AsyncLLM(world.engine_process(tokenizer, **options), max_queued=max_queued))
+        else:
+            made.append(AsyncLLM.from_engine(world.engine(tokenizer, **options), max_queued=max_queued))
         return made[-1]
 
     yield make
     for llm in made:
         is_whole = llm._client.error is None
+        if is_whole and request.param == "process":
+            asyncio.run(llm.call(check_is_empty))
         llm.shutdown()
-        if is_whole:
+        if is_whole and request.param == "thread":
             check_engine(llm._client.engine, [])
     threads_end(before)
+
+
+# For tests that reach into the engine.
+in_a_thread = pytest.mark.parametrize("serve", ["thread"], indirect=True)
 
 
 async def collect(llm, request_id, params, lora=None, prompt=PROMPT, **options):
@@ -51,8 +61,28 @@ def deltas(outputs, index=0):
 
 async def nothing_left(llm):
     """What was posted before this has been done."""
-    states = await llm.call(lambda engine: dict(engine.output_processor.states))
-    assert not states and not llm._client.sinks and not llm._open
+    assert not await llm.call(open_requests)
+    assert not running(llm) and not llm._open
+
+
+def running(llm):
+    """Ids of the requests whose last output has not come."""
+    if hasattr(llm._client, "sinks"):
+        return list(llm._client.sinks)
+    return [reader.request_id for _, reader in list(llm._client._requests.values())]
+
+
+async def runs(llm, *request_ids):
+    """Waits until they are with the engine's client."""
+    while not {*request_ids} <= {*running(llm)}:
+        await asyncio.sleep(0.001)
+
+
+async def has_ended(llm, request_id):
+    """Waits until its last output has come, for whoever takes it."""
+    while request_id in running(llm):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
 
 
 class TestAnswers:
@@ -136,8 +166,7 @@ async def slowly(llm, request_id, length, **options):
     """Outputs of a request whose consumer takes the first, and looks again when all are there."""
     async for output in llm.generate(PROMPT, greedy(length), request_id, **options):
         yield output
-        while request_id in llm._client.sinks:
-            await asyncio.sleep(0.001)
+        await has_ended(llm, request_id)
 
 
 class TestASlowConsumer:
@@ -148,8 +177,7 @@ class TestASlowConsumer:
             slow = llm.generate(PROMPT, greedy(60), "slow", world.request("qv"))
             first = await anext(slow)
             others = [await collect(llm, f"r{i}", greedy(30)) for i in range(2)]
-            while "slow" in llm._client.sinks:
-                await asyncio.sleep(0.001)
+            await has_ended(llm, "slow")
             return others, [first] + [output async for output in slow]
 
         others, slow = asyncio.run(main())
@@ -169,7 +197,7 @@ class TestASlowConsumer:
             loop.call_soon_threadsafe = lambda function, *args: (
                 calls.append(function) or post(function, *args)
             )
-            while "slow" in llm._client.sinks:
+            while "slow" in running(llm):
                 pass
             await slow.aclose()
 
@@ -193,7 +221,7 @@ class TestWhoStopsListening:
             if how in ("closed", "dropped"):
                 answers = llm.generate(PROMPT, greedy(3000), "long", world.request("qv"))
                 await anext(answers)
-                assert "long" in await llm.call(lambda engine: list(engine.output_processor.states))
+                assert "long" in await llm.call(open_requests)
                 if how == "closed":
                     await answers.aclose()
                 del answers
@@ -206,18 +234,18 @@ class TestWhoStopsListening:
 
         asyncio.run(main())
 
-    def test_before_the_request_is_in_the_engine_leaves_none(self, world, serve):
+    def test_before_the_request_is_in_the_engine_leaves_none(self, world, serve, tmp_path):
         llm = serve(tokenizer=character_tokenizer())
-        go = threading.Event()
+        go = tmp_path / "go"
 
         async def main():
-            llm._client.call(lambda engine: go.wait(30))
+            llm._client.call(wait_for, go)
             tasks = [asyncio.create_task(collect(llm, f"{i}", greedy(3000), prompt="text")) for i in range(4)]
             await asyncio.sleep(0.05)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            go.set()
+            go.touch()
             await nothing_left(llm)
 
         asyncio.run(main())
@@ -227,14 +255,14 @@ class TestWhoStopsListening:
 
         async def main():
             first = asyncio.create_task(collect(llm, "same", greedy(40)))
-            while "same" not in llm._client.sinks:
-                await asyncio.sleep(0.001)
+            await runs(llm, "same")
             with pytest.raises(ValueError, match="in use"):
                 await collect(llm, "same", greedy(5))
             return await first
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 40)
 
+    @in_a_thread
     def test_by_closing_its_loop_ends_the_request(self, world, serve):
         llm = serve()
         loop = asyncio.new_event_loop()
@@ -269,10 +297,9 @@ class TestAnAbort:
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
             drawn = SamplingParams(n=2, max_tokens=3000, ignore_eos=True)
             waiting = asyncio.create_task(collect(llm, "b", drawn))
-            while len(llm._client.sinks) < 2:
-                await asyncio.sleep(0.001)
+            await runs(llm, "a", "b")
             await llm.abort(["a", "nobody", "b"])
-            await nothing_left_but_open(llm)
+            assert not await llm.call(open_requests)
             return await running, await waiting
 
         for outputs in asyncio.run(main()):
@@ -285,16 +312,11 @@ class TestAnAbort:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
-            while "a" not in llm._client.sinks:
-                await asyncio.sleep(0.001)
-            await llm.call(lambda engine: engine.abort_request("a"))
+            await runs(llm, "a")
+            await llm.call(LLMEngine.abort_request, "a")
             return await running
 
         assert asyncio.run(main())[-1].outputs[0].finish_reason == "abort"
-
-
-async def nothing_left_but_open(llm):
-    assert not await llm.call(lambda engine: dict(engine.output_processor.states))
 
 
 class TestARefusal:
@@ -318,7 +340,7 @@ class TestARefusal:
             await nothing_left(llm)
 
         asyncio.run(main())
-        assert llm._client.engine.metrics.steps == 0
+        assert asyncio.run(llm.call(steps_taken)) == 0
 
     def test_of_text_says_what_the_engine_says(self, world, serve):
         llm, engine = serve(tokenizer=character_tokenizer()), world.engine(character_tokenizer())
@@ -353,8 +375,7 @@ class TestTheEnd:
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(50)))
-            while "a" not in llm._client.sinks:
-                await asyncio.sleep(0.001)
+            await runs(llm, "a")
             draining = asyncio.create_task(llm.drain(60))
             await asyncio.sleep(0)
             with pytest.raises(Draining):
@@ -365,13 +386,13 @@ class TestTheEnd:
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 50)
 
+    @in_a_thread
     def test_comes_by_draining_after_so_many_seconds(self, world, serve):
         llm = serve()
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
-            while "a" not in llm._client.sinks:
-                await asyncio.sleep(0.001)
+            await runs(llm, "a")
             await llm.drain(0.05)
             assert not running.done()
             llm.shutdown()
@@ -400,6 +421,7 @@ class TestTheEnd:
 
         assert not thread.is_alive()
 
+    @in_a_thread
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), Todo("1.1", "x")], ids=repr)
     def test_by_what_is_no_fault_is_told_to_everybody(self, world, serve, monkeypatch, error):
         llm = serve()
@@ -420,6 +442,7 @@ class TestTheEnd:
         asyncio.run(main())
         assert not llm._open
 
+    @in_a_thread
     def test_by_an_interrupted_call_is_told_as_the_engines_end(self, world, serve):
         llm = serve()
 
@@ -438,6 +461,7 @@ async def anext_until_the_end(answers):
         pass
 
 
+@in_a_thread
 class TestAStepThatRaises:
     def test_is_taken_again_and_nobody_hears_of_it(self, world, serve, monkeypatch):
         llm = serve()
@@ -478,6 +502,7 @@ def raise_times(monkeypatch, owner, name, times):
     monkeypatch.setattr(owner, name, raising)
 
 
+@in_a_thread
 class TestSteps:
     def test_are_told_to_subscribers_as_they_happen(self, world, serve):
         llm = serve()
@@ -523,6 +548,7 @@ class TestSteps:
         assert asyncio.run(main()) == llm._client.engine.trace.records[-3:]
 
 
+@in_a_thread
 class TestTheLoop:
     def test_goes_on_while_a_step_a_load_and_a_tokenizer_stand_still(self, world, serve, monkeypatch):
         llm = serve(tokenizer=character_tokenizer())

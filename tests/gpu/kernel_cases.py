@@ -3,6 +3,7 @@
 A case is a function that runs kernels in a `Sanitizer`'s sight and returns what they wrote.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -17,6 +18,7 @@ from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
 
+from minivllm.distributed import peer_sum_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops import (
     activation,
@@ -165,6 +167,34 @@ def write_slot(sanitizer, shapes, slot, slots=3):
         is_slot = torch.arange(slots).repeat_interleave(view.shape[1]) == slot
         buffer.assert_written_only_where(is_slot[:, None])
     return torch.cat([view.flatten() for view in views])
+
+
+def sum_of_ranks(sanitizer, rank, size, n, sums=4):
+    """One rank's part of as many sums as its room's halves are used twice in; others have told of all theirs."""
+    half, programs = 4 * (n + 5 + (-n - 5) % 4), peer_sum_op.programs_of(4 * n)
+    terms = random(size, 2, half // 4, seed=n)
+    rooms = [guarded(own) for own in terms]
+    flags = [numbers([sums + 1] * (programs * size)) for _ in range(size)]
+    counts, stop = numbers([0] * programs), numbers([0])
+    sanitizer.reach = rooms + flags
+    found = []
+
+    for i in range(sums):
+        x = guarded(random(1, n, seed=50 + i))[0]
+        with sanitizer.watching():
+            tables = [
+                torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
+            ]
+            found.append(peer_sum_op.peer_sum(x, *tables, counts, stop, half, rank, looks=2))
+        terms[rank, (i + 1) % 2, :n] = x.cpu()
+        assert torch.equal(found[-1].cpu(), functools.reduce(torch.add, terms[:, (i + 1) % 2, :n]))
+
+    assert all(torch.equal(room.cpu(), own) for room, own in zip(rooms, terms))
+    assert counts.tolist() == [sums] * programs
+    for other, theirs in enumerate(flags):
+        told = [sums if column == rank != other else sums + 1 for column in range(size)]
+        assert theirs.view(programs, size).tolist() == [told] * programs
+    return torch.stack(found)
 
 
 # ---- adapters in pages --------------------------------------------------------------------------------------

@@ -134,7 +134,13 @@ def test_a_kv_cache_is_smaller_by_what_slots_take(folder):
     share = (total - free + 16 * 2**30) / total  # so few that requests are not what limits the cache
     kv_bytes, taken = [], []
     for slots in (1, 8):
-        options = {"max_loras": slots, "max_lora_rank": 64, "max_num_seqs": 4096}
+        # Few tokens a step: sampling all rows of a full one takes some 14 times their logits in float32.
+        options = {
+            "max_loras": slots,
+            "max_lora_rank": 64,
+            "max_num_seqs": 4096,
+            "max_num_batched_tokens": 256,
+        }
         before = allocated()
         engine = LLMEngine(
             engine_config(folder, gpu_memory_utilization=share, **options), None, warm_up=False

@@ -155,13 +155,14 @@ def test_the_backend_is_told_that_padding_is_base(world):
     assert punica.sampler_indices.tolist() == [0, 1, -1, -1, -1, -1]
 
 
-def test_sizes_end_with_the_largest_step_and_pad_by_a_quarter_at_most():
+def test_sizes_end_with_the_largest_step_and_pad_by_a_third_at_most():
     sizes = mixed_sizes(8192)
 
     assert sizes[-1] == 1024
     assert mixed_sizes(100) == [32, 64, 96, 100]
     assert mixed_sizes(20) == [20]
-    assert all(larger - size <= max(32, size // 4) for size, larger in itertools.pairwise(sizes))
+    assert all(larger - size <= max(32, size // 3) for size, larger in itertools.pairwise(sizes))
+    assert 448 not in sizes, "on an H100 it takes longer than 512"
 
 
 @needs_cuda

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 
 from minivllm import LLMEngine
 
@@ -20,6 +21,27 @@ def check_is_empty(engine: LLMEngine) -> None:
     from soak_checks import check_engine  # it stands beside the engine's tests
 
     check_engine(engine, [])
+
+
+def check_slots(engine: LLMEngine) -> None:
+    from soak_checks import check_slot_contents
+
+    check_slot_contents(engine)
+
+
+def open_requests(engine: LLMEngine) -> list[str]:
+    return list(engine.output_processor.states)
+
+
+def steps_taken(engine: LLMEngine) -> int:
+    return engine.metrics.steps
+
+
+def wait_for(engine: LLMEngine, file: Path) -> None:
+    """Hold the engine up until there is such a file."""
+    until = time.monotonic() + 30
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 def break_steps(engine: LLMEngine) -> None:

@@ -330,6 +330,19 @@ def test_of_several_rounds_the_worst_counts(monkeypatch):
         ("torch.Tensor.copy_ = 3", "sets attributes of `self` alone, not `torch.Tensor.copy_`"),
         ("exec('import sys')", "may not use `exec`"),
         ("def f(:", "invalid syntax"),
+        ("from torch import *", "may not import *"),
+        ("import torch as tl", "may call nothing `tl` but triton.language"),
+        ("import torch as triton", "may call nothing `triton` but triton"),
+        ("import torch.nn as tl", "may not import torch.nn"),
+        ("from triton import testing as tl", "may call nothing `tl` but triton.language"),
+        ("tl = torch", "may call nothing `tl`"),
+        ("[tl := torch]", "may call nothing `tl`"),
+        ("for x, (tl, *y) in z: pass", "may call nothing `tl`"),
+        ("def f(x, *tl): pass", "may call nothing `tl`"),
+        ("f = lambda tl: tl.load", "may call nothing `tl`"),
+        ("class triton: pass", "may call nothing `triton`"),
+        ("with x as tl: pass", "may call nothing `tl`"),
+        ("match x:\n    case {**tl}: pass", "may call nothing `tl`"),
     ],
 )
 def test_what_reaches_the_counter_the_future_or_unseen_arithmetic_is_refused(line, said):
@@ -337,7 +350,15 @@ def test_what_reaches_the_counter_the_future_or_unseen_arithmetic_is_refused(lin
 
     assert broken
     assert said in broken[0]
-    assert broken[0].startswith("line 2: ")
+    last = 2 + line.count("\n")
+    assert broken[0].startswith(f"line {last}: ")
+
+
+@pytest.mark.parametrize("line", ["import triton.language as tl", "from triton import language as tl"])
+def test_kernels_load_and_are_compiled(line):
+    text = f"import triton\nimport triton.language\n{line}\nf(tl=1)\n@triton.jit\ndef kernel(x): tl.load(x)\n"
+
+    assert broken_rules(text) == []
 
 
 def test_an_answer_that_breaks_a_rule_is_not_run():

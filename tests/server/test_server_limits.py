@@ -1,6 +1,8 @@
 """What one request, and all together, may take; what happens to connections that stop half way."""
 
 import asyncio
+import http.client
+import itertools
 import json
 import socket
 import threading
@@ -58,6 +60,13 @@ def connected(server):
     return socket.create_connection((host, port), timeout=30)
 
 
+def next_answer(answers):
+    """The JSON of the next answer that comes over a connection."""
+    assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+    headers = http.client.parse_headers(answers)
+    return json.loads(answers.read(int(headers["content-length"])))
+
+
 def head(length, *lines):
     words = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", *lines]
     return "\r\n".join([*words, f"content-length: {length}", "", ""]).encode()
@@ -79,6 +88,68 @@ def test_a_body_that_grows_too_large_is_refused(server):
     assert post(server, chunks()).status_code == 413
     assert post(server, json.dumps({**ASK, "prompt": "x" * 1990})).status_code == 413
     assert post(server, json.dumps(ASK)).status_code == 200
+
+
+@pytest.mark.parametrize("depth", [201, 940, 955, 958, 970, 995])
+def test_a_body_that_is_nested_too_deep_is_refused_in_one_sentence(server, depth):
+    nested = "[" * depth + "]" * depth
+    ways = "application/json", "application/json; charset=utf-8"
+
+    answers = [post(server, nested, **{"content-type": way}) for way in ways]
+
+    assert [answer.status_code for answer in answers] == [400, 400]
+    told = {answer.json()["error"]["message"] for answer in answers}
+    assert told == {"the body is nested more than 200 levels deep; nest less"}
+
+
+def test_brackets_beside_each_other_or_in_strings_are_not_nested(server):
+    beside = {**ASK, "prompt": [[5]] * 3, "logit_bias": {}, "stop": ["]" * 3, '"' + "[" * 300, "\\"]}
+    deep = json.dumps({**ASK, "prompt": "HERE"}).replace('"HERE"', "[" * 199 + "]" * 199)
+
+    assert post(server, json.dumps(beside)).status_code == 200
+    assert post(server, "[" + "[]," * 300 + "[]]").json()["error"]["message"].startswith("the body: Input")
+    assert post(server, deep).json()["error"]["param"] == "prompt.str"
+
+
+@pytest.mark.parametrize("offer", ["Upgrade: h2c", "Upgrade: websocket"])
+@pytest.mark.parametrize("cuts", [[], [0], [0, 9], [-30, 5]], ids=str)
+def test_an_offer_of_another_protocol_is_passed_over(server, offer, cuts):
+    body = json.dumps(ASK).encode()
+    request = head(len(body), offer, "connection: Upgrade, HTTP2-Settings", "http2-settings: AAMAAABk") + body
+    places = [0, *(len(request) - len(body) + cut for cut in cuts), len(request)]
+
+    with connected(server) as sock, sock.makefile("rb") as answers:
+        for start, end in itertools.pairwise(places):
+            sock.sendall(request[start:end])
+            time.sleep(0.05)
+        first = next_answer(answers)
+        sock.sendall(request)  # the connection is as good as before
+        second = next_answer(answers)
+
+    assert first["choices"][0]["text"] == second["choices"][0]["text"] != ""
+
+
+def test_offers_that_come_together_are_answered_in_turn(server):
+    body = json.dumps(ASK).encode()
+    ask = head(len(body), "Upgrade: h2c", "Connection: upgrade") + body
+    chunked = head(0, "Upgrade: h2c", "Connection: upgrade", "Transfer-Encoding: chunked")
+    chunked = chunked.replace(b"content-length: 0\r\n", b"") + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    look = b"GET /version HTTP/1.1\r\nhost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n"
+
+    with connected(server) as sock, sock.makefile("rb") as answers:
+        sock.sendall(ask + look + chunked)
+        first, second, third = (next_answer(answers) for _ in range(3))
+
+    assert first["choices"] == third["choices"]
+    assert "version" in second
+
+
+def test_a_tunnel_is_refused(server):
+    with connected(server) as sock:
+        sock.sendall(b"CONNECT x:80 HTTP/1.1\r\nhost: x:80\r\n\r\n")
+        answer = sock.recv(10_000)
+
+    assert answer.startswith(b"HTTP/1.1 40")
 
 
 def test_too_many_headers_are_refused(server):

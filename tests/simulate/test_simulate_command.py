@@ -12,8 +12,8 @@ from minivllm.cli import app
 from minivllm.commands import simulate_cli
 from minivllm.commands.simulate import assumption
 from minivllm.policies import keeping, prefetching, routing, scheduling
-from minivllm.simulate.cost_model import CostModel, StepWork
-from minivllm.simulate.fit import Measured, fit, fit_steps
+from minivllm.simulate.cost_model import CostModel, StepWork, graph_sizes
+from minivllm.simulate.fit import Measured, fit, fit_steps, steps_of_serve
 from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.page import build_page
 
@@ -184,15 +184,27 @@ BROUGHT = [COSTS / "h100-llama-8b.json", COSTS / "h100-llama-8b-slots.json"]
 
 @pytest.mark.parametrize("brought", BROUGHT, ids=["pages", "slots"])
 def test_no_step_of_more_prompt_tokens_costs_much_less(brought):
-    """A graph of 448 tokens does: cuBLAS has a slow product for it."""
+    """From 193 tokens on: with adapters in pages, a graph of 192 tokens takes longer than one of 224."""
     cost = CostModel.load(brought)
 
     for lora in (0, 1):
         steps = [
-            StepWork(steps=1, prompt_steps=1, requests=1, tokens=n, lora=lora) for n in range(513, 9000, 7)
+            StepWork(steps=1, prompt_steps=1, requests=1, tokens=n, lora=lora) for n in range(193, 9000, 7)
         ]
         seconds = [cost.step_seconds(step) for step in steps]
         assert seconds == sorted(seconds)
+
+
+def test_a_step_in_a_graph_that_is_gone_is_not_fitted_to():
+    row = json.loads((RESULTS / "engine-serve-base-16-h100-2026-11-22.json").read_text())["rows"][0]
+    today = row | {"engine": row["engine"] | {"graph_sizes": graph_sizes()}}
+
+    of_before, of_today = ({one.work.tokens for one in steps_of_serve(said)} for said in (row, today))
+
+    # There was a graph of 448 tokens, and one of 896.
+    gone = {n for n in of_today if 384 < n <= 448 or 768 < n <= 896}
+    assert gone and not gone & of_before
+    assert {n for n in of_today - gone if 256 < n <= 512} <= of_before
 
 
 @pytest.mark.parametrize("brought", BROUGHT, ids=["pages", "slots"])

@@ -1,0 +1,129 @@
+"""Processes whose GPUs sum by reading each other's memory. Stands for
+vllm/distributed/device_communicators/custom_all_reduce.py (v0.22.1).
+
+A step of decodes sums a few hundred kilobytes twice a layer. What NCCL takes for these is latency, not bytes.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minivllm.distributed.peer_memory import WAYS, SharedMemory
+from minivllm.distributed.process_group import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+# "ipc" or "symmetric"; empty = NCCL sums everything.
+VARIABLE = "MINIVLLM_PEER_SUMS"
+# With so many ranks, so many bytes: everybody reads all terms, so larger sums are NCCL's. vLLM's limits, and for two
+# ranks 128 rows of an 8B model.
+MOST_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 19, 5: 1 << 18, 6: 1 << 18, 7: 1 << 18, 8: 1 << 18}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What does not meet within these will not; then NCCL sums everything.
+SECONDS_TO_TRY = 20.0
+
+
+class PeerGroup(ProcessGroup):
+    """As `ProcessGroup`, but small sums are taken by one kernel, where memory can be shared and they come out right.
+
+    memory   a way to share some; None where there is none
+    is_on    whether any sum is taken so, alike on all ranks
+    refusal  why not
+    """
+
+    def __init__(self, memory: SharedMemory | None, device: torch.device | str) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        self.most = MOST_BYTES.get(self.size, 0)
+        self.refusal = ""
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self.is_on = memory is not None and self.most > 0 and self._share(memory) and self._is_right()
+        if memory is not None:
+            weakref.finalize(self, memory.close).atexit = False  # a process that ends gives it back anyway
+            if not self.is_on and self.rank == 0:
+                logger.warning("GPUs do not sum in each other's memory (%s): NCCL does", self.refusal)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        takes = self.is_on and 0 < x.nbytes <= self.most and x.nbytes % 16 == 0 and x.dtype in DTYPES
+        return self._sum(x.contiguous()) if takes else super().all_reduce(x)
+
+    def release(self) -> None:
+        """Have nobody wait for a rank that has ended: sums go on, to no end. No call of CUDA, which might wait."""
+        self._stop.fill_(1)
+
+    # ---- how it begins --------------------------------------------------------------------------------------
+
+    def _share(self, memory: SharedMemory) -> bool:
+        from minivllm.distributed.peer_sum_op import programs_of  # Triton is nowhere on a CPU
+
+        programs = programs_of(self.most)
+        offers = self._try(lambda: memory.offer(2 * self.most + 4 * programs * self.size))
+        opened = offers and self._try(lambda: memory.open(offers), of_all=False)
+        if not opened:
+            return False
+        self._rooms = torch.tensor(opened, device=self.device)
+        self._flags = self._rooms + 2 * self.most
+        self._sums = torch.zeros(programs, dtype=torch.int32, device=self.device)
+        return True
+
+    def _try(self, call: Any, of_all: bool = True) -> Any:
+        """What the call gives on all ranks, or here; None if it raises on any."""
+        try:
+            found, problem = call(), ""
+        except Exception as error:  # drivers, containers and links have many ways of not sharing memory
+            found, problem = None, f"rank {self.rank}: {error}"
+        results = [None] * self.size
+        dist.all_gather_object(results, (found if of_all else None, problem))
+        self.refusal = "; ".join(problem for _, problem in results if problem)
+        if self.refusal:
+            return None
+        return [found for found, _ in results] if of_all else found
+
+    def _is_right(self) -> bool:
+        """Whether sums of random numbers are those of the other way, on all ranks."""
+        return self._try(self._compare, of_all=False) is not None
+
+    def _compare(self) -> bool:
+        timer = threading.Timer(SECONDS_TO_TRY, self.release)
+        timer.start()
+        wrong = []
+        for dtype in DTYPES:
+            generator = torch.Generator().manual_seed(self.rank)
+            for nbytes in (16, self.most // 2, self.most):
+                n = nbytes // dtype.itemsize
+                x = torch.randn(n, generator=generator).to(self.device, dtype)
+                found, expected = self._sum(x), super().all_reduce(x)
+                error = (found.double() - expected.double()).abs().max().item()
+                # Two terms have one sum. Of more, the order may be another.
+                near = 0.0 if self.size == 2 else self.size * 8 * torch.finfo(dtype).eps
+                if not error <= near:
+                    wrong.append(f"{n} numbers of {dtype} differ by {error:.2g}")
+        timer.cancel()
+        if wrong or self._stop.item():
+            raise RuntimeError(
+                "sums are wrong: " + (", ".join(wrong) or f"not done in {SECONDS_TO_TRY:.0f} s")
+            )
+        return True
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        from minivllm.distributed.peer_sum_op import peer_sum
+
+        return peer_sum(x, self._rooms, self._flags, self._sums, self._stop, self.most, self.rank)
+
+
+def make_group(device: str) -> ProcessGroup:
+    """The ranks, and how they sum: as the environment says. ValueError for what is no way."""
+    way = os.environ.get(VARIABLE, "")
+    if not way:
+        return ProcessGroup()
+    if way not in WAYS:
+        raise ValueError(f"{VARIABLE} {way!r} is no way to share memory; use {' or '.join(WAYS)}")
+    if torch.device(device).type != "cuda":
+        return ProcessGroup()
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    return PeerGroup(WAYS[way](dist.get_rank()), device)

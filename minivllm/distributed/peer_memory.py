@@ -1,0 +1,112 @@
+"""Memory that all GPUs of one host read and write. Stands for `create_shared_buffer` of
+vllm/distributed/device_communicators/custom_all_reduce.py (v0.22.1).
+
+There are two ways to have some, because drivers, containers and virtual machines may forbid either.
+"""
+
+import ctypes
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class SharedMemory(Protocol):
+    """What one process has, all zeros, and what others have. Its calls raise RuntimeError, naming what was refused."""
+
+    def offer(self, nbytes: int) -> bytes:
+        """Have so many bytes; what others need to open them."""
+
+    def open(self, offers: list[bytes]) -> list[int]:
+        """What all have offered, by rank -> where this process finds it."""
+
+    def close(self) -> None:
+        """Give back all of it."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * 64),)
+
+
+class CudaIpc:
+    """By the CUDA runtime's handles between processes, as vLLM has it: a handle is 64 bytes, on any pipe."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._own: ctypes.c_void_p | None = None
+        self._opened: list[ctypes.c_void_p] = []
+
+    def offer(self, nbytes: int) -> bytes:
+        self._cuda = _loaded_runtime()
+        own, handle = ctypes.c_void_p(), _Handle()
+        self._call("cudaMalloc", ctypes.byref(own), ctypes.c_size_t(nbytes))
+        self._own = own
+        self._call("cudaMemset", own, 0, ctypes.c_size_t(nbytes))
+        self._call("cudaDeviceSynchronize")
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), own)
+        return bytes(handle)
+
+    def open(self, offers: list[bytes]) -> list[int]:
+        addresses = []
+        for rank, offer in enumerate(offers):
+            address = self._own
+            if rank != self.rank:
+                address = ctypes.c_void_p()
+                lazily = ctypes.c_uint(1)  # cudaIpcMemLazyEnablePeerAccess
+                self._call(
+                    "cudaIpcOpenMemHandle", ctypes.byref(address), _Handle.from_buffer_copy(offer), lazily
+                )
+                self._opened.append(address)
+            addresses.append(address.value)
+        return addresses
+
+    def close(self) -> None:
+        for address in self._opened:
+            self._cuda.cudaIpcCloseMemHandle(address)
+        if self._own is not None:
+            self._cuda.cudaFree(self._own)
+        self._opened, self._own = [], None
+
+    def _call(self, name: str, *args: object) -> None:
+        code = getattr(self._cuda, name)(*args)
+        if code:
+            self._cuda.cudaGetLastError()  # it is told here: PyTorch need not find it
+            raise RuntimeError(f"{name}: {self._cuda.cudaGetErrorString(code).decode()} ({code})")
+
+
+def _loaded_runtime() -> ctypes.CDLL:
+    """The CUDA runtime that PyTorch has loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.split()[-1] for line in maps if "libcudart" in line]
+    if not paths:
+        raise RuntimeError("libcudart: not loaded by PyTorch")
+    cuda = ctypes.CDLL(paths[0])
+    cuda.cudaGetErrorString.restype = ctypes.c_char_p
+    return cuda
+
+
+class TorchSymmetric:
+    """By PyTorch's symmetric memory. Whoever is refused leaves the others waiting for its part of the rendezvous."""
+
+    def __init__(self, rank: int) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def offer(self, nbytes: int) -> bytes:
+        import torch.distributed._symmetric_memory as symmetric_memory  # in no process that does not use it
+
+        self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._memory.zero_()
+        torch.cuda.synchronize()
+        return b"there"
+
+    def open(self, offers: list[bytes]) -> list[int]:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._opened = symmetric_memory.rendezvous(self._memory, dist.group.WORLD)
+        return list(self._opened.buffer_ptrs)
+
+    def close(self) -> None:
+        self._opened = self._memory = None
+
+
+WAYS = {"ipc": CudaIpc, "symmetric": TorchSymmetric}
