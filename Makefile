@@ -50,6 +50,9 @@ $(RAY): $(SETUP) pyproject.toml
 serve-ray: $(RAY)
 	$(BIN)/python -m deploy.fleet
 
+# Else each process that a test starts compiles the engine anew, where the environment forbids to keep what is compiled.
+test nightly: export PYTHONDONTWRITEBYTECODE =
+
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --disable-warnings
 

@@ -64,7 +64,7 @@ class FusedMoE(nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.renormalize = renormalize
         share = tp.share(intermediate_size, "the experts' intermediate size")
-        self.inner, self.intermediate_size_per_partition = tp.part(share), share
+        self.inner = tp.part(share)
         shape = num_experts, 2 * share, hidden_size
         # Uninitialised: the loader fills every parameter or raises.
         w13_weight = torch.empty(shape, dtype=params_dtype, device=device)  # (E, 2I, H)

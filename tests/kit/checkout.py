@@ -15,9 +15,14 @@ from labs.kit.sync import sync
 from labs.kit.variants import with_variant
 from minivllm.labs import ROOT, splice
 
-# Processes that start with torch in them: most of what `lab` and pytest take is its import.
+# Processes that start with torch in them, and pytest's plugins: most of what `lab` and pytest take is their import.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "safetensors.torch", "hypothesis", "pytest"])
+SERVER.set_forkserver_preload(
+    [
+        *("torch", "safetensors.torch", "typer.rich_utils"),
+        *("pytest", "hypothesis", "schemathesis.pytest.plugin", "xdist.plugin"),
+    ]
+)
 PARTS = ("minivllm", "labs", "tests", "solutions", "phases", "docs", "pyproject.toml")
 
 
@@ -30,7 +35,8 @@ class Checkout:
         for name in (*PARTS, *more):
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+                # Compiled modules, too, but for those in which pytest keeps the names of the files they were made from.
+                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("*-pytest-*.pyc"))
             elif source.exists():
                 shutil.copy(source, root / name)
         self.forget()

@@ -171,6 +171,7 @@ def score(said):
     return killed / tried
 
 
+@pytest.mark.nightly
 def test_tests_see_most_of_a_sample_of_changes(shared):
     result = shared.lab("mutants", "--generic", "--sample")
 

@@ -87,7 +87,7 @@ def graded(checkout, tmp_path_factory):
         "from labs.kit.regions import read_engine\n"
         "s.check, s.PATIENCE = lambda *arguments: None, 4\n"
         f"found = s.read_submissions(pathlib.Path({str(folder)!r}))\n"
-        "print(json.dumps(s.grade_submissions(found, [read_engine()['3.4']], memory=2 << 30, limit=3)))\n"
+        "print(json.dumps(s.grade_submissions(found, [read_engine()['3.4']], memory=2 << 30, limit=2)))\n"
     )
     result = checkout.run("-c", code)
     assert result.returncode == 0, result.stderr

@@ -151,6 +151,23 @@ def test_it_chooses_as_the_definition_does(seed):
     assert len(set(chosen)) > 6
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_where_everybody_may_go_the_clock_never_falls(seed):
+    policy, there, clocks = made(), [], []
+
+    for key in np.random.default_rng(seed).integers(12, size=300).tolist():
+        if key not in there and len(there) == 5:
+            victim = policy.victim(there)
+            there.remove(victim)
+            policy.left(victim)
+            clocks.append(policy.clock)
+        there = [k for k in there if k != key] + [key]
+        policy.used(key)
+
+    assert clocks == sorted(clocks)
+    assert len(set(clocks)) > 20
+
+
 def test_what_was_worth_much_once_does_not_stay_for_ever():
     cache = PolicyCache(2, made(lambda key: 1.0, lambda key: 1.0))
 

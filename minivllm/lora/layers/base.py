@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import ClassVar
 
 from torch import nn
 
@@ -23,10 +22,7 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     share           which part of each A and B this process has, of processes that share the layer
     slots           its `Slots`, once `create_lora_weights` was called
     backend         what does the arithmetic, once `set_mapping` was called
-    in_cuda_graphs  whether a step that runs the layer may be captured
     """
-
-    in_cuda_graphs: ClassVar[bool] = True
 
     share: Share = EVERYTHING
 

@@ -1,6 +1,6 @@
 """Adapters on experts. Stands for vllm/lora/layers/fused_moe.py (v0.22.1)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +28,6 @@ class FusedMoEWithLoRA(OptionLayer):
     A pair of a token and an expert has the adapter in the token's slot s, and of that what it has for expert e. So it
     is a row with one of S * E adapters, number s * E + e, and backends add it up as they do for a linear.
     """
-
-    in_cuda_graphs: ClassVar[bool] = False
 
     def __init__(self, base_layer: FusedMoE) -> None:
         sizes = self._shapes_of_parts(base_layer.hidden_size, base_layer.intermediate_size)
