@@ -33,11 +33,11 @@ class CudaIpc:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._cuda = _loaded_runtime()
         self._own: ctypes.c_void_p | None = None
         self._opened: list[ctypes.c_void_p] = []
 
     def offer(self, nbytes: int) -> bytes:
+        self._cuda = _loaded_runtime()
         own, handle = ctypes.c_void_p(), _Handle()
         self._call("cudaMalloc", ctypes.byref(own), ctypes.c_size_t(nbytes))
         self._own = own

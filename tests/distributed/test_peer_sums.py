@@ -121,6 +121,16 @@ def test_a_refusal_names_the_call_and_what_was_taken_is_given_back(monkeypatch, 
     assert runtime.called.count("cudaFree") == (refused != "cudaMalloc")
 
 
+def test_a_process_without_the_cuda_runtime_says_so():
+    if DEVICE == "cuda":
+        pytest.skip("it has one")
+    memory = peer_memory.CudaIpc(rank=0)
+
+    with pytest.raises(RuntimeError, match="libcudart: not loaded by PyTorch"):
+        memory.offer(4096)
+    memory.close()  # nothing was taken
+
+
 def run_ranks(size: int, folder: Path, case: str) -> list[tuple[int, dict]]:
     """(exit code, what it found) of each rank."""
     commands = [
