@@ -29,10 +29,10 @@ from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.policies.routing import least_loaded
-from minivllm.simulate.cost_model import CostModel, work_of
-from minivllm.simulate.fit import fit
+from minivllm.simulate.cost_model import CostModel, StepWork, work_of
+from minivllm.simulate.fit import NOT_HELD, Measured, fit, read, waits_for_kernels
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
-from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of, unpack_seconds
+from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import ReplicaConfig
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
@@ -167,14 +167,45 @@ def compare(fitted: Sequence[Path], judged: Path, case: str = "lora") -> dict[st
 
 def spread(
     fitted: Sequence[Path], judged: Path, times: int, case: str = "lora"
-) -> dict[str, tuple[float, float]]:
-    """As `compare`, `times` over, arrivals moved by up to half a millisecond: name -> 5th and 95th percentile.
+) -> dict[str, tuple[float, float, float]]:
+    """As `compare`, `times` over: name -> 5th, 50th and 95th percentile.
 
-    So much is decided by what no record says: who came a moment before a step, and who after.
+    Arrivals move by up to half a millisecond. No record says who came a moment before a step, and who after. And steps
+    take what they took where they were fitted, not their mean.
     """
     result, cost = json.loads(judged.read_text(encoding="utf-8")), fit(fitted)
-    runs = [simulate(result, cost, case, np.random.default_rng(seed)) for seed in range(times)]
-    return {name: tuple(np.percentile([run[name] for run in runs], (5, 95)).tolist()) for name in JUDGED}
+    measured = [one for path in fitted for one in read(path)[0].steps]
+    runs = []
+    for seed in range(times):
+        rng = np.random.default_rng(seed)
+        runs.append(simulate(result, scattered(cost, measured, rng), case, rng))
+    return {name: tuple(np.percentile([run[name] for run in runs], (5, 50, 95)).tolist()) for name in JUDGED}
+
+
+def scattered(cost: CostModel, measured: Sequence[Measured], rng: np.random.Generator) -> CostModel:
+    """A model fitted to these. Its steps, and launches of kernels, are longer or shorter as often as these were."""
+    plain = [one for one in measured if one.before is None and one.held == NOT_HELD]
+    shares = [
+        np.array([one.seconds / cost.step_seconds(one.work) for one in plain if one.work.lora == lora])
+        for lora in (0, 1)
+    ]
+    waits = [one for one in measured if waits_for_kernels(one) and one.work.lora]
+    kernels = np.array([one.seconds - cost.step_seconds(one.before) for one in waits])
+
+    class Scattered(CostModel):
+        def step_seconds(self, work: StepWork) -> float:
+            of_kind = shares[int(work.lora)]
+            is_known = len(of_kind) and work.tokens <= self.graph_tokens
+            return super().step_seconds(work) * (drawn(of_kind) if is_known else 1.0)
+
+        def launch_seconds(self, work: StepWork) -> float:
+            seconds = super().launch_seconds(work)
+            return drawn(kernels) if seconds and work.lora else seconds
+
+    def drawn(values: np.ndarray) -> float:
+        return float(values[rng.integers(len(values))])
+
+    return Scattered(**vars(cost))
 
 
 def measured_in(result: dict[str, Any], case: str) -> dict[str, Any]:
@@ -188,16 +219,11 @@ def measured_in(result: dict[str, Any], case: str) -> dict[str, Any]:
 def simulate(
     result: dict[str, Any], cost: CostModel, case: str, rng: np.random.Generator | None = None
 ) -> dict[str, float]:
-    """The report on a record's arrivals, each moved a little if there is an `rng`.
-
-    How long a read took, the record says itself: that is of its files, not of an engine.
-    """
+    """The report on a record's arrivals, each moved a little if there is an `rng`."""
     measured = measured_in(result, case)
     if result["benchmark"] == "trust":
         fleet, arrivals = demo_fleet(result, cost), [Arrival(**arrival) for arrival in result["arrivals"]]
     else:
-        if (unpack_s := unpack_seconds([measured])) is not None:
-            cost = replace(cost, unpack_s=unpack_s, read_bytes_per_s=float("inf"))
         config, arrivals = replica_config(result, measured), arrivals_of(measured)
         fleet = Fleet(config, cost, sizes_of(measured, cost.bytes_per_rank), least_loaded)
         put_in_place(fleet.replicas[0], measured)
@@ -228,7 +254,10 @@ def judge(options: Namespace) -> None:
     for name, (measured, simulated) in compare(options.fitted, options.record, options.case).items():
         print(f"{name}: measured {measured:.1f}, simulated {simulated:.1f} ({simulated / measured - 1:+.1%})")
         if between:
-            print(f"  {between[name][0]:.1f} to {between[name][1]:.1f} with arrivals half a millisecond off")
+            least, middle, most = between[name]
+            print(
+                f"  {least:.1f} to {most:.1f}, median {middle:.1f} ({middle / measured - 1:+.1%}), where steps scatter"
+            )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -248,7 +277,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     judging.add_argument("--case", type=one_of(("base", "lora")), default="lora", help="of several rows")
     judging.add_argument(
-        "--times", type=whole(0), default=0, help="simulations more, arrivals moved a little"
+        "--times", type=whole(0), default=0, help="simulations more: arrivals moved a little, steps scatter"
     )
     judging.add_argument("fitted", type=Path, nargs="+", help="the records to fit to, of another rate, say")
     options = parser.parse_args(arguments)

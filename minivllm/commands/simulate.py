@@ -21,7 +21,7 @@ from minivllm.simulate.cost_model import CostModel, StepWork
 from minivllm.simulate.fit import fit
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.page import build_page
-from minivllm.simulate.replica import Elastic, ReplicaConfig
+from minivllm.simulate.replica_config import Elastic, ReplicaConfig
 from minivllm.simulate.report import report
 
 # A page of eight ranks by a KV block of 16 tokens, in the Llama-8B shape.

@@ -97,7 +97,10 @@ class CostModel:
     copy_s, read_s      seconds of each copy and each read, whatever its size
     copy_bytes_per_s    from memory into a slot
     read_bytes_per_s    from disk into memory
-    unpack_s            of each read beside that, of a reader for itself: readers do it side by side, and share the disk
+    unpack_s, unpack_bytes_per_s   of each read after that, of the host: readers that do it at the same time share it
+    check_s             so much later a step begins for each adapter that the engine never saw before: the host looks it
+                        through when a request names it
+    beside_reads_s      so much later a step with prompts begins that the host launches beside reads
     copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
     slowed_s            by so much each copy slows the step that it goes on beside
     bytes_per_rank      bytes of an adapter, by its rank
@@ -106,8 +109,8 @@ class CostModel:
     launch_s            of the host, until a step is launched; 0 where `step` has it
     graph_tokens        steps of at most so many tokens are CUDA graphs, which the engine launches one step ahead (see
                         `RunAhead`). Before others it reads the tokens of the step before
-    kernels_s           of the host, to launch the kernels of a step that is no graph, one by one. However little there
-                        is to compute, the device is not through before
+    kernels_s, lora_kernels_s   of the host, to launch the kernels of a step that is no graph, one by one, without
+                        adapters and with. However little there is to compute, the device is not through before
     source              what it was fitted to
     """
 
@@ -117,6 +120,9 @@ class CostModel:
     read_s: float = 0.0
     read_bytes_per_s: float = 2e9
     unpack_s: float = 0.0
+    unpack_bytes_per_s: float = float("inf")
+    check_s: float = 0.0
+    beside_reads_s: float = 0.0
     copies_beside: bool = True
     slowed_s: float = 0.0
     bytes_per_rank: float = 5_242_880.0
@@ -125,6 +131,7 @@ class CostModel:
     launch_s: float = 0.0
     graph_tokens: int = 0
     kernels_s: float = 0.0
+    lora_kernels_s: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -132,7 +139,7 @@ class CostModel:
             raise ValueError(
                 f"a step costs nothing by {unknown[0]!r}; known are {', '.join(StepWork._fields)}"
             )
-        for name in ("copy_bytes_per_s", "read_bytes_per_s"):
+        for name in ("copy_bytes_per_s", "read_bytes_per_s", "unpack_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}; inf = in no time")
 
@@ -150,7 +157,16 @@ class CostModel:
         return self.read_s + num_bytes / self.read_bytes_per_s
 
     def read_seconds(self, num_bytes: float) -> float:
-        return self.disk_seconds(num_bytes) + self.unpack_s
+        return self.disk_seconds(num_bytes) + self.unpack_seconds(num_bytes)
+
+    def unpack_seconds(self, num_bytes: float) -> float:
+        return self.unpack_s + num_bytes / self.unpack_bytes_per_s
+
+    def launch_seconds(self, work: StepWork) -> float:
+        """Of the host, to launch the kernels of a step one by one; 0 for a graph."""
+        if work.tokens <= self.graph_tokens:
+            return 0.0
+        return self.lora_kernels_s if work.lora else self.kernels_s
 
     @classmethod
     def load(cls, path: Path) -> CostModel:

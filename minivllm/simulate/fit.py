@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minivllm.simulate.cost_model import CostModel, StepWork, graph_size, graph_sizes
-from minivllm.simulate.records import Call, calls_of, unpack_seconds
+from minivllm.simulate.fit_reads import Held, reads_of
+from minivllm.simulate.least_squares import non_negative_least_squares
+from minivllm.simulate.records import Call, calls_of
 from minivllm.worker.cuda_graphs import smallest_that_holds
 from minivllm.worker.mixed_graphs import MOST_TOKENS
 
 ROUNDS = 5
+NOT_HELD = Held()
 
 
 class Measured(NamedTuple):
@@ -22,12 +25,14 @@ class Measured(NamedTuple):
 
     copies   that the step waited for; on a GPU those that went on beside it
     before   a step that was computed in the same seconds
+    held     why the device may have had nothing to do in some of them
     """
 
     work: StepWork
     copies: int
     seconds: float
     before: StepWork | None = None
+    held: Held = NOT_HELD
 
     @property
     def steps(self) -> list[StepWork]:
@@ -57,39 +62,6 @@ STEPS_WAIT_FOR_COPIES = {"copy_bytes_per_s": float("inf"), "copies_beside": Fals
 
 # Where prompts have curves: how many tokens there are says no more.
 ON_CURVES = {"tokens", "prompt_steps", "lora_tokens"}
-
-
-def non_negative_least_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """(F,) coefficients, none below 0, with the least squares of `x @ coefficients - y`: x (M, F), y (M,).
-
-    Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23: those that are to be above 0 are found one by
-    one, the one that helps most first. Where plain least squares of them go below 0, some are given up again.
-    """
-    scale = np.linalg.norm(x, axis=0)
-    scale[scale == 0] = 1.0
-    unit = x / scale
-    # On one thread: so small a product would wait for BLAS's other ones where neighbours have the cores.
-    gram, target = np.einsum("mi,mj->ij", unit, unit), np.einsum("mi,m->i", unit, y)
-    found, above = np.zeros(x.shape[1]), np.zeros(x.shape[1], dtype=bool)
-    smallest = 1e-12 * np.abs(target).max(initial=0.0)
-    for _ in range(10 * x.shape[1]):
-        slope = np.where(above, 0.0, target - gram @ found)
-        if slope.max(initial=0.0) <= smallest:
-            break
-        above[slope.argmax()] = True
-        while True:
-            best = np.zeros_like(found)
-            best[above] = np.linalg.lstsq(gram[np.ix_(above, above)], target[above], rcond=1e-14)[0]
-            below = above & (best <= 0)
-            if not below.any():
-                break
-            # As far towards it as nobody goes below 0; who is there then is given up.
-            steps = found[below] / np.maximum(found[below] - best[below], 1e-300)
-            found = found + steps.min() * (best - found)
-            above &= found > 1e-15 * found.max(initial=0.0)
-            found[~above] = 0
-        found = best
-    return found / scale
 
 
 def fit_steps(
@@ -191,7 +163,7 @@ def steps_of_record(result: dict[str, Any]) -> list[Measured]:
     return [Measured(StepWork(*row["work"]), row["copies"], row["seconds"]) for row in result["steps"]]
 
 
-def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
+def steps_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[Measured]:
     """Of `benchmarks.engine serve`: steps that the device began as soon as the one before was through.
 
     A call that ran ahead returns when the step before its own is through. Such a step took from there to the end of
@@ -200,22 +172,29 @@ def steps_of_serve(row: dict[str, Any]) -> list[Measured]:
     Steps in graphs of sizes that an engine no longer has are left out.
 
     Where no call ran ahead, on a CPU, a step takes its call, and waits for copies.
+
+    held   of each call, if adapters were read
     """
     measured, calls = [], list(calls_of(row))
     if not any(call.ahead for call in calls):
         return [Measured(c.work, c.copies, c.ended_s - c.started_s) for c in calls if c.work is not None]
     sizes = row["engine"].get("graph_sizes", GRAPHS_OF_BEFORE)
-    for one, call, following in zip([None, *calls], calls, [*calls[1:], None]):
+    held = held or [NOT_HELD] * len(calls)
+    for place, (one, call, following) in enumerate(zip([None, *calls], calls, [*calls[1:], None])):
         if call.work is None or one is None or one.work is None or not one.ahead:
             continue  # nothing was there to wait for
         if any(each.work.prompt_steps and graph_is_gone(each.work.tokens, sizes) for each in (one, call)):
             continue
+        copies, own = call.beside, held[place]
         if not call.ahead or MOST_TOKENS < call.work.tokens <= HOST_IS_SLOWER:
-            measured.append(Measured(call.work, call.beside, call.ended_s - one.ended_s, one.work))
-        elif not is_graph(call) and following is not None:
-            measured.append(Measured(call.work, call.beside, following.ended_s - one.ended_s, one.work))
-        elif following is not None and (following.work is None or (following.ahead and is_graph(following))):
-            measured.append(Measured(call.work, call.beside, following.ended_s - call.ended_s))
+            measured.append(Measured(call.work, copies, call.ended_s - one.ended_s, one.work, own))
+        elif following is None:
+            continue
+        elif not is_graph(call):
+            measured.append(Measured(call.work, copies, following.ended_s - one.ended_s, one.work, own))
+        elif following.work is None or (following.ahead and is_graph(following)):
+            seconds = following.ended_s - call.ended_s
+            measured.append(Measured(call.work, copies, seconds, held=held[place + 1]))
     return measured
 
 
@@ -233,11 +212,12 @@ def waits_for_kernels(one: Measured) -> bool:
     return one.before is not None and MOST_TOKENS < one.work.tokens <= HOST_IS_SLOWER
 
 
-def launches_of_serve(row: dict[str, Any]) -> list[float]:
-    """Seconds of calls that only launched a step: the device had nothing to do before."""
+def launches_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[float]:
+    """Seconds of calls that only launched a step: the device had nothing to do before.   held: see `steps_of_serve`"""
     calls = list(calls_of(row))
     idle = (one is None or one.work is None or not one.ahead for one in [None, *calls])
-    return [call.ended_s - call.started_s for was_idle, call in zip(idle, calls) if was_idle and call.ahead]
+    found = zip(idle, calls, held or [NOT_HELD] * len(calls))
+    return [c.ended_s - c.started_s for was_idle, c, why in found if was_idle and c.ahead and why == NOT_HELD]
 
 
 class Said(NamedTuple):
@@ -268,7 +248,7 @@ def said_by(result: dict[str, Any]) -> Said | None:
     if kind == "engine-decode":
         return Said(steps_of_decode(result), [], {})
     if kind == "engine-serve":
-        return said_by_serve(result["rows"])
+        return said_by_serve(result)
     if kind == "engine-switch":
         (row,) = [row for row in result["rows"] if row["measure"] == "switch"]
         copy_bytes_per_s = row["bytes"] / (row["complete_ms"] / 1e3)
@@ -279,13 +259,16 @@ def said_by(result: dict[str, Any]) -> Said | None:
     return None
 
 
-def said_by_serve(rows: list[dict[str, Any]]) -> Said:
+def said_by_serve(result: dict[str, Any]) -> Said:
     """Of `benchmarks.engine serve`, whose adapters' files were in memory: no disk took part in reading them."""
-    launches = [seconds for row in rows for seconds in launches_of_serve(row)]
-    model = {} if launches else dict(STEPS_WAIT_FOR_COPIES)
-    if (unpack_s := unpack_seconds(rows)) is not None:
-        model |= {"unpack_s": unpack_s, "read_bytes_per_s": float("inf")}
-    return Said([step for row in rows for step in steps_of_serve(row)], launches, model)
+    steps, launches, model = [], [], {}
+    for row in result["rows"]:
+        reads = reads_of(result, row, CostModel.bytes_per_rank)
+        held = reads.held if reads else ()
+        steps += steps_of_serve(row, held)
+        launches += launches_of_serve(row, held)
+        model |= reads.model if reads else {}
+    return Said(steps, launches, model if launches else dict(STEPS_WAIT_FOR_COPIES) | model)
 
 
 def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> CostModel:
@@ -299,14 +282,27 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
         measured, launches, model = measured + said.steps, launches + said.launches, model | said.model
         sources.append(f"{path.stem} ({device})")
     sources += [f"{name} assumed" for name in assumed or {}]
-    waits = [one for one in measured if waits_for_kernels(one)]
-    found = fit_steps(
-        [one for one in measured if not waits_for_kernels(one)], assumed, bool(launches)
-    )._asdict()
-    if waits:
-        known = CostModel(found["step"], prompts=found["prompts"], lora_prompts=found["lora_prompts"])
-        model["kernels_s"] = float(np.mean([one.seconds - known.step_seconds(one.before) for one in waits]))
+    plain = [one for one in measured if one.held == NOT_HELD and not waits_for_kernels(one)]
+    found = fit_steps(plain, assumed, bool(launches))._asdict()
+    known = CostModel(found["step"], prompts=found["prompts"], lora_prompts=found["lora_prompts"])
+    model |= waits_in(measured, known)
     if launches:
-        launch_s, slowed_s = float(np.median(launches)), found.pop("copy_s")
+        # The first call of a run finds nothing to wait for. Some runs launch for the first time in it.
+        launch_s, slowed_s = min(launches), found.pop("copy_s")
         model |= {"launch_s": launch_s, "slowed_s": slowed_s, "graph_tokens": MOST_TOKENS}
     return CostModel(**found, source=", ".join(sources), **model)
+
+
+def waits_in(measured: Sequence[Measured], known: CostModel) -> dict[str, float]:
+    """What devices waited for, by the names of `CostModel`: for the host, beyond what the fit says that steps take."""
+    model = {}
+    late = [one for one in measured if (one.held.checks or one.held.prompts) and one.before is None]
+    if late:
+        beyond = np.array([one.seconds - known.step_seconds(one.work) for one in late])
+        x = np.array([(one.held.checks, one.held.prompts) for one in late], dtype=float)
+        model = dict(zip(("check_s", "beside_reads_s"), non_negative_least_squares(x, beyond).tolist()))
+    for name, lora in (("kernels_s", 0), ("lora_kernels_s", 1)):
+        waits = [one for one in measured if waits_for_kernels(one) and one.work.lora == lora]
+        if waits:
+            model[name] = float(np.mean([one.seconds - known.step_seconds(one.before) for one in waits]))
+    return model

@@ -55,7 +55,8 @@ def build_page(
     cells = [
         (title, [(text, text == marked[field]) for field, text in row]) for title, row in zip(titles, written)
     ]
-    said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["options"].items())
+    given = {name: value for name, value in result["options"].items() if value is not None}
+    said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in given.items())
     template = jinja2.Environment(autoescape=True).from_string(TEMPLATE)
     picture = base64.b64encode(draw(rows, titles)).decode()
     return template.render(

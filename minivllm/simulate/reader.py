@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import NamedTuple
 
 from minivllm.core.request import Request
 from minivllm.simulate.adapters import RecordedWorker
@@ -10,11 +12,48 @@ from minivllm.simulate.adapters import RecordedWorker
 LOADING = "loading"
 
 
+class Work(NamedTuple):
+    """What the host does for a read.
+
+    begins   seconds: when the disk has read it
+    left     seconds that it would take alone, from then on
+    """
+
+    begins: float
+    left: float
+
+
+def shared(works: Mapping[int, Work], until: float = inf) -> tuple[dict[int, float], dict[int, Work]]:
+    """Those that go on at the same time share one host evenly.
+
+    Returns when each is through that is so by `until`, and what is left of the others then. Keys as in `works`.
+    """
+    ends, left = {}, dict(works)
+    now = min((work.begins for work in works.values()), default=until)
+    while left and now < until:
+        active = [key for key, work in left.items() if work.begins <= now]
+        later = min([until, *(work.begins for work in left.values() if work.begins > now)])
+        done, least = (
+            (later - now) / max(1, len(active)),
+            min((left[key].left for key in active), default=inf),
+        )
+        if least <= done:
+            done, later = least, now + least * len(active)
+        for key in active:
+            left[key] = Work(later, left[key].left - done)
+            if left[key].left <= 0:
+                ends[key] = later
+                del left[key]
+        now = later
+    return ends, left
+
+
 class Reader:
     """One disk that reads one adapter after the other. It is a scheduler's `may_run`, as the `AdapterReader` is.
 
     seconds      adapter id -> seconds that the disk reads it
-    unpack_s     seconds after that, in which the disk reads the next one
+    unpacking    adapter id -> seconds that the host works on it after that. The disk reads the next one meanwhile, and
+                 readers that work at the same time share the host
     most         adapters that are being read, or were and wait for their requests to join; as many again may be so
                  because a policy wanted them ahead, so that these take nobody's place
     in_flight    adapter id -> its unfinished requests, as the scheduler counts them
@@ -26,15 +65,16 @@ class Reader:
         in_flight: dict,
         seconds: Callable[[int], float],
         most: int,
-        unpack_s: float = 0.0,
+        unpacking: Callable[[int], float] = lambda adapter_id: 0.0,
     ) -> None:
         self.worker, self.in_flight, self.seconds, self.most = worker, in_flight, seconds, most
-        self.unpack_s = unpack_s
+        self.unpacking = unpacking
         self.now = 0.0
         self.reads: dict[int, float] = {}  # adapter id -> when it is there
         self.ahead: set[int] = set()  # those that a policy wanted
         self.num_reads = 0
         self._disk_free = 0.0
+        self._work: dict[int, Work] = {}  # of those that are being read
 
     def may_run(self, request: Request) -> str | None:
         """None, or LOADING while the request's adapter is being read; that begins here if need be."""
@@ -57,7 +97,11 @@ class Reader:
             if self._num_held(ahead) >= self.most:
                 return False
         self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
-        self.reads[adapter_id] = self._disk_free + self.unpack_s
+        _, left = shared(self._work, self.now)
+        self._work = {a: work for a, work in left.items() if a in self.reads}
+        self._work[adapter_id] = Work(self._disk_free, self.unpacking(adapter_id))
+        ends, _ = shared(self._work)
+        self.reads = {a: ends[a] for a in self._work}
         self.num_reads += 1
         if ahead:
             self.ahead.add(adapter_id)

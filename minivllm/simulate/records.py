@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
@@ -11,7 +11,8 @@ from minivllm.policies.scheduling import POLICIES as SCHEDULING
 from minivllm.simulate.adapters import AdapterSize
 from minivllm.simulate.cost_model import StepWork
 from minivllm.simulate.fleet import adapters_of_ranks
-from minivllm.simulate.replica import Elastic, Replica, ReplicaConfig, lora_request
+from minivllm.simulate.replica import Replica, lora_request
+from minivllm.simulate.replica_config import Elastic, ReplicaConfig
 from minivllm.simulate.traffic import Arrival
 
 
@@ -58,12 +59,6 @@ def calls_of(row: Mapping[str, Any]) -> Iterator[Call]:
         yield Call(started, ended, beside, copies, ahead, work if work.steps else None)
 
 
-def unpack_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of a read from files in memory, on average; None if nothing was read, or nobody noted how long it took."""
-    reads, seconds = (sum(row.get(name, 0) for row in rows) for name in ("loads", "load_seconds"))
-    return seconds / reads if reads and seconds else None
-
-
 def sizes_of(row: Mapping[str, Any], bytes_per_rank: float) -> dict[int, AdapterSize]:
     """Its adapters."""
     return adapters_of_ranks(row["engine"].get("ranks", []), bytes_per_rank)
@@ -93,6 +88,7 @@ def put_in_place(replica: Replica, row: Mapping[str, Any]) -> None:
     in_memory, in_slots = (
         [a for a in row["engine"].get(where, []) if a in replica.ranks] for where in ("in_memory", "in_slots")
     )
+    replica.seen.update(in_memory)
     for adapter_id in in_memory:
         replica.worker.add_adapter(lora_request(adapter_id))
     for adapter_id in replica.manager.list_active_adapters().keys() - set(in_slots):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -15,51 +14,16 @@ from minivllm.elastic.scheduler import ElasticScheduler
 from minivllm.lora.gpu.page_pool import PAGE_RANKS
 from minivllm.lora.request import LoRARequest
 from minivllm.policies.install import rank_in
-from minivllm.policies.keeping import KeepPolicy, install_keeping
-from minivllm.policies.prefetching import PrefetchPolicy, Waiting
-from minivllm.policies.scheduling import SchedulingPolicy, install_scheduling
+from minivllm.policies.keeping import install_keeping
+from minivllm.policies.prefetching import Waiting
+from minivllm.policies.scheduling import install_scheduling
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.adapters import AdapterSize, RecordedWorker
-from minivllm.simulate.cost_model import CostModel, work_of
+from minivllm.simulate.cost_model import CostModel, StepWork, work_of
 from minivllm.simulate.device_time import DeviceTime
 from minivllm.simulate.reader import Reader
+from minivllm.simulate.replica_config import ReplicaConfig
 from minivllm.simulate.traffic import Arrival, check_arrival
-
-
-@dataclass(frozen=True)
-class Elastic:
-    """Memory that KV blocks and adapters share.
-
-    pages           of `PAGE_RANKS` ranks each, which are the adapters' own
-    blocks_a_page   KV blocks in whose memory a further page lies, when nobody needs them
-    """
-
-    pages: int
-    blocks_a_page: int
-
-
-@dataclass(frozen=True)
-class ReplicaConfig:
-    """What one engine has, and how it decides.
-
-    elastic          None = `lora.max_loras` slots; else adapters lie in pages, and slots are rows of a table
-    parallel_reads   adapters read beside the steps at a time, or read for requests that still wait
-    reads_beside     adapters are read beside the steps, as the server does; else a step waits, as `LLM` does
-    keeping          makes a policy for one tier, from what bringing an adapter back costs; None = the engine's own
-    scheduling       makes a policy for one replica, from its adapters' ranks; None = the engine's own
-    prefetching      makes a policy for one replica; None = nothing is read ahead
-    """
-
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(num_blocks=8192))
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    max_model_len: int | None = None
-    elastic: Elastic | None = None
-    parallel_reads: int = 2
-    reads_beside: bool = True
-    keeping: Callable[[Callable[[int], float]], KeepPolicy] | None = None
-    scheduling: Callable[[Callable[[int], int]], SchedulingPolicy] | None = None
-    prefetching: Callable[[], PrefetchPolicy] | None = None
 
 
 @dataclass(slots=True)
@@ -119,7 +83,11 @@ class Replica:
             can_prefetch=self._can_prefetch,
         )
         self.reader = Reader(
-            self.worker, self.scheduler.in_flight, self._disk_seconds, config.parallel_reads, cost.unpack_s
+            self.worker,
+            self.scheduler.in_flight,
+            self._disk_seconds,
+            config.parallel_reads,
+            self._unpack_seconds,
         )
         if config.reads_beside:
             self.scheduler.may_run = self.reader.may_run
@@ -137,6 +105,8 @@ class Replica:
         self._unread: list[tuple[Request, bool, bool]] = []  # as `_commit` gives them, of the step before
         self._answered: list[Request] = []
         self._num_requests = 0
+        self.seen: set[int] = set()  # adapters that were in memory, or that a request named
+        self._num_checks = 0  # of adapters that came with the requests of this step for the first time
 
     def _num_pages(self) -> int:
         """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size.
@@ -194,6 +164,9 @@ class Replica:
         self.reader.settle(now)
         arrived = [request for request, _ in self.inbox]
         self.inbox.clear()
+        unseen = {request.adapter_id for request in arrived} - self.seen - {0}
+        self.seen |= unseen
+        self._num_checks = len(unseen)
         for request in arrived:
             self.scheduler.add_request(request)
             self._count_hit(request.adapter_id)
@@ -262,20 +235,27 @@ class Replica:
         free_at, is_graph = self.device.free_at, output.total_num_scheduled_tokens <= self.cost.graph_tokens
         self._stays_unread = self.config.scheduler.async_scheduling and self.cost.graph_tokens > 0
         launched_at = now + self.cost.launch_s + self._bring_in(wanted, bool(output.cached_tokens))
-        if not is_graph:  # the host needs the tokens of the step before
-            launched_at = max(launched_at, free_at)
+        work = work_of(output, self.ranks)
+        late = self._held_up(work)
+        if late or not is_graph:  # the host needs the tokens of the step before
+            launched_at = max(launched_at, free_at) + late
         if not self.cost.copies_beside:
             launched_at += sum(map(self._copy_seconds, self.worker.layers.copied))
         else:
             self._copy(max(launched_at, free_at))
-        seconds = self.cost.step_seconds(work_of(output, self.ranks))
+        seconds = self.cost.step_seconds(work)
         seconds += self.cost.slowed_s * self._prefetch(output.prefetch, max(launched_at, free_at))
-        kernels_s = 0.0 if is_graph else self.cost.kernels_s
+        kernels_s = self.cost.launch_seconds(work)
         self.device.run(launched_at, seconds, wanted, kernels_s)
         self.counters.steps += 1
         self.counters.busy_s += self.device.free_at - max(now, free_at)
         read_at = free_at if self._stays_unread else self.device.free_at
         return max(launched_at + kernels_s, read_at)
+
+    def _held_up(self, work: StepWork) -> float:
+        """Seconds for which the device has nothing to do because of adapters that the host looks through or reads."""
+        beside_reads = work.prompt_steps and self.reader.reads
+        return self._num_checks * self.cost.check_s + (self.cost.beside_reads_s if beside_reads else 0.0)
 
     def _bring_in(self, wanted: dict[int, LoRARequest], admits: bool) -> float:
         """Have the step's adapters in slots; seconds that the host reads. `layers.copied` names those copied."""
@@ -324,6 +304,9 @@ class Replica:
 
     def _disk_seconds(self, adapter_id: int) -> float:
         return self.cost.disk_seconds(self.adapters[adapter_id].num_bytes)
+
+    def _unpack_seconds(self, adapter_id: int) -> float:
+        return self.cost.unpack_seconds(self.adapters[adapter_id].num_bytes)
 
     def _copy_seconds(self, adapter_id: int) -> float:
         return self.cost.copy_seconds(self.adapters[adapter_id].num_bytes)

@@ -58,6 +58,10 @@ class Checkout:
             text=True,
         )
 
+    def execute(self, code: str, labs: str | None = None) -> subprocess.CompletedProcess:
+        """What `run` would give for `-c` and the code, but that torch is there already."""
+        return self._serve(["-c", code], labs)
+
     def lab(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
         return self._serve(["labs.kit.cli", *arguments], stdin=stdin)
 
@@ -67,7 +71,7 @@ class Checkout:
     def _serve(
         self, command: list[str], labs: str | None = None, stdin: str = ""
     ) -> subprocess.CompletedProcess:
-        """What `run` would give for `-m` and the command."""
+        """What `run` would give for `-m` and the command, or for `-c` and code."""
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
             files[0].write_text(stdin)
@@ -123,7 +127,7 @@ def environment(root: Path, labs: str | None) -> dict[str, str]:
 
 
 def run_module(command: list[str], root: Path, files: list[Path], labs: str | None) -> None:
-    """Be `python -m COMMAND` in the checkout `root`."""
+    """Be `python -m COMMAND`, or `python -c CODE`, in the checkout `root`."""
     for descriptor, file in enumerate(files):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
@@ -135,4 +139,7 @@ def run_module(command: list[str], root: Path, files: list[Path], labs: str | No
     os.environ.clear()
     os.environ.update(here)
     sys.argv = command
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    if command[0] == "-c":
+        exec(command[1], {"__name__": "__main__"})
+    else:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)

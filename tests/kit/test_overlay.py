@@ -26,7 +26,7 @@ def checkout(tmp_path):
 def loaded_from(checkout, labs, *modules):
     """Where these modules come from, relative to the copy."""
     code = f"import sys, {', '.join(modules)}\nfor m in {modules}: print(sys.modules[m].__file__)"
-    result = checkout.run("-c", code, labs=labs)
+    result = checkout.execute(code, labs=labs)
     assert result.returncode == 0, result.stderr
     return [os.path.relpath(line, checkout.root) for line in result.stdout.split()]
 
@@ -58,7 +58,7 @@ def test_importing_minivllm_imports_no_torch(checkout, labs):
 
 
 def test_one_exercise_is_the_learners_and_the_rest_of_its_module_ours(checkout):
-    results = {labs: checkout.run("-c", ADMISSION, labs=labs) for labs in ("6.1", "6.4", "6.1,6.4", "6.5")}
+    results = {labs: checkout.execute(ADMISSION, labs=labs) for labs in ("6.1", "6.4", "6.1,6.4", "6.5")}
 
     assert {labs: result.stdout for labs, result in results.items()} == {
         "6.1": "",
@@ -74,7 +74,7 @@ def test_what_is_broken_in_another_exercise_does_not_matter(checkout):
     path.write_text(path.read_text().replace('raise Todo("lab 6.4', 'raise (((Todo("lab 6.4'))
     checkout.solve("6.1")
 
-    assert checkout.run("-c", ADMISSION, labs="6.1").stdout == "False True\n[]\n"
+    assert checkout.execute(ADMISSION, labs="6.1").stdout == "False True\n[]\n"
 
 
 def put(checkout, answer):
@@ -90,7 +90,7 @@ def put(checkout, answer):
 def test_tracebacks_point_at_the_learners_line(checkout, labs):
     path = put(checkout, "undefined()")
 
-    result = checkout.run("-c", ADMISSION, labs=labs)
+    result = checkout.execute(ADMISSION, labs=labs)
 
     line = checkout.place("6.4", "undefined()").rpartition(":")[2]
     assert f'File "{path}", line {line}, in make_room\n    undefined()' in result.stderr
@@ -100,7 +100,7 @@ def test_tracebacks_point_at_the_learners_line(checkout, labs):
 def test_syntax_errors_point_at_the_learners_line(checkout, labs):
     put(checkout, "due = +*3")
 
-    result = checkout.run("-c", ADMISSION, labs=labs)
+    result = checkout.execute(ADMISSION, labs=labs)
 
     line = checkout.place("6.4", "+*3").rpartition(":")[2]
     assert f'lora_admission.py", line {line}\n' in result.stderr
@@ -116,7 +116,7 @@ from minivllm.economics import f
 print(f(), inspect.getsource(f))
 """
 
-    assert checkout.run("-c", code).stdout == "3 def f():\n    return 3\n\n"
+    assert checkout.execute(code).stdout == "3 def f():\n    return 3\n\n"
 
 
 @pytest.mark.parametrize("labs", ["12", "3.9", "rubbish", "3,", "3 5"])
@@ -131,7 +131,7 @@ def test_a_variable_that_means_nothing_is_refused_in_a_sentence(checkout, labs):
 def test_without_a_checkout_the_variable_is_refused_in_a_sentence(checkout):
     (checkout.root / "labs" / "starters.json").unlink()
 
-    result = checkout.run("-c", "import minivllm", labs="3")
+    result = checkout.execute("import minivllm", labs="3")
 
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith("error: the labs need the repository")
@@ -141,12 +141,10 @@ def test_a_starter_that_is_gone_or_has_lost_its_markers_is_named(checkout):
     path = checkout.file("3.2")
     path.write_text(path.read_text().replace("# region lab 3.2", "# the region of lab 3.2"))
     end = checkout.place("3.2", "# endregion")
-    assert f"{end}: no region of a lab ends here" in checkout.run("-c", "import minivllm", labs="3.3").stderr
+    assert f"{end}: no region of a lab ends here" in checkout.execute("import minivllm", labs="3.3").stderr
 
     path.unlink()
-    assert (
-        "labs/03_cpu_punica/by_token.py is missing" in checkout.run("-c", "import minivllm", labs="3").stderr
-    )
+    assert "labs/03_cpu_punica/by_token.py is missing" in checkout.execute("import minivllm", labs="3").stderr
 
 
 def test_a_command_says_first_whose_code_it_runs_and_then_what_is_todo(checkout):

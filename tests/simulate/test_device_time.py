@@ -5,7 +5,7 @@ from small import config, fleet
 
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.device_time import DeviceTime
-from minivllm.simulate.replica import Elastic
+from minivllm.simulate.replica_config import Elastic
 from minivllm.simulate.traffic import Arrival
 
 # The host takes a quarter of a second to launch, the device a second to compute.

@@ -8,7 +8,7 @@ from small import config, fleet
 
 from minivllm.commands.simulate import load_cost, ranks_of
 from minivllm.simulate.cost_model import CostModel
-from minivllm.simulate.replica import Elastic
+from minivllm.simulate.replica_config import Elastic
 from minivllm.simulate.report import report
 from minivllm.simulate.traffic import Arrival, with_sessions
 

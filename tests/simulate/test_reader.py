@@ -28,13 +28,26 @@ def test_one_disk_reads_one_adapter_after_the_other(reader):
     assert reader.next_there == 3.0 and reader.num_reads == 3
 
 
-def test_readers_unpack_side_by_side_what_the_disk_read_in_turn(reader):
-    reader.unpack_s = 5.0
+def test_readers_that_unpack_at_the_same_time_share_the_host(reader):
+    reader.unpacking = lambda adapter_id: 5.0
 
     for request in REQUESTS[1:4]:
         reader.may_run(request)
 
-    assert list(reader.reads.values()) == [6.0, 7.0, 8.0]
+    # They begin at 1, 2 and 3. Until then the first had 1 s and half of another, the second the other half. So 3.5, 4.5
+    # and 5 s are left.
+    assert list(reader.reads.values()) == pytest.approx([3 + 3 * 3.5, 13.5 + 2 * 1.0, 15.5 + 0.5])
+
+
+def test_a_read_that_begins_later_finds_others_with_what_is_left_of_their_work(reader):
+    reader.seconds, reader.unpacking = lambda adapter_id: 0.0, lambda adapter_id: 4.0
+    reader.may_run(REQUESTS[1])
+    reader.settle(1.0)
+    reader.may_run(REQUESTS[2])
+    reader.settle(7.0)  # the first was through at 1 + 2 * 3, the second has 1 s left
+    reader.may_run(REQUESTS[3])
+
+    assert reader.reads == pytest.approx({2: 9.0, 3: 12.0}) and reader.worker.done == {1}
 
 
 def test_where_there_is_no_room_to_read_the_step_reads(reader):

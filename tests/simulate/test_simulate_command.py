@@ -13,7 +13,8 @@ from minivllm.commands import simulate_cli
 from minivllm.commands.simulate import assumption
 from minivllm.policies import keeping, prefetching, routing, scheduling
 from minivllm.simulate.cost_model import CostModel, StepWork, graph_sizes
-from minivllm.simulate.fit import Measured, fit, fit_steps, non_negative_least_squares, steps_of_serve
+from minivllm.simulate.fit import Measured, fit, fit_steps, steps_of_serve
+from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.page import build_page
 
 SMALL = ["simulate", "--requests", "60", "--rate", "20", "--adapters", "12", "--max-loras", "3"]
@@ -86,6 +87,17 @@ def test_the_page_holds_everything_itself(tmp_path):
     text = page.read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', text) and "<script" not in text
     assert text.count("<tr>") == 3 and "none" in text and "arrival" in text
+
+
+def test_the_page_says_of_options_only_what_was_given():
+    columns = {"TTFT": ("ttft_p50_ms", "{:.0f}")}
+    row = dict.fromkeys(("ttft_p50_ms", "ttft_p99_ms", "tokens_per_second", "memory_hits", "jain"), 1.0)
+
+    page = build_page(
+        {"options": {"rate": 8.0, "cost": None}, "cost_model": "x", "rows": [row]}, ["a"], columns
+    )
+
+    assert "<p>rate 8.0</p>" in page
 
 
 def test_the_page_marks_the_best_and_all_that_is_written_like_it():

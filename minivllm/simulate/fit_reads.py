@@ -1,0 +1,75 @@
+"""What reading adapters costs, from a record of traffic: for those who wait for a read, and for the steps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minivllm.simulate.least_squares import non_negative_least_squares
+from minivllm.simulate.replay import Replayed, replay
+
+
+class Held(NamedTuple):
+    """Why the device may have waited for the host before a step.
+
+    checks    adapters that requests named for the first time, which the host looked through
+    prompts   1 if the step has prompts and was launched beside reads
+    reads     1 if it was launched beside reads, whatever it has
+    """
+
+    checks: int = 0
+    prompts: int = 0
+    reads: int = 0
+
+
+class Reads(NamedTuple):
+    """held: of each call; model: fields of `CostModel`"""
+
+    held: list[Held]
+    model: dict[str, float]
+
+
+def reads_of(result: Mapping[str, Any], row: Mapping[str, Any], bytes_per_rank: float) -> Reads | None:
+    """Of a row of `benchmarks.engine serve`, whose adapters' files were in memory; None if nothing was read."""
+    if not row.get("loads") or not row.get("load_seconds"):
+        return None
+    calls, _ = replay(result, row)
+    held = [
+        Held(c.unseen, int(bool(c.reading and c.work and c.work.prompt_steps)), int(bool(c.reading)))
+        for c in calls
+    ]
+    lasted = read_from_to(calls)
+    alone = np.array([alone_seconds(each, lasted.values()) for each in lasted.values()])
+    # A read is seen to have ended when the next call runs its adapter; the record says how long they took in truth.
+    seen = np.mean([end - begin for begin, end in lasted.values()])
+    alone *= row["load_seconds"] / row["loads"] / seen
+    ranks = [row["engine"]["ranks"][adapter_id - 1] for adapter_id in lasted]
+    x = np.stack([np.ones(len(alone)), bytes_per_rank * np.array(ranks, dtype=float)], axis=1)
+    unpack_s, per_byte = non_negative_least_squares(x, alone).tolist()
+    speed = 1 / per_byte if per_byte else float("inf")
+    return Reads(held, {"unpack_s": unpack_s, "unpack_bytes_per_s": speed, "read_bytes_per_s": float("inf")})
+
+
+def read_from_to(calls: Sequence[Replayed]) -> dict[int, tuple[float, float]]:
+    """Adapter id -> when its read began and ended, of those that ended."""
+    began: dict[int, float] = {}
+    found = {}
+    for call in calls:
+        started = call.call.started_s
+        for adapter_id in began.keys() - call.reading:
+            found[adapter_id] = began.pop(adapter_id), started
+        began |= dict.fromkeys(call.reading - began.keys(), started)
+    return found
+
+
+def alone_seconds(one: tuple[float, float], reads: Collection[tuple[float, float]]) -> float:
+    """What a read would have taken if it had shared the host with no other one."""
+    begin, end = one
+    times = sorted({begin, end, *(t for read in reads for t in read if begin < t < end)})
+    seconds = 0.0
+    for since, until in pairwise(times):
+        seconds += (until - since) / sum(b <= since and until <= e for b, e in reads)
+    return seconds
