@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ class Reader:
     most         adapters that are being read, or were and wait for their requests to join; as many again may be so
                  because a policy wanted them ahead, so that these take nobody's place
     in_flight    adapter id -> its unfinished requests, as the scheduler counts them
+    running      the requests of the step that is being made
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Reader:
         seconds: Callable[[int], float],
         most: int,
         unpacking: Callable[[int], float] = lambda adapter_id: 0.0,
+        running: Callable[[], Sequence[Request]] = tuple,
     ) -> None:
         self.worker, self.in_flight, self.seconds, self.most = worker, in_flight, seconds, most
-        self.unpacking = unpacking
+        self.unpacking, self.running = unpacking, running
         self.now = 0.0
         self.reads: dict[int, float] = {}  # adapter id -> when it is there
         self.ahead: set[int] = set()  # those that a policy wanted
@@ -81,8 +83,8 @@ class Reader:
         adapter_id = request.adapter_id
         if not adapter_id or self.is_there(adapter_id):
             return None
-        # With no room for one more, and all read that wait for slots, the step reads this one.
-        return LOADING if self.begin(adapter_id) or self.reads else None
+        # With no room for one more, and all read that wait for slots, the step reads this one, if nobody else is in it.
+        return LOADING if self.begin(adapter_id) or self.reads or self.running() else None
 
     def is_there(self, adapter_id: int) -> bool:
         """Whether a step would find it without reading."""
@@ -110,6 +112,8 @@ class Reader:
     def _num_held(self, ahead: bool) -> int:
         """Adapters that are read, or were and wait, because a policy wanted them, or because requests did."""
         held = self.reads.keys() | self.worker.done
+        if len(held) >= self.most:  # what the requests of this step have found is not waited for any more
+            held -= self.worker.done & {request.adapter_id for request in self.running()}
         self.ahead &= held
         return len(self.ahead) if ahead else len(held) - len(self.ahead)
 

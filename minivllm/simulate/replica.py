@@ -88,6 +88,7 @@ class Replica:
             self._disk_seconds,
             config.parallel_reads,
             self._unpack_seconds,
+            lambda: self.scheduler.running,
         )
         if config.reads_beside:
             self.scheduler.may_run = self.reader.may_run

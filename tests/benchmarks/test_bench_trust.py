@@ -89,7 +89,7 @@ def test_reads_of_two_thousand_adapters_take_as_long_as_they_did_where_they_were
 
 
 def test_reads_of_two_thousand_adapters_at_twice_the_rate_leave_as_much_throughput():
-    """When waits begin to grow, half a millisecond decides whether steps read adapters: the waits are not foretold."""
+    """In the record a step read files by itself, which today's does not, and everybody waited: the waits differ."""
     measured, simulated = foretold_of_pages("many-32")["tokens_per_second"]
     assert simulated / measured == pytest.approx(1, abs=0.10)
 
@@ -136,7 +136,6 @@ def test_half_a_millisecond_decides_the_tail_of_a_short_run():
         ("slots8-lfu-32", 2012, 0),
         ("slots8-affine-32", 1983, 0),
         ("many-16", 1755, 0),
-        ("many-32", 1118, 0),
     ],
 )
 def test_the_simulated_engine_decides_as_the_one_on_the_h100_did(name, calls, most):
@@ -165,6 +164,18 @@ def test_whether_the_last_or_the_least_used_adapter_leaves_its_slot_changed_no_s
     replayed, _ = replay(result, measured_in(result, "lora"))
 
     assert differing(replayed) == 0
+
+
+def test_the_simulated_engine_decides_as_that_one_did_until_a_step_read_files_by_itself():
+    """Seven at once, while others ran, for 1.0 s: today's engine does not."""
+    (path,) = on_h100("many-32")
+    result = json.loads(path.read_text())
+
+    replayed, _ = replay(result, measured_in(result, "lora"))
+
+    then, (fault, *_) = replayed[:445], replayed[445:]
+    assert differing(then) == 0 and fault.call.started_s == 7.3703
+    assert fault.call.work.requests == 111 and fault.work.requests == 104
 
 
 def differing(replayed):

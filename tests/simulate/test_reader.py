@@ -61,6 +61,21 @@ def test_where_there_is_no_room_to_read_the_step_reads(reader):
     assert not reader.is_there(4) and reader.num_reads == 3
 
 
+def test_no_step_reads_while_others_run(reader):
+    running = []
+    reader.running = lambda: running
+    for request in REQUESTS[1:4]:
+        reader.may_run(request)
+    reader.settle(9.0)
+
+    running.append(REQUESTS[5])  # has another adapter: those that have been read still wait
+    waits = reader.may_run(REQUESTS[4])
+    running.append(REQUESTS[2])  # joins, and frees a place
+    begins = reader.may_run(REQUESTS[4])
+
+    assert waits == begins == LOADING and reader.num_reads == 4 and set(reader.reads) == {4}
+
+
 def test_what_nobody_waits_for_any_more_makes_room(reader):
     for request in REQUESTS[1:4]:
         reader.may_run(request)
