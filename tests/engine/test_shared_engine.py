@@ -85,7 +85,7 @@ def test_fifteen_callers_of_one_llm_get_their_own_answers(world, llm):
 
 def test_callers_run_in_one_batch(world, llm):
     first = Threads(first=lambda: ask(llm, length=LONG))
-    begun(llm, 1)
+    wait_until(lambda: llm.llm_engine.trace.records)  # it has run alone
 
     [second] = ask(llm, world.request("qv"), 20)
 
