@@ -30,7 +30,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.policies.routing import least_loaded
 from minivllm.simulate.cost_model import CostModel, StepWork, work_of
-from minivllm.simulate.fit import NOT_HELD, Measured, fit, read, waits_for_kernels
+from minivllm.simulate.fit import NOT_HELD, Said, fit, kernel_seconds, read, waits_for_kernels
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import ReplicaConfig
@@ -174,23 +174,25 @@ def spread(
     take what they took where they were fitted, not their mean.
     """
     result, cost = json.loads(judged.read_text(encoding="utf-8")), fit(fitted)
-    measured = [one for path in fitted for one in read(path)[0].steps]
+    said = [read(path)[0] for path in fitted]
     runs = []
     for seed in range(times):
         rng = np.random.default_rng(seed)
-        runs.append(simulate(result, scattered(cost, measured, rng), case, rng))
+        runs.append(simulate(result, scattered(cost, said, rng), case, rng))
     return {name: tuple(np.percentile([run[name] for run in runs], (5, 50, 95)).tolist()) for name in JUDGED}
 
 
-def scattered(cost: CostModel, measured: Sequence[Measured], rng: np.random.Generator) -> CostModel:
-    """A model fitted to these. Its steps, and launches of kernels, are longer or shorter as often as these were."""
+def scattered(cost: CostModel, said: Sequence[Said], rng: np.random.Generator) -> CostModel:
+    """A model fitted to these. Its steps, launches of kernels and reads are longer or shorter as often as these were."""
+    measured = [one for each in said for one in each.steps]
+    reads = np.array([share for each in said for share in each.reads])
     plain = [one for one in measured if one.before is None and one.held == NOT_HELD]
     shares = [
         np.array([one.seconds / cost.step_seconds(one.work) for one in plain if one.work.lora == lora])
         for lora in (0, 1)
     ]
     waits = [one for one in measured if waits_for_kernels(one) and one.work.lora]
-    kernels = np.array([one.seconds - cost.step_seconds(one.before) for one in waits])
+    kernels = np.array([kernel_seconds(one, cost) for one in waits])
 
     class Scattered(CostModel):
         def step_seconds(self, work: StepWork) -> float:
@@ -201,6 +203,9 @@ def scattered(cost: CostModel, measured: Sequence[Measured], rng: np.random.Gene
         def launch_seconds(self, work: StepWork) -> float:
             seconds = super().launch_seconds(work)
             return drawn(kernels) if seconds and work.lora else seconds
+
+        def unpack_seconds(self, num_bytes: float) -> float:
+            return super().unpack_seconds(num_bytes) * (drawn(reads) if len(reads) else 1.0)
 
     def drawn(values: np.ndarray) -> float:
         return float(values[rng.integers(len(values))])

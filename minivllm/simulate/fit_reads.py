@@ -8,28 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minivllm.simulate.cost_model import Held
 from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.replay import Replayed, replay
 
 
-class Held(NamedTuple):
-    """Why the device may have waited for the host before a step.
-
-    checks    adapters that requests named for the first time, which the host looked through
-    prompts   1 if the step has prompts and was launched beside reads
-    reads     1 if it was launched beside reads, whatever it has
-    """
-
-    checks: int = 0
-    prompts: int = 0
-    reads: int = 0
-
-
 class Reads(NamedTuple):
-    """held: of each call; model: fields of `CostModel`"""
+    """held: of each call; model: fields of `CostModel`; shares: what each read took of what the model says"""
 
     held: list[Held]
     model: dict[str, float]
+    shares: list[float]
 
 
 def reads_of(result: Mapping[str, Any], row: Mapping[str, Any], bytes_per_rank: float) -> Reads | None:
@@ -37,10 +26,6 @@ def reads_of(result: Mapping[str, Any], row: Mapping[str, Any], bytes_per_rank: 
     if not row.get("loads") or not row.get("load_seconds"):
         return None
     calls, _ = replay(result, row)
-    held = [
-        Held(c.unseen, int(bool(c.reading and c.work and c.work.prompt_steps)), int(bool(c.reading)))
-        for c in calls
-    ]
     lasted = read_from_to(calls)
     alone = np.array([alone_seconds(each, lasted.values()) for each in lasted.values()])
     # A read is seen to have ended when the next call runs its adapter; the record says how long they took in truth.
@@ -48,9 +33,11 @@ def reads_of(result: Mapping[str, Any], row: Mapping[str, Any], bytes_per_rank: 
     alone *= row["load_seconds"] / row["loads"] / seen
     ranks = [row["engine"]["ranks"][adapter_id - 1] for adapter_id in lasted]
     x = np.stack([np.ones(len(alone)), bytes_per_rank * np.array(ranks, dtype=float)], axis=1)
-    unpack_s, per_byte = non_negative_least_squares(x, alone).tolist()
+    found = non_negative_least_squares(x, alone)
+    unpack_s, per_byte = found.tolist()
     speed = 1 / per_byte if per_byte else float("inf")
-    return Reads(held, {"unpack_s": unpack_s, "unpack_bytes_per_s": speed, "read_bytes_per_s": float("inf")})
+    model = {"unpack_s": unpack_s, "unpack_bytes_per_s": speed, "read_bytes_per_s": float("inf")}
+    return Reads([call.held for call in calls], model, (alone / (x @ found)).tolist())
 
 
 def read_from_to(calls: Sequence[Replayed]) -> dict[int, tuple[float, float]]:
