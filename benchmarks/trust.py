@@ -29,8 +29,9 @@ from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.policies.routing import least_loaded
-from minivllm.simulate.cost_model import CostModel, StepWork, work_of
-from minivllm.simulate.fit import NOT_HELD, Said, fit, kernel_seconds, read, waits_for_kernels
+from minivllm.simulate.cost_model import CostModel, Held, StepWork, work_of
+from minivllm.simulate.fit import NOT_HELD, Said, fit, kernel_seconds, late_steps, read, waits_for_kernels
+from minivllm.simulate.fit_reads import fit_reads
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import ReplicaConfig
@@ -183,14 +184,22 @@ def spread(
 
 
 def scattered(cost: CostModel, said: Sequence[Said], rng: np.random.Generator) -> CostModel:
-    """A model fitted to these. Its steps, launches of kernels and reads are longer or shorter as often as these were."""
+    """A model fitted to these. Steps, what the host does before them, and reads take longer as often as these did."""
     measured = [one for each in said for one in each.steps]
-    reads = np.array([share for each in said for share in each.reads])
+    reads = np.array([share for each in said for one in each.reads for share in fit_reads(one, cost).shares])
     plain = [one for one in measured if one.before is None and one.held == NOT_HELD]
     shares = [
         np.array([one.seconds / cost.step_seconds(one.work) for one in plain if one.work.lora == lora])
         for lora in (0, 1)
     ]
+    # What the host did while a step ran took as long as that step at most: nobody waits for more.
+    hosts = np.array(
+        [
+            (one.seconds - cost.launch_s) / (cost.host_seconds(one.held) * one.held.stretch)
+            for one in late_steps(measured)
+            if cost.host_seconds(one.held)
+        ]
+    )
     waits = [one for one in measured if waits_for_kernels(one) and one.work.lora]
     kernels = np.array([kernel_seconds(one, cost) for one in waits])
 
@@ -203,6 +212,10 @@ def scattered(cost: CostModel, said: Sequence[Said], rng: np.random.Generator) -
         def launch_seconds(self, work: StepWork) -> float:
             seconds = super().launch_seconds(work)
             return drawn(kernels) if seconds and work.lora else seconds
+
+        def host_seconds(self, held: Held) -> float:
+            seconds = super().host_seconds(held)
+            return seconds * drawn(hosts) if seconds else 0.0
 
         def unpack_seconds(self, num_bytes: float) -> float:
             return super().unpack_seconds(num_bytes) * (drawn(reads) if len(reads) else 1.0)

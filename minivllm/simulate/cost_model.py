@@ -184,9 +184,8 @@ class CostModel:
         return self.unpack_s + num_bytes / self.unpack_bytes_per_s
 
     def host_seconds(self, held: Held) -> float:
-        """Of the host, before it can launch a step, beyond `launch_s`. What it does beside reads takes longer."""
-        alone = held.checks * self.check_s + held.taken * self.take_in_s + held.prompts * self.beside_reads_s
-        return alone * held.stretch
+        """Of the host, before it can launch a step, beyond `launch_s`, if it shares the interpreter with no read."""
+        return held.checks * self.check_s + held.taken * self.take_in_s + held.prompts * self.beside_reads_s
 
     def launch_seconds(self, work: StepWork) -> float:
         """Of the host, to launch the kernels of a step one by one; 0 for a graph."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minivllm.simulate.cost_model import CostModel, Held, StepWork, graph_size, graph_sizes
-from minivllm.simulate.fit_reads import reads_of
+from minivllm.simulate.fit_reads import ReadTraffic, fit_reads, reads_of
 from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.records import Call, calls_of
 from minivllm.worker.cuda_graphs import smallest_that_holds
@@ -226,13 +226,13 @@ class Said(NamedTuple):
 
     launches   seconds of calls that only launched a step
     model      fields of `CostModel`
-    reads      what each read took of what the model says
+    reads      traffic in which adapters were read
     """
 
     steps: list[Measured]
     launches: list[float]
     model: dict[str, Any]
-    reads: Sequence[float] = ()
+    reads: Sequence[ReadTraffic] = ()
 
 
 def read(path: Path) -> tuple[Said, str]:
@@ -268,15 +268,14 @@ def said_by(result: dict[str, Any]) -> Said | None:
 
 def said_by_serve(result: dict[str, Any]) -> Said:
     """Of `benchmarks.engine serve`, whose adapters' files were in memory: no disk took part in reading them."""
-    steps, launches, model, shares = [], [], {}, []
+    steps, launches, reads = [], [], []
     for row in result["rows"]:
-        reads = reads_of(result, row, CostModel.bytes_per_rank)
-        held = reads.held if reads else ()
+        found = reads_of(result, row)
+        held = [call.held for call in found.calls] if found else ()
+        reads += [found] if found else []
         steps += steps_of_serve(row, held)
         launches += launches_of_serve(row, held)
-        model |= reads.model if reads else {}
-        shares += reads.shares if reads else []
-    return Said(steps, launches, model if launches else dict(STEPS_WAIT_FOR_COPIES) | model, shares)
+    return Said(steps, launches, {} if launches else dict(STEPS_WAIT_FOR_COPIES), reads)
 
 
 def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> CostModel:
@@ -284,10 +283,12 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
     measured: list[Measured] = []
     launches: list[float] = []
     model: dict[str, Any] = {}
+    reads: list[ReadTraffic] = []
     sources = []
     for path in paths:
         said, device = read(path)
         measured, launches, model = measured + said.steps, launches + said.launches, model | said.model
+        reads += said.reads
         sources.append(f"{path.stem} ({device})")
     sources += [f"{name} assumed" for name in assumed or {}]
     plain = [one for one in measured if one.held == NOT_HELD and not waits_for_kernels(one)]
@@ -298,23 +299,25 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
         launch_s, slowed_s = min(launches), found.pop("copy_s")
         model |= {"launch_s": launch_s, "slowed_s": slowed_s, "graph_tokens": MOST_TOKENS}
         model |= host_in(measured, replace(known, launch_s=launch_s))
-    return CostModel(**found, source=", ".join(sources), **model)
+    cost = CostModel(**found, source=", ".join(sources), **model)
+    return replace(cost, **fit_reads(reads[-1], cost).model) if reads else cost
 
 
 def host_in(measured: Sequence[Measured], known: CostModel) -> dict[str, float]:
-    """What the host does before steps, by the names of `CostModel`.
-
-    known   says what steps take of the device, and how long the host launches one
-    """
-    model = before_graphs(
-        [one for one in measured if any(one.held[:3]) and one.before is None], known
-    )
+    """What the host does before steps, by the names of `CostModel`.   known: what steps take, and `launch_s`"""
+    model = before_graphs(late_steps(measured), known)
     known = replace(known, **model)
     for name, lora in (("kernels_s", 0), ("lora_kernels_s", 1)):
         waits = [one for one in measured if waits_for_kernels(one) and one.work.lora == lora]
         if waits:
-            model[name] = float(np.mean([kernel_seconds(one, known) for one in waits]))
-    return model
+            model[name] = sum(kernel_seconds(one, known) for one in waits) / len(waits)
+    # Of those without adapters there are fewer, but nobody launches them in no time.
+    return {"kernels_s": model["lora_kernels_s"]} | model if "lora_kernels_s" in model else model
+
+
+def late_steps(measured: Sequence[Measured]) -> list[Measured]:
+    """Beside which the host had more to do than to launch the next one."""
+    return [one for one in measured if any(one.held[:3]) and one.before is None]
 
 
 def before_graphs(late: Sequence[Measured], known: CostModel) -> dict[str, float]:

@@ -239,7 +239,7 @@ class Replica:
         launched_at = now + self.cost.launch_s + self._bring_in(wanted, bool(output.cached_tokens))
         work = work_of(output, self.ranks)
         held = self.held_by(work)
-        launched_at += self.cost.host_seconds(held)
+        launched_at = self.reader.engine_works(launched_at, self.cost.host_seconds(held))
         if not is_graph:  # the host needs the tokens of the step before
             launched_at = max(launched_at, free_at)
         if not self.cost.copies_beside:
@@ -248,7 +248,7 @@ class Replica:
             self._copy(max(launched_at, free_at))
         seconds = self.cost.step_seconds(work)
         seconds += self.cost.slowed_s * self._prefetch(output.prefetch, max(launched_at, free_at))
-        kernels_s = self.cost.launch_seconds(work) * held.stretch
+        kernels_s = self.reader.engine_works(launched_at, self.cost.launch_seconds(work)) - launched_at
         self.device.run(launched_at, seconds, wanted, kernels_s)
         self.counters.steps += 1
         self.counters.busy_s += self.device.free_at - max(now, free_at)
