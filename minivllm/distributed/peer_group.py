@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minivllm.config import ParallelConfig
 from minivllm.distributed.peer_memory import WAYS, SharedMemory
 from minivllm.distributed.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
-# "ipc" or "symmetric"; empty = NCCL sums everything.
+# By which way memory is shared: "ipc" if nothing is said, or "symmetric".
 VARIABLE = "MINIVLLM_PEER_SUMS"
 # With so many ranks, so many bytes: everybody reads all terms, so larger sums are NCCL's. vLLM's limits, and for two
 # ranks 128 rows of an 8B model.
@@ -31,22 +32,21 @@ SECONDS_TO_TRY = 20.0
 class PeerGroup(ProcessGroup):
     """As `ProcessGroup`, but small sums are taken by one kernel, where memory can be shared and they come out right.
 
-    memory   a way to share some; None where there is none
+    memory   a way to share some
     is_on    whether any sum is taken so, alike on all ranks
     refusal  why not
     """
 
-    def __init__(self, memory: SharedMemory | None, device: torch.device | str) -> None:
+    def __init__(self, memory: SharedMemory, device: torch.device | str) -> None:
         super().__init__()
         self.device = torch.device(device)
         self.most = MOST_BYTES.get(self.size, 0)
-        self.refusal = ""
+        self.refusal = "" if self.most else f"{self.size} are too many"
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self.is_on = memory is not None and self.most > 0 and self._share(memory) and self._is_right()
-        if memory is not None:
-            weakref.finalize(self, memory.close).atexit = False  # a process that ends gives it back anyway
-            if not self.is_on and self.rank == 0:
-                logger.warning("GPUs do not sum in each other's memory (%s): NCCL does", self.refusal)
+        self.is_on = self.most > 0 and self._share(memory) and self._is_right()
+        weakref.finalize(self, memory.close).atexit = False  # a process that ends gives it back anyway
+        if not self.is_on and self.rank == 0:
+            logger.warning("GPUs do not sum in each other's memory (%s): NCCL does", self.refusal)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         takes = self.is_on and 0 < x.nbytes <= self.most and x.nbytes % 16 == 0 and x.dtype in DTYPES
@@ -68,7 +68,7 @@ class PeerGroup(ProcessGroup):
             return False
         self._rooms = torch.tensor(opened, device=self.device)
         self._flags = self._rooms + 2 * self.most
-        self._sums = torch.zeros(programs, dtype=torch.int32, device=self.device)
+        self._counts = torch.zeros(programs, dtype=torch.int32, device=self.device)
         return True
 
     def _try(self, call: Any, of_all: bool = True) -> Any:
@@ -113,17 +113,14 @@ class PeerGroup(ProcessGroup):
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         from minivllm.distributed.peer_sum_op import peer_sum
 
-        return peer_sum(x, self._rooms, self._flags, self._sums, self._stop, self.most, self.rank)
+        return peer_sum(x, self._rooms, self._flags, self._counts, self._stop, self.most, self.rank)
 
 
-def make_group(device: str) -> ProcessGroup:
-    """The ranks, and how they sum: as the environment says. ValueError for what is no way."""
-    way = os.environ.get(VARIABLE, "")
-    if not way:
+def make_group(device: str, parallel_config: ParallelConfig) -> ProcessGroup:
+    """The ranks, and how they sum. ValueError for what is no way."""
+    if torch.device(device).type != "cuda" or parallel_config.disable_custom_all_reduce:
         return ProcessGroup()
+    way = os.environ.get(VARIABLE) or "ipc"
     if way not in WAYS:
         raise ValueError(f"{VARIABLE} {way!r} is no way to share memory; use {' or '.join(WAYS)}")
-    if torch.device(device).type != "cuda":
-        return ProcessGroup()
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     return PeerGroup(WAYS[way](dist.get_rank()), device)
