@@ -12,7 +12,7 @@ def gather_at(ranks: Ranks, rank: int, part: torch.Tensor) -> torch.Tensor:
     tables = [
         torch.tensor([t.data_ptr() for t in them], device=DEVICE) for them in (ranks.rooms, ranks.flags)
     ]
-    return peer_gather(part, *tables, ranks.counts[rank], ranks.stop, ranks.half, rank, looks=2)
+    return peer_gather(part, *tables, ranks.sums[rank], ranks.stop, ranks.half, rank, looks=2)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -48,8 +48,8 @@ def test_a_gather_counts_as_a_sum_does():
         ranks.sum_at(0)
         gather_at(ranks, 0, ranks.terms[0][:8].view(1, 8))
 
-    assert ranks.counts[0].tolist() == [4] + [2] * (len(ranks.counts[0]) - 1)
-    assert ranks.flags[1][:, 0].tolist() == ranks.counts[0].tolist()
+    assert ranks.sums[0].tolist() == [4] + [2] * (len(ranks.sums[0]) - 1)
+    assert ranks.flags[1][:, 0].tolist() == ranks.sums[0].tolist()
 
 
 @in_interpreter

@@ -45,7 +45,7 @@ FAMILIES = {
     ),
     "linear": functools.partial(cases.linear, m=17, n=70, k=45, bias=True),
     "tokens": functools.partial(cases.tokens_known_late, count=257),
-    "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=516),
+    "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=1028),
     "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
 }
 
