@@ -64,8 +64,8 @@ def compile_all(what, path):
 
 def compile_sums():
     """And gathers: as a rank of two and of eight launches them, for all dtypes."""
-    from minivllm.distributed.peer_group import DTYPES
     from minivllm.distributed.peer_gather_op import peer_gather
+    from minivllm.distributed.peer_group import DTYPES
     from minivllm.distributed.peer_sum_op import peer_sum
 
     for dtype in DTYPES:
