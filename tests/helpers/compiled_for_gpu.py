@@ -63,14 +63,17 @@ def compile_all(what, path):
 
 
 def compile_sums():
-    """As a rank of two and of eight launches it, for all dtypes."""
+    """And gathers: as a rank of two and of eight launches them, for all dtypes."""
+    from minivllm.distributed.peer_gather_op import peer_gather
     from minivllm.distributed.peer_group import DTYPES
     from minivllm.distributed.peer_sum_op import peer_sum
 
     for dtype in DTYPES:
         for size in (2, 8):
             tables, counts = torch.zeros(2, size, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
-            peer_sum(torch.zeros(32, 4096, dtype=dtype), *tables, counts, counts[:1], 1 << 20, rank=1)
+            of_ranks = (*tables, counts, counts[:1], 1 << 20, 1)
+            peer_sum(torch.zeros(32, 4096, dtype=dtype), *of_ranks)
+            peer_gather(torch.zeros(32, 3, 8, dtype=dtype), *of_ranks)
 
 
 def in_a_sentence(error):
