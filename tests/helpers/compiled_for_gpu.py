@@ -1,6 +1,7 @@
 """Compiles what an exercise's Triton kernel is for an H100, where no GPU is. Nothing is launched.
 
     python tests/helpers/compiled_for_gpu.py shrink|expand FILE
+    python tests/helpers/compiled_for_gpu.py sum
 
 FILE holds the module's text. Triton's interpreter takes more of Python than its compiler: this is who would tell.
 A process of its own, because an interpreter that was chosen stays.
@@ -61,6 +62,20 @@ def compile_all(what, path):
         module.shrink(x, a, tiles, ranks, h=h) if what == "shrink" else module.expand(h, b, y, tiles, ranks)
 
 
+def compile_sums():
+    """And gathers: as a rank of two and of eight launches them, for all dtypes."""
+    from minivllm.distributed.peer_gather_op import peer_gather
+    from minivllm.distributed.peer_group import DTYPES
+    from minivllm.distributed.peer_sum_op import peer_sum
+
+    for dtype in DTYPES:
+        for size in (2, 8):
+            tables, counts = torch.zeros(2, size, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+            of_ranks = (*tables, counts, counts[:1], 1 << 20, 1)
+            peer_sum(torch.zeros(32, 4096, dtype=dtype), *of_ranks)
+            peer_gather(torch.zeros(32, 3, 8, dtype=dtype), *of_ranks)
+
+
 def in_a_sentence(error):
     """What is wrong with which line of the kernel. Functions that it calls say it first."""
     while isinstance(error.__cause__, CompilationError):
@@ -74,7 +89,7 @@ if __name__ == "__main__":
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     try:
-        compile_all(*sys.argv[1:])
+        compile_sums() if sys.argv[1:] == ["sum"] else compile_all(*sys.argv[1:])
     except CompilationError as error:
         sys.exit(in_a_sentence(error))
     print("compiled")
