@@ -16,4 +16,4 @@ LONGEST_TENSOR_NAME = 512
 MOST_DIMENSIONS = 8
 
 # Weights of at most so many bytes are read at once. Of larger files the shapes are first compared with the model's.
-READ_AT_ONCE = 32 * 2**20
+READ_AT_ONCE = 84 * 2**20
