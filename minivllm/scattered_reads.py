@@ -8,7 +8,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-ALIGNMENT = 64
+ALIGNMENT = 8  # the widest number
 MOST_BUFFERS = os.sysconf("SC_IOV_MAX")  # that one system call fills
 
 

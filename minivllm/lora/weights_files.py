@@ -97,7 +97,7 @@ def read_weights(
             if shapes_only:
                 return {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in wanted.items()}
             # A's are kept, B's are replaced by scaled ones: what is replaced together lies together.
-            parts = {n: Part(s.start, s.nbytes, n[n.rfind(".lora_") :]) for n, s in wanted.items()}
+            parts = {n: Part(s.start, s.nbytes, n.rpartition(".lora_")[2]) for n, s in wanted.items()}
             return {n: _as_stored(data, wanted[n]) for n, data in read_parts(file, parts).items()}
     except EOFError as error:  # it was cut since it was judged
         raise ValueError(f"'{path}' was cut short while it was read; load the adapter again") from error

@@ -76,6 +76,7 @@ class SlotWriter:
 
         for weights in lora.loras.values():
             weights.replace_tensors(move)
+        # One call gives up the interpreter's lock once. Beside a busy thread it takes long to have it again.
         torch._foreach_copy_(*map(list, zip(*moves)))
         rows = []
         for name, module in self.modules.items():
