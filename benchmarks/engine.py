@@ -27,7 +27,12 @@ NAME = "python -m benchmarks.engine"
 # Options that say which part of a benchmark to run now, or where to put it; the others define what is measured.
 CUTS = ("command", "cases", "requests", "json", "plot")
 # Older results know no such option: by default it is not written.
-NEWER = {"threads": None, "tensor_parallel_size": 1, "fully_sharded_loras": False}
+NEWER = {
+    "threads": None,
+    "tensor_parallel_size": 1,
+    "disable_custom_all_reduce": False,
+    "fully_sharded_loras": False,
+}
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
@@ -50,6 +55,9 @@ def add_engine_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tensor-parallel-size", type=whole(), default=1, help="processes that share every layer, a GPU each"
+    )
+    parser.add_argument(
+        "--disable-custom-all-reduce", action="store_true", help="NCCL takes all sums over GPUs"
     )
     parser.add_argument(
         "--fully-sharded-loras", action="store_true", help="these have a part of both A and B each"

@@ -42,6 +42,7 @@ def engine_args(
         threads=options.threads,
         batch_invariant=options.batch_invariant,
         tensor_parallel_size=options.tensor_parallel_size,
+        disable_custom_all_reduce=options.disable_custom_all_reduce,
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

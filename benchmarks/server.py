@@ -65,7 +65,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     parsed = parser.parse_args(arguments)
     parsed.punica_backend, parsed.target_modules, parsed.batch_invariant = "auto", None, False
-    parsed.tensor_parallel_size, parsed.fully_sharded_loras = 1, False
+    parsed.tensor_parallel_size, parsed.disable_custom_all_reduce = 1, False
+    parsed.fully_sharded_loras = False
     parsed.max_model_len = parsed.prompt_tokens + parsed.output_tokens
     return parsed
 

@@ -56,6 +56,12 @@ TensorParallel = Annotated[
     int,
     typer.Option(min=1, help="Processes that share every layer, a GPU or a part of the CPU's cores each."),
 ]
+NoPeerSums = Annotated[
+    bool,
+    typer.Option(
+        "--disable-custom-all-reduce", help="All sums over GPUs are NCCL's, none a kernel's of our own."
+    ),
+]
 Bias = Annotated[
     bool, typer.Option("--enable-lora-bias", help="Serve adapters with a bias on B (PEFT's lora_bias).")
 ]
@@ -148,6 +154,7 @@ def generate(
     quantization: Quantization = None,
     threads: Threads = None,
     tensor_parallel_size: TensorParallel = 1,
+    disable_custom_all_reduce: NoPeerSums = False,
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts through the model's chat template.")] = True,
@@ -216,6 +223,7 @@ def serve(
     quantization: Quantization = None,
     threads: Threads = None,
     tensor_parallel_size: TensorParallel = 1,
+    disable_custom_all_reduce: NoPeerSums = False,
     load_format: LoadFormat = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer.")] = None,
     punica: Punica = "auto",

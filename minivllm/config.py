@@ -265,12 +265,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many processes, a device each, share every layer. vLLM: `ParallelConfig`."""
+    """How many processes, a device each, share every layer. vLLM: `ParallelConfig`.
+
+    disable_custom_all_reduce   NCCL takes all sums and gathers, also those that GPUs could take in each other's memory
+    """
 
     tensor_parallel_size: int = 1
+    disable_custom_all_reduce: bool = False
 
     def __post_init__(self) -> None:
         require_int(1, tensor_parallel_size=self.tensor_parallel_size)
+        require_bool(disable_custom_all_reduce=self.disable_custom_all_reduce)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class SlotMemory:
               and of those of each factor
 
     Not in it: what a GPU backend keeps for the rows of a step, some 12 bytes for each that there can be; and what
-    PyTorch's allocator rounds up, which for each "folded" weight may be 1 MiB.
+    PyTorch's allocator rounds up, which may be 1 MiB for each buffer, or "folded" weight, of more than 1 MiB.
     """
 
     a_and_b: int

@@ -62,6 +62,7 @@ class EngineArgs:
     async_scheduling: bool = SchedulerConfig.async_scheduling
     eviction_policy: str = LoRAConfig.eviction_policy
     scheduling_policy: str = SchedulerConfig.policy
+    disable_custom_all_reduce: bool = ParallelConfig.disable_custom_all_reduce
 
     def create_engine_config(self) -> EngineConfig:
         """The validated configuration. ValueError or FileNotFoundError for what cannot be."""

@@ -24,6 +24,7 @@ LAYERS = (
         "palette",
         "processes",
         "progress",
+        "scattered_reads",
         "sentences",
         "timed_patterns",
         "sampling_params",

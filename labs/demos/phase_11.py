@@ -45,14 +45,13 @@ def demo_11_2() -> Iterator[str]:
     def gather(h: torch.Tensor) -> torch.Tensor:
         return torch.cat([h, h + 2], dim=-1)  # what process 1 has
 
-    backend = SimpleNamespace(
-        token_rows=lambda tokens: None, expand=lambda y, h, slots, rows: expanded.append(numbers(h))
-    )
+    def expand(y: torch.Tensor, h: torch.Tensor, backend: object, rows: object) -> None:
+        expanded.extend(numbers(own) for own in h.unbind(1))
+
     layer = SimpleNamespace(
         tp=SimpleNamespace(all_gather=gather, all_reduce=lambda h: 2 * h + 2),
-        slots=SimpleNamespace(shrink=lambda x, backend: ones(1, 2, 1, value=3), expands=["q", "v"]),
-        backend=backend,
-        output_slices=(2, 2),
+        slots=SimpleNamespace(shrink=lambda x, backend: ones(1, 2, 1, value=3), expand=expand),
+        backend=SimpleNamespace(token_rows=lambda tokens: None),
         max_rank=2,
     )
     _ShardedColumn._add(layer, ones(1, 4), ones(1, 4))

@@ -16,7 +16,7 @@ console = Console()
 ENGINE_OPTIONS = (
     *("max_loras", "max_lora_rank", "max_cpu_loras", "bias_enabled", "lora_extra_vocab_size"),
     *("device", "dtype", "quantization", "threads", "load_format", "max_model_len"),
-    *("eviction_policy", "scheduling_policy", "tensor_parallel_size"),
+    *("eviction_policy", "scheduling_policy", "tensor_parallel_size", "disable_custom_all_reduce"),
 )
 # Of a server on a CPU, where slots are allocated once.
 CPU_SLOTS = 4

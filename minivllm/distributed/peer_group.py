@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minivllm.config import ParallelConfig
 from minivllm.distributed.peer_memory import WAYS, SharedMemory
 from minivllm.distributed.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
-# "ipc" or "symmetric"; empty = NCCL sums everything.
+# By which way memory is shared: "ipc" if nothing is said, or "symmetric".
 VARIABLE = "MINIVLLM_PEER_SUMS"
-# With so many ranks, so many bytes: everybody reads all terms, so larger sums are NCCL's. vLLM's limits, and for two
+# With so many ranks, so many bytes: everybody reads all parts, so larger ones are NCCL's. vLLM's limits, and for two
 # ranks 128 rows of an 8B model.
 MOST_BYTES = {2: 1 << 20, 3: 1 << 19, 4: 1 << 19, 5: 1 << 18, 6: 1 << 18, 7: 1 << 18, 8: 1 << 18}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,28 +30,35 @@ SECONDS_TO_TRY = 20.0
 
 
 class PeerGroup(ProcessGroup):
-    """As `ProcessGroup`, but small sums are taken by one kernel, where memory can be shared and they come out right.
+    """As `ProcessGroup`, but a small sum or gather is one kernel, where memory can be shared and they come out right.
 
-    memory   a way to share some; None where there is none
-    is_on    whether any sum is taken so, alike on all ranks
+    memory   a way to share some
+    is_on    whether any is taken so, alike on all ranks
     refusal  why not
     """
 
-    def __init__(self, memory: SharedMemory | None, device: torch.device | str) -> None:
+    def __init__(self, memory: SharedMemory, device: torch.device | str) -> None:
         super().__init__()
         self.device = torch.device(device)
         self.most = MOST_BYTES.get(self.size, 0)
-        self.refusal = ""
+        self.refusal = "" if self.most else f"{self.size} are too many"
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self.is_on = memory is not None and self.most > 0 and self._share(memory) and self._is_right()
-        if memory is not None:
-            weakref.finalize(self, memory.close).atexit = False  # a process that ends gives it back anyway
-            if not self.is_on and self.rank == 0:
-                logger.warning("GPUs do not sum in each other's memory (%s): NCCL does", self.refusal)
+        self.is_on = self.most > 0 and self._share(memory) and self._is_right()
+        weakref.finalize(self, memory.close).atexit = False  # a process that ends gives it back anyway
+        if not self.is_on and self.rank == 0:
+            logger.warning("GPUs do not sum in each other's memory (%s): NCCL does", self.refusal)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        takes = self.is_on and 0 < x.nbytes <= self.most and x.nbytes % 16 == 0 and x.dtype in DTYPES
+        takes = self._takes(x) and x.dtype in DTYPES
         return self._sum(x.contiguous()) if takes else super().all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        takes = self._takes(x) and x.shape[-1] * x.itemsize % 4 == 0
+        return self._gather(x.contiguous()) if takes else super().all_gather(x)
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        """Whether it is small enough, and threads can read 16 bytes at once."""
+        return self.is_on and 0 < x.nbytes <= self.most and x.nbytes % 16 == 0
 
     def release(self) -> None:
         """Have nobody wait for a rank that has ended: sums go on, to no end. No call of CUDA, which might wait."""
@@ -68,7 +76,7 @@ class PeerGroup(ProcessGroup):
             return False
         self._rooms = torch.tensor(opened, device=self.device)
         self._flags = self._rooms + 2 * self.most
-        self._sums = torch.zeros(programs, dtype=torch.int32, device=self.device)
+        self._counts = torch.zeros(programs, dtype=torch.int32, device=self.device)
         return True
 
     def _try(self, call: Any, of_all: bool = True) -> Any:
@@ -85,13 +93,13 @@ class PeerGroup(ProcessGroup):
         return [found for found, _ in results] if of_all else found
 
     def _is_right(self) -> bool:
-        """Whether sums of random numbers are those of the other way, on all ranks."""
+        """Whether sums and gathers of random numbers are those of the other way, on all ranks."""
         return self._try(self._compare, of_all=False) is not None
 
     def _compare(self) -> bool:
         timer = threading.Timer(SECONDS_TO_TRY, self.release)
         timer.start()
-        wrong = []
+        wrong: dict[str, list[str]] = {"sums": [], "gathers": []}
         for dtype in DTYPES:
             generator = torch.Generator().manual_seed(self.rank)
             for nbytes in (16, self.most // 2, self.most):
@@ -102,28 +110,35 @@ class PeerGroup(ProcessGroup):
                 # Two terms have one sum. Of more, the order may be another.
                 near = 0.0 if self.size == 2 else self.size * 8 * torch.finfo(dtype).eps
                 if not error <= near:
-                    wrong.append(f"{n} numbers of {dtype} differ by {error:.2g}")
+                    wrong["sums"].append(f"{n} numbers of {dtype} differ by {error:.2g}")
+                part = x.view(-1, 4)
+                if not torch.equal(self._gather(part), super().all_gather(part)):
+                    wrong["gathers"].append(f"{n} numbers of {dtype}")
         timer.cancel()
-        if wrong or self._stop.item():
+        if not any(wrong.values()) and self._stop.item():
+            wrong["sums"].append(f"not done in {SECONDS_TO_TRY:.0f} s")
+        if any(wrong.values()):
             raise RuntimeError(
-                "sums are wrong: " + (", ".join(wrong) or f"not done in {SECONDS_TO_TRY:.0f} s")
+                "; ".join(f"{what} are wrong: {', '.join(w)}" for what, w in wrong.items() if w)
             )
         return True
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         from minivllm.distributed.peer_sum_op import peer_sum
 
-        return peer_sum(x, self._rooms, self._flags, self._sums, self._stop, self.most, self.rank)
+        return peer_sum(x, self._rooms, self._flags, self._counts, self._stop, self.most, self.rank)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        from minivllm.distributed.peer_gather_op import peer_gather
+
+        return peer_gather(x, self._rooms, self._flags, self._counts, self._stop, self.most, self.rank)
 
 
-def make_group(device: str) -> ProcessGroup:
-    """The ranks, and how they sum: as the environment says. ValueError for what is no way."""
-    way = os.environ.get(VARIABLE, "")
-    if not way:
+def make_group(device: str, parallel_config: ParallelConfig) -> ProcessGroup:
+    """The ranks, and how they sum. ValueError for what is no way."""
+    if torch.device(device).type != "cuda" or parallel_config.disable_custom_all_reduce:
         return ProcessGroup()
+    way = os.environ.get(VARIABLE) or "ipc"
     if way not in WAYS:
         raise ValueError(f"{VARIABLE} {way!r} is no way to share memory; use {' or '.join(WAYS)}")
-    if torch.device(device).type != "cuda":
-        return ProcessGroup()
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     return PeerGroup(WAYS[way](dist.get_rank()), device)

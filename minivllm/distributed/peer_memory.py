@@ -5,10 +5,14 @@ There are two ways to have some, because drivers, containers and virtual machine
 """
 
 import ctypes
+import os
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+# cudaDevP2PAttrNativeAtomicSupported
+NATIVE_ATOMICS = 3
 
 
 class SharedMemory(Protocol):
@@ -51,6 +55,7 @@ class CudaIpc:
         for rank, offer in enumerate(offers):
             address = self._own
             if rank != self.rank:
+                self._check_link(rank)
                 address = ctypes.c_void_p()
                 lazily = ctypes.c_uint(1)  # cudaIpcMemLazyEnablePeerAccess
                 self._call(
@@ -66,6 +71,15 @@ class CudaIpc:
         if self._own is not None:
             self._cuda.cudaFree(self._own)
         self._opened, self._own = [], None
+
+    def _check_link(self, rank: int) -> None:
+        """A flag is an atomic operation on another GPU's memory. NVLink has these; others may end in an error there."""
+        own, has_atomics = ctypes.c_int(), ctypes.c_int()
+        self._call("cudaGetDevice", ctypes.byref(own))
+        other = own.value - self.rank + rank  # ranks are on neighbours, see `device_of`
+        self._call("cudaDeviceGetP2PAttribute", ctypes.byref(has_atomics), NATIVE_ATOMICS, own.value, other)
+        if not has_atomics.value:
+            raise RuntimeError(f"GPU {own.value} and GPU {other}: their link has no atomic operations")
 
     def _call(self, name: str, *args: object) -> None:
         code = getattr(self._cuda, name)(*args)
@@ -90,6 +104,7 @@ class TorchSymmetric:
 
     def __init__(self, rank: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # as with NCCL: it takes rights
 
     def offer(self, nbytes: int) -> bytes:
         import torch.distributed._symmetric_memory as symmetric_memory  # in no process that does not use it

@@ -7,39 +7,54 @@ import triton
 import triton.language as tl
 
 # What a program adds up, whatever the dtype is: so a program of one sum has the same place as that of any other.
-BYTES_A_PROGRAM = 2048
+BYTES_A_PROGRAM = 4096
 # What a thread reads at once.
 BYTES_AT_ONCE = 16
+# So often a program looks for another rank before it asks the host whether that has ended. A look takes 0.2 us, what
+# the host answers to all programs of a launch up to 1 ms. While these ask, the other rank waits for them; it must not
+# begin to ask, too, or ranks keep each other late for good.
+LOOKS = 1 << 18
+# A rank that has ended has come to so many sums that are yet to be.
+NEVER = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _look(flag_ptr):
-    return tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-
-
-@triton.jit
-def _room(rooms_ptr, rank, x_ptr):
+def room_of(rooms_ptr, rank, x_ptr):
     """Where a rank's terms are; aligned, so threads read 16 bytes at once."""
     return tl.multiple_of(tl.load(rooms_ptr + rank).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
 
 
-@triton.jit(do_not_specialize=["pieces"])
-def _peer_sum_kernel(
-    x_ptr, y_ptr, rooms_ptr, flags_ptr, sums_ptr, stop_ptr, pieces, half,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, LOOKS: tl.constexpr,
-):  # fmt: skip
-    """y = the sum of all ranks' x, in the order of ranks. A program meets those of its number on other ranks, once.
+@triton.jit
+def _wait(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
+    """Until a flag says `count`. Who has once found that it will not puts the flag where no sum waits for it again."""
+    looks = 0
+    # An atomic gives all threads of the program the same: none goes on alone.
+    while count - tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") > 0:
+        looks += 1
+        if looks % LOOKS == 0:  # noqa: SIM102  an "and" would compute both
+            if tl.load(stop_ptr, volatile=True) != 0:
+                tl.store(flag_ptr, count + NEVER)
 
-    A room has two halves for terms, used in turns. Who begins a sum has read the one before; so nobody can still read
-    the half of the sum before that, which it writes now. Counts wrap around.
+
+@triton.jit
+def meet(
+    x_ptr, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half,
+    RANK: tl.constexpr, SIZE: tl.constexpr, LOOKS: tl.constexpr,
+):  # fmt: skip
+    """Have this program's part of x in the rank's room, and wait for those of the same number on all other ranks.
+
+    It lies at `place` of what is returned: where in every `room_of` this meeting's part begins. A place is of one
+    program, in all kernels that meet so: they count together. A room has two halves, used in turns. Who comes to a
+    meeting has read what the one before brought; so nobody can still read the half of the meeting before that, which
+    is written now. Counts wrap around.
     """
     pid = tl.program_id(0)
-    place = pid * BLOCK + tl.arange(0, BLOCK)
-    inside = place < pieces * PIECE
-    count = tl.load(sums_ptr + pid) + 1
+    count = tl.load(counts_ptr + pid) + 1
     begin = (count & 1) * half
-    tl.store(_room(rooms_ptr, RANK, x_ptr) + begin + place, tl.load(x_ptr + place, mask=inside), mask=inside)
-    tl.debug_barrier()  # all of the program's term, before its flags
+    tl.store(
+        room_of(rooms_ptr, RANK, x_ptr) + begin + place, tl.load(x_ptr + place, mask=inside), mask=inside
+    )
+    tl.debug_barrier()  # all of the program's part, before its flags
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             theirs = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
@@ -47,19 +62,28 @@ def _peer_sum_kernel(
     mine = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + pid * SIZE
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            looks, stop = 0, 0
-            while (count - _look(mine + rank) > 0) & (stop == 0):
-                looks += 1
-                if looks % LOOKS == 0:  # it is on the host, far away
-                    stop = tl.load(stop_ptr, volatile=True)
-    tl.debug_barrier()  # all flags, before any term
+            _wait(mine + rank, count, stop_ptr, LOOKS)
+    tl.debug_barrier()  # all flags, before any other's part
+    tl.store(counts_ptr + pid, count)
+    return begin
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _peer_sum_kernel(
+    x_ptr, y_ptr, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, pieces, half,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, LOOKS: tl.constexpr,
+):  # fmt: skip
+    """y = the sum of all ranks' x, in the order of ranks."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < pieces * PIECE
+    begin = meet(
+        x_ptr, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS
+    )  # fmt: skip
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):
-        terms = _room(rooms_ptr, rank, x_ptr) + begin + place
+        terms = room_of(rooms_ptr, rank, x_ptr) + begin + place
         total += tl.load(terms, mask=inside, other=0.0, volatile=True).to(tl.float32)
     tl.store(y_ptr + place, total, mask=inside)
-    tl.debug_barrier()
-    tl.store(sums_ptr + pid, count)
 
 
 def programs_of(nbytes: int) -> int:
@@ -67,21 +91,21 @@ def programs_of(nbytes: int) -> int:
 
 
 def peer_sum(
-    x: torch.Tensor, rooms: torch.Tensor, flags: torch.Tensor, sums: torch.Tensor, stop: torch.Tensor, half: int,
-    rank: int, looks: int = 1024,
+    x: torch.Tensor, rooms: torch.Tensor, flags: torch.Tensor, counts: torch.Tensor, stop: torch.Tensor, half: int,
+    rank: int, looks: int = LOOKS,
 ) -> torch.Tensor:  # fmt: skip
     """The sum of every rank's x. All ranks must call it with as many elements; all get the same bits.
 
     x       contiguous, a multiple of 16 bytes, at most `half`
     rooms   (ranks,) int64, where each rank has 2 x `half` bytes for its terms, at multiples of 16
-    flags   (ranks,) int64, where each has (programs, ranks) int32: how many sums the others have begun
-    sums    (programs,) int32, how many sums this rank has had, alike on all
+    flags   (ranks,) int64, where each has (programs, ranks) int32: to how many meetings the others have come
+    counts  (programs,) int32, to how many this rank has come, alike on all
     stop    (1,) int32 in the host's memory: once it is not 0, nobody waits any more, and sums are wrong
     looks   after so many at a flag comes one at `stop`
     """
     y = torch.empty_like(x)
     _peer_sum_kernel[(programs_of(x.nbytes),)](
-        x, y, rooms, flags, sums, stop, x.nbytes // BYTES_AT_ONCE, half // x.itemsize,
+        x, y, rooms, flags, counts, stop, x.nbytes // BYTES_AT_ONCE, half // x.itemsize,
         RANK=rank, SIZE=len(rooms), BLOCK=BYTES_A_PROGRAM // x.itemsize, PIECE=BYTES_AT_ONCE // x.itemsize,
         LOOKS=looks,
     )  # fmt: skip

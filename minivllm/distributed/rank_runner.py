@@ -23,7 +23,7 @@ class RankRunner(ModelRunner):
     """A `ModelRunner` that has its part of every layer, and as many KV blocks as all others."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._group = make_group(config.device)
+        self._group = make_group(config.device, config.parallel_config)
         super().__init__(config, self._group)
         dist.all_reduce(torch.zeros(1))  # every rank has its model by now
 

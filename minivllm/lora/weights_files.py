@@ -13,6 +13,7 @@ import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_depth, without_duplicates
 from minivllm.lora.limits import CONFIG_BYTES, MOST_TENSORS
 from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
+from minivllm.scattered_reads import Part, read_parts
 
 # PEFT's file names, in the order we prefer them: safetensors cannot run code.
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -95,19 +96,17 @@ def read_weights(
             wanted = {n: stored[n] for n in sorted(stored) if not (is_left_out and is_left_out(n))}
             if shapes_only:
                 return {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in wanted.items()}
-            return {name: _read_tensor(path, file, found) for name, found in wanted.items()}
+            # A's are kept, B's are replaced by scaled ones: what is replaced together lies together.
+            parts = {n: Part(s.start, s.nbytes, n.rpartition(".lora_")[2]) for n, s in wanted.items()}
+            return {n: _as_stored(data, wanted[n]) for n, data in read_parts(file, parts).items()}
+    except EOFError as error:  # it was cut since it was judged
+        raise ValueError(f"'{path}' was cut short while it was read; load the adapter again") from error
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error}") from error
 
 
-def _read_tensor(path: Path, file: BinaryIO, stored: StoredTensor) -> torch.Tensor:
-    """One tensor in memory of its own. ValueError where the file ends before it: it was cut since it was judged."""
-    data = torch.empty(stored.nbytes, dtype=torch.uint8)
-    left, offset = memoryview(data.numpy()), stored.start
-    while left:
-        if not (count := os.preadv(file.fileno(), [left], offset)):
-            raise ValueError(f"'{path}' was cut short while it was read; load the adapter again")
-        left, offset = left[count:], offset + count
+def _as_stored(data: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """The tensor whose bytes these are."""
     numbers = data.view(stored.dtype)
     if stored.stride is None:
         return numbers.view(stored.shape)

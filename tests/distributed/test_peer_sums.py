@@ -1,15 +1,18 @@
 """Ranks that sum in each other's memory: on a CPU, by the kernel in Triton's interpreter, in a file that all map."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gpu import DEVICE
 
+from minivllm.config import ParallelConfig
 from minivllm.distributed import peer_group, peer_memory
 from minivllm.distributed.peer_sum_op import peer_sum, programs_of
 
@@ -88,21 +91,74 @@ def test_who_is_told_to_stop_waits_for_nobody():
         assert ranks.sums[0].tolist() == [count] and ranks.flags[1].tolist() == [[count, 0]]
 
 
-def test_a_way_that_is_none_is_refused_with_those_that_are(monkeypatch):
+def test_who_was_told_to_stop_asks_the_host_once_and_not_again_for_every_sum():
+    ranks = Ranks(random_terms(3, 8, torch.float32), begun=2**31 - 1)  # which counts past the largest
+    ranks.flags[0].copy_(torch.tensor([[0, -(2**31), 2**31 - 1]]))  # rank 1 has come, rank 2 never does
+    ranks.stop.fill_(1)
+
+    ranks.sum_at(0)
+
+    assert ranks.sums[0].tolist() == [-(2**31)]
+    assert ranks.flags[0].tolist() == [[0, -(2**31), -(2**30)]]  # 2**30 sums from now
+
+
+@pytest.mark.nightly
+def test_the_kernel_compiles_for_a_gpu_also_where_none_is(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, SCRIPT.with_name("compiled_for_gpu.py"), "sum"]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert done.stdout == "compiled\n", done.stderr
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The name of the way that a group shares memory by, on a GPU; None = torch.distributed sums everything."""
+    monkeypatch.delenv(peer_group.VARIABLE, raising=False)
+    monkeypatch.setattr(peer_group.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(peer_group, "ProcessGroup", lambda: None)
+    monkeypatch.setattr(peer_group, "PeerGroup", lambda memory, device: memory)
+    monkeypatch.setattr(
+        peer_group, "WAYS", {"ipc": lambda rank: "ipc", "symmetric": lambda rank: "symmetric"}
+    )
+    return lambda device="cuda:0", **options: peer_group.make_group(device, ParallelConfig(2, **options))
+
+
+def test_gpus_share_memory_by_handles_unless_another_way_or_none_is_wanted(made, monkeypatch):
+    assert (made(), made(disable_custom_all_reduce=True), made("cpu")) == ("ipc", None, None)
+
+    monkeypatch.setenv(peer_group.VARIABLE, "symmetric")
+
+    assert (made(), made(disable_custom_all_reduce=True), made("cpu")) == ("symmetric", None, None)
+
+
+def test_a_way_that_is_none_is_refused_with_those_that_are(made, monkeypatch):
     monkeypatch.setenv(peer_group.VARIABLE, "multicast")
 
     with pytest.raises(ValueError, match="'multicast' is no way to share memory; use ipc or symmetric"):
-        peer_group.make_group("cuda:0")
+        made()
 
 
 class FakeRuntime:
-    """The CUDA runtime's calls, each a success but one."""
+    """The CUDA runtime's calls, each a success but one. Links to GPUs have atomics, or not."""
 
-    def __init__(self, refused: str) -> None:
-        self.refused, self.called = refused, []
+    def __init__(self, refused: str = "", has_atomics: bool = True) -> None:
+        self.refused, self.has_atomics, self.called = refused, has_atomics, []
+        self.links: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *args: self.called.append(name) or (1 if name == self.refused else 0)
+
+    def cudaGetDevice(self, device: Any) -> int:
+        device._obj.value = 3
+        return 0
+
+    def cudaDeviceGetP2PAttribute(self, value: Any, attribute: int, own: int, other: int) -> int:
+        assert attribute == 3  # cudaDevP2PAttrNativeAtomicSupported
+        self.links.append((own, other))
+        value._obj.value = int(self.has_atomics)
+        return 0
 
     def cudaGetErrorString(self, code: int) -> bytes:
         return b"invalid argument"
@@ -119,6 +175,20 @@ def test_a_refusal_names_the_call_and_what_was_taken_is_given_back(monkeypatch, 
     memory.close()
 
     assert runtime.called.count("cudaFree") == (refused != "cudaMalloc")
+
+
+def test_memory_behind_a_link_without_atomic_operations_is_not_opened(monkeypatch):
+    runtimes = [FakeRuntime(has_atomics=has) for has in (True, False)]
+    kept, refused = (peer_memory.CudaIpc(rank=1) for _ in runtimes)
+
+    monkeypatch.setattr(peer_memory, "_loaded_runtime", lambda: runtimes[0])
+    kept.open([bytes(64), kept.offer(4096), bytes(64)])
+    monkeypatch.setattr(peer_memory, "_loaded_runtime", lambda: runtimes[1])
+    with pytest.raises(RuntimeError, match=r"^GPU 3 and GPU 2: their link has no atomic operations$"):
+        refused.open([bytes(64), refused.offer(4096), bytes(64)])
+
+    assert runtimes[0].links == [(3, 2), (3, 4)] and runtimes[0].called.count("cudaIpcOpenMemHandle") == 2
+    assert runtimes[1].links == [(3, 2)] and "cudaIpcOpenMemHandle" not in runtimes[1].called
 
 
 def test_a_process_without_the_cuda_runtime_says_so():

@@ -31,6 +31,7 @@ FLAGS = [
     "async_scheduling",
     "skip_tokenizer_init",
     "enforce_eager",
+    "disable_custom_all_reduce",
     "batch_invariant",
     "enable_lora",
     "fully_sharded_loras",

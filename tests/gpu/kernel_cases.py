@@ -18,7 +18,7 @@ from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
 
-from minivllm.distributed import peer_sum_op
+from minivllm.distributed import peer_gather_op, peer_sum_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops import (
     activation,
@@ -194,6 +194,38 @@ def sum_of_ranks(sanitizer, rank, size, n, sums=4):
     for other, theirs in enumerate(flags):
         told = [sums if column == rank != other else sums + 1 for column in range(size)]
         assert theirs.view(programs, size).tolist() == [told] * programs
+    return torch.stack(found)
+
+
+def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
+    """As `sum_of_ranks`; programs of higher numbers have met more often."""
+    n = rows * width
+    half, programs = 4 * (n + 4), peer_sum_op.programs_of(4 * n)
+    parts = random(size, 2, half // 4, seed=n)
+    rooms = [guarded(own) for own in parts]
+    late = torch.arange(programs, dtype=torch.int32) * 2
+    told = (late + gathers + 1).repeat_interleave(size)
+    flags = [numbers(told) for _ in range(size)]
+    counts, stop = numbers(late), numbers([0])
+    sanitizer.reach = rooms + flags
+    found = []
+
+    for i in range(gathers):
+        x = guarded(random(rows, width, seed=50 + i).view(1, n))[0].view(rows, width)
+        with sanitizer.watching():
+            tables = [
+                torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
+            ]
+            found.append(peer_gather_op.peer_gather(x, *tables, counts, stop, half, rank, looks=2))
+        parts[rank, (i + 1) % 2, :n] = x.cpu().flatten()
+        expected = torch.cat([one.view(rows, width) for one in parts[:, (i + 1) % 2, :n]], dim=1)
+        assert torch.equal(found[-1].cpu(), expected)
+
+    assert all(torch.equal(room.cpu(), own) for room, own in zip(rooms, parts))
+    assert torch.equal(counts.cpu(), late + gathers)
+    for other, theirs in enumerate(flags):
+        own = theirs.cpu().view(programs, size)[:, rank]
+        assert torch.equal(own, late + (gathers + 1 if other == rank else gathers))
     return torch.stack(found)
 
 

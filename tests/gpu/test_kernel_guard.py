@@ -45,7 +45,8 @@ FAMILIES = {
     ),
     "linear": functools.partial(cases.linear, m=17, n=70, k=45, bias=True),
     "tokens": functools.partial(cases.tokens_known_late, count=257),
-    "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=516),
+    "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=1028),
+    "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
 }
 
 # These take the ways that those do not.
@@ -328,6 +329,10 @@ FAULTS = {
     "an id reads a token it does not stand for": (
         f"{LAYERS}/stand_ins.py", "mask=stands_in, other=0)", "mask=inside, other=0)",
         "tokens", (Strayed, "_fill_in_kernel.* of tokens_ptr"),
+    ),
+    "a gather writes past its rows": (
+        "distributed/peer_gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
+        "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
     ),
 }  # fmt: skip
 

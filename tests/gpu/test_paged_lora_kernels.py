@@ -144,7 +144,7 @@ def room_of_nan(batch, tuned):
 
 def all_tilings(batch):
     """Those of decodes and prompts, whatever the shape; then many small blocks and shares."""
-    for tokens in (1, 100, 4096):
+    for tokens in (1, 100, 1000, 4096):
         shrink = paged_shrink_tiles(tokens, batch.width, batch.rank)
         expand = paged_expand_tiles(tokens, batch.rank, max(batch.heights))
         yield shrink, expand

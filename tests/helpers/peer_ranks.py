@@ -16,6 +16,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
 from minivllm.distributed import peer_group, peer_sum_op
 from minivllm.distributed.peer_group import PeerGroup
@@ -81,6 +83,29 @@ def sums(group: PeerGroup, count: int) -> dict:
     return {"right": right, "by_peers": by_peers}
 
 
+def both(group: PeerGroup, count: int, in_haste: bool) -> dict:
+    """Sums and gathers of many sizes in turns, while ranks are late. -> how many were right
+
+    in_haste   nobody waits for anybody
+    """
+    late, right = random.Random(group.rank), 0
+    if in_haste:
+        peer_sum_op._wait = triton.jit(goes_on)
+    for seed in range(count):
+        size, width = random.Random(seed).choice([(1, 8), (3, 24), (5, 200), (32, 32), (64, 32), (128, 8)])
+        parts = [part.view(size, width) for part in terms(group.size, seed, size * width, torch.float32)]
+        time.sleep(late.choice([0, 0, 0.003, 0.02]))
+        if random.Random(seed).random() < 0.5:
+            right += torch.equal(group.all_reduce(parts[group.rank].clone()), in_order(parts))
+        else:
+            right += torch.equal(group.all_gather(parts[group.rank]), torch.cat(parts, dim=-1))
+    return {"right": right, "counts": sorted(set(group._counts.tolist()))}
+
+
+def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
+    pass
+
+
 def others(group: PeerGroup) -> dict:
     """What is not for the kernel: too large, of no such dtype, and no multiple of 16 bytes."""
     group._sum = None
@@ -118,6 +143,9 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     if case == "sums":
         del group._sum
         found["others"] = others(group)
+    if case in ("both", "both in haste"):
+        dist.barrier()
+        found |= both(group, 40, case == "both in haste")
     if case == "dies":
         found |= dies(group)
     print(json.dumps(found), flush=True)

@@ -2,12 +2,15 @@
 
 import torch
 
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES
+from minivllm.lora.gpu.triton_halves import TritonHalves
 from minivllm.lora.gpu.triton_slots import TritonSlots
 from minivllm.lora.gpu.triton_tables import TritonTables
 from minivllm.lora.mapping import LoRAMapping, slots_of
 from minivllm.lora.ops.triton_ops import TileList, expand, shrink, tiles_of
+from minivllm.lora.options.halved_slots import HalvedSlots
 from minivllm.lora.slots import Slots
 
 
@@ -68,6 +71,10 @@ class TritonBackend(TritonTables):
 
     def expand(self, y: torch.Tensor, h: torch.Tensor, slots: TritonSlots, rows: TileList) -> None:
         expand(h[None, None], slots.flat_b, y, rows)
+
+    def halve(self, slots: Slots, tp: TensorParallel, dealt: slice) -> HalvedSlots:
+        """Slots whose A and B are used apart: one launch for all slices' h, and one for what is made of it."""
+        return TritonHalves(slots, self, tp)
 
     def token_rows(self, tokens: int) -> TileList:
         return self.token_meta.meta_args(tokens)

@@ -74,8 +74,7 @@ class _ShardedColumn(_FullySharded):
         """All ranks of h are gathered, and expanded by the process's rows of B.   y: (T, own part of N)"""
         h = self.tp.all_gather(self.slots.shrink(x, self.backend))  # (T, n, R, or a little more)
         rows = self.backend.token_rows(len(x))
-        for i, columns in enumerate(y.split(self.output_slices, dim=1)):
-            self.backend.expand(columns, h[:, i, : self.max_rank], self.slots.expands[i], rows)
+        self.slots.expand(y, h[..., : self.max_rank], self.backend, rows)
 
     # endregion
 
@@ -94,7 +93,7 @@ class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA)
         """Terms of h are summed, and expanded into the process's columns of its term of y.   y: (T, N)"""
         h = self.tp.all_reduce(self.slots.shrink(x, self.backend))  # (T, 1, R)
         (own,) = self.share.rows[0]
-        self.backend.expand(y[:, own], h[:, 0], self.slots.expands[0], self.backend.token_rows(len(x)))
+        self.slots.expand(y[:, own], h, self.backend, self.backend.token_rows(len(x)))
 
     # endregion
 

@@ -50,7 +50,7 @@ def halve(slots: Slots, backend: Backend, tp: TensorParallel, dealt: slice) -> "
 
     dealt   slices of whose A each process has some ranks
     """
-    make = getattr(backend, "halve", None)  # of a backend whose slots are not one piece of memory each
+    make = getattr(backend, "halve", None)  # of a backend whose kernels need A and B no longer together
     return HalvedSlots(slots, backend, tp) if make is None else make(slots, tp, dealt)
 
 
@@ -74,6 +74,11 @@ class HalvedSlots(Slots):
     def __init__(self, slots: Slots, backend: Backend, tp: TensorParallel) -> None:
         super().__init__(slots.a, slots.b)
         self.deal = RankDeal(tp.rank, tp.size, -(-self.b[0].shape[3] // tp.size))
+        self._place(backend)
+        self.live_ranks = self.shrinks.live_ranks
+
+    def _place(self, backend: Backend) -> None:
+        """Make `shrinks` and `expands`."""
         ones = [torch.zeros_like(a[..., :1]).repeat(1, 1, 1, a.shape[2]) for a in self.a]  # (S, E, R', R')
         for diagonal in ones:
             diagonal.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -81,7 +86,6 @@ class HalvedSlots(Slots):
         self.expands = [
             backend.place(Slots([b.new_zeros(*b.shape[:2], b.shape[3], 0)], [b]), None) for b in self.b
         ]
-        self.live_ranks = self.shrinks.live_ranks
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -110,8 +114,17 @@ class HalvedSlots(Slots):
         """h = A · x of each of these slices, by each row's adapter, at least in float32.
 
         x: (T, K) -> (T, n, R'), R' being one for all of them    rows: None = one row a token
+        A subclass may give h another form, which its `expand` takes: terms that may be summed, with ranks last.
         """
         heights = [a.shape[2] for a in self.a[slices]]
         h = x.new_zeros(len(x), sum(heights), dtype=torch.promote_types(x.dtype, torch.float32))
         backend.add(h, x, self.shrinks, backend.token_rows(len(x)) if rows is None else rows, slices)
         return h.unflatten(1, (len(heights), heights[0]))
+
+    def expand(
+        self, y: torch.Tensor, h: torch.Tensor, backend: Backend, rows: Any, slices: slice = ALL_SLICES
+    ) -> None:
+        """y += B · h of each of these slices, side by side.   y: (T, sum of N_i)   h: (T, n, R)"""
+        columns = y.split([b.shape[2] for b in self.b[slices]], dim=1)
+        for i, (own, slots) in enumerate(zip(columns, self.expands[slices], strict=True)):
+            backend.expand(own, h[:, i], slots, rows)

@@ -67,13 +67,11 @@ class FusedMoEWithShardedLoRA(FusedMoEWithLoRA):
         h = self.slots.shrink(x, self.backend, rows, slices)  # (P, n, own ranks)
         if slices == W13:
             h = self.tp.all_gather(h)[..., : self.max_rank]  # (P, n, R)
-            columns = y.split([b.shape[2] for b in self.slots.b[W13]], dim=1)
         else:
             h = self.tp.all_reduce(h)  # (P, 1, R)
             (own,) = self.share.rows[1]
-            columns = (y[:, own],)
-        for i, (own_y, slots) in enumerate(zip(columns, self.slots.expands[slices], strict=True)):
-            self.backend.expand(own_y, h[:, i], slots, rows)
+            y = y[:, own]
+        self.slots.expand(y, h, self.backend, rows, slices)
 
 
 class FusedMoE3DWithShardedLoRA(FusedMoEWithShardedLoRA, FusedMoE3DWithLoRA):

@@ -32,18 +32,22 @@ class PagedExpandTiles(NamedTuple):
 LEAST_BLOCK_RANKS = 16
 # Rows of a decode step that wait for launches more than for bytes.
 FEWEST_TOKENS = 32
+# Up to here a prompt fills so few tiles that with two splits most multiprocessors have no program, and the others walk
+# half of K. The product beside them is through before.
+FEW_FULL_TILES = 1024
 
 
 def paged_shrink_tiles(tokens: int, width: int, rank: int) -> PagedShrinkTiles:
     """tokens: T, width: K, rank: R
 
     The number of slots is not asked: what it costs must not depend on how many there could be. Of the tokens only
-    in which of three classes they are, so that a warm-up can compile every variant there is.
+    in which of four classes they are, so that a warm-up can compile every variant there is.
     """
     most = max(1, width // 256)
     if tokens > FEW_TOKENS:
         # Most adapters are shorter than the longest: small blocks of ranks, of which those not live end at once.
-        return PagedShrinkTiles(min(32, block_ranks(rank)), 64, min(2, most), num_warps=4, num_stages=4)
+        splits = min(8 if tokens <= FEW_FULL_TILES else 2, most)
+        return PagedShrinkTiles(min(32, block_ranks(rank)), 64, splits, num_warps=4, num_stages=4)
     splits = min(4 if tokens <= FEWEST_TOKENS else 8, most)
     return PagedShrinkTiles(block_ranks(rank), 128, splits, num_warps=4, num_stages=4)
 

@@ -1,0 +1,95 @@
+"""Compiles what an exercise's Triton kernel is for an H100, where no GPU is. Nothing is launched.
+
+    python tests/helpers/compiled_for_gpu.py shrink|expand FILE
+    python tests/helpers/compiled_for_gpu.py sum
+
+FILE holds the module's text. Triton's interpreter takes more of Python than its compiler: this is who would tell.
+A process of its own, because an interpreter that was chosen stays.
+"""
+
+import importlib.util
+import os
+import sys
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+
+class H100:
+    """What Triton asks a GPU before it compiles."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_interface(self):
+        return torch.cpu
+
+
+def module_of(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_all(what, path):
+    """The kernel as it is launched: for both dtypes, for ranks that fill their blocks and ranks that do not."""
+    from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+
+    module = module_of(f"minivllm.lora.ops.triton_ops.lora_{what}_op", path)
+    meta = LoRAKernelMeta.make(3, 40, "cpu")
+    meta.prepare_tensors(torch.arange(40) % 4 - 1)
+    tiles, ranks = meta.meta_args(40), torch.ones(2, 3, dtype=torch.int32)
+    for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 20)):
+        a = [torch.zeros(3, rank, 160, dtype=dtype) for _ in range(2)]
+        b = [torch.zeros(3, width, rank, dtype=dtype) for width in (48, 24)]
+        x, y, h = (
+            torch.zeros(40, 160, dtype=dtype),
+            torch.zeros(40, 72, dtype=dtype),
+            torch.zeros(2, 2, 40, rank),
+        )
+        module.shrink(x, a, tiles, ranks, h=h) if what == "shrink" else module.expand(h, b, y, tiles, ranks)
+
+
+def compile_sums():
+    """And gathers: as a rank of two and of eight launches them, for all dtypes."""
+    from minivllm.distributed.peer_gather_op import peer_gather
+    from minivllm.distributed.peer_group import DTYPES
+    from minivllm.distributed.peer_sum_op import peer_sum
+
+    for dtype in DTYPES:
+        for size in (2, 8):
+            tables, counts = torch.zeros(2, size, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+            of_ranks = (*tables, counts, counts[:1], 1 << 20, 1)
+            peer_sum(torch.zeros(32, 4096, dtype=dtype), *of_ranks)
+            peer_gather(torch.zeros(32, 3, 8, dtype=dtype), *of_ranks)
+
+
+def in_a_sentence(error):
+    """What is wrong with which line of the kernel. Functions that it calls say it first."""
+    while isinstance(error.__cause__, CompilationError):
+        error = error.__cause__
+    line = error.src.split("\n")[error.node.lineno - 1].strip()
+    return f"{error.error_message or error.__cause__}, at: {line}"
+
+
+if __name__ == "__main__":
+    driver.set_active(H100())
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
+    try:
+        compile_sums() if sys.argv[1:] == ["sum"] else compile_all(*sys.argv[1:])
+    except CompilationError as error:
+        sys.exit(in_a_sentence(error))
+    print("compiled")
