@@ -29,8 +29,9 @@ from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.policies.routing import least_loaded
-from minivllm.simulate.cost_model import CostModel, StepWork, work_of
-from minivllm.simulate.fit import NOT_HELD, Measured, fit, read, waits_for_kernels
+from minivllm.simulate.cost_model import CostModel, Held, StepWork, work_of
+from minivllm.simulate.fit import NOT_HELD, Said, fit, kernel_seconds, late_steps, read, waits_for_kernels
+from minivllm.simulate.fit_reads import fit_reads
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import ReplicaConfig
@@ -174,23 +175,33 @@ def spread(
     take what they took where they were fitted, not their mean.
     """
     result, cost = json.loads(judged.read_text(encoding="utf-8")), fit(fitted)
-    measured = [one for path in fitted for one in read(path)[0].steps]
+    said = [read(path)[0] for path in fitted]
     runs = []
     for seed in range(times):
         rng = np.random.default_rng(seed)
-        runs.append(simulate(result, scattered(cost, measured, rng), case, rng))
+        runs.append(simulate(result, scattered(cost, said, rng), case, rng))
     return {name: tuple(np.percentile([run[name] for run in runs], (5, 50, 95)).tolist()) for name in JUDGED}
 
 
-def scattered(cost: CostModel, measured: Sequence[Measured], rng: np.random.Generator) -> CostModel:
-    """A model fitted to these. Its steps, and launches of kernels, are longer or shorter as often as these were."""
+def scattered(cost: CostModel, said: Sequence[Said], rng: np.random.Generator) -> CostModel:
+    """A model fitted to these. Steps, what the host does before them, and reads take longer as often as these did."""
+    measured = [one for each in said for one in each.steps]
+    reads = np.array([share for each in said for one in each.reads for share in fit_reads(one, cost).shares])
     plain = [one for one in measured if one.before is None and one.held == NOT_HELD]
     shares = [
         np.array([one.seconds / cost.step_seconds(one.work) for one in plain if one.work.lora == lora])
         for lora in (0, 1)
     ]
+    # What the host did while a step ran took as long as that step at most: nobody waits for more.
+    hosts = np.array(
+        [
+            (one.seconds - cost.launch_s) / (cost.host_seconds(one.held) * one.held.stretch)
+            for one in late_steps(measured)
+            if cost.host_seconds(one.held)
+        ]
+    )
     waits = [one for one in measured if waits_for_kernels(one) and one.work.lora]
-    kernels = np.array([one.seconds - cost.step_seconds(one.before) for one in waits])
+    kernels = np.array([kernel_seconds(one, cost) for one in waits])
 
     class Scattered(CostModel):
         def step_seconds(self, work: StepWork) -> float:
@@ -201,6 +212,13 @@ def scattered(cost: CostModel, measured: Sequence[Measured], rng: np.random.Gene
         def launch_seconds(self, work: StepWork) -> float:
             seconds = super().launch_seconds(work)
             return drawn(kernels) if seconds and work.lora else seconds
+
+        def host_seconds(self, held: Held) -> float:
+            seconds = super().host_seconds(held)
+            return seconds * drawn(hosts) if seconds else 0.0
+
+        def unpack_seconds(self, num_bytes: float) -> float:
+            return super().unpack_seconds(num_bytes) * (drawn(reads) if len(reads) else 1.0)
 
     def drawn(values: np.ndarray) -> float:
         return float(values[rng.integers(len(values))])

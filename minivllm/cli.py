@@ -58,7 +58,9 @@ TensorParallel = Annotated[
 ]
 NoPeerSums = Annotated[
     bool,
-    typer.Option("--disable-custom-all-reduce", help="NCCL sums over GPUs, not a kernel in shared memory."),
+    typer.Option(
+        "--disable-custom-all-reduce", help="All sums over GPUs are NCCL's, none a kernel's of our own."
+    ),
 ]
 Bias = Annotated[
     bool, typer.Option("--enable-lora-bias", help="Serve adapters with a bias on B (PEFT's lora_bias).")

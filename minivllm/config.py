@@ -267,7 +267,7 @@ class SchedulerConfig:
 class ParallelConfig:
     """How many processes, a device each, share every layer. vLLM: `ParallelConfig`.
 
-    disable_custom_all_reduce   NCCL takes all sums over GPUs, also those that they could take in each other's memory
+    disable_custom_all_reduce   NCCL takes all sums and gathers, also those that GPUs could take in each other's memory
     """
 
     tensor_parallel_size: int = 1

@@ -72,6 +72,7 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
     pages   that adapters lie in; 0 = in slots of one size
     read    ids of the adapters that were read in a step since this was last emptied
     done    ids of the adapters that were read beside the steps, for requests that still wait
+    taken   ids of those of them that were taken into memory in a step since this was last emptied
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
         )
         self.read: list[int] = []
         self.done: set[int] = set()
+        self.taken: list[int] = []
         self._load_ids = itertools.count(1)
         self._in_slots: tuple[list[int], frozenset[int]] | None = None
 
@@ -100,6 +102,7 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
         adapter_id = lora_request.lora_int_id
         if adapter_id in self.done:
             self.done.remove(adapter_id)
+            self.taken.append(adapter_id)
         else:
             self.read.append(adapter_id)
         return self._record(adapter_id)

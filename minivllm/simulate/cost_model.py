@@ -45,6 +45,26 @@ class StepWork(NamedTuple):
     admitted: float = 0.0
 
 
+class Held(NamedTuple):
+    """Why the device may wait for the host before a step.
+
+    checks    adapters that requests named for the first time, which the host looked through
+    taken     adapters that had been read, which it takes in
+    prompts   1 if the step has prompts and is launched beside reads
+    reads     how many adapters are being read then
+    """
+
+    checks: int = 0
+    taken: int = 0
+    prompts: int = 0
+    reads: int = 0
+
+    @property
+    def stretch(self) -> int:
+        """Threads that share the interpreter: what the host does takes so many times as long."""
+        return 1 + self.reads
+
+
 def work_of(output: SchedulerOutput, ranks: Mapping[int, int]) -> StepWork:
     """The work of a scheduled step, before its tokens count as computed.   ranks: adapter id -> rank"""
     context = pairs = lora_tokens = 0
@@ -98,9 +118,9 @@ class CostModel:
     copy_bytes_per_s    from memory into a slot
     read_bytes_per_s    from disk into memory
     unpack_s, unpack_bytes_per_s   of each read after that, of the host: readers that do it at the same time share it
-    check_s             so much later a step begins for each adapter that the engine never saw before: the host looks it
-                        through when a request names it
-    beside_reads_s      so much later a step with prompts begins that the host launches beside reads
+    check_s, take_in_s  of the host, before it launches a step: for each adapter that the engine never saw before, to
+                        look it through, and for each one that was read, to take it into memory and into a slot
+    beside_reads_s      of the host, to launch a step with prompts beside reads, more than without
     copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
     slowed_s            by so much each copy slows the step that it goes on beside
     bytes_per_rank      bytes of an adapter, by its rank
@@ -122,6 +142,7 @@ class CostModel:
     unpack_s: float = 0.0
     unpack_bytes_per_s: float = float("inf")
     check_s: float = 0.0
+    take_in_s: float = 0.0
     beside_reads_s: float = 0.0
     copies_beside: bool = True
     slowed_s: float = 0.0
@@ -161,6 +182,10 @@ class CostModel:
 
     def unpack_seconds(self, num_bytes: float) -> float:
         return self.unpack_s + num_bytes / self.unpack_bytes_per_s
+
+    def host_seconds(self, held: Held) -> float:
+        """Of the host, before it can launch a step, beyond `launch_s`, if it shares the interpreter with no read."""
+        return held.checks * self.check_s + held.taken * self.take_in_s + held.prompts * self.beside_reads_s
 
     def launch_seconds(self, work: StepWork) -> float:
         """Of the host, to launch the kernels of a step one by one; 0 for a graph."""

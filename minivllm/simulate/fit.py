@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minivllm.simulate.cost_model import CostModel, StepWork, graph_size, graph_sizes
-from minivllm.simulate.fit_reads import Held, reads_of
+from minivllm.simulate.cost_model import CostModel, Held, StepWork, graph_size, graph_sizes
+from minivllm.simulate.fit_reads import ReadTraffic, fit_reads, reads_of
 from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.records import Call, calls_of
 from minivllm.worker.cuda_graphs import smallest_that_holds
@@ -221,11 +222,17 @@ def launches_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[fl
 
 
 class Said(NamedTuple):
-    """What a result says.   launches: seconds of calls that only launched a step; model: fields of `CostModel`"""
+    """What a result says.
+
+    launches   seconds of calls that only launched a step
+    model      fields of `CostModel`
+    reads      traffic in which adapters were read
+    """
 
     steps: list[Measured]
     launches: list[float]
     model: dict[str, Any]
+    reads: Sequence[ReadTraffic] = ()
 
 
 def read(path: Path) -> tuple[Said, str]:
@@ -261,14 +268,14 @@ def said_by(result: dict[str, Any]) -> Said | None:
 
 def said_by_serve(result: dict[str, Any]) -> Said:
     """Of `benchmarks.engine serve`, whose adapters' files were in memory: no disk took part in reading them."""
-    steps, launches, model = [], [], {}
+    steps, launches, reads = [], [], []
     for row in result["rows"]:
-        reads = reads_of(result, row, CostModel.bytes_per_rank)
-        held = reads.held if reads else ()
+        found = reads_of(result, row)
+        held = [call.held for call in found.calls] if found else ()
+        reads += [found] if found else []
         steps += steps_of_serve(row, held)
         launches += launches_of_serve(row, held)
-        model |= reads.model if reads else {}
-    return Said(steps, launches, model if launches else dict(STEPS_WAIT_FOR_COPIES) | model)
+    return Said(steps, launches, {} if launches else dict(STEPS_WAIT_FOR_COPIES), reads)
 
 
 def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> CostModel:
@@ -276,33 +283,58 @@ def fit(paths: Iterable[Path], assumed: Mapping[str, float] | None = None) -> Co
     measured: list[Measured] = []
     launches: list[float] = []
     model: dict[str, Any] = {}
+    reads: list[ReadTraffic] = []
     sources = []
     for path in paths:
         said, device = read(path)
         measured, launches, model = measured + said.steps, launches + said.launches, model | said.model
+        reads += said.reads
         sources.append(f"{path.stem} ({device})")
     sources += [f"{name} assumed" for name in assumed or {}]
     plain = [one for one in measured if one.held == NOT_HELD and not waits_for_kernels(one)]
     found = fit_steps(plain, assumed, bool(launches))._asdict()
     known = CostModel(found["step"], prompts=found["prompts"], lora_prompts=found["lora_prompts"])
-    model |= waits_in(measured, known)
     if launches:
         # The first call of a run finds nothing to wait for. Some runs launch for the first time in it.
         launch_s, slowed_s = min(launches), found.pop("copy_s")
         model |= {"launch_s": launch_s, "slowed_s": slowed_s, "graph_tokens": MOST_TOKENS}
-    return CostModel(**found, source=", ".join(sources), **model)
+        model |= host_in(measured, replace(known, launch_s=launch_s))
+    cost = CostModel(**found, source=", ".join(sources), **model)
+    return replace(cost, **fit_reads(reads[-1], cost).model) if reads else cost
 
 
-def waits_in(measured: Sequence[Measured], known: CostModel) -> dict[str, float]:
-    """What devices waited for, by the names of `CostModel`: for the host, beyond what the fit says that steps take."""
-    model = {}
-    late = [one for one in measured if (one.held.checks or one.held.prompts) and one.before is None]
-    if late:
-        beyond = np.array([one.seconds - known.step_seconds(one.work) for one in late])
-        x = np.array([(one.held.checks, one.held.prompts) for one in late], dtype=float)
-        model = dict(zip(("check_s", "beside_reads_s"), non_negative_least_squares(x, beyond).tolist()))
+def host_in(measured: Sequence[Measured], known: CostModel) -> dict[str, float]:
+    """What the host does before steps, by the names of `CostModel`.   known: what steps take, and `launch_s`"""
+    model = before_graphs(late_steps(measured), known)
+    known = replace(known, **model)
     for name, lora in (("kernels_s", 0), ("lora_kernels_s", 1)):
         waits = [one for one in measured if waits_for_kernels(one) and one.work.lora == lora]
         if waits:
-            model[name] = float(np.mean([one.seconds - known.step_seconds(one.before) for one in waits]))
-    return model
+            model[name] = sum(kernel_seconds(one, known) for one in waits) / len(waits)
+    # Of those without adapters there are fewer, but nobody launches them in no time.
+    return {"kernels_s": model["lora_kernels_s"]} | model if "lora_kernels_s" in model else model
+
+
+def late_steps(measured: Sequence[Measured]) -> list[Measured]:
+    """Beside which the host had more to do than to launch the next one."""
+    return [one for one in measured if any(one.held[:3]) and one.before is None]
+
+
+def before_graphs(late: Sequence[Measured], known: CostModel) -> dict[str, float]:
+    """What the host does while a step runs, of which the device waits for what takes longer than that step."""
+    if not late:
+        return {}
+    seconds = np.array([one.seconds - known.launch_s for one in late])
+    hidden = np.array([known.step_seconds(one.work) - known.launch_s for one in late])
+    x = np.array([one.held[:3] for one in late]) * [[one.held.stretch] for one in late]
+    found = non_negative_least_squares(x, seconds)
+    for _ in range(10 * ROUNDS):
+        seen = x @ found > hidden
+        found = non_negative_least_squares(x[seen], seconds[seen])
+    return dict(zip(("check_s", "take_in_s", "beside_reads_s"), found.tolist()))
+
+
+def kernel_seconds(one: Measured, known: CostModel) -> float:
+    """What the host would have taken for a step's kernels if it had shared the interpreter with no read."""
+    begins = max(known.step_seconds(one.before), known.host_seconds(one.held))
+    return (one.seconds - begins) / one.held.stretch

@@ -2,55 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.replay import Replayed, replay
 
 
-class Held(NamedTuple):
-    """Why the device may have waited for the host before a step.
+class ReadTraffic(NamedTuple):
+    """A row of `benchmarks.engine serve` whose adapters' files were in memory, and its calls replayed."""
 
-    checks    adapters that requests named for the first time, which the host looked through
-    prompts   1 if the step has prompts and was launched beside reads
-    reads     1 if it was launched beside reads, whatever it has
-    """
-
-    checks: int = 0
-    prompts: int = 0
-    reads: int = 0
+    row: Mapping[str, Any]
+    calls: list[Replayed]
 
 
 class Reads(NamedTuple):
-    """held: of each call; model: fields of `CostModel`"""
+    """model: fields of `CostModel`; shares: what each read took of what the model says"""
 
-    held: list[Held]
     model: dict[str, float]
+    shares: list[float]
 
 
-def reads_of(result: Mapping[str, Any], row: Mapping[str, Any], bytes_per_rank: float) -> Reads | None:
-    """Of a row of `benchmarks.engine serve`, whose adapters' files were in memory; None if nothing was read."""
+def reads_of(result: Mapping[str, Any], row: Mapping[str, Any]) -> ReadTraffic | None:
+    """None if nothing was read."""
     if not row.get("loads") or not row.get("load_seconds"):
         return None
-    calls, _ = replay(result, row)
-    held = [
-        Held(c.unseen, int(bool(c.reading and c.work and c.work.prompt_steps)), int(bool(c.reading)))
-        for c in calls
-    ]
+    return ReadTraffic(row, replay(result, row)[0])
+
+
+def fit_reads(traffic: ReadTraffic, known: CostModel) -> Reads:
+    """What a read takes if it shares the host with none, neither another one nor the engine.
+
+    known   says what the engine's host does before steps
+    """
+    row, calls = traffic
     lasted = read_from_to(calls)
-    alone = np.array([alone_seconds(each, lasted.values()) for each in lasted.values()])
+    works = list(engine_works(calls, known))
+    alone = np.array([alone_seconds(each, lasted.values(), works) for each in lasted.values()])
     # A read is seen to have ended when the next call runs its adapter; the record says how long they took in truth.
     seen = np.mean([end - begin for begin, end in lasted.values()])
     alone *= row["load_seconds"] / row["loads"] / seen
     ranks = [row["engine"]["ranks"][adapter_id - 1] for adapter_id in lasted]
-    x = np.stack([np.ones(len(alone)), bytes_per_rank * np.array(ranks, dtype=float)], axis=1)
-    unpack_s, per_byte = non_negative_least_squares(x, alone).tolist()
+    x = np.stack([np.ones(len(alone)), known.bytes_per_rank * np.array(ranks, dtype=float)], axis=1)
+    found = non_negative_least_squares(x, alone)
+    unpack_s, per_byte = found.tolist()
     speed = 1 / per_byte if per_byte else float("inf")
-    return Reads(held, {"unpack_s": unpack_s, "unpack_bytes_per_s": speed, "read_bytes_per_s": float("inf")})
+    model = {"unpack_s": unpack_s, "unpack_bytes_per_s": speed, "read_bytes_per_s": float("inf")}
+    return Reads(model, (alone / (x @ found)).tolist())
+
+
+def engine_works(calls: Sequence[Replayed], known: CostModel) -> Iterator[tuple[float, float]]:
+    """From when to when the engine's own thread had much to do: at a call's begin, and kernels at its end."""
+    for one in calls:
+        started, ended = one.call.started_s, one.call.ended_s
+        if seconds := known.host_seconds(one.held) * one.held.stretch:
+            yield started, started + seconds
+        if one.work and (seconds := known.launch_seconds(one.work) * one.held.stretch):
+            yield ended - seconds, ended
 
 
 def read_from_to(calls: Sequence[Replayed]) -> dict[int, tuple[float, float]]:
@@ -65,11 +77,17 @@ def read_from_to(calls: Sequence[Replayed]) -> dict[int, tuple[float, float]]:
     return found
 
 
-def alone_seconds(one: tuple[float, float], reads: Collection[tuple[float, float]]) -> float:
-    """What a read would have taken if it had shared the host with no other one."""
+def alone_seconds(
+    one: tuple[float, float],
+    reads: Collection[tuple[float, float]],
+    works: Collection[tuple[float, float]] = (),
+) -> float:
+    """What a read would have taken if it had shared the host with no other one, and with no work of the engine."""
     begin, end = one
-    times = sorted({begin, end, *(t for read in reads for t in read if begin < t < end)})
+    times = sorted({begin, end, *(t for each in (*reads, *works) for t in each if begin < t < end)})
     seconds = 0.0
     for since, until in pairwise(times):
-        seconds += (until - since) / sum(b <= since and until <= e for b, e in reads)
+        sharing = sum(b <= since and until <= e for b, e in reads)
+        sharing += any(b <= since and until <= e for b, e in works)
+        seconds += (until - since) / sharing
     return seconds

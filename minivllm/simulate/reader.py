@@ -10,6 +10,7 @@ from minivllm.core.request import Request
 from minivllm.simulate.adapters import RecordedWorker
 
 LOADING = "loading"
+ENGINE = 0  # its own work, beside that for adapters, whose ids are above
 
 
 class Work(NamedTuple):
@@ -100,14 +101,26 @@ class Reader:
                 return False
         self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
         _, left = shared(self._work, self.now)
-        self._work = {a: work for a, work in left.items() if a in self.reads}
+        self._work = {a: work for a, work in left.items() if a in self.reads or a == ENGINE}
         self._work[adapter_id] = Work(self._disk_free, self.unpacking(adapter_id))
         ends, _ = shared(self._work)
-        self.reads = {a: ends[a] for a in self._work}
+        self.reads = {a: ends[a] for a in self._work if a != ENGINE}
         self.num_reads += 1
         if ahead:
             self.ahead.add(adapter_id)
         return True
+
+    def engine_works(self, begins: float, seconds: float) -> float:
+        """When the engine's own thread is through with work of so many seconds, which shares the host with reads."""
+        if not seconds:
+            return begins
+        _, left = shared(self._work, begins)
+        self._work = {a: work for a, work in left.items() if a in self.reads} | {
+            ENGINE: Work(begins, seconds)
+        }
+        ends, _ = shared(self._work)
+        self.reads |= {a: ends[a] for a in self._work if a != ENGINE}
+        return ends[ENGINE]
 
     def _num_held(self, ahead: bool) -> int:
         """Adapters that are read, or were and wait, because a policy wanted them, or because requests did."""

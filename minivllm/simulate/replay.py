@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.core.request import Request
-from minivllm.simulate.cost_model import CostModel, StepWork, work_of
+from minivllm.simulate.cost_model import CostModel, Held, StepWork, work_of
 from minivllm.simulate.records import Call, arrivals_of, calls_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import Replica
 
@@ -21,13 +21,13 @@ class Replayed:
     """A call of the record, and the simulated engine's.
 
     work      what it launched; None if it launched nothing
-    unseen    adapters that requests named in it for the first time
+    held      what the host did before that, if the call launched anything; else what it looked through
     reading   adapters that were being read when it launched, those that it began to read among them
     """
 
     call: Call
     work: StepWork | None
-    unseen: int
+    held: Held
     reading: frozenset[int]
 
 
@@ -50,10 +50,9 @@ def replay(result: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[Repl
             wanted -= 1
         for adapter_id in ran & reader.reads.keys():
             reader.reads[adapter_id] = call.started_s
-        seen = len(replica.seen)
         begun = replica.begin_step(call.started_s) is not None
         work = work_of(replica.output, replica.ranks) if begun and replica.output.scheduled else None
-        found.append(Replayed(call, work, len(replica.seen) - seen, frozenset(reader.reads)))
+        found.append(Replayed(call, work, replica.held_by(work), frozenset(reader.reads)))
         if begun:
             replica.end_step(call.ended_s)
     return found, replica

@@ -19,7 +19,7 @@ from minivllm.policies.prefetching import Waiting
 from minivllm.policies.scheduling import install_scheduling
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.adapters import AdapterSize, RecordedWorker
-from minivllm.simulate.cost_model import CostModel, StepWork, work_of
+from minivllm.simulate.cost_model import CostModel, Held, StepWork, work_of
 from minivllm.simulate.device_time import DeviceTime
 from minivllm.simulate.reader import Reader
 from minivllm.simulate.replica_config import ReplicaConfig
@@ -168,6 +168,7 @@ class Replica:
         unseen = {request.adapter_id for request in arrived} - self.seen - {0}
         self.seen |= unseen
         self._num_checks = len(unseen)
+        self.worker.taken = []
         for request in arrived:
             self.scheduler.add_request(request)
             self._count_hit(request.adapter_id)
@@ -237,26 +238,28 @@ class Replica:
         self._stays_unread = self.config.scheduler.async_scheduling and self.cost.graph_tokens > 0
         launched_at = now + self.cost.launch_s + self._bring_in(wanted, bool(output.cached_tokens))
         work = work_of(output, self.ranks)
-        late = self._held_up(work)
-        if late or not is_graph:  # the host needs the tokens of the step before
-            launched_at = max(launched_at, free_at) + late
+        held = self.held_by(work)
+        launched_at = self.reader.engine_works(launched_at, self.cost.host_seconds(held))
+        if not is_graph:  # the host needs the tokens of the step before
+            launched_at = max(launched_at, free_at)
         if not self.cost.copies_beside:
             launched_at += sum(map(self._copy_seconds, self.worker.layers.copied))
         else:
             self._copy(max(launched_at, free_at))
         seconds = self.cost.step_seconds(work)
         seconds += self.cost.slowed_s * self._prefetch(output.prefetch, max(launched_at, free_at))
-        kernels_s = self.cost.launch_seconds(work)
+        kernels_s = self.reader.engine_works(launched_at, self.cost.launch_seconds(work)) - launched_at
         self.device.run(launched_at, seconds, wanted, kernels_s)
         self.counters.steps += 1
         self.counters.busy_s += self.device.free_at - max(now, free_at)
         read_at = free_at if self._stays_unread else self.device.free_at
         return max(launched_at + kernels_s, read_at)
 
-    def _held_up(self, work: StepWork) -> float:
-        """Seconds for which the device has nothing to do because of adapters that the host looks through or reads."""
-        beside_reads = work.prompt_steps and self.reader.reads
-        return self._num_checks * self.cost.check_s + (self.cost.beside_reads_s if beside_reads else 0.0)
+    def held_by(self, work: StepWork | None) -> Held:
+        """What the host does before the step that was begun, beside how many reads.   work: of that step, if any"""
+        reads = len(self.reader.reads)
+        prompts = int(bool(reads and work and work.prompt_steps))
+        return Held(self._num_checks, len(self.worker.taken), prompts, reads)
 
     def _bring_in(self, wanted: dict[int, LoRARequest], admits: bool) -> float:
         """Have the step's adapters in slots; seconds that the host reads. `layers.copied` names those copied."""

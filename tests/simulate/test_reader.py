@@ -50,6 +50,22 @@ def test_a_read_that_begins_later_finds_others_with_what_is_left_of_their_work(r
     assert reader.reads == pytest.approx({2: 9.0, 3: 12.0}) and reader.worker.done == {1}
 
 
+def test_what_the_engine_does_beside_reads_takes_longer_and_so_do_they(reader):
+    reader.seconds, reader.unpacking = lambda adapter_id: 0.0, lambda adapter_id: 4.0
+    reader.may_run(REQUESTS[1])
+
+    through = reader.engine_works(1.0, 0.5)
+    reader.settle(2.5)
+    reader.may_run(REQUESTS[2])
+
+    # From 1 to 2 they share the host: of the first 2.5 s are left, and at 2.5 it has 2 s, beside the second's 4 s.
+    assert through == pytest.approx(2.0) and reader.reads == pytest.approx({1: 6.5, 2: 8.5})
+
+
+def test_what_the_engine_does_beside_no_read_takes_its_time(reader):
+    assert reader.engine_works(1.0, 0.5) == 1.5 and not reader.reads
+
+
 def test_where_there_is_no_room_to_read_the_step_reads(reader):
     for request in REQUESTS[1:4]:
         reader.may_run(request)

@@ -114,6 +114,7 @@ class HalvedSlots(Slots):
         """h = A · x of each of these slices, by each row's adapter, at least in float32.
 
         x: (T, K) -> (T, n, R'), R' being one for all of them    rows: None = one row a token
+        A subclass may give h another form, which its `expand` takes: terms that may be summed, with ranks last.
         """
         heights = [a.shape[2] for a in self.a[slices]]
         h = x.new_zeros(len(x), sum(heights), dtype=torch.promote_types(x.dtype, torch.float32))
