@@ -28,7 +28,7 @@ def test_every_policy_meets_every_traffic():
 
 
 def test_a_table_has_a_row_for_each_policy_and_what_was_simulated():
-    rows = json.loads((RESULTS / "policies-2026-11-22.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "policies-2026-11-23.json").read_text())["rows"]
 
     lines = policies.table(rows, 1, "eviction_policy", "ttft_p99_ms").splitlines()
 
