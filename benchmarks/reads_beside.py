@@ -97,10 +97,11 @@ def read_all(loader: AdapterLoader, requests: Sequence[LoRARequest], threads: in
 
     def read(request: LoRARequest) -> list[float]:
         marks = [_mark()]
-        held.append(loader._load_adapter(request))
+        lora = loader._load_adapter(request)
         marks.append(_mark())
-        loader.manager._stage(held[-1])
+        loader.manager._stage(lora)
         marks.append(_mark())
+        held.append(lora)
         return [b - a for first, second in pairwise(marks) for a, b in zip(first, second)]
 
     started = time.perf_counter()
