@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import reads_beside
 from benchmarks.arguments import SHAPES, each_once, run_as_command, whole
 from benchmarks.report import Report, default_path
 from minivllm.commands.random_adapter import save_random_adapter
@@ -146,12 +147,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--adapters", type=whole(), default=8)
     parser.add_argument("--rank", type=whole(), default=64, help="64 on 8 layers is as much as 16 on 32")
     parser.add_argument("--rounds", type=whole(), default=5, help="medians are reported")
+    parser.add_argument(
+        "--beside", action="store_true", help="what a read costs beside a thread that runs steps"
+    )
     parser.add_argument("--json", type=Path, help="result file; one that is there grows")
     options = parser.parse_args(arguments)
-    kept = {key: value for key, value in vars(options).items() if key not in ("threads", "json")}
-    result = Report(options.json or default_path("reads", "cpu"), "reads", kept, "cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        run(options, result, Path(folder))
+    kept = {key: value for key, value in vars(options).items() if key not in ("threads", "json", "beside")}
+    if options.beside:
+        kept["rank"] = ",".join(map(str, reads_beside.RANKS))
+    name = "reads-beside" if options.beside else "reads"
+    result = Report(options.json or default_path(name, "cpu"), name, kept, "cpu")
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if options.beside else None) as folder:
+        (reads_beside.run if options.beside else run)(options, result, Path(folder))
 
 
 if __name__ == "__main__":
