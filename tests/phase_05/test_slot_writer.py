@@ -21,6 +21,7 @@ from small_model import (
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.worker.prefetch import AdapterPrefetch
 
@@ -145,6 +146,18 @@ def test_an_adapter_that_was_staged_beside_steps_is_not_moved_again():
 
     assert manager.slot_writer.pools[adapter] is pool
     assert_slot_holds(manager, manager.list_active_adapters()[7], weights)
+
+
+def test_an_adapter_that_has_nothing_leaves_zeros():
+    manager = make_manager(slots=1)
+    manager.add_adapter(make_adapter(3))
+    manager.activate_adapter(3)
+    manager.add_adapter(LoRAModel(7, RANK, {}))
+
+    manager.activate_adapter(7)
+
+    assert manager.lora_index_to_id == [7]
+    assert not any(side.any() for pair in contents(manager, 0).values() for side in pair)
 
 
 def test_an_adapter_of_another_dtype_is_converted():

@@ -65,19 +65,21 @@ class SlotWriter:
         total = self.table_bytes + nbytes
         pool = self.memory.take(total) if self.on_gpu else torch.empty(total, dtype=torch.uint8)
         table, room = self._split(pool)
-        used, moves = 0, []
+        used, given, places = 0, [], []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal used
             place = room[used : used + tensor.numel()].view(tensor.shape)
             used += _aligned(place.nbytes) // place.itemsize
-            moves.append((place, tensor))
+            given.append(tensor)
+            places.append(place)
             return place
 
         for weights in lora.loras.values():
             weights.replace_tensors(move)
         # One call gives up the interpreter's lock once. Beside a busy thread it takes long to have it again.
-        torch._foreach_copy_(*map(list, zip(*moves)))
+        if places:
+            torch._foreach_copy_(places, given)
         rows = []
         for name, module in self.modules.items():
             for piece in _pieces(module, lora.get_lora(name)):
