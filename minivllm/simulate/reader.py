@@ -100,11 +100,7 @@ class Reader:
             if self._num_held(ahead) >= self.most:
                 return False
         self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
-        _, left = shared(self._work, self.now)
-        self._work = {a: work for a, work in left.items() if a in self.reads or a == ENGINE}
-        self._work[adapter_id] = Work(self._disk_free, self.unpacking(adapter_id))
-        ends, _ = shared(self._work)
-        self.reads = {a: ends[a] for a in self._work if a != ENGINE}
+        self._add_work(adapter_id, Work(self._disk_free, self.unpacking(adapter_id)), self.now)
         self.num_reads += 1
         if ahead:
             self.ahead.add(adapter_id)
@@ -112,15 +108,15 @@ class Reader:
 
     def engine_works(self, begins: float, seconds: float) -> float:
         """When the engine's own thread is through with work of so many seconds, which shares the host with reads."""
-        if not seconds:
-            return begins
-        _, left = shared(self._work, begins)
-        self._work = {a: work for a, work in left.items() if a in self.reads} | {
-            ENGINE: Work(begins, seconds)
-        }
+        return self._add_work(ENGINE, Work(begins, seconds), begins) if seconds else begins
+
+    def _add_work(self, key: int, work: Work, now: float) -> float:
+        """When the host is through with one more work, an adapter's or the ENGINE's; reads beside it end later."""
+        _, left = shared(self._work, now)
+        self._work = {k: w for k, w in left.items() if k in self.reads or k == ENGINE} | {key: work}
         ends, _ = shared(self._work)
         self.reads |= {a: ends[a] for a in self._work if a != ENGINE}
-        return ends[ENGINE]
+        return ends[key]
 
     def _num_held(self, ahead: bool) -> int:
         """Adapters that are read, or were and wait, because a policy wanted them, or because requests did."""
