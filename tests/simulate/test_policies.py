@@ -139,9 +139,9 @@ def test_nobody_is_overtaken_by_more_than_was_promised(name, patience):
     assert 0 < worst <= patience
 
 
+@pytest.mark.parametrize("wait", [4, 12])
 @pytest.mark.parametrize("name", scheduling.POLICIES)
-def test_an_adapter_waits_for_a_slot_no_longer_than_it_must(name):
-    wait = 12
+def test_an_adapter_waits_for_a_slot_no_longer_than_it_must(name, wait):
     made = fleet(config(slots=2, memory=6, max_num_seqs=8, wait=wait, scheduling=scheduling.POLICIES[name]))
     waits, scheduler = [], made.replicas[0].scheduler
     schedule = scheduler.schedule
