@@ -78,9 +78,9 @@ class EngineRun:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)[0]
 
-    def tell_reader(self, activation: nn.Module) -> None:
+    def tell_reader(self, reader: nn.Module) -> None:
         """Say what alone reads the output: a backend may leave it work. The output alone may lack something then."""
-        self.layer.base_layer.__dict__["read_by"] = activation
+        self.layer.base_layer.__dict__["read_by"] = reader
 
 
 looped = functools.partial(

@@ -19,13 +19,14 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 class Block:
     """One transformer block of T tokens on a GPU, as the engine computes it, but for the attention.
 
-    What attention gives is a fixed tensor: it is the same for every implementation of the linears.
+    What attention gives is a fixed tensor: it is the same for every implementation of the linears. So is what q, k and
+    v are made of. The block ends with the norm that the next one begins with, which reads what down gives.
     """
 
     def __init__(self, model: str, tokens: int, like: torch.Tensor) -> None:
         self.config = ModelArchitecture.from_folder(model_folder(model))
         config, kinds = self.config, (like.dtype, like.device)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, *kinds)
+        self.kinds = kinds
         rotary = RotaryEmbedding(config.head_dim, tokens, config.rope_parameters, *kinds)
         self.rotary = rotary(torch.arange(tokens, device=like.device))
         self.slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + tokens, device=like.device)
@@ -35,16 +36,19 @@ class Block:
         self.attended = torch.randn(tokens, config.num_attention_heads * config.head_dim).to(like)
 
     def around(self, linears: dict[str, Run]) -> Callable[[], torch.Tensor]:
-        """The block with these linears: qkv, o, gate_up and down. Gate and up may leave work to the activation."""
+        """The block with these linears: qkv, o, gate_up and down, which may leave work to who reads their output."""
+        config = self.config
+        norms = [RMSNorm(config.hidden_size, config.rms_norm_eps, *self.kinds) for _ in range(2)]
         activation = SiluAndMul()
-        if hasattr(linears["gate_up"], "tell_reader"):
-            linears["gate_up"].tell_reader(activation)
+        for name, reader in zip(("o", "gate_up", "down"), (norms[0], activation, norms[1])):
+            if hasattr(linears[name], "tell_reader"):
+                linears[name].tell_reader(reader)
 
         def run() -> torch.Tensor:
-            normed, _ = self.norm(self.x, self.residual)  # (T, H)
-            heads = linears["qkv"](normed).unflatten(1, (-1, self.config.head_dim))  # (T, Hq + 2 Hkv, D)
+            heads = linears["qkv"](self.x).unflatten(1, (-1, config.head_dim))  # (T, Hq + 2 Hkv, D)
             rotary_and_cache(heads, *self.rotary, self.slots, self.cache)
-            normed, _ = self.norm(linears["o"](self.attended), self.residual)
-            return linears["down"](activation(linears["gate_up"](normed)))  # (T, H)
+            normed, _ = norms[0](linears["o"](self.attended), self.residual)  # (T, H)
+            normed, _ = norms[1](linears["down"](activation(linears["gate_up"](normed))), self.residual)
+            return normed
 
         return run

@@ -29,8 +29,9 @@ from minivllm.layers.triton_ops import (
     rotary,
     stand_ins,
 )
-from minivllm.lora.gpu.ops import paged_expand_op, paged_shrink_op, paged_silu_op
-from minivllm.lora.gpu.ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles, paged_silu_tiles
+from minivllm.lora.gpu.ops import adapted_silu_op, paged_expand_op, paged_shrink_op
+from minivllm.lora.gpu.ops.paged_tuning import adapted_silu_tiles, paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
 
 NAN = float("nan")
@@ -305,8 +306,8 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
 
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
-        tiles = at_most(block_r, paged_silu_tiles(4096 if many else 1, rank))
-        out = paged_silu_op.paged_silu(h, batch.pieces, y.view, batch.tiles, tiles)
+        tiles = at_most(block_r, adapted_silu_tiles(4096 if many else 1, rank))
+        out = adapted_silu_op.adapted_silu(Update.of_pages(h, batch.pieces), y.view, batch.tiles, tiles)
 
     y.assert_written_only_where(torch.tensor(False))
     gate, up = batch.expected()[1].chunk(2, dim=1)

@@ -11,11 +11,12 @@ from gpu import DEVICE
 from minivllm.layers.triton_ops.attention import paged_decode_attention
 from minivllm.layers.triton_ops.mixed_attention import mixed_attention
 from minivllm.layers.triton_ops.rotary import rotary_and_cache
+from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
 from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, paged_shrink
-from minivllm.lora.gpu.ops.paged_silu_op import paged_silu
 from minivllm.lora.gpu.ops.paged_tuning import paged_shrink_tiles
+from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.gpu.ops.write_pages_op import write_pages
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import tiles_of
 
@@ -65,7 +66,7 @@ def test_pages_are_written_and_read_where_they_are(memory):
     write_pages(weights, torch.tensor(sources), torch.tensor(places), table[0], rank * width)
     room = ShrinkRoom.make(x, pieces, torch.zeros(8, dtype=torch.int32), tuned)
     h = paged_shrink(x, pieces, tiles, room, tuned)
-    activated, added = paged_silu(h, pieces, y, tiles), y.clone()
+    activated, added = adapted_silu(Update.of_pages(h, pieces), y, tiles), y.clone()
     paged_expand(h, pieces, added, tiles)
 
     expected = y.double()

@@ -64,7 +64,7 @@ OTHER_WAYS = {
         cases.decodes, seq_lens=[16, 9], max_seq_len=16, heads=(6, 2, 20)
     ),
 }
-OVERLAPPING = {"slots": cases.lora_expand_op, "pages": cases.paged_expand_op, "gated": cases.paged_silu_op}
+OVERLAPPING = {"slots": cases.lora_expand_op, "pages": cases.paged_expand_op, "gated": cases.adapted_silu_op}
 SMALLEST = {
     **FAMILIES,
     **OTHER_WAYS,
@@ -173,7 +173,7 @@ def kernels_of(path):
 @in_interpreter
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("backend", "adapters"), [("triton", "_lora_expand_kernel"), ("paged", "_paged_silu_kernel")]
+    ("backend", "adapters"), [("triton", "_lora_expand_kernel"), ("paged", "_adapted_silu_kernel")]
 )
 def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend, adapters):
     world = tiny_world(tmp_path_factory)
@@ -263,8 +263,8 @@ FAULTS = {
         "pages", (Strayed, "_write_pages_kernel"),
     ),
     "the activation takes adapters' rows for base rows": (
-        f"{PAGES}/paged_silu_op.py", "first = tl.sum(lengths) +", "first = tl.sum(lengths) - 1 +",
-        "gated", (Raced, "_paged_silu_kernel: .* of out_ptr, and nothing orders the two"),
+        f"{PAGES}/adapted_silu_op.py", "first = tl.sum(lengths) +", "first = tl.sum(lengths) - 1 +",
+        "gated", (Raced, "_adapted_silu_kernel: .* of out_ptr, and nothing orders the two"),
     ),
     "expand reads y of a kernel that has not ended": (
         f"{PAGES}/paged_expand_op.py",
@@ -276,9 +276,9 @@ FAULTS = {
         "slots, overlapping", (Raced, "_lora_expand_kernel.* ends and has not waited"),
     ),
     "an activation of no rows does not wait": (
-        f"{PAGES}/paged_silu_op.py",
+        f"{PAGES}/adapted_silu_op.py",
         f"{WAIT}\n        return\n    place", "pass\n        return\n    place",
-        "gated, overlapping", (Raced, "_paged_silu_kernel.* ends and has not waited"),
+        "gated, overlapping", (Raced, "_adapted_silu_kernel.* ends and has not waited"),
     ),
     "decodes read past a context": (
         f"{LAYERS}/attention.py", "readable = in_context[:, None] &", "readable = (position >= 0)[:, None] &",

@@ -4,11 +4,12 @@ import pytest
 import torch
 from gpu import DEVICE
 
+from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
 from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
-from minivllm.lora.gpu.ops.paged_silu_op import paged_silu
-from minivllm.lora.gpu.ops.paged_tuning import paged_expand_tiles, paged_shrink_tiles, paged_silu_tiles
+from minivllm.lora.gpu.ops.paged_tuning import adapted_silu_tiles, paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.gpu.ops.write_pages_op import write_pages
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta
 
@@ -180,11 +181,11 @@ def test_the_activation_adds_what_adapters_add_to_gate_and_up_on_its_way(shape, 
     gate, up = batch.expected()[1].chunk(2, dim=1)
     tuned = paged_shrink_tiles(batch.tokens, batch.width, batch.rank)
     h = paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room_of_nan(batch, tuned), tuned)
-    few, many = paged_silu_tiles(1, batch.rank), paged_silu_tiles(4096, batch.rank)
+    few, many = adapted_silu_tiles(1, batch.rank), adapted_silu_tiles(4096, batch.rank)
 
     for tiles in (few, many, many._replace(block_n=32, block_r=16)):
         y = batch.y.to(DEVICE)
-        found = paged_silu(h, batch.pieces, y, batch.tiles, tiles)
+        found = adapted_silu(Update.of_pages(h, batch.pieces), y, batch.tiles, tiles)
 
         assert_near(found, torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
         assert torch.equal(y.cpu(), batch.y)

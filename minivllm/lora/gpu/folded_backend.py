@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.layers.linear import LinearBase, RowParallelLinear
+from minivllm.lora.gpu.ops.update import Update
+from minivllm.lora.gpu.readers import leave, rest_for
 from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.gpu.triton_slots import TritonSlots
 from minivllm.lora.ops.triton_ops import expand
-from minivllm.lora.ops.triton_ops.tuning import fold_pays
+from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS, fold_pays
 from minivllm.lora.slots import Slots
 
 # Forward passes that are x · Wᵀ + b: that of a row-parallel linear sums what it gives over processes.
@@ -74,6 +76,8 @@ class FoldedBackend(TritonBackend):
         return self._keep(FoldedSlots(slots, self.outdate_ranks, by_slice, (wide, wide_bias)))
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: TritonSlots) -> torch.Tensor:
+        """In decodes, who alone reads the output may get it without what adapters add, and adds that (`rest_for`)."""
+        leave(base, None)
         if self.no_lora or not isinstance(slots, FoldedSlots):
             return super().linear(x, base, slots)
         count, _, rank, width = slots.a[0].shape
@@ -82,9 +86,14 @@ class FoldedBackend(TritonBackend):
             return super().linear(x, base, slots)
         wide = F.linear(x, *slots.wide)  # (T, N + S * n * R)
         y, h = wide[:, :columns], wide[:, columns:]
-        h = h[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)[None]  # (1, n, T, R): slot 0's
+        h = h[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)  # (n, T, R): slot 0's
         tiles = self.token_meta.meta_args(len(x))
-        expand(h, slots.flat_b, y, tiles, slots.expand_ranks, h_slot_stride=n * rank)
+        if len(x) <= FEW_TOKENS:
+            update = Update.of_slots(h, slots.flat_b, slots.expand_ranks, n * rank)
+            leave(base, rest := rest_for(base, update, tiles, self.token_slots(len(x))))
+            if rest is not None:
+                return y
+        expand(h[None], slots.flat_b, y, tiles, slots.expand_ranks, h_slot_stride=n * rank)
         return y
 
 

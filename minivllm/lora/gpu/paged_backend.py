@@ -1,21 +1,19 @@
 """The GPU's backend whose adapters lie in pages. Beside vllm/lora/punica_wrapper/punica_gpu.py, not in vLLM."""
 
-import functools
-
 import torch
 
 from minivllm.distributed.tensor_parallel import TensorParallel
-from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
-from minivllm.lora.gpu.ops.paged_silu_op import paged_silu
 from minivllm.lora.gpu.ops.paged_tuning import PagedShrinkTiles, paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.gpu.paged_halves import PagedB, PagedHalves
 from minivllm.lora.gpu.paged_slots import PagedSlots
+from minivllm.lora.gpu.readers import leave, rest_for
 from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.ops.triton_ops import TileList
 from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS
@@ -77,16 +75,15 @@ class PagedBackend(TritonBackend):
         paged_expand(h, slots.pieces, y, rows)
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: PagedSlots) -> torch.Tensor:
-        """An activation that alone reads the output gets it without what adapters add, and adds that itself."""
+        """Who alone reads the output may get it without what adapters add, and adds that itself (`rest_for`)."""
         if self.no_lora:
-            if isinstance(base.read_by, SiluAndMul):
-                base.read_by.rest = None  # of a step that ended in between
+            leave(base, None)
             return base.forward(x)[0]
         pieces, tiles = slots.pieces, self.token_meta.meta_args(len(x))
         y, h = self._base_and_shrink(x, base, pieces, tiles)
-        if isinstance(base.read_by, SiluAndMul) and len(pieces.b) == 2:
-            base.read_by.rest = functools.partial(paged_silu, h, pieces, tiles=tiles)
-        else:
+        rest = rest_for(base, Update.of_pages(h, pieces), tiles, self.token_slots(len(x)))
+        leave(base, rest)
+        if rest is None:
             paged_expand(h, pieces, y, tiles)
         return y
 

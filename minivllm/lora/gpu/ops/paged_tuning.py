@@ -28,6 +28,13 @@ class PagedExpandTiles(NamedTuple):
     num_warps: int
 
 
+class AdaptedNormTiles(NamedTuple):
+    """block_r ranks of a whole row at a time."""
+
+    block_r: int
+    num_warps: int
+
+
 # No fewer ranks in one product than a tensor core takes.
 LEAST_BLOCK_RANKS = 16
 # Rows of a decode step that wait for launches more than for bytes.
@@ -59,12 +66,31 @@ def paged_expand_tiles(tokens: int, rank: int, widest: int) -> PagedExpandTiles:
     return PagedExpandTiles(256 if wide else 128, block_r, num_warps=4)
 
 
-def paged_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
+def adapted_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
     """tokens: T, rank: R"""
     block_r = block_ranks(rank)
     if tokens <= FEW_TOKENS:
         return PagedExpandTiles(128, block_r, num_warps=4)
     return PagedExpandTiles(64, block_r, num_warps=8 if block_r == LEAST_BLOCK_RANKS else 4)
+
+
+# A norm has one program a row. Up to here all run at once, and none reads much more of B than an expand's does.
+MOST_NORM_TOKENS, MOST_NORM_RANK = 128, 64
+# Of B, in the registers of one program: 16 warps hold twice as much.
+NORM_BYTES = 128 * 1024
+
+
+def adapted_norm_pays(tokens: int, rank: int) -> bool:
+    """Whether the norm adds what adapters add in less time than an expand before it.   tokens: T, rank: R"""
+    return tokens <= MOST_NORM_TOKENS and rank <= MOST_NORM_RANK
+
+
+def adapted_norm_tiles(width: int, rank: int, itemsize: int) -> AdaptedNormTiles:
+    """width: H, rank: R"""
+    row = triton.next_power_of_2(width)
+    block_r = min(16, triton.next_power_of_2(rank), max(1, NORM_BYTES // (row * itemsize)))
+    # A thread has 8 columns: 16 bytes of each rank.
+    return AdaptedNormTiles(block_r, min(max(row // 256, 1), 16))
 
 
 def block_ranks(rank: int) -> int:

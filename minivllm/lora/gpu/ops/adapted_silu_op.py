@@ -7,36 +7,56 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.lora.gpu.ops.paged_expand_op import read_b, read_h
-from minivllm.lora.gpu.ops.paged_pieces import PagedPieces, sum_dtype
-from minivllm.lora.gpu.ops.paged_tuning import PagedExpandTiles, paged_silu_tiles
+from minivllm.lora.gpu.ops.paged_expand_op import read_h
+from minivllm.lora.gpu.ops.paged_pieces import sum_dtype
+from minivllm.lora.gpu.ops.paged_tuning import PagedExpandTiles, adapted_silu_tiles
+from minivllm.lora.gpu.ops.update import Update, begins_of_b, live_rank, read_ranks
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 from minivllm.lora.ops.triton_ops.tuning import can_overlap
 
 
+@triton.jit
+def _read_b(
+    b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, live, columns, is_column,
+    R: tl.constexpr, COLUMN_STRIDE: tl.constexpr, PAGE_RANKS: tl.constexpr,
+):  # fmt: skip
+    """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)"""
+    begins = begins_of_b(
+        b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, rank < live, PAGE_RANKS
+    )
+    places = begins[:, None] + (columns * COLUMN_STRIDE)[None, :]
+    return read_ranks(places, rank, live, R, table_ptr, is_column[None, :], 0)
+
+
 # These numbers differ between steps, or engines: not a variant of the kernel for each of their values.
 @triton.jit(do_not_specialize=["slice_stride", "capacity", "tile_count", "tokens", "ranks_row", "table_row"])
-def _paged_silu_kernel(
-    h_ptr,  # (2, T, R)
-    pool_ptr,  # pages
+def _adapted_silu_kernel(
+    h_ptr,  # (2, T, R), or of each slot one: see the strides
+    gate_ptr,  # in which B of gate lies
+    up_ptr,
     y_ptr,  # (T, >= 2 * WIDTH): gate, then up
     out_ptr,  # (T, WIDTH)
     rows_ptr,  # (T,) rows by slot, base rows last
     tiles_ptr,  # (3, capacity) adapter, first row, rows
-    table_ptr,  # (S, G) pages
-    ranks_ptr,  # (2, S) live ranks
-    R,
+    table_ptr,  # (S, G) pages, or None
+    ranks_ptr,  # (2, S) live ranks, or None: all R
     capacity,
     tile_count,
     tokens,
     ranks_row,
     table_row,
-    page_stride,
-    b_gate,  # where B begins in a page
-    b_up,
+    gate_first,  # where B begins
+    up_first,
+    gate_slot_stride,
+    up_slot_stride,
+    rank_stride,
     slice_stride,
+    h_row_stride,
+    h_slot_stride,
     y_row_stride,
     WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    COLUMN_STRIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,  # of ranks
     PAGE_RANKS: tl.constexpr,
@@ -61,8 +81,8 @@ def _paged_silu_kernel(
     if tile < tile_count:
         first = tl.load(tiles_ptr + capacity + tile)
         length = tl.load(tiles_ptr + 2 * capacity + tile)
-        live_gate = tl.load(ranks_ptr + adapter)
-        live_up = tl.load(ranks_ptr + ranks_row + adapter)
+        live_gate = live_rank(ranks_ptr, adapter, R)
+        live_up = live_gate if ranks_ptr is None else live_rank(ranks_ptr + ranks_row, adapter, R)
     else:
         each = tl.arange(0, BLOCK_TILES)
         is_tile = (each < tile_count) & (tl.load(tiles_ptr + each, mask=each < tile_count, other=-1) >= 0)
@@ -77,79 +97,91 @@ def _paged_silu_kernel(
     is_row = place < length
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = is_row[:, None] & (columns < WIDTH)[None, :]
+    is_column = columns < WIDTH
+    inside = is_row[:, None] & is_column[None, :]
     y_block = y_ptr + rows[:, None] * y_row_stride + columns[None, :]
-    table_ptr += adapter * table_row
-    gate_b, up_b = pool_ptr + b_gate, pool_ptr + b_up
-    ranks = tl.arange(0, BLOCK_R)
+    gate_ptr += gate_first
+    up_ptr += up_first
+    h_ptr += adapter * h_slot_stride
+    rank = tl.arange(0, BLOCK_R)
     if ONE_BLOCK:  # straight on, so that all loads are under way together
-        own_gate = read_b(gate_b, table_ptr, page_stride, ranks, live_gate, 0, columns, WIDTH, PAGE_RANKS)
-        own_up = read_b(up_b, table_ptr, page_stride, ranks, live_up, 0, columns, WIDTH, PAGE_RANKS)
+        gate_b = _read_b(
+            gate_ptr, table_ptr, adapter, table_row, gate_slot_stride, rank_stride,
+            rank, live_gate, columns, is_column, R, COLUMN_STRIDE, PAGE_RANKS,
+        )  # fmt: skip
+        up_b = _read_b(
+            up_ptr, table_ptr, adapter, table_row, up_slot_stride, rank_stride,
+            rank, live_up, columns, is_column, R, COLUMN_STRIDE, PAGE_RANKS,
+        )  # fmt: skip
     if OVERLAP:  # the kernels ahead may still run until here
         tl.extra.cuda.gdc_wait()
     gate = tl.load(y_block, mask=inside, other=0.0).to(SUM)
     up = tl.load(y_block + WIDTH, mask=inside, other=0.0).to(SUM)
     if ONE_BLOCK:
-        h = read_h(h_ptr, rows, is_row, ranks, live_gate, R)
-        gate = tl.dot(h, own_gate, gate, input_precision="ieee", out_dtype=SUM)
-        h = read_h(h_ptr + slice_stride, rows, is_row, ranks, live_up, R)
-        up = tl.dot(h, own_up, up, input_precision="ieee", out_dtype=SUM)
+        h = read_h(h_ptr, rows, is_row, rank, live_gate, h_row_stride)
+        gate = tl.dot(h, gate_b, gate, input_precision="ieee", out_dtype=SUM)
+        h = read_h(h_ptr + slice_stride, rows, is_row, rank, live_up, h_row_stride)
+        up = tl.dot(h, up_b, up, input_precision="ieee", out_dtype=SUM)
     else:
         for start in range(0, tl.maximum(live_gate, live_up), BLOCK_R):
-            rank = start + ranks
-            b = read_b(gate_b, table_ptr, page_stride, rank, live_gate, 0, columns, WIDTH, PAGE_RANKS)
-            h = read_h(h_ptr, rows, is_row, rank, live_gate, R)
+            b = _read_b(
+                gate_ptr, table_ptr, adapter, table_row, gate_slot_stride, rank_stride,
+                start + rank, live_gate, columns, is_column, R, COLUMN_STRIDE, PAGE_RANKS,
+            )  # fmt: skip
+            h = read_h(h_ptr, rows, is_row, start + rank, live_gate, h_row_stride)
             gate = tl.dot(h, b, gate, input_precision="ieee", out_dtype=SUM)
-            b = read_b(up_b, table_ptr, page_stride, rank, live_up, 0, columns, WIDTH, PAGE_RANKS)
-            h = read_h(h_ptr + slice_stride, rows, is_row, rank, live_up, R)
+            b = _read_b(
+                up_ptr, table_ptr, adapter, table_row, up_slot_stride, rank_stride,
+                start + rank, live_up, columns, is_column, R, COLUMN_STRIDE, PAGE_RANKS,
+            )  # fmt: skip
+            h = read_h(h_ptr + slice_stride, rows, is_row, start + rank, live_up, h_row_stride)
             up = tl.dot(h, b, up, input_precision="ieee", out_dtype=SUM)
     tl.store(
         out_ptr + rows[:, None] * WIDTH + columns[None, :], gate / (1.0 + tl.exp(-gate)) * up, mask=inside
     )
 
 
-def paged_silu(
-    h: torch.Tensor,
-    pieces: PagedPieces,
-    y: torch.Tensor,
-    tiles: TileList,
-    tuned: PagedExpandTiles | None = None,
+def adapted_silu(
+    update: Update, y: torch.Tensor, tiles: TileList, tuned: PagedExpandTiles | None = None
 ) -> torch.Tensor:
     """silu(gate + what its adapter adds) * (up + what its adapter adds), of every row.   -> (T, I)
 
-    h       (2, T, R) of the pages' dtype, as `paged_shrink` gives it
-    pieces  two slices of I rows: gate and up; no experts
+    update  of two slices of I columns, of B's dtype: gate and up
     y       (T, >= 2 * I): gate, then up, without adapters. Not changed
     tuned   tile sizes, None = by shape
     """
-    tuned = tuned or paged_silu_tiles(len(y), pieces.rank)
-    width = pieces.heights[0]
+    tuned = tuned or adapted_silu_tiles(len(y), update.rank)
+    width = update.heights[0]
     out = y.new_empty(len(y), width)
     overlap = can_overlap(y.device)
     base_tiles = triton.cdiv(len(y), tiles.block_rows)
-    _paged_silu_kernel[(tiles.count + base_tiles, triton.cdiv(width, tuned.block_n))](
-        h,
-        pieces.pool,
+    _adapted_silu_kernel[(tiles.count + base_tiles, triton.cdiv(width, tuned.block_n))](
+        update.h,
+        *update.b,
         y,
         out,
         tiles.rows,
         tiles.tiles,
-        pieces.table,
-        pieces.ranks,
-        pieces.rank,
+        update.table,
+        update.ranks,
         tiles.tiles.shape[1],
         tiles.count,
         len(y),
-        pieces.ranks.stride(0),
-        pieces.table.stride(0),
-        pieces.page_stride,
-        *pieces.b,
-        h.stride(0),
+        0 if update.ranks is None else update.ranks.stride(0),
+        0 if update.table is None else update.table.stride(0),
+        *update.b_firsts,
+        *update.slot_strides,
+        update.rank_strides[0],
+        update.h.stride(0),
+        update.h.stride(1),
+        update.h_slot_stride,
         y.stride(0),
         WIDTH=width,
+        R=update.rank,
+        COLUMN_STRIDE=update.column_stride,
         OVERLAP=overlap,
-        ONE_BLOCK=pieces.rank <= tuned.block_r,
-        PAGE_RANKS=pieces.page_ranks,
+        ONE_BLOCK=update.rank <= tuned.block_r,
+        PAGE_RANKS=update.page_ranks,
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_R=tuned.block_r,
         BLOCK_N=tuned.block_n,

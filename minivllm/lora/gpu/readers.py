@@ -1,0 +1,39 @@
+"""Who reads a linear's output may add what it lacks. Beside vllm/lora/punica_wrapper/punica_gpu.py, not in vLLM."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from minivllm.layers.activation import SiluAndMul
+from minivllm.layers.linear import LinearBase
+from minivllm.layers.norm import RMSNorm
+from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
+from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
+from minivllm.lora.gpu.ops.paged_tuning import adapted_norm_pays
+from minivllm.lora.gpu.ops.update import Update
+from minivllm.lora.ops.triton_ops import TileList
+
+Rest = Callable[..., torch.Tensor]
+
+
+def rest_for(base: LinearBase, update: Update, tiles: TileList, slots: torch.Tensor) -> Rest | None:
+    """What the module that alone reads the output can do with it, if it lacks the update; None: nobody can.
+
+    slots   (T,) int64 slot of each row, -1 = base
+
+    A norm behind several processes reads their sum, which each one's update must be in.
+    """
+    reader, n = base.read_by, len(update.b)
+    if isinstance(reader, SiluAndMul) and n == 2:
+        return functools.partial(adapted_silu, update, tiles=tiles)
+    is_norm = isinstance(reader, RMSNorm) and n == 1 and base.tp_size == 1
+    if is_norm and adapted_norm_pays(len(slots), update.rank):
+        return functools.partial(adapted_norm, update, slots, reader.weight, reader.eps)
+    return None
+
+
+def leave(base: LinearBase, rest: Rest | None) -> None:
+    """Tell who reads the output what is left to do. None, too: there may be something of a step that ended."""
+    if isinstance(base.read_by, SiluAndMul | RMSNorm):
+        base.read_by.rest = rest
