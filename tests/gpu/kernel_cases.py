@@ -29,8 +29,13 @@ from minivllm.layers.triton_ops import (
     rotary,
     stand_ins,
 )
-from minivllm.lora.gpu.ops import adapted_silu_op, paged_expand_op, paged_shrink_op
-from minivllm.lora.gpu.ops.paged_tuning import adapted_silu_tiles, paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.gpu.ops import adapted_norm_op, adapted_silu_op, paged_expand_op, paged_shrink_op
+from minivllm.lora.gpu.ops.paged_tuning import (
+    adapted_norm_tiles,
+    adapted_silu_tiles,
+    paged_expand_tiles,
+    paged_shrink_tiles,
+)
 from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
 
@@ -312,6 +317,84 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
     y.assert_written_only_where(torch.tensor(False))
     gate, up = batch.expected()[1].chunk(2, dim=1)
     assert_close(out, torch.nn.functional.silu(gate) * up, 2 * CLOSE)
+    return out
+
+
+def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64):
+    """A row of pages' B into the norm that reads the product.
+
+    block_r   no more ranks at a time
+    """
+    batch = Pages(sanitizer, (tokens, rank, width, [size], page_ranks), kind=kind)
+    tuned = paged_shrink_tiles(tokens, width, rank)
+    x, room = batch.x.to(DEVICE), room_of_nan(batch, tuned)
+
+    with sanitizer.watching():
+        h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
+    update = Update.of_pages(h, batch.pieces)
+    return normed_row(sanitizer, update, batch.y, batch.adapters, batch.expected()[1], block_r)
+
+
+def normed_row(sanitizer, update, y, picks, expected, block_r):
+    """expected: y and what adapters add, in float64"""
+    residual, weight = random(*y.shape, seed=40), random(y.shape[1], seed=41)
+    product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
+    sanitizer.late = [update.h, product.view]
+
+    with sanitizer.watching():
+        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.rank, y.itemsize))
+        places = numbers(picks, torch.int64), numbers(weight, torch.float32)
+        out = adapted_norm_op.adapted_norm(update, *places, 1e-3, product.view, stream.view, tiles)
+
+    product.assert_written_only_where(torch.tensor(False))
+    stream.assert_intact()
+    assert_close(stream.view, residual.double() + expected, 2 * CLOSE)
+    assert_close(out, rms(residual.double() + expected, weight, 1e-3), 4 * CLOSE)
+    return torch.cat([out.flatten(), stream.view.flatten()])
+
+
+def wide_update(sanitizer, tokens, slots, rank, heights, kind="mixed", by_rank=True):
+    """What folded slots leave to who reads the product, of slots of unlike ranks; y, its slots, and both's sum.
+
+    by_rank   whether live ranks are looked up
+    """
+    picks, n, full = mixture(tokens, slots, kind), len(heights), (rank, 0, 1, max(1, rank - 1), rank // 2)
+    ranks = [
+        [full[(slots - 1 - slot + 2 * i) % 5] if by_rank else rank for slot in range(slots)] for i in range(n)
+    ]
+    h, y = random(n, tokens, rank, seed=30), random(tokens, sum(heights))
+    b = [random(slots, height, rank, seed=i) for i, height in enumerate(heights)]
+    product = torch.full((tokens, slots, n, rank), NAN)
+    for row, slot in enumerate(picks.tolist()):
+        for i in range(n if slot >= 0 else 0):
+            product[row, slot, i, : ranks[i][slot]] = h[i, row, : ranks[i][slot]]
+    around = guard(product.flatten(1), row_gap=3)
+    sanitizer.reach = [around.view]
+    of_slot_0 = around.view[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)
+    live = guarded_ints(torch.tensor(ranks, dtype=torch.int32)) if by_rank else None
+    live_b = [guarded(live_part(one, of, 1)) for one, of in zip(b, ranks)]
+    return Update.of_slots(of_slot_0, live_b, live, n * rank), y, picks, exact_expand(h, b, y, picks, ranks)
+
+
+def normed_of_slots(sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64):
+    """As `normed`, of folded slots."""
+    found = wide_update(sanitizer, tokens, slots, rank, [size], kind, by_rank)
+    return normed_row(sanitizer, *found, block_r)
+
+
+def gated_of_slots(sanitizer, tokens, slots, rank, inner, kind="mixed", by_rank=True, block_r=64):
+    """As `gated`, of folded slots."""
+    update, values, picks, expected = wide_update(sanitizer, tokens, slots, rank, [inner] * 2, kind, by_rank)
+    y = guard(values, row_gap=3)
+    sanitizer.late = [update.h, y.view]
+
+    with sanitizer.watching():
+        tiles = at_most(block_r, adapted_silu_tiles(tokens, rank))
+        out = adapted_silu_op.adapted_silu(update, y.view, tile_list(picks, slots), tiles)
+
+    y.assert_written_only_where(torch.tensor(False))
+    gate, up = expected.chunk(2, dim=1)
+    assert_close(out, torch.nn.functional.silu(gate) * up, 4 * CLOSE)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Gate and up in pages leave what adapters add to the activation that reads them; who stands between sees the rest."""
+"""Gate and up leave what adapters add to the activation that reads them; who stands between sees the rest."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WIDTH, INNER, RANK, SLOTS = 48, 40, 8, 3
 class GateUp:
     """Gate and up with adapters of unlike ranks in slots 0 and 2, and the activation behind them."""
 
-    def __init__(self, backend="paged"):
+    def __init__(self, backend):
         config = LoRAConfig(RANK, SLOTS, lora_dtype=torch.float32, punica_backend=backend)
         self.punica = make_backend(64, 64, DEVICE, config)
         self.base = MergedColumnParallelLinear(WIDTH, [INNER] * 2, False, torch.float32, DEVICE)
@@ -53,6 +53,11 @@ class GateUp:
         return torch.nn.functional.silu(gate) * up
 
 
+@pytest.fixture(params=["paged", "folded"])
+def linear(request):
+    return GateUp(request.param)
+
+
 def rows(count):
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count)) / 8
 
@@ -62,16 +67,16 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("slots", [[0], [2, -1, 0, 0, 2, -1, 1], [-1, 0] * 9], ids=["one", "mixed", "half"])
-def test_the_activation_gives_every_row_its_adapters_share(slots):
-    linear, x = GateUp(), rows(len(slots))
+def test_the_activation_gives_every_row_its_adapters_share(linear, slots):
+    x = rows(len(slots))
 
     linear.step(slots)
 
     assert_close(linear.run(x), linear.expected(x, slots))
 
 
-def test_what_a_hook_adds_to_the_output_is_there_too():
-    linear, x, slots = GateUp(), rows(6), [0, 2, -1, 0, 1, 2]
+def test_what_a_hook_adds_to_the_output_is_there_too(linear):
+    x, slots = rows(6), [0, 2, -1, 0, 1, 2]
     linear.layer.register_forward_hook(lambda layer, inputs, output: (output[0] + 0.5, None))
 
     linear.step(slots)
@@ -79,8 +84,8 @@ def test_what_a_hook_adds_to_the_output_is_there_too():
     assert_close(linear.run(x), linear.expected(x, slots, more=0.5))
 
 
-def test_a_step_without_adapters_finds_nothing_of_the_step_before():
-    linear, x = GateUp(), rows(4)
+def test_a_step_without_adapters_finds_nothing_of_the_step_before(linear):
+    x = rows(4)
     linear.step([0, 2, 0, -1])
     linear.run(x)
 
@@ -90,8 +95,8 @@ def test_a_step_without_adapters_finds_nothing_of_the_step_before():
 
 
 @pytest.mark.parametrize("slots", [[-1] * 4, [2, -1, 0, 0]], ids=["base", "adapters"])
-def test_a_step_finds_nothing_of_one_that_ended_before_its_activation(slots):
-    linear, x = GateUp(), rows(4)
+def test_a_step_finds_nothing_of_one_that_ended_before_its_activation(linear, slots):
+    x = rows(4)
     linear.step([0, 2, 0, -1])
     with torch.inference_mode():
         linear.layer(rows(4).to(DEVICE))
@@ -101,8 +106,17 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_activation(slots):
     assert_close(linear.run(x), linear.expected(x, slots))
 
 
-def test_a_layer_that_others_read_too_gives_its_whole_output():
-    linear, x, slots = GateUp(), rows(5), [0, 2, -1, 0, 1]
+def test_the_activation_is_told_what_is_left(linear):
+    linear.step([0, 2, 0, -1])
+
+    with torch.inference_mode():
+        linear.layer(rows(4).to(DEVICE))
+
+    assert linear.activation.rest is not None
+
+
+def test_a_layer_that_others_read_too_gives_its_whole_output(linear):
+    x, slots = rows(5), [0, 2, -1, 0, 1]
     linear.base.read_by = None
     linear.step(slots)
 

@@ -36,6 +36,7 @@ FAMILIES = {
     "write a slot": functools.partial(cases.write_slot, shapes=PLACES[2::-1], slot=2),
     "pages": functools.partial(cases.pages, tokens=7, rank=9, page_ranks=4, width=70, heights=[33, 20]),
     "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),
+    "normed": functools.partial(cases.normed, tokens=17, rank=7, page_ranks=4, width=40, size=35),
     "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128, heads=(6, 2, 20)),
     "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3], heads=(6, 2, 20)),
     "norms": functools.partial(cases.norms, rows=3, size=100),
@@ -57,6 +58,21 @@ OTHER_WAYS = {
     "gated of many ranks": functools.partial(
         cases.gated, tokens=3, rank=20, page_ranks=8, width=40, inner=35, block_r=16
     ),
+    "gated of slots": functools.partial(
+        cases.gated_of_slots, tokens=17, slots=3, rank=20, inner=35, block_r=16
+    ),
+    "gated of slots of one rank": functools.partial(
+        cases.gated_of_slots, tokens=17, slots=3, rank=8, inner=35, by_rank=False
+    ),
+    "normed of many ranks": functools.partial(
+        cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4
+    ),
+    "normed of slots": functools.partial(
+        cases.normed_of_slots, tokens=17, slots=3, rank=20, size=35, block_r=8
+    ),
+    "normed of slots of one rank": functools.partial(
+        cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False
+    ),
     "decodes of whole splits": functools.partial(
         cases.decodes, seq_lens=[9, 128], max_seq_len=128, heads=(6, 2, 20), padding=0
     ),
@@ -64,7 +80,12 @@ OTHER_WAYS = {
         cases.decodes, seq_lens=[16, 9], max_seq_len=16, heads=(6, 2, 20)
     ),
 }
-OVERLAPPING = {"slots": cases.lora_expand_op, "pages": cases.paged_expand_op, "gated": cases.adapted_silu_op}
+OVERLAPPING = {
+    "slots": cases.lora_expand_op,
+    "pages": cases.paged_expand_op,
+    "gated": cases.adapted_silu_op,
+    "normed": cases.adapted_norm_op,
+}
 SMALLEST = {
     **FAMILIES,
     **OTHER_WAYS,
@@ -99,6 +120,24 @@ def edges():
             found[f"gated {shape} {heights[0]}"] = functools.partial(
                 cases.gated, **shape, inner=heights[0], many=bool((i + j) % 2)
             )
+            if i % 2 == j % 2:
+                found[f"normed {shape} {heights[0]}"] = functools.partial(
+                    cases.normed, **shape, size=heights[0], block_r=(4, 64)[i // 2 % 2]
+                )
+            else:
+                of_slots = {
+                    "tokens": tokens,
+                    "slots": slots,
+                    "rank": rank,
+                    "kind": kind,
+                    "by_rank": j % 3 > 0,
+                }
+                found[f"normed of slots {of_slots} {heights[0]}"] = functools.partial(
+                    cases.normed_of_slots, **of_slots, size=heights[0], block_r=(4, 64)[i // 2 % 2]
+                )
+                found[f"gated of slots {of_slots} {heights[0]}"] = functools.partial(
+                    cases.gated_of_slots, **of_slots, inner=heights[0]
+                )
     for slot in range(3):
         found[f"write all to slot {slot}"] = functools.partial(cases.write_slot, shapes=PLACES, slot=slot)
     for heads in ((6, 2, 64), (3, 1, 80), (2, 2, 16), (20, 1, 32)):
@@ -279,6 +318,35 @@ FAULTS = {
         f"{PAGES}/adapted_silu_op.py",
         f"{WAIT}\n        return\n    place", "pass\n        return\n    place",
         "gated, overlapping", (Raced, "_adapted_silu_kernel.* ends and has not waited"),
+    ),
+    "a norm has the row after its own": (
+        f"{PAGES}/adapted_norm_op.py", "row = tl.program_id(0)", "row = (tl.program_id(0) + 1)",
+        "normed", (Strayed, "_adapted_norm_kernel"),
+    ),
+    "a norm has the slot of the row after its own": (
+        f"{PAGES}/adapted_norm_op.py", "slots_ptr + row)", "slots_ptr + (row + 1) % tl.num_programs(0))",
+        "normed", (AssertionError, ""),
+    ),
+    "a norm adds ranks past the live one": (
+        f"{PAGES}/adapted_norm_op.py", "mask=rank < live, other=0.0).to(SUM)\n    x =",
+        "mask=rank < R, other=0.0).to(SUM)\n    x =",
+        "normed", (AssertionError, "NaN"),
+    ),
+    "a norm takes B's of ranks past the live one": (
+        f"{PAGES}/adapted_norm_op.py", "in_b, rank, live, R,", "in_b, rank, R, R,",
+        "normed of slots", (AssertionError, "NaN"),
+    ),
+    "a norm takes a slot's other ranks in the second block": (
+        f"{PAGES}/adapted_norm_op.py", "rank = start + tl.arange", "rank = tl.arange",
+        "normed of many ranks", (AssertionError, ""),
+    ),
+    "a norm does not write the residual": (
+        f"{PAGES}/adapted_norm_op.py", "    tl.store(residual_ptrs, kept, mask=inside)\n", "",
+        "normed", (AssertionError, ""),
+    ),
+    "a norm reads h of a kernel that has not ended": (
+        f"{PAGES}/adapted_norm_op.py", f"{WAIT}\n    h_ptr", "pass\n    h_ptr",
+        "normed, overlapping", (Raced, "_adapted_norm_kernel.* and has not waited"),
     ),
     "decodes read past a context": (
         f"{LAYERS}/attention.py", "readable = in_context[:, None] &", "readable = (position >= 0)[:, None] &",
