@@ -295,7 +295,9 @@ def main() -> None:
         problem = f"{error} is still TODO"
     except SyntaxError as error:
         problem = f"{error.filename}:{error.lineno}: {error.msg}"
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except OSError as error:
+        problem = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+    except (ValueError, ModuleNotFoundError) as error:
         problem = str(error)
     problem = with_options_of(typer.main.get_command(app), sys.argv[1:], problem)
     Console(stderr=True).print(f"[red]error:[/red] {escape(problem)}", highlight=False, soft_wrap=True)

@@ -90,6 +90,18 @@ class TestMessages:
     def test_leave_alone_what_is_no_foreign_option(self, text, told):
         assert with_options_of(ROOT, ["demo"], text) == told
 
+    @pytest.mark.parametrize(
+        ("file", "said"), [("no-such-file", "No such file or directory"), (".", "Is a directory")]
+    )
+    def test_of_the_system_name_the_file_and_no_number(self, monkeypatch, capsys, file, said):
+        monkeypatch.setattr(sys, "argv", ["minivllm", "generate", "--file", file])
+
+        with pytest.raises(SystemExit) as end:
+            main()
+
+        assert end.value.code == 2
+        assert capsys.readouterr().err == f"error: {file}: {said}\n"
+
     def test_reach_the_terminal_that_way(self, monkeypatch, capsys):
         def refuse(*_: object) -> None:
             raise ValueError(self.RANK)
