@@ -50,7 +50,7 @@ def loader_of(model: Path) -> AdapterLoader:
     loader.manager = shapes_of(ModelArchitecture.from_folder(model), config, dtype=torch.bfloat16)
     loader.manager.slot_writer = Writer(loader.manager.wrapped)
     loader.reading = reading_parameters(loader.manager)
-    KnownLayouts(loader)
+    KnownLayouts.of(loader)
     return loader
 
 

@@ -52,7 +52,7 @@ class AdapterReader:
     def __init__(self, engine: LLMEngine, most: int, read_done: Callable[[], object]) -> None:
         self.scheduler, self.worker, self.registry = engine.scheduler, engine.adapters.worker, engine.adapters
         self.most, self._read_done = most, read_done
-        self._layouts = KnownLayouts(self.worker)
+        KnownLayouts.of(self.worker)  # which stays when this is closed
         self._reads: dict[int, Read] = {}  # by adapter id
         # Each would else have as many threads as there are cores, and steps would wait for theirs.
         alone = partial(set_num_threads, 1)
@@ -73,7 +73,6 @@ class AdapterReader:
         self.registry.loading.clear()
         self.scheduler.may_run, self.worker._timed_load = self._may_run, self._load
         self.worker.check_adapter = self._check
-        self._layouts.close()
 
     @property
     def is_reading(self) -> bool:

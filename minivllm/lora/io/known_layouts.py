@@ -6,9 +6,10 @@ vLLM 0.22.1 goes through the names of every file (`from_local_checkpoint`, vllm/
 import hashlib
 import os
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.safetensors_file import find_safetensors
 from minivllm.lora.weights_files import files_in, find_weights_file, open_file
 from minivllm.scattered_reads import read_into
+from minivllm.timed_patterns import PLAIN_KEY
 
 # Each takes a third of a megabyte for an 8B model.
 MOST_LAYOUTS = 64
@@ -42,18 +44,22 @@ class Layout:
     shapes    of each tensor in the file, in its order, on the "meta" device
     judged    the adapter as it is before it is accepted, without numbers
     accepted  the same, accepted: its tensors are those of `shapes`, and no scaling is left to fold in
-    scaled    number of a tensor in the file -> its scaling, where that is not 1
+    scaled    scaling other than 1 -> numbers of its B's in the file
     table     of its places in a pool of a `SlotWriter`, once there was one
     """
 
-    def __init__(self, start: int, shapes: list[torch.Tensor], judged: LoRAModel, accepted: LoRAModel) -> None:
+    def __init__(
+        self, start: int, shapes: list[torch.Tensor], judged: LoRAModel, accepted: LoRAModel
+    ) -> None:
         self.start, self.shapes, self.dtype = start, shapes, shapes[0].dtype
         self.judged, self.accepted = judged, accepted
         self.numbers = sum(tensor.numel() for tensor in shapes)
         self.order = {id(tensor): number for number, tensor in enumerate(shapes)}
-        scalings = [(self.order[id(lora.lora_b)], lora.scaling) for lora in judged.loras.values()]
-        self.scaled = {number: scaling for number, scaling in scalings if scaling != 1}
-        self.largest_factor = max(1.0, *(abs(scaling) for _, scaling in scalings))
+        self.scaled: dict[float, list[int]] = {}
+        for lora in judged.loras.values():
+            if lora.scaling != 1:
+                self.scaled.setdefault(lora.scaling, []).append(self.order[id(lora.lora_b)])
+        self.largest_factor = max(map(abs, [1.0, *self.scaled]))
         self.table: torch.Tensor | None = None
 
     def without_numbers(self, request: LoRARequest) -> LoRAModel:
@@ -63,8 +69,11 @@ class Layout:
     def with_numbers(self, request: LoRARequest, numbers: torch.Tensor) -> LoRAModel:
         """An accepted adapter, of which B is scaled here.   numbers: (`self.numbers`,) in the order of the file"""
         tensors = _unflatten_dense_tensors(numbers, self.shapes)  # views, made by one call
-        if self.scaled:
-            torch._foreach_mul_([tensors[number] for number in self.scaled], [*self.scaled.values()])
+        for scaling, of in self.scaled.items():
+            # As `B * scaling`: a number in the place of this tensor would first be rounded to B's dtype.
+            torch._foreach_mul_(
+                [tensors[number] for number in of], torch.tensor(scaling, dtype=torch.float64)
+            )
         loras = {name: _copy(weights) for name, weights in self.accepted.loras.items()}
         for part in _parts(loras.values()):
             part.lora_a = tensors[self.order[id(part.lora_a)]]
@@ -98,38 +107,43 @@ class KnownLayouts:
     Any thread may read.
     """
 
+    @classmethod
+    def of(cls, loader: AdapterLoader) -> Self:
+        """The loader's own; it has one from the first call on."""
+        reads = getattr(loader._read, "__self__", None)
+        return reads if isinstance(reads, cls) else cls(loader)
+
     def __init__(self, loader: AdapterLoader) -> None:
         self.loader, self.manager = loader, loader.manager
-        self._layouts: dict[Hashable, Layout | None] = {}  # the one used longest ago is the first; None = unusual
+        self._layouts: dict[
+            Hashable, Layout | None
+        ] = {}  # the one used longest ago is the first; None = unusual
         self._turn = Lock()
         self._read, loader._read = loader._read, self.read
-
-    def close(self) -> None:
-        """The loader reads by itself again."""
-        self.loader._read = self._read
 
     def read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
         """As `AdapterLoader._read`. What has numbers is accepted, and staged where there is a GPU."""
         lora = None
         if lora_request.lora_tensors is None:
-            try:
+            with suppress(Exception):  # whatever it is, the loader finds it, too, and says it
                 lora = self._read_known(lora_request, folder, shapes_only)
-            except Exception:  # whatever it is, the loader finds it, too, and says it
-                pass
         return self._read(lora_request, folder, shapes_only) if lora is None else lora
 
     def _read_known(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel | None:
         helper = PEFTHelper.from_local_dir(folder)
         helper.validate_legal(self.manager.lora_config)
         path = find_weights_file(folder)
-        has_options = any(helper.config.get(field) not in (None, False) for field in seams.config_readers)
-        if has_options or path.suffix != ".safetensors" or files_in(folder, seams.folder_files):
+        if not _is_plain(helper) or path.suffix != ".safetensors" or files_in(folder, seams.folder_files):
             return None
         with open_file(path) as file:
             layout = self._layout_of(path, file, helper)
             if layout is None:
                 return None
-            return layout.without_numbers(lora_request) if shapes_only else self._fill(layout, file, lora_request)
+            return (
+                layout.without_numbers(lora_request)
+                if shapes_only
+                else self._fill(layout, file, lora_request)
+            )
 
     def _layout_of(self, path: Path, file: BinaryIO, helper: PEFTHelper) -> Layout | None:
         """None for an adapter that is not plain."""
@@ -198,6 +212,12 @@ class KnownLayouts:
         if writer is not None:
             layout.table = writer.keep(lora, pool, layout.table)
         return lora
+
+
+def _is_plain(helper: PEFTHelper) -> bool:
+    """Whether no option reads the config, and all keys of patterns are names: others may take long to match."""
+    has_options = any(helper.config.get(field) not in (None, False) for field in seams.config_readers)
+    return not has_options and all(map(PLAIN_KEY.fullmatch, {**helper.rank_pattern, **helper.alpha_pattern}))
 
 
 def _header_of(file: BinaryIO) -> Header | None:
