@@ -1,5 +1,6 @@
 """Adapters are read from disk beside the steps. Nothing in vllm/v1/ (v0.22.1) does that: a step there waits."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +16,9 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.openmp import set_num_threads
 
-# Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk; more are no
-# faster where memory is what limits them (`benchmarks.reads`).
-PARALLEL_READS = 2
+# Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take
+# cores and memory's bandwidth from the steps, so small hosts have no more (`benchmarks.reads`).
+PARALLEL_READS = max(2, min(4, len(os.sched_getaffinity(0)) // 4))
 # Adapters whose config and header are looked through at the same time: one of them may come from a network.
 PARALLEL_CHECKS = 4
 # Why a request may not join yet: its adapter is being read.
