@@ -221,6 +221,27 @@ def test_whoever_finds_nothing_waits_for_the_piece_that_is_on_its_way(ahead):
     assert len({part.data_ptr() for part in held}) == len(held)
 
 
+def test_whoever_waited_for_a_piece_does_not_wait_for_the_next_one(ahead):
+    memory, held = with_two_pieces(ahead)
+    slow, next_one = SlowLock(ahead), SlowLock(ahead)
+    held += take_until_it_grows(memory, slow)
+    held += [memory.take(512) for _ in range(3)]
+    memory._lock_pages = next_one
+
+    with ThreadPoolExecutor(7) as pool:
+        waiting = [pool.submit(memory.take, 512) for _ in range(7)]
+        while memory._waiting < 7:
+            time.sleep(0.001)
+        slow.go.set()
+        try:
+            held += [one.result(10) for one in waiting]  # of a piece with 8 parts
+        finally:
+            next_one.go.set()
+
+    wait_for_growth(memory)
+    assert len({part.data_ptr() for part in held}) == len(held)
+
+
 def test_few_or_small_adapters_have_nothing_locked_ahead(ahead, monkeypatch):
     memory = memory_of(ahead)
     held = [memory.take(512) for _ in range(8)]
@@ -367,8 +388,13 @@ def test_threads_share_no_byte_and_none_is_lost(ahead, seed):
         for key, part in own.items():
             assert torch.equal(part, torch.full_like(part, key))
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(churn, range(4)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(churn, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
     wait_for_growth(memory)
     memory._take_back()
 

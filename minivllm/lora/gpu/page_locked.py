@@ -38,7 +38,7 @@ class PageLockedMemory:
         self._returned: deque[tuple[int, int, int]] = deque()  # by whichever thread had the last tensor
         # Whoever finds a free part takes `_turn` alone. The others are held for long: by one who grows or settles.
         self._turn, self._growth, self._settling = threading.Lock(), threading.Lock(), threading.Lock()
-        self._was_refused = False
+        self._was_refused, self._waiting = False, 0
 
     @property
     def nbytes(self) -> int:
@@ -48,10 +48,7 @@ class PageLockedMemory:
     def take(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8, whose contents are anything. Any thread may call it. RuntimeError if memory is refused."""
         wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if (place := self._find(wanted)) is None:
-            with self._growth:
-                place = self._find(wanted) or self._grow(wanted)
-        piece, first, end = place
+        piece, first, end = self._find(wanted) or self._wait_or_grow(wanted)
         part = self._pieces[piece][first : first + nbytes]
         weakref.finalize(part, self._returned.append, (piece, first, end)).atexit = False
         if not self._has_enough(wanted):
@@ -91,6 +88,19 @@ class PageLockedMemory:
                     joined.append((piece, first, end))
                 self._free = joined
 
+    def _wait_or_grow(self, wanted: int) -> tuple[int, int, int]:
+        """A part of the piece that is on its way, if there is one, else of one more."""
+        with self._turn:
+            self._waiting += 1
+        try:
+            if place := self._find(wanted):  # the piece came just now
+                return place
+            with self._growth:
+                return self._find(wanted) or self._grow(wanted)
+        finally:
+            with self._turn:
+                self._waiting -= 1
+
     def _grow(self, wanted: int) -> tuple[int, int, int]:
         """A part of one more piece. Others take what is free meanwhile: to touch and lock it takes long."""
         piece = _locked_piece(max(wanted, min(PIECE_BYTES, PARTS * wanted)), self._lock_pages)
@@ -120,9 +130,13 @@ class PageLockedMemory:
         return parts >= min(AHEAD, PIECE_BYTES // wanted)
 
     def _begin_ahead(self, wanted: int) -> None:
-        """Have parts made ready, unless somebody grows a piece already. Who finds none meanwhile waits for that."""
-        if not self._growth.acquire(blocking=False):
-            return
+        """Have parts made ready, unless a piece is on its way already. Who finds none meanwhile waits for that.
+
+        Those who wait for a piece that has come take their parts of it first. The last of them comes here, too.
+        """
+        with self._turn:
+            if self._waiting or not self._growth.acquire(blocking=False):
+                return
         # It ends by itself, and soon. As a daemon it might be inside the driver while the process is torn down.
         given = weakref.ref(self), self._lock_pages, self._growth, wanted
         try:
