@@ -129,7 +129,7 @@ class PeerGroup(ProcessGroup):
             for nbytes in (16, self.most // 2, self.most):
                 n = nbytes // dtype.itemsize
                 x = torch.randn(n, generator=generator).to(self.device, dtype)
-                found, expected = self._sum(x), super().all_reduce(x)
+                found, expected = self._sum(x), super().all_reduce(x.clone())  # x is gathered, too
                 error = (found.double() - expected.double()).abs().max().item()
                 if not error <= near:
                     wrong["sums"].append(f"{n} numbers of {dtype} differ by {error:.2g}")

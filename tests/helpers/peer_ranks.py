@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from minivllm.distributed import peer_group, peer_norm_op, peer_sum_op
+from minivllm.distributed import peer_gather_op, peer_group, peer_norm_op, peer_sum_op
 from minivllm.distributed.peer_group import PeerGroup
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.triton_ops.norm import fused_add_rms_norm
@@ -171,6 +171,11 @@ def mix_up(rank: int, size: int) -> None:
     peer_sum_op._wait = wait_long
 
 
+def room_of_the_other(rooms_ptr, rank, x):
+    """The mistake of a gather that writes two ranks' parts in the wrong order."""
+    return peer_sum_op.room_of(rooms_ptr, 1 - rank, x)
+
+
 def put_in_one_room(group: PeerGroup) -> None:
     """The mistake that rooms of their own prevent: norms lie where sums do, in programs of another size."""
     peer_norm_op.BYTES_A_ROW = 8192
@@ -225,6 +230,8 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if case == "apart":
         peer_group.SECONDS_TO_TRY = 1.0
+    if case == "gathers in the wrong order":
+        peer_gather_op.room_of = triton.jit(room_of_the_other)
     refusal = "cudaIpcOpenMemHandle: invalid argument (1)" if case == "refused" and rank == 1 else ""
     memory = FileMemory(rank, folder, refusal, alone=case == "apart")
     group = PeerGroup(memory, "cpu")
