@@ -1,12 +1,18 @@
 """Root-mean-square normalisation. Stands for vllm/model_executor/layers/layernorm.py (v0.22.1)."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (vLLM: RMSNorm)."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (vLLM: RMSNorm).
+
+    rest   set by a linear whose output lacks something: of the next x and residual, which it changes in place, it
+           computes the norm of their sum, that included
+    """
 
     def __init__(
         self,
@@ -19,6 +25,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -27,6 +34,9 @@ class RMSNorm(nn.Module):
 
         With a residual (T, H), x is added to it in place first: normed sum, residual.
         """
+        if self.rest is not None and residual is not None:
+            rest, self.rest = self.rest, None
+            return rest(x, residual), residual
         if x.is_cuda:
             return self._forward_cuda(x, residual)
         if residual is not None:

@@ -95,6 +95,7 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = mlp_type(config, dtype, device, tp)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.self_attn.o_proj.__dict__["read_by"] = self.post_attention_layernorm
 
     def forward(
         self,
@@ -134,6 +135,10 @@ class LlamaModel(nn.Module):
             LlamaDecoderLayer(config, layer, dtype, device, tp) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for layer, norm in zip(self.layers, next_norms):
+            if isinstance(layer.mlp, LlamaMLP):
+                layer.mlp.down_proj.__dict__["read_by"] = norm
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AnyAttentionMetadata
