@@ -23,6 +23,7 @@ from minivllm.config import LoRAConfig
 from minivllm.economics import shapes_of
 from minivllm.lora.gpu.page_locked import PageLockedMemory
 from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.lora.loading import AdapterLoader, reading_parameters
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
@@ -49,6 +50,7 @@ def loader_of(model: Path) -> AdapterLoader:
     loader.manager = shapes_of(ModelArchitecture.from_folder(model), config, dtype=torch.bfloat16)
     loader.manager.slot_writer = Writer(loader.manager.wrapped)
     loader.reading = reading_parameters(loader.manager)
+    KnownLayouts.of(loader)
     return loader
 
 

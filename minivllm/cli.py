@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
 from minivllm.commands.simulate_cli import simulate_app
+from minivllm.faults import EngineDeadError
 from minivllm.labs import Todo, describe
 from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
@@ -295,7 +296,9 @@ def main() -> None:
         problem = f"{error} is still TODO"
     except SyntaxError as error:
         problem = f"{error.filename}:{error.lineno}: {error.msg}"
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except OSError as error:
+        problem = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+    except (ValueError, ModuleNotFoundError, EngineDeadError) as error:
         problem = str(error)
     problem = with_options_of(typer.main.get_command(app), sys.argv[1:], problem)
     Console(stderr=True).print(f"[red]error:[/red] {escape(problem)}", highlight=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from minivllm.validation import (
     is_folder,
     is_list_of_names,
     is_real,
+    require_at_most,
     require_bool,
     require_int,
     require_one_of,
@@ -33,6 +34,9 @@ LOAD_FORMATS = ("auto", "dummy")
 CPU_KV_CACHE_BYTES = 2**30
 # Slots where adapters lie in pages and nobody says how many. The last bounds slots times rank.
 MOST_SLOTS, LEAST_SLOTS, MOST_SLOT_RANKS = 256, 32, 4096
+# No memory holds slots of more. Even to count their bytes would take all there is, or overflow.
+LARGEST_LORAS, LARGEST_RANK, LARGEST_EXTRA_VOCAB = 1_000_000, 2**20, 2**20
+LARGEST_THREADS = 1024
 LARGEST_FACTOR = 2**32  # of positions: no memory holds so many angles
 
 
@@ -81,6 +85,8 @@ class LoRAConfig:
         for name in ("max_loras", "max_cpu_loras"):
             if getattr(self, name) is not None:
                 require_int(1, **{name: getattr(self, name)})
+        require_at_most(LARGEST_LORAS, max_loras=self.max_loras or 1)
+        require_at_most(LARGEST_RANK, max_lora_rank=self.max_lora_rank)
         if self.max_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
@@ -98,6 +104,7 @@ class LoRAConfig:
             )
         require_one_of(EVICTION_POLICIES, eviction_policy=self.eviction_policy)
         require_int(0, lora_extra_vocab_size=self.lora_extra_vocab_size)
+        require_at_most(LARGEST_EXTRA_VOCAB, lora_extra_vocab_size=self.lora_extra_vocab_size)
         for name in ("fully_sharded_loras", "bias_enabled", "enable_lora_bias"):
             require_bool(**{name: getattr(self, name)})
         object.__setattr__(self, "bias_enabled", self.bias_enabled or self.enable_lora_bias)
@@ -296,6 +303,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.threads is not None:
             require_int(1, threads=self.threads)
+            require_at_most(LARGEST_THREADS, threads=self.threads)
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
         size = self.parallel_config.tensor_parallel_size

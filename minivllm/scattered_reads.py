@@ -41,6 +41,11 @@ def read_parts(file: BinaryIO, parts: Mapping[str, Part]) -> dict[str, torch.Ten
     return places
 
 
+def read_into(file: BinaryIO, start: int, place: torch.Tensor) -> None:
+    """Fill (nbytes,) uint8 from an offset in the file. EOFError where the file ends too early."""
+    _read_into(file, [(start, place.numpy())])
+
+
 def _new_memory(nbytes: int) -> torch.Tensor:
     """(nbytes,) uint8. Of NumPy, which asks for large pages where PyTorch does not."""
     return torch.from_numpy(np.empty(max(nbytes, 1), dtype=np.uint8))

@@ -19,10 +19,16 @@ def require_int(smallest: int, **values: object) -> None:
         require_count(name, value)
 
 
+def require_at_most(largest: int, **values: int) -> None:
+    """ValueError for a value above `largest`."""
+    for name, value in values.items():
+        if value > largest:
+            raise ValueError(f"{name} must be at most {largest}, got {shown(value)}")
+
+
 def require_count(name: str, value: int) -> None:
     """ValueError for an int that no int64 tensor holds."""
-    if value > LARGEST_INT:
-        raise ValueError(f"{name} must be at most {LARGEST_INT}, got {shown(value)}")
+    require_at_most(LARGEST_INT, **{name: value})
 
 
 def require_bool(**values: object) -> None:

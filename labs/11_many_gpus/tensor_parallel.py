@@ -1,10 +1,21 @@
 """Which part of every layer a process has. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
 from minivllm.distributed.vocabulary import get_masked_input_and_mask
+
+
+class Norm(Protocol):
+    """An `RMSNorm` that adds to a residual first: its weight (H,), and what may stand in for it, once."""
+
+    weight: torch.Tensor
+    eps: float
+    rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
 
 
 class TensorParallel:
@@ -72,6 +83,10 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of what all processes have. The caller's tensor may change; read only what is returned."""
         raise NotImplementedError
+
+    def all_reduce_before(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        """As `all_reduce`, where that norm alone reads it. It may get x itself, told by `norm.rest` to sum.   (T, H)"""
+        return self.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """What all processes have, side by side along the last dimension.   (..., n) -> (..., size * n)"""

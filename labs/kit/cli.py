@@ -1,5 +1,6 @@
 """The `lab` command, and what it can do. What takes long to import is imported after the first line is out."""
 
+import re
 import sys
 
 import typer
@@ -13,8 +14,22 @@ from minivllm.quiet import quiet_libraries
 INSTRUCTORS, MAINTAINERS = "For instructors", "For maintainers"  # groups of `lab --help`
 TAKES_A_COMMAND = {"context_settings": {"ignore_unknown_options": True}}
 
+
+class Lab(typer.core.TyperGroup):
+    """`lab`, which says what there is to do with an exercise to whoever names one alone."""
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
+        if re.fullmatch(r"\d+(\.\d+)?", args[0]):
+            raise LabError(
+                f"say what to do with {args[0]}: `lab check {args[0]}` or, say, `lab hint {args[0]}`"
+            )
+        return super().resolve_command(ctx, args)
+
+
 quiet_libraries()
-app = typer.Typer(help="Your path through the course.", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Lab, help="Your path through the course.", add_completion=False, pretty_exceptions_enable=False
+)
 app.callback(invoke_without_command=True)(overview.overview)
 app.command()(check.check)
 app.command()(check.watch)

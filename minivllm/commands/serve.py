@@ -72,7 +72,7 @@ def settings_of(given: dict[str, Any]) -> ServerSettings:
         model_name=name,
         adapters=tuple(adapters_of(given["lora_modules"] or [], given["model"])),
         api_keys=tuple(api_keys(given["api_key"])),
-        adapter_keys=dict(pair("--adapter-key", each) for each in given["adapter_key"] or []),
+        adapter_keys=dict(pair("--adapter-key", each, "NAME=KEY") for each in given["adapter_key"] or []),
         allowed_origins=tuple(given["allow_origin"] or []),
         **{name: given[name] for name in SETTINGS},
     )
@@ -98,7 +98,7 @@ def adapters_of(specs: list[str], model: str | None) -> list[LoRARequest]:
             raise ValueError("--lora-modules demo are adapters of the demo model; leave MODEL out")
         folder = checkout_folder() / "adapters"
         specs = [f"{path.parent.name}={path.parent}" for path in sorted(folder.glob("*/adapter_config.json"))]
-    pairs = [pair("--lora-modules", spec) for spec in specs]
+    pairs = [pair("--lora-modules", spec, "NAME=PATH") for spec in specs]
     return [LoRARequest(name, stable_id(name), path) for name, path in pairs]
 
 
@@ -110,9 +110,9 @@ def api_keys(given: list[str] | None) -> list[str]:
     return [key] if key else []
 
 
-def pair(option: str, text: str) -> tuple[str, str]:
-    """`NAME=VALUE`. ValueError for anything else."""
+def pair(option: str, text: str, form: str) -> tuple[str, str]:
+    """A name and what it is given by "=". ValueError, which says the form, for anything else."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise ValueError(f"{option} '{text}' is not of the form NAME=VALUE")
+        raise ValueError(f"{option} '{text}' is not of the form {form}")
     return name, value

@@ -162,7 +162,10 @@ def load_cost(name: str) -> CostModel:
 
 def show(result: dict[str, Any], titles: list[str]) -> None:
     console.print(f"cost of a step: {result['cost_model']}", highlight=False)
-    said = "medians and 99th percentiles, in ms, until the first token (TTFT) and of each further one (TPOT)"
+    said = (
+        "medians and 99th percentiles, in ms, until the first token (TTFT) and of each further one (TPOT); "
+        "docs/simulate.md explains the other columns"
+    )
     table = Table("", caption=said, box=SIMPLE, padding=(0, 1, 0, 0))
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)

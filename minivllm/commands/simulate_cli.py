@@ -19,18 +19,18 @@ Names = "one, or several with commas between: all combinations are compared"
 @simulate_app.callback()
 def simulate(
     context: typer.Context,
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 2000,
+    requests: Annotated[int, typer.Option(min=1, max=MOST, help="How many.")] = 2000,
     rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second, on average.")] = 8.0,
     trace: Annotated[
         str, typer.Option(help="Lengths: azure-2023-conv or azure-2023-code.")
     ] = "azure-2023-conv",
     times: Annotated[str, typer.Option(help="When: trace, poisson, bursts or diurnal.")] = "poisson",
-    adapters: Annotated[int, typer.Option(min=0, help="How many; 0 = the base model alone.")] = 100,
+    adapters: Annotated[int, typer.Option(min=0, max=MOST, help="How many; 0 = the base model alone.")] = 100,
     adapter_mix: Annotated[str, typer.Option(help="Whose: zipf, bursts or tenants.")] = "zipf",
     alpha: Annotated[float, typer.Option(min=0, help="Of Zipf's law; 0 = all alike.")] = 1.0,
     ranks: Annotated[str, typer.Option(help="Adapters' ranks in turn, with commas between.")] = "16",
     turns: Annotated[
-        float, typer.Option(min=1, help="Of a session, whose context grows; 1 = no sessions.")
+        float, typer.Option(min=1, max=MOST, help="Of a session, whose context grows; 1 = no sessions.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed, the same report.")] = 0,
     replicas: Annotated[int, typer.Option(min=1, max=1_000, help="Engines behind a router.")] = 1,

@@ -10,8 +10,23 @@ from minivllm.models.config import ModelArchitecture
 
 
 def refuse_uneven_shares(model: ModelArchitecture, size: int) -> None:
-    """ValueError, naming what it is, unless so many processes have equal shares of a model."""
-    tp = TensorParallel(0, size)
+    """ValueError unless so many processes have equal shares of a model. It names what it is, and how many have."""
+    if (problem := _uneven(model, size)) is None:
+        return
+    fits = next(s for s in range(min(size, model.num_attention_heads), 0, -1) if _uneven(model, s) is None)
+    raise ValueError(f"{problem}; pass --tensor-parallel-size {fits}")
+
+
+def _uneven(model: ModelArchitecture, size: int) -> str | None:
+    """What so many processes cannot share out equally, None = all can be."""
+    try:
+        _share_out(model, TensorParallel(0, size))
+    except ValueError as error:
+        return str(error).partition(";")[0]  # the size that this one thing wants may not do for others
+    return None
+
+
+def _share_out(model: ModelArchitecture, tp: TensorParallel) -> None:
     tp.share(model.num_attention_heads, "num_attention_heads")
     tp.kv_heads(model.num_key_value_heads)
     if len(model.sparse_layers) < model.num_hidden_layers:

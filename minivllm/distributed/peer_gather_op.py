@@ -24,12 +24,11 @@ def _peer_gather_kernel(
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < pieces * PIECE
-    begin = meet(
-        x_ptr, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS
-    )  # fmt: skip
+    x = tl.load(x_ptr + place, mask=inside)
+    begin = meet(x, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS)
     row, column = place // WIDTH, place % WIDTH
     for rank in tl.static_range(SIZE):
-        part = tl.load(room_of(rooms_ptr, rank, x_ptr) + begin + place, mask=inside, volatile=True)
+        part = tl.load(room_of(rooms_ptr, rank, x) + begin + place, mask=inside, volatile=True)
         tl.store(y_ptr + (row * SIZE + rank) * WIDTH + column, part, mask=inside)
 
 

@@ -4,6 +4,7 @@ vllm/distributed/device_communicators/custom_all_reduce.py (v0.22.1).
 A step of decodes sums a few hundred kilobytes twice a layer. What NCCL takes for these is latency, not bytes.
 """
 
+import functools
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from minivllm.config import ParallelConfig
 from minivllm.distributed.peer_memory import WAYS, SharedMemory
 from minivllm.distributed.process_group import ProcessGroup
+from minivllm.distributed.tensor_parallel import Norm
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ SECONDS_TO_TRY = 20.0
 
 class PeerGroup(ProcessGroup):
     """As `ProcessGroup`, but a small sum or gather is one kernel, where memory can be shared and they come out right.
+
+    Such a sum that a norm alone reads is one with the norm.
 
     memory   a way to share some
     is_on    whether any is taken so, alike on all ranks
@@ -52,6 +56,12 @@ class PeerGroup(ProcessGroup):
         takes = self._takes(x) and x.dtype in DTYPES
         return self._sum(x.contiguous()) if takes else super().all_reduce(x)
 
+    def all_reduce_before(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        takes = self._takes_rows(x)
+        # None, too: of a step that ended in between there may be another.
+        norm.rest = functools.partial(self._norm, weight=norm.weight, eps=norm.eps) if takes else None
+        return x if takes else self.all_reduce(x)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         takes = self._takes(x) and x.shape[-1] * x.itemsize % 4 == 0
         return self._gather(x.contiguous()) if takes else super().all_gather(x)
@@ -60,6 +70,13 @@ class PeerGroup(ProcessGroup):
         """Whether it is small enough, and threads can read 16 bytes at once."""
         return self.is_on and 0 < x.nbytes <= self.most and x.nbytes % 16 == 0
 
+    def _takes_rows(self, x: torch.Tensor) -> bool:
+        """Whether there is room for so many rows of such a width, and threads can read 16 bytes at once."""
+        if not self._takes(x) or x.dtype not in DTYPES or x.dim() != 2:
+            return False
+        nbytes = x.shape[1] * x.itemsize
+        return len(x) <= self._rows and nbytes <= self._half // self._rows and nbytes % 16 == 0
+
     def release(self) -> None:
         """Have nobody wait for a rank that has ended: sums go on, to no end. No call of CUDA, which might wait."""
         self._stop.fill_(1)
@@ -67,15 +84,20 @@ class PeerGroup(ProcessGroup):
     # ---- how it begins --------------------------------------------------------------------------------------
 
     def _share(self, memory: SharedMemory) -> bool:
+        from minivllm.distributed.peer_norm_op import BYTES_A_ROW, ROWS
         from minivllm.distributed.peer_sum_op import programs_of  # Triton is nowhere on a CPU
 
         programs = programs_of(self.most)
-        offers = self._try(lambda: memory.offer(2 * self.most + 4 * programs * self.size))
+        self._rows = min(programs, ROWS)
+        self._half = self._rows * BYTES_A_ROW
+        rooms = 2 * self.most + 2 * self._half
+        offers = self._try(lambda: memory.offer(rooms + 4 * programs * self.size))
         opened = offers and self._try(lambda: memory.open(offers), of_all=False)
         if not opened:
             return False
         self._rooms = torch.tensor(opened, device=self.device)
-        self._flags = self._rooms + 2 * self.most
+        self._norm_rooms = self._rooms + 2 * self.most
+        self._flags = self._rooms + rooms
         self._counts = torch.zeros(programs, dtype=torch.int32, device=self.device)
         return True
 
@@ -93,27 +115,32 @@ class PeerGroup(ProcessGroup):
         return [found for found, _ in results] if of_all else found
 
     def _is_right(self) -> bool:
-        """Whether sums and gathers of random numbers are those of the other way, on all ranks."""
+        """Whether sums, gathers and norms of random numbers are those of the other way, on all ranks."""
         return self._try(self._compare, of_all=False) is not None
 
     def _compare(self) -> bool:
         timer = threading.Timer(SECONDS_TO_TRY, self.release)
         timer.start()
-        wrong: dict[str, list[str]] = {"sums": [], "gathers": []}
+        wrong: dict[str, list[str]] = {"sums": [], "gathers": [], "norms": []}
         for dtype in DTYPES:
             generator = torch.Generator().manual_seed(self.rank)
+            # Two terms have one sum. Of more, the order may be another.
+            near = 0.0 if self.size == 2 else self.size * 8 * torch.finfo(dtype).eps
             for nbytes in (16, self.most // 2, self.most):
                 n = nbytes // dtype.itemsize
                 x = torch.randn(n, generator=generator).to(self.device, dtype)
-                found, expected = self._sum(x), super().all_reduce(x)
+                found, expected = self._sum(x), super().all_reduce(x.clone())  # x is gathered, too
                 error = (found.double() - expected.double()).abs().max().item()
-                # Two terms have one sum. Of more, the order may be another.
-                near = 0.0 if self.size == 2 else self.size * 8 * torch.finfo(dtype).eps
                 if not error <= near:
                     wrong["sums"].append(f"{n} numbers of {dtype} differ by {error:.2g}")
                 part = x.view(-1, 4)
                 if not torch.equal(self._gather(part), super().all_gather(part)):
                     wrong["gathers"].append(f"{n} numbers of {dtype}")
+            width = min(self.most, self._half) // self._rows // dtype.itemsize
+            for rows in (1, self._rows):
+                x = torch.randn(rows, width, generator=generator).to(self.device, dtype)
+                if not self._norms_right(x, near):
+                    wrong["norms"].append(f"{rows} x {width} numbers of {dtype}")
         timer.cancel()
         if not any(wrong.values()) and self._stop.item():
             wrong["sums"].append(f"not done in {SECONDS_TO_TRY:.0f} s")
@@ -123,10 +150,30 @@ class PeerGroup(ProcessGroup):
             )
         return True
 
+    def _norms_right(self, x: torch.Tensor, near: float) -> bool:
+        """Whether a sum and its norm in one are those of the other way, but for a rounding. `near`: sums may differ."""
+        generator = torch.Generator().manual_seed(self.size)  # the same numbers on all ranks
+        weight, residual = (torch.rand(n, generator=generator).to(x) + 0.5 for n in (x.shape[1], x.shape))
+        found_residual = residual.clone()
+        found = self._norm(x, found_residual, weight, 1e-5)
+        residual += super().all_reduce(x)
+        wide, rounding = residual.double(), 4 * torch.finfo(x.dtype).eps
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+        is_right = torch.allclose(found.double(), normed, rounding, 2 * near)
+        return is_right and torch.allclose(found_residual, residual, rounding if near else 0.0, near)
+
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         from minivllm.distributed.peer_sum_op import peer_sum
 
         return peer_sum(x, self._rooms, self._flags, self._counts, self._stop, self.most, self.rank)
+
+    def _norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        from minivllm.distributed.peer_norm_op import peer_norm
+
+        tables = self._norm_rooms, self._flags, self._counts, self._stop
+        return peer_norm(x.contiguous(), residual, weight, eps, *tables, self._half, self.rank)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         from minivllm.distributed.peer_gather_op import peer_gather

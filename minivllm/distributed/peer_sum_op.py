@@ -19,9 +19,9 @@ NEVER = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def room_of(rooms_ptr, rank, x_ptr):
-    """Where a rank's terms are; aligned, so threads read 16 bytes at once."""
-    return tl.multiple_of(tl.load(rooms_ptr + rank).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+def room_of(rooms_ptr, rank, x):
+    """Where a rank's terms are, of x's dtype; aligned, so threads read 16 bytes at once."""
+    return tl.multiple_of(tl.load(rooms_ptr + rank).to(tl.pointer_type(x.dtype)), 16)
 
 
 @triton.jit
@@ -38,22 +38,20 @@ def _wait(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
 
 @triton.jit
 def meet(
-    x_ptr, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half,
+    x, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half,
     RANK: tl.constexpr, SIZE: tl.constexpr, LOOKS: tl.constexpr,
 ):  # fmt: skip
-    """Have this program's part of x in the rank's room, and wait for those of the same number on all other ranks.
+    """Have this program's x in the rank's room, and wait for those of the same number on all other ranks.
 
-    It lies at `place` of what is returned: where in every `room_of` this meeting's part begins. A place is of one
-    program, in all kernels that meet so: they count together. A room has two halves, used in turns. Who comes to a
+    It lies at `place` of what is returned: where in every `room_of` this meeting's part begins. A place in a room is of
+    one program, in all kernels that meet so: they count together. A room has two halves, used in turns. Who comes to a
     meeting has read what the one before brought; so nobody can still read the half of the meeting before that, which
     is written now. Counts wrap around.
     """
     pid = tl.program_id(0)
     count = tl.load(counts_ptr + pid) + 1
     begin = (count & 1) * half
-    tl.store(
-        room_of(rooms_ptr, RANK, x_ptr) + begin + place, tl.load(x_ptr + place, mask=inside), mask=inside
-    )
+    tl.store(room_of(rooms_ptr, RANK, x) + begin + place, x, mask=inside)
     tl.debug_barrier()  # all of the program's part, before its flags
     for rank in tl.static_range(SIZE):
         if rank != RANK:
@@ -68,6 +66,16 @@ def meet(
     return begin
 
 
+@triton.jit
+def sum_of(x, place, inside, rooms_ptr, SIZE: tl.constexpr):
+    """All ranks' x, in the order of ranks, in float32; 0 outside. They have met."""
+    total = tl.zeros(x.shape, tl.float32)
+    for rank in tl.static_range(SIZE):
+        terms = room_of(rooms_ptr, rank, x) + place
+        total += tl.load(terms, mask=inside, other=0.0, volatile=True).to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["pieces"])
 def _peer_sum_kernel(
     x_ptr, y_ptr, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, pieces, half,
@@ -76,14 +84,9 @@ def _peer_sum_kernel(
     """y = the sum of all ranks' x, in the order of ranks."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < pieces * PIECE
-    begin = meet(
-        x_ptr, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS
-    )  # fmt: skip
-    total = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(SIZE):
-        terms = room_of(rooms_ptr, rank, x_ptr) + begin + place
-        total += tl.load(terms, mask=inside, other=0.0, volatile=True).to(tl.float32)
-    tl.store(y_ptr + place, total, mask=inside)
+    x = tl.load(x_ptr + place, mask=inside)
+    begin = meet(x, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS)
+    tl.store(y_ptr + place, sum_of(x, begin + place, inside, rooms_ptr, SIZE), mask=inside)
 
 
 def programs_of(nbytes: int) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 
 from minivllm.distributed.alone import ALONE
 from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.layers.norm import RMSNorm
 
 
 class LinearBase(nn.Module):
@@ -135,7 +136,9 @@ class RowParallelLinear(LinearBase):
         return (self.complete(term) if self.is_complete else term), None
 
     def complete(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum of all processes' terms."""
+        """The sum of all processes' terms, or y, if the norm that reads it sums them."""
+        if isinstance(self.read_by, RMSNorm):
+            return self.tp.all_reduce_before(self.read_by, y)
         return self.tp.all_reduce(y)
 
 

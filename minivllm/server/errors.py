@@ -122,6 +122,11 @@ def _what_is_invalid(error: RequestValidationError) -> tuple[str, str | None]:
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return f"the body is no JSON: {first['ctx'].get('error', first['msg'])}", None
+    if isinstance(first.get("input"), bytes):  # FastAPI reads as JSON only what is declared so
+        return (
+            "the body is not declared as JSON; send it with the header content-type: application/json",
+            None,
+        )
     field = ".".join(path)[:100] or None
     if first["type"] == "extra_forbidden":
         return f"'{field}' is not supported by this server; leave it out", field

@@ -1,6 +1,7 @@
 """A server in a process, until it is told to end. Stands for vllm/entrypoints/launcher.py (v0.22.1)."""
 
 import asyncio
+import errno
 import signal
 import socket
 import threading
@@ -69,15 +70,18 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(host: str, port: int, write_seconds: float) -> socket.socket:
-    """A socket that listens; OSError says whose place it is. 0 is any free port.
+    """A socket that listens; OSError says whose place it is. 0 is any free port. ValueError for an empty host.
 
     write_seconds   after which the system gives up a connection whose reader takes nothing
     """
+    if not host:  # to the system that is every address
+        raise ValueError("--host must not be empty; leave it out, or pass 0.0.0.0 for every address")
     try:
         found = socket.create_server((host, port), family=_family(host), backlog=1024)
     except OSError as error:
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise OSError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; pass another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; pass another {option}"
         ) from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * write_seconds))

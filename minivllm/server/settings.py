@@ -65,5 +65,10 @@ class ServerSettings:
             raise ValueError(
                 "keys of single adapters need one that opens everything, for whoever manages; pass --api-key"
             )
-        if not all([*self.api_keys, *self.adapter_keys.values()]):
-            raise ValueError("an API key must not be empty")
+        for key in (*self.api_keys, *self.adapter_keys.values()):
+            if not key:
+                raise ValueError("an API key must not be empty")
+            if key != key.strip() or not (key.isascii() and key.isprintable()):
+                raise ValueError(
+                    "no header can hold this API key; use ASCII characters, and no blanks around them"
+                )

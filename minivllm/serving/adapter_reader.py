@@ -1,5 +1,6 @@
 """Adapters are read from disk beside the steps. Nothing in vllm/v1/ (v0.22.1) does that: a step there waits."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,13 +11,14 @@ from functools import partial
 from minivllm.core.request import Request
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.openmp import set_num_threads
 
-# Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk; more are no
-# faster where memory is what limits them (`benchmarks.reads`).
-PARALLEL_READS = 2
+# Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take
+# cores and memory's bandwidth from the steps, so small hosts have no more (`benchmarks.reads`).
+PARALLEL_READS = max(2, min(4, len(os.sched_getaffinity(0)) // 4))
 # Adapters whose config and header are looked through at the same time: one of them may come from a network.
 PARALLEL_CHECKS = 4
 # Why a request may not join yet: its adapter is being read.
@@ -51,6 +53,7 @@ class AdapterReader:
     def __init__(self, engine: LLMEngine, most: int, read_done: Callable[[], object]) -> None:
         self.scheduler, self.worker, self.registry = engine.scheduler, engine.adapters.worker, engine.adapters
         self.most, self._read_done = most, read_done
+        KnownLayouts.of(self.worker)  # which stays when this is closed
         self._reads: dict[int, Read] = {}  # by adapter id
         # Each would else have as many threads as there are cores, and steps would wait for theirs.
         alone = partial(set_num_threads, 1)

@@ -11,6 +11,8 @@ from minivllm.elastic.scheduler import ElasticScheduler
 from minivllm.layers.attention import Attention
 from minivllm.lora.gpu.elastic_manager import ElasticWorkerLoRAManager
 from minivllm.lora.gpu.page_pool import PagePool
+from minivllm.policies.step_size import install_step_size
+from minivllm.worker.mixed_graphs import MixedGraphs
 
 # Adapters of the largest rank that fit whatever the KV cache holds, where memory is short.
 LEAST_ADAPTERS = 8
@@ -27,6 +29,7 @@ class ElasticMemory:
     device: str
     on_gpu: bool
     model: nn.Module
+    mixed_graphs: MixedGraphs | None
     blocks_a_page = 0
 
     @property
@@ -41,11 +44,18 @@ class ElasticMemory:
         return self.lora_manager.create_lora_manager(model)
 
     def make_scheduler(self, *args: Any, **options: Any) -> Scheduler:
-        """The scheduler that goes with this memory; parameters are the Scheduler's."""
+        """The scheduler that goes with this memory, and with the steps that were captured.
+
+        Parameters are the Scheduler's.
+        """
         if self._pool is None or not self._pool.layers:
-            return Scheduler(*args, **options)
-        manager = self.lora_manager.manager
-        return ElasticScheduler(*args, manager=manager, blocks_a_page=self.blocks_a_page, **options)
+            scheduler = Scheduler(*args, **options)
+        else:
+            pages = {"manager": self.lora_manager.manager, "blocks_a_page": self.blocks_a_page}
+            scheduler = ElasticScheduler(*args, **pages, **options)
+        if self.mixed_graphs is not None:
+            install_step_size(scheduler, self.mixed_graphs.sizes[-1])
+        return scheduler
 
     def _attention(self) -> list[Attention]:
         return [module for module in self.model.modules() if isinstance(module, Attention)]

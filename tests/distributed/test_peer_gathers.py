@@ -61,6 +61,11 @@ class TestProcesses:
             assert code == 0 and found["is_on"] and found["right"] == 40
             assert len(found["counts"]) > 1  # programs of high numbers have met less often
 
+    def test_a_wrong_order_of_ranks_is_seen_when_the_engine_starts(self, tmp_path):
+        for code, found in run_ranks(2, tmp_path, "gathers in the wrong order"):
+            assert code == 0 and not found["is_on"]
+            assert "gathers are wrong: " in found["refusal"] and "sums are wrong" not in found["refusal"]
+
     def test_who_waits_for_nobody_is_seen(self, tmp_path):
         for code, found in run_ranks(2, tmp_path, "both in haste"):
             assert code == 0 and found["is_on"]

@@ -60,8 +60,8 @@ def test_three_have_the_tokens_of_one_on_the_demo_model():
     assert tokens(tensor_parallel_size=3, threads=1, fully_sharded_loras=True) == alone
 
 
-@pytest.mark.parametrize(("size", "fits"), [(2, 1), (4, 3)])
-def test_two_and_four_are_refused_by_name_on_the_demo_model(size, fits):
+@pytest.mark.parametrize(("size", "fits"), [(2, 1), (4, 3), (100, 3)])
+def test_others_than_one_and_three_are_refused_by_name_on_the_demo_model(size, fits):
     message = f"num_attention_heads 9 cannot be divided by tensor_parallel_size {size}; .* {fits}$"
 
     with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@ import pytest
 from tiny_engine import character_tokenizer, greedy, run, snapshot, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LLMEngine, SamplingParams
+from minivllm.worker.gpu_memory import refuse_slots_that_do_not_fit
 
 PROMPT = [5, 6, 7, 8, 9]
 INTS = [
@@ -99,10 +100,26 @@ def test_an_option_of_no_use_is_refused_by_its_name(world, name, value):
 
 
 def test_a_count_that_no_tensor_holds_is_told_how_large_it_may_be(world):
-    args = EngineArgs(str(world.base), device="cpu", enable_lora=True, max_loras=2**63)
+    args = EngineArgs(str(world.base), device="cpu", enable_lora=True, max_cpu_loras=2**63)
 
-    with pytest.raises(ValueError, match=rf"max_loras must be at most {2**63 - 1}, got {2**63}"):
+    with pytest.raises(ValueError, match=rf"max_cpu_loras must be at most {2**63 - 1}, got {2**63}"):
         args.create_engine_config()
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_lora_rank", "lora_extra_vocab_size", "threads"])
+def test_what_no_machine_holds_is_told_how_large_it_may_be(world, name):
+    args = EngineArgs(**{"model": str(world.base), "device": "cpu", "enable_lora": True, name: 10**14})
+
+    with pytest.raises(ValueError, match=rf"^{name} must be at most \d+, got {10**14}$"):
+        args.create_engine_config()
+
+
+def test_slots_of_the_largest_numbers_are_counted_and_refused(world):
+    largest = {"max_loras": 10**6, "max_lora_rank": 2**20, "lora_extra_vocab_size": 2**20}
+    args = EngineArgs(**{"model": str(world.base), "device": "cpu", "enable_lora": True, **largest})
+
+    with pytest.raises(ValueError, match=r"LoRA slots need [\d,]+ bytes"):
+        refuse_slots_that_do_not_fit(args.create_engine_config())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import minivllm
 from minivllm.cli import app, main
 from minivllm.commands.options import options_of, with_options_of
+from minivllm.faults import EngineDeadError
 from minivllm.models.demo_model import _silence_library_bars
 
 run = CliRunner().invoke
@@ -89,6 +90,30 @@ class TestMessages:
     )
     def test_leave_alone_what_is_no_foreign_option(self, text, told):
         assert with_options_of(ROOT, ["demo"], text) == told
+
+    @pytest.mark.parametrize(
+        ("file", "said"), [("no-such-file", "No such file or directory"), (".", "Is a directory")]
+    )
+    def test_of_the_system_name_the_file_and_no_number(self, monkeypatch, capsys, file, said):
+        monkeypatch.setattr(sys, "argv", ["minivllm", "generate", "--file", file])
+
+        with pytest.raises(SystemExit) as end:
+            main()
+
+        assert end.value.code == 2
+        assert capsys.readouterr().err == f"error: {file}: {said}\n"
+
+    def test_of_an_engine_that_ends_at_the_start_is_all_that_is_said(self, monkeypatch, capsys):
+        def end(*_: object, **__: object) -> None:
+            raise EngineDeadError("the engine's process has ended (killed by signal 9)")
+
+        monkeypatch.setattr("minivllm.commands.serve.run_serve", end)
+        monkeypatch.setattr(sys, "argv", ["minivllm", "serve"])
+
+        with pytest.raises(SystemExit):
+            main()
+
+        assert capsys.readouterr().err == "error: the engine's process has ended (killed by signal 9)\n"
 
     def test_reach_the_terminal_that_way(self, monkeypatch, capsys):
         def refuse(*_: object) -> None:

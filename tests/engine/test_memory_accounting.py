@@ -87,8 +87,8 @@ def test_slots_that_leave_no_room_for_two_blocks_are_named(world, monkeypatch):
     ("option", "said"),
     [
         (
-            {"lora_extra_vocab_size": 10**12},
-            "max_lora_rank (16) or lora_extra_vocab_size (1000000000000), or",
+            {"lora_extra_vocab_size": 2**20, "max_lora_rank": 2**20},
+            "max_lora_rank (1048576) or lora_extra_vocab_size (1048576), or",
         ),
         (
             {"long_lora_scaling_factors": [1e9]},

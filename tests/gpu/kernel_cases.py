@@ -18,7 +18,7 @@ from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
 
-from minivllm.distributed import peer_gather_op, peer_sum_op
+from minivllm.distributed import peer_gather_op, peer_norm_op, peer_sum_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops import (
     activation,
@@ -232,6 +232,46 @@ def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
     for other, theirs in enumerate(flags):
         own = theirs.cpu().view(programs, size)[:, rank]
         assert torch.equal(own, late + (gathers + 1 if other == rank else gathers))
+    return torch.stack(found)
+
+
+def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
+    """As `gather_of_ranks`: each row's program has met more often than the one before."""
+    room = peer_norm_op.BYTES_A_ROW // 4
+    weight = random(width, seed=3)
+    terms = torch.full((size, 2, rows, room), NAN)
+    terms[..., :width] = random(size, 2, rows, width, seed=width)
+    rooms = [guarded(own.flatten(0, 1)) for own in terms]
+    late = torch.arange(rows, dtype=torch.int32)
+    flags = [numbers((late + norms + 1).repeat_interleave(size)) for _ in range(size)]
+    counts, stop = numbers(late), numbers([0])
+    sanitizer.reach = rooms + flags
+    found = []
+
+    for i in range(norms):
+        x, stream = (
+            guarded(random(rows, width, seed=50 + i).view(1, -1))[0].view(rows, width),
+            random(rows, width),
+        )
+        residual = guard(stream, row_gap=4)
+        with sanitizer.watching():
+            tables = [
+                torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
+            ]
+            of_ranks = (*tables, counts, stop, terms[0, 0].nbytes, rank, 2)
+            found.append(
+                peer_norm_op.peer_norm(x, residual.view, numbers(weight, torch.float32), 1e-3, *of_ranks)
+            )
+        halves = (late + i + 1) % 2
+        terms[rank, halves, torch.arange(rows), :width] = x.cpu()
+        brought = terms[:, halves, torch.arange(rows), :width]  # (size, rows, width)
+        assert torch.equal(residual.view.cpu(), functools.reduce(torch.add, brought) + stream)
+        assert_close(found[-1], rms(residual.view.cpu(), weight, 1e-3))
+        residual.assert_intact()
+
+    for own, expected in zip(rooms, terms):
+        torch.testing.assert_close(own.cpu(), expected.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(counts.cpu(), late + norms)
     return torch.stack(found)
 
 

@@ -48,6 +48,7 @@ FAMILIES = {
     "tokens": functools.partial(cases.tokens_known_late, count=257),
     "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=1028),
     "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
+    "sums and norms": functools.partial(cases.norm_of_ranks, rank=1, size=3, rows=5, width=1004),
 }
 
 # These take the ways that those do not.

@@ -4,6 +4,7 @@ Without a GPU a "captured" step just runs again, through Triton's interpreter, o
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
+from minivllm.core.request import Request
+from minivllm.worker import mixed_graphs
 from minivllm.worker.mixed_graphs import mixed_sizes
 
 
@@ -68,6 +71,26 @@ def test_prompts_and_decodes_in_one_graph_give_the_tokens_of_each_request_alone(
     assert_tokens_are_right(world, outputs, MIXED)
     assert len(engine.replayed) == len(prompt_steps(engine)) > 2
     assert any(record.rows[0].kind == "decode" != record.rows[-1].kind for record in engine.trace.records)
+
+
+def test_no_step_that_somebody_decodes_in_is_too_large_for_a_graph(world, monkeypatch):
+    """Prompts of 30 tokens that come one step after the other: alone they would be eager, beside a decode chunked."""
+    monkeypatch.setattr(mixed_graphs, "MOST_TOKENS", 16)
+    engine = graphed_engine(world, max_num_batched_tokens=64)
+    engine.scheduler = bounded = engine.runner.make_scheduler(
+        engine.config.scheduler_config,
+        replace(engine.config.cache_config, num_blocks=engine.runner.num_blocks),
+        engine.config.lora_config,
+        max_model_len=engine.config.model_config.max_model_len,
+    )
+    prompts = [token_ids(30, seed) for seed in range(3)]
+    outputs = []
+    for number, prompt in enumerate(prompts):
+        bounded.add_request(Request(str(number), prompt, greedy(6)))
+        outputs.append(bounded.schedule())
+        bounded.update_from_output(outputs[-1], {s.request.request_id: [1] for s in outputs[-1].scheduled})
+
+    assert [[s.num_new_tokens for s in output.scheduled] for output in outputs] == [[30], [1, 15], [1, 15]]
 
 
 def test_both_kinds_of_graph_take_turns(world):

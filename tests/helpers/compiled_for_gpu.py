@@ -63,9 +63,10 @@ def compile_all(what, path):
 
 
 def compile_sums():
-    """And gathers: as a rank of two and of eight launches them, for all dtypes."""
+    """And gathers, and norms: as a rank of two and of eight launches them, for all dtypes."""
     from minivllm.distributed.peer_gather_op import peer_gather
     from minivllm.distributed.peer_group import DTYPES
+    from minivllm.distributed.peer_norm_op import peer_norm
     from minivllm.distributed.peer_sum_op import peer_sum
 
     for dtype in DTYPES:
@@ -74,6 +75,9 @@ def compile_sums():
             of_ranks = (*tables, counts, counts[:1], 1 << 20, 1)
             peer_sum(torch.zeros(32, 4096, dtype=dtype), *of_ranks)
             peer_gather(torch.zeros(32, 3, 8, dtype=dtype), *of_ranks)
+            for width in (1000, 4096):
+                x = torch.zeros(32, width, dtype=dtype)
+                peer_norm(x, x, x[0], 1e-5, *of_ranks)
 
 
 def in_a_sentence(error):

@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
-from minivllm.distributed import peer_group, peer_sum_op
+from minivllm.distributed import peer_gather_op, peer_group, peer_norm_op, peer_sum_op
 from minivllm.distributed.peer_group import PeerGroup
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.triton_ops.norm import fused_add_rms_norm
 
 MOST = 8192  # bytes: the interpreter takes a while for a program
 DTYPES = (torch.float16, torch.float32)  # the interpreter cuts bfloat16 off, where a GPU rounds
@@ -106,6 +109,79 @@ def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
     pass
 
 
+def all_kinds(group: PeerGroup, count: int) -> dict:
+    """Sums, gathers and norms in no order, of many sizes. -> how many were right, and norms that were one kernel"""
+    right, normed = 0, 0
+    for seed in range(count):
+        pick = random.Random(seed)
+        rows, width = pick.choice([(4, 2048)] * 4 + [(1, 8), (3, 1000), (8, 64), (8, 1024), (5, 1640)])
+        dtype = pick.choice([torch.float16, torch.float32, torch.float32])
+        parts = [part.view(rows, width) for part in terms(group.size, seed, rows * width, dtype)]
+        kind = pick.choice(["sum", "gather", "norm", "norm"])
+        if kind == "sum":
+            total = group.all_reduce(parts[group.rank].clone())
+            right += torch.allclose(
+                total, in_order(parts), rtol=0.0, atol=0.0 if total.nbytes <= group.most else 0.01
+            )
+        elif kind == "gather":
+            right += torch.equal(group.all_gather(parts[group.rank]), torch.cat(parts, dim=-1))
+        else:
+            was_right, by_kernel = norm(group, parts, seed)
+            right, normed = right + was_right, normed + by_kernel
+    return {"right": right, "normed": normed, "counts": sorted(set(group._counts.tolist()))}
+
+
+def norm(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> tuple[bool, bool]:
+    """Whether the bits are those of a sum and then a norm, and whether they came by one kernel."""
+    width = parts[0].shape[1]
+    weight, residual = (t[0].to(parts[0]) for t in (terms(1, seed + 1, width, torch.float32), [parts[0] * 3]))
+    layer = RMSNorm(width, 1e-5, parts[0].dtype)
+    layer.weight.copy_(weight)
+    expected_residual = residual.clone()
+    expected = fused_add_rms_norm(in_order(parts), expected_residual, weight, 1e-5)
+    layer.rest = lambda x, residual: torch.full_like(x, float("nan"))  # of a step that ended before its norm
+    x = group.all_reduce_before(layer, parts[group.rank].clone())
+    by_kernel = layer.rest is not None
+    found, residual = layer(x, residual)
+    near = 0.0 if by_kernel else 0.01
+    pairs = (found, expected), (residual, expected_residual)
+    is_right = all(torch.allclose(one, other, rtol=near, atol=near) for one, other in pairs)
+    return is_right and layer.rest is None, by_kernel
+
+
+def mix_up(rank: int, size: int) -> None:
+    """Programs come in no order, the same on all ranks, and the last one reads late, in turns of ranks.
+
+    On a GPU nothing orders them either.
+    """
+    begin, wait = interpreter.interpreter_builder.set_grid_idx, peer_sum_op._wait
+    launches, is_last = 0, False
+
+    def begin_another(x: int, y: int, z: int) -> None:
+        nonlocal launches, is_last
+        programs = interpreter.interpreter_builder.grid_dim[0]
+        launches, is_last = launches + (x == 0), x == programs - 1
+        begin(random.Random(launches).sample(range(programs), programs)[x], y, z)
+
+    def wait_long(*args, **kwargs):
+        wait(*args, **kwargs)
+        time.sleep(0.03 if is_last and launches % size == rank else 0)
+
+    interpreter.interpreter_builder.set_grid_idx = begin_another
+    peer_sum_op._wait = wait_long
+
+
+def room_of_the_other(rooms_ptr, rank, x):
+    """The mistake of a gather that writes two ranks' parts in the wrong order."""
+    return peer_sum_op.room_of(rooms_ptr, 1 - rank, x)
+
+
+def put_in_one_room(group: PeerGroup) -> None:
+    """The mistake that rooms of their own prevent: norms lie where sums do, in programs of another size."""
+    peer_norm_op.BYTES_A_ROW = 8192
+    group._norm_rooms, group._half, group._rows = group._rooms, group.most, group.most // 8192
+
+
 def others(group: PeerGroup) -> dict:
     """What is not for the kernel: too large, of no such dtype, and no multiple of 16 bytes."""
     group._sum = None
@@ -115,25 +191,47 @@ def others(group: PeerGroup) -> dict:
     return {"right": [bool((one == total).all()) and len(one) == n for one, (n, _) in zip(found, cases)]}
 
 
-def dies(group: PeerGroup) -> dict:
-    """The last rank ends before a sum; the others are let go half a second later."""
+def wide_norms(group: PeerGroup) -> dict:
+    """What is not for the kernel of norms: too many rows, too wide ones, no multiple of 16 bytes, and other dtypes."""
+    group._norm = None
+    shapes = [
+        ((9, 8), torch.float32),
+        ((1, 4100), torch.float32),
+        ((4, 6), torch.float32),
+        ((1, 8), torch.float64),
+    ]
+    cases = [
+        (size, dtype, [p.view(size) for p in terms(group.size, 1, size[0] * size[1], dtype)])
+        for size, dtype in shapes
+    ]
+    return {"wide": [norm(group, parts, 5) for *_, parts in cases]}
+
+
+def dies(group: PeerGroup, norms: bool) -> dict:
+    """The last rank ends before a sum or a norm; the others are let go half a second later."""
     if group.rank == group.size - 1:
         os._exit(9)
     threading.Timer(0.5, group.release).start()
     began = time.monotonic()
     for _ in range(3):
-        group.all_reduce(torch.ones(2048))
+        x = torch.ones(2, 1024)
+        group._norm(x, x.clone(), x[0], 1e-5) if norms else group.all_reduce(x)
     return {"seconds": time.monotonic() - began}
 
 
 def main(rank: int, size: int, folder: Path, case: str) -> None:
     torch.set_num_threads(1)
-    peer_group.MOST_BYTES, peer_group.DTYPES = {2: MOST, 3: MOST}, DTYPES
+    torch.set_grad_enabled(False)
+    most = 4 * MOST if case.startswith("all kinds") else MOST
+    peer_group.MOST_BYTES, peer_group.DTYPES = {2: most, 3: most}, DTYPES
     peer_sum_op.peer_sum = functools.partial(peer_sum_op.peer_sum, looks=2)  # each takes the interpreter long
+    peer_norm_op.peer_norm = functools.partial(peer_norm_op.peer_norm, looks=2)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if case == "apart":
         peer_group.SECONDS_TO_TRY = 1.0
+    if case == "gathers in the wrong order":
+        peer_gather_op.room_of = triton.jit(room_of_the_other)
     refusal = "cudaIpcOpenMemHandle: invalid argument (1)" if case == "refused" and rank == 1 else ""
     memory = FileMemory(rank, folder, refusal, alone=case == "apart")
     group = PeerGroup(memory, "cpu")
@@ -146,8 +244,16 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     if case in ("both", "both in haste"):
         dist.barrier()
         found |= both(group, 40, case == "both in haste")
-    if case == "dies":
-        found |= dies(group)
+    if case.startswith("all kinds"):
+        dist.barrier()
+        mix_up(rank, size)
+        if case.endswith("in one room"):
+            put_in_one_room(group)
+        found |= all_kinds(group, 80)
+    if case == "wide norms":
+        found |= wide_norms(group)
+    if case.startswith("dies"):
+        found |= dies(group, norms=case.endswith("norm"))
     print(json.dumps(found), flush=True)
     os._exit(0)  # some may have ended: nobody says goodbye
 

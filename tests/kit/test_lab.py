@@ -378,6 +378,7 @@ def test_a_command_runs_on_what_was_begun(checkout):
     [
         (["check", "12"], "there is no lab '12': give a phase, 1 to 11, or an exercise, 1.1 to 11."),
         (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 11, or an exercise, 3.1 to 3."),
+        (["3.2"], "say what to do with 3.2: `lab check 3.2`"),
         (["hint", "foo"], "there is no lab 'foo'"),
         (["notebook", "12"], "there is no lab '12': give a phase, 1 to 11"),
         (["hint", "3"], "3 is a phase; name one exercise, such as 3.1"),

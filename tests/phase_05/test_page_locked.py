@@ -1,8 +1,13 @@
 """Page-locked memory is asked for in large pieces, and parts of it come back when no tensor lies there any more."""
 
 import random
+import subprocess
+import sys
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -29,8 +34,58 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
+    """Pieces are small, and come when somebody needs them."""
     monkeypatch.setattr(page_locked, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(page_locked, "AHEAD", 0)
     return Driver()
+
+
+@pytest.fixture
+def ahead(driver, monkeypatch):
+    """As `driver`; and they come ahead."""
+    monkeypatch.setattr(page_locked, "AHEAD", 4)
+    return driver
+
+
+class SlowLock:
+    """A driver's, which begins and then waits until it is told to go on."""
+
+    def __init__(self, driver, refuses=False):
+        self.lock, self.refuses = driver.lock, refuses
+        self.begun, self.go, self.calls = threading.Event(), threading.Event(), 0
+
+    def __call__(self, piece):
+        self.calls += 1
+        self.begun.set()
+        assert self.go.wait(30)
+        if self.refuses:
+            raise RuntimeError("no memory")
+        return self.lock(piece)
+
+
+def wait_for_growth(memory):
+    with memory._growth:
+        pass
+
+
+def with_two_pieces(driver):
+    """Memory, and parts that fill its first piece; the second is there, and has been grown when it was needed."""
+    memory = memory_of(driver)
+    held = [memory.take(512) for _ in range(9)]
+    assert len(driver.locked) == 2
+    return memory, held
+
+
+def take_until_it_grows(memory, slow):
+    """A thread grows from now on. There are 3 parts left."""
+    memory._lock_pages = slow
+    held = []
+    for _ in range(3):
+        held.append(memory.take(512))
+        assert not memory._growth.locked()
+    held.append(memory.take(512))
+    assert slow.begun.wait(30)
+    return held
 
 
 def memory_of(driver):
@@ -129,3 +184,228 @@ def test_no_history_lets_two_tensors_share_a_byte(driver, seed):
     most = max(1, sum(-(-len(part) // 256) * 256 for part in held.values()))
     assert memory.nbytes >= most
     assert np.sum(list(driver.locked.values())) == memory.nbytes
+
+
+# ---- ahead ---------------------------------------------------------------------------------------------------
+
+
+def test_a_piece_is_there_before_somebody_needs_it(ahead):
+    memory, held = with_two_pieces(ahead)
+    slow = SlowLock(ahead)
+    held += take_until_it_grows(memory, slow)
+
+    held += [memory.take(512) for _ in range(3)]  # nobody waits
+    assert memory.nbytes == 2 * 4096 and slow.calls == 1
+    slow.go.set()
+    wait_for_growth(memory)
+    held.append(memory.take(512))
+
+    assert memory.nbytes == 3 * 4096 and slow.calls == 1
+    assert len({part.data_ptr() for part in held}) == len(held)
+
+
+def test_whoever_finds_nothing_waits_for_the_piece_that_is_on_its_way(ahead):
+    memory, held = with_two_pieces(ahead)
+    slow = SlowLock(ahead)
+    held += take_until_it_grows(memory, slow)
+    held += [memory.take(512) for _ in range(3)]
+
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(memory.take, 512) for _ in range(3)]
+        assert not any(one.done() for one in waiting)
+        slow.go.set()
+        held += [one.result(30) for one in waiting]
+
+    wait_for_growth(memory)
+    assert slow.calls == 1 and memory.nbytes == 3 * 4096 == sum(ahead.locked.values())
+    assert len({part.data_ptr() for part in held}) == len(held)
+
+
+def test_whoever_waited_for_a_piece_does_not_wait_for_the_next_one(ahead):
+    memory, held = with_two_pieces(ahead)
+    slow, next_one = SlowLock(ahead), SlowLock(ahead)
+    held += take_until_it_grows(memory, slow)
+    held += [memory.take(512) for _ in range(3)]
+    memory._lock_pages = next_one
+
+    with ThreadPoolExecutor(7) as pool:
+        waiting = [pool.submit(memory.take, 512) for _ in range(7)]
+        while memory._waiting < 7:
+            time.sleep(0.001)
+        slow.go.set()
+        try:
+            held += [one.result(10) for one in waiting]  # of a piece with 8 parts
+        finally:
+            next_one.go.set()
+
+    wait_for_growth(memory)
+    assert len({part.data_ptr() for part in held}) == len(held)
+
+
+def test_few_or_small_adapters_have_nothing_locked_ahead(ahead, monkeypatch):
+    memory = memory_of(ahead)
+    held = [memory.take(512) for _ in range(8)]
+    wait_for_growth(memory)
+    assert len(ahead.locked) == 1, "the first piece is used up, and nobody knows if there are others to come"
+
+    monkeypatch.setattr(page_locked, "PIECE_BYTES", 2**20)  # pieces have 16 parts
+    held += [memory.take(512) for _ in range(32)]
+    wait_for_growth(memory)
+    assert memory.nbytes == sum(map(len, held))
+
+
+def test_parts_that_come_free_are_taken_back_before_a_piece_is_grown(ahead):
+    memory, held = with_two_pieces(ahead)
+    del held[:8]
+
+    held += [memory.take(512) for _ in range(4)]
+    wait_for_growth(memory)
+
+    assert len(ahead.locked) == 2 and ahead.settled == 1
+    held += [memory.take(512) for _ in range(7)]
+    wait_for_growth(memory)
+    assert len(ahead.locked) == 2
+
+
+def test_a_refusal_ahead_is_told_only_to_one_who_has_to_have_memory(ahead):
+    memory, held = with_two_pieces(ahead)
+    slow = SlowLock(ahead, refuses=True)
+    held += take_until_it_grows(memory, slow)
+    slow.go.set()
+    wait_for_growth(memory)
+
+    held += [memory.take(512) for _ in range(3)]
+    wait_for_growth(memory)
+    assert slow.calls == 1, "what was refused is not asked for at every part"
+    with pytest.raises(RuntimeError, match="no memory"):
+        memory.take(512)
+    assert slow.calls == 2 and memory.nbytes == 2 * 4096
+
+    slow.refuses = False  # others gave some back
+    held += [memory.take(512) for _ in range(4)]
+    wait_for_growth(memory)
+    assert slow.calls == 3 and memory.nbytes == 3 * 4096
+    held.append(memory.take(512))
+    wait_for_growth(memory)
+    assert slow.calls == 4, "and it grows ahead again"
+
+
+def test_one_who_waits_for_a_growth_that_is_refused_tries_itself(ahead):
+    memory, held = with_two_pieces(ahead)
+    slow = SlowLock(ahead, refuses=True)
+    held += take_until_it_grows(memory, slow)
+    held += [memory.take(512) for _ in range(3)]
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(memory.take, 512)
+        slow.go.set()
+        with pytest.raises(RuntimeError, match="no memory"):
+            waiting.result(30)
+    assert slow.calls == 2
+
+
+def test_memory_may_be_given_up_while_a_piece_is_being_locked(ahead):
+    memory, held = with_two_pieces(ahead)
+    slow = SlowLock(ahead)
+    held += take_until_it_grows(memory, slow)
+    threads = [thread for thread in threading.enumerate() if thread.name == "minivllm-page-lock"]
+    gone = weakref.ref(memory)
+
+    del memory, held
+    assert gone() is None and not ahead.locked
+    slow.go.set()
+    for thread in threads:
+        thread.join(30)
+
+    assert len(threads) == 1 and not threads[0].is_alive() and not ahead.locked
+
+
+def test_a_process_ends_while_a_piece_is_being_locked():
+    code = """if True:
+        import threading
+        from minivllm.lora.gpu import page_locked
+        page_locked.PIECE_BYTES = 4096
+        begun = threading.Event()
+        def lock(piece):
+            begun.set()
+            return lambda: None
+        memory = page_locked.PageLockedMemory(lock, lambda: None)
+        held = [memory.take(512) for _ in range(9)]
+        begun.clear()
+        held += [memory.take(512) for _ in range(4)]
+        assert begun.wait(30)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_nobody_else_waits_while_one_waits_for_copies(driver):
+    memory = memory_of(driver)
+    held = [memory.take(1024) for _ in range(3)]
+    del held[0]
+    begun, go = threading.Event(), threading.Event()
+
+    def settle():
+        begun.set()
+        assert go.wait(30)
+
+    memory._settle = settle
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(memory.take, 2048)
+        assert begun.wait(30)
+        small = pool.submit(memory.take, 1024)
+        held.append(small.result(30))
+        assert not large.done()
+        go.set()
+        held.append(large.result(30))
+    assert len({part.data_ptr() for part in held}) == len(held)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_share_no_byte_and_none_is_lost(ahead, seed):
+    """As a model of intervals has it: live parts and free ones cover each piece, each byte once."""
+    refusals, guard = random.Random(seed), threading.Lock()
+
+    def lock(piece):
+        with guard:
+            refuses = refusals.random() < 0.2
+        time.sleep(0.002)
+        if refuses:
+            raise RuntimeError("no memory")
+        return ahead.lock(piece)
+
+    memory = PageLockedMemory(lock, lambda: time.sleep(0.0005))
+    held = [{} for _ in range(4)]
+
+    def churn(thread):
+        rng, own = random.Random(10 * seed + thread), held[thread]
+        for number in range(150):
+            if own and rng.random() < 0.45:
+                key = rng.choice(list(own))
+                assert torch.equal(own[key], torch.full_like(own[key], key))
+                del own[key]
+            with suppress(RuntimeError):
+                own[number % 250 + 1] = memory.take(rng.randint(1, 1500)).fill_(number % 250 + 1)
+        for key, part in own.items():
+            assert torch.equal(part, torch.full_like(part, key))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(churn, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    wait_for_growth(memory)
+    memory._take_back()
+
+    starts = [piece.ctypes.data for piece in memory._pieces]
+    places = [(starts[piece] + first, starts[piece] + end) for piece, first, end in memory._free]
+    for part in (part for own in held for part in own.values()):
+        places.append((part.data_ptr(), part.data_ptr() + -(-len(part) // 256) * 256))
+    owners = {piece.ctypes.data: np.zeros(piece.nbytes, dtype=int) for piece in memory._pieces}
+    for first, end in places:
+        start = max(start for start in starts if start <= first)
+        owners[start][first - start : end - start] += 1
+        assert end - start <= len(owners[start])
+    assert all((of == 1).all() for of in owners.values())
+    assert memory.nbytes == sum(ahead.locked.values())

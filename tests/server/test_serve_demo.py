@@ -15,8 +15,8 @@ QUESTION = [{"role": "user", "content": "How many employees live in Oslo?"}]
 
 @pytest.mark.parametrize("text", ["x", "=x", "x=", ""])
 def test_a_pair_needs_a_name_and_a_value(text):
-    with pytest.raises(ValueError, match=f"--lora-modules '{text}' is not of the form NAME=VALUE"):
-        pair("--lora-modules", text)
+    with pytest.raises(ValueError, match=f"--lora-modules '{text}' is not of the form NAME=PATH"):
+        pair("--lora-modules", text, "NAME=PATH")
 
 
 def test_a_key_of_the_command_line_counts_before_that_of_the_environment(monkeypatch):
@@ -32,6 +32,18 @@ def test_a_port_that_is_taken_is_said():
         pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{taken.getsockname()[1]}.*--port"),
     ):
         bind("127.0.0.1", taken.getsockname()[1], 1)
+
+
+def test_a_host_that_is_not_this_machine_is_said():
+    nobody = "203.0.113.1"  # of the addresses for documentation
+
+    with pytest.raises(OSError, match=rf"cannot listen on {nobody}:0: .*pass another --host"):
+        bind(nobody, 0, 1)
+
+
+def test_an_empty_host_does_not_open_the_server_to_everybody():
+    with pytest.raises(ValueError, match="--host must not be empty"):
+        bind("", 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_a_form_of_a_web_page_is_no_request(client):
     )
 
     assert_is_an_error(response, 400)
+    assert "send it with the header content-type: application/json" in response.json()["error"]["message"]
 
 
 def test_routes_that_are_not_there_and_other_methods_are_errors_in_the_same_form(client):

@@ -109,5 +109,14 @@ def test_keys_that_open_nothing_are_refused():
         ServerSettings("m", api_keys=("",))
 
 
+@pytest.mark.parametrize("key", ["ключ", "7q9\n", " 7q9", "7q9\x7f", "\ud800"], ids=ascii)
+def test_keys_that_no_header_brings_are_refused_and_not_shown(key):
+    for settings in ({"api_keys": (key,)}, {"api_keys": ("k",), "adapter_keys": {"a": key}}):
+        with pytest.raises(ValueError, match="no header can hold this API key") as refusal:
+            ServerSettings("m", **settings)
+
+        assert key.strip() not in str(refusal.value)
+
+
 def test_settings_do_not_show_their_keys():
     assert "master" not in repr(ServerSettings("m", **KEYS))

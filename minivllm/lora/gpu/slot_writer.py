@@ -62,9 +62,8 @@ class SlotWriter:
             return
         tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
         nbytes = sum(_aligned(tensor.numel() * self.dtype.itemsize) for tensor in tensors)
-        total = self.table_bytes + nbytes
-        pool = self.memory.take(total) if self.on_gpu else torch.empty(total, dtype=torch.uint8)
-        table, room = self._split(pool)
+        pool = self.take(nbytes)
+        room = self.weights_in(pool)
         used, given, places = 0, [], []
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,14 +79,36 @@ class SlotWriter:
         # One call gives up the interpreter's lock once. Beside a busy thread it takes long to have it again.
         if places:
             torch._foreach_copy_(places, given)
+        self.keep(lora, pool)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A pool for an adapter whose weights take so many bytes. Any thread may call it."""
+        total = self.table_bytes + nbytes
+        return self.memory.take(total) if self.on_gpu else torch.empty(total, dtype=torch.uint8)
+
+    def weights_in(self, pool: torch.Tensor) -> torch.Tensor:
+        """Where the weights go: (elements,). Each of them begins at a multiple of `ALIGNMENT` bytes."""
+        return self._split(pool)[1]
+
+    def keep(self, lora: LoRAModel, pool: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+        """Note that the weights of an accepted adapter are in a pool. Gives a copy of their table.
+
+        table   of another adapter whose weights have the same places; None = make it
+        """
+        table = self._table_of(lora, self.weights_in(pool)) if table is None else table
+        self._split(pool)[0].copy_(table)
+        self.pools[lora] = pool
+        return table
+
+    def _table_of(self, lora: LoRAModel, room: torch.Tensor) -> torch.Tensor:
+        """Where each piece is: (P, 3) int64, its first element, rows and columns."""
         rows = []
         for name, module in self.modules.items():
             for piece in _pieces(module, lora.get_lora(name)):
                 is_there = piece is not None and piece.numel()  # a module with added tokens may have rank 0
                 start = (piece.data_ptr() - room.data_ptr()) // room.itemsize if is_there else 0
                 rows.append([start, *piece.shape] if is_there else [0, 0, 0])
-        table.copy_(torch.tensor(rows))
-        self.pools[lora] = pool
+        return torch.tensor(rows)
 
     def _split(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """An adapter's memory, here or on the GPU, as its table (P, 3) and its weights (elements,)."""

@@ -25,6 +25,8 @@ def make_room(model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig
                 torch.zeros(count, 1, width, dtype=dtype, device=device) for width in layer.output_slices
             )
             layer.slots.beside[BIAS] = tuple(tables)
+            if layer.base_layer.tp_size > 1:
+                layer.base_layer.read_by = None  # biases are added to sums, not to terms
             layer.register_forward_hook(add_bias)
 
 

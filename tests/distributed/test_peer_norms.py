@@ -1,0 +1,127 @@
+"""Ranks that sum in each other's memory and norm in the same kernel: on a CPU, in Triton's interpreter."""
+
+import pytest
+import torch
+from gpu import DEVICE
+from nan_guard import Guarded
+from test_peer_sums import in_interpreter, run_ranks
+
+from minivllm.distributed.peer_norm_op import BYTES_A_ROW, peer_norm, warps_of
+from minivllm.distributed.peer_sum_op import peer_sum, programs_of
+from minivllm.layers.triton_ops import norm
+
+NAN = float("nan")
+EPS = 1e-3
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+class Ranks:
+    """What each of some ranks has, without processes: both halves of a room have its rows, amid NaN.
+
+    x   (ranks, T, H)
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        size, rows, width = x.shape
+        self.x, self.half = x.to(DEVICE), rows * BYTES_A_ROW
+        self.rooms = torch.full((size, 2, rows, BYTES_A_ROW // x.itemsize), NAN, dtype=x.dtype, device=DEVICE)
+        self.rooms[..., :width] = self.x[:, None]
+        self.flags = torch.ones(size, rows, size, dtype=torch.int32, device=DEVICE)  # all have come once
+        self.counts = torch.zeros(size, rows, dtype=torch.int32, device=DEVICE)
+        self.stop = torch.zeros(1, dtype=torch.int32)
+        if DEVICE == "cuda":
+            self.stop = self.stop.pin_memory()
+
+    def norm_at(self, rank: int, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        tables = addresses(self.rooms), addresses(self.flags), self.counts[rank], self.stop
+        return peer_norm(self.x[rank], residual, weight, EPS, *tables, self.half, rank, looks=2)
+
+
+def addresses(of_ranks: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([one.data_ptr() for one in of_ranks], device=DEVICE)
+
+
+def sum_at_rank_0(x: torch.Tensor) -> torch.Tensor:
+    """As `peer_sum` gives it, where all have come.   x: (ranks, T, H)"""
+    rooms, half = torch.stack([x, x], dim=1), x[0].nbytes  # (ranks, 2, T, H)
+    flags = torch.ones(len(x), programs_of(half), len(x), dtype=torch.int32, device=DEVICE)
+    counts, stop = torch.zeros_like(flags[0, :, 0]), torch.zeros(1, dtype=torch.int32)
+    return peer_sum(x[0], addresses(rooms), addresses(flags), counts, stop, half, 0, looks=2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 1000), (128, 40), (2, 4096)], ids=str)
+def test_its_bits_are_those_of_a_sum_and_then_a_norm_on_all_ranks(size, dtype, shape):
+    scales = torch.tensor([1.0, 300.0, 0.01, 70.0])[:size, None, None]  # so that the order shows
+    x, residual = (normal(size, *shape) * scales).to(dtype), (normal(*shape, seed=1) * 50).to(dtype)
+    weight = normal(shape[1], seed=2).to(dtype).to(DEVICE)
+    ranks, expected_residual = Ranks(x), residual.clone().to(DEVICE)
+    expected = norm.fused_add_rms_norm(sum_at_rank_0(ranks.x), expected_residual, weight, EPS)
+
+    for rank in range(size):
+        stream = Guarded(residual, gap=8, device=DEVICE)
+        found = ranks.norm_at(rank, stream.view, weight)
+
+        assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
+        stream.assert_intact()
+    assert ranks.rooms.isnan().sum() == ranks.rooms.numel() * (1 - shape[1] / ranks.rooms.shape[-1])
+
+
+def test_it_is_the_norm_of_all_terms_and_the_residual():
+    x, residual, weight = normal(3, 5, 72), normal(5, 72, seed=1), normal(72, seed=2)
+    ranks, stream = Ranks(x), residual.clone().to(DEVICE)
+
+    found = ranks.norm_at(2, stream, weight.to(DEVICE))
+
+    total = x.double().sum(0) + residual
+    expected = total / (total.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    assert torch.allclose(stream.cpu().double(), total, atol=1e-6)
+    assert torch.allclose(found.cpu().double(), expected, atol=1e-5)
+
+
+def test_who_is_told_to_stop_waits_for_nobody():
+    ranks, (x, residual) = Ranks(normal(2, 3, 16)), normal(2, 3, 16)
+    ranks.flags.zero_()  # rank 1 never comes
+    ranks.stop.fill_(1)
+
+    ranks.norm_at(0, residual.to(DEVICE), x[0].to(DEVICE))
+
+    assert ranks.counts.tolist() == [[1] * 3, [0] * 3] and ranks.flags[1].tolist() == [[1, 0]] * 3
+
+
+@pytest.mark.parametrize("width", [8, 576, 1000, 2048, 4096, 8192, 16384])
+def test_squares_are_summed_by_as_many_threads_as_in_the_norms_own_kernel(width):
+    _, block, warps = norm._launch_sizes(torch.empty(1, width, device="meta"))
+
+    assert warps_of(block) == warps
+
+
+@in_interpreter
+@pytest.mark.nightly
+class TestProcesses:
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_have_sums_gathers_and_norms_of_all_sizes_right_in_any_order(self, tmp_path, size):
+        for code, found in run_ranks(size, tmp_path, "all kinds"):
+            assert code == 0 and found["is_on"] and found["right"] == 80 and found["normed"] == 36
+            assert len(found["counts"]) > 3  # programs of high numbers have met less often
+
+    def test_would_read_wrong_numbers_if_norms_lay_where_sums_do(self, tmp_path):
+        found = [found for code, found in run_ranks(2, tmp_path, "all kinds in one room") if code == 0]
+
+        assert [one["is_on"] for one in found] == [True, True]
+        assert min(one["right"] for one in found) < 80
+
+    def test_sum_first_where_rows_are_too_many_or_too_wide_or_odd(self, tmp_path):
+        for code, found in run_ranks(2, tmp_path, "wide norms"):
+            assert code == 0 and found["wide"] == [[True, False]] * 4  # right, and not by the kernel
+
+    def test_are_let_go_when_one_has_ended(self, tmp_path):
+        *left, (last, _) = run_ranks(3, tmp_path, "dies before a norm")
+
+        assert last == 9
+        for code, found in left:
+            assert code == 0 and found["is_on"] and 0.4 < found["seconds"] < 5
