@@ -24,7 +24,7 @@ ALIGNMENT = 8
 class FoldedSlots(TritonSlots):
     """Slots whose A's are the last rows of the base weight.
 
-    wide     weight and bias of base and A's together, None for a base linear that computes something else
+    wide     weight and bias of base and A's together
     columns  N
     """
 

@@ -74,8 +74,8 @@ def adapted_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
     return PagedExpandTiles(64, block_r, num_warps=8 if block_r == LEAST_BLOCK_RANKS else 4)
 
 
-# A norm has one program a row. Up to here all run at once, and none reads much more of B than an expand's does.
-MOST_NORM_TOKENS, MOST_NORM_RANK = 128, 64
+# A norm has one program a row. Up to here all run at once, and none reads so much of B that it is later than an expand.
+MOST_NORM_TOKENS, MOST_NORM_RANK = 128, 32
 # Of B, in the registers of one program: 16 warps hold twice as much.
 NORM_BYTES = 128 * 1024
 
