@@ -274,8 +274,8 @@ FAULTS = {
         f"{SLOTS}/write_slot_op.py", "mask=live, other=0.0)", "mask=row < rows, other=0.0)",
         "write a slot", (Strayed, "_write_slot_kernel.* read outside: .* of weights"),
     ),
-    "pages are looked up past the live rank": (
-        f"{PAGES}/paged_shrink_op.py", "rank // PAGE_RANKS, mask=is_live, other=0)", "rank // PAGE_RANKS)",
+    "pages are looked up past the largest rank": (
+        f"{PAGES}/paged_shrink_op.py", "rank // PAGE_RANKS, mask=rank < R, other=0)", "rank // PAGE_RANKS)",
         "pages", (Strayed, "_paged_shrink_kernel.* of (table_ptr|pool_ptr)"),
     ),
     "planes are added up before all are there": (

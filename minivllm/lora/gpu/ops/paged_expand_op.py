@@ -20,14 +20,18 @@ def read_b(
     page_stride,
     rank,
     live,
+    R,
     expert,
     columns,
     WIDTH: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
 ):
-    """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)"""
+    """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)
+
+    Past that the table may hold anything, and leads nowhere: it is read without waiting for the live rank.
+    """
     is_live = rank < live
-    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=is_live, other=0).to(tl.int64)
+    page = tl.load(table_ptr + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
     row = page * page_stride + (expert * PAGE_RANKS + rank % PAGE_RANKS) * WIDTH
     mask = is_live[:, None] & (columns < WIDTH)[None, :]
     return tl.load(b_ptr + row[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -75,13 +79,13 @@ def _paged_expand_kernel(
     """
     tile, block = tl.program_id(0), tl.program_id(1)
     adapter = tl.load(tiles_ptr + tile).to(tl.int64)
+    first = tl.load(tiles_ptr + capacity + tile)
+    length = tl.load(tiles_ptr + 2 * capacity + tile)
     if adapter < 0:
         if OVERLAP:  # or what comes after this kernel might not wait for what came before it
             tl.extra.cuda.gdc_wait()
         return
     slot, expert = adapter // EXPERTS, adapter % EXPERTS
-    first = tl.load(tiles_ptr + capacity + tile)
-    length = tl.load(tiles_ptr + 2 * capacity + tile)
     place = tl.arange(0, BLOCK_ROWS)
     is_row = place < length
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
@@ -102,7 +106,7 @@ def _paged_expand_kernel(
             if ONE_BLOCK:
                 # Straight on, so that all loads are under way together.
                 b = read_b(
-                    b_place, table_ptr, page_stride, ranks, live, expert, columns, WIDTHS[i], PAGE_RANKS
+                    b_place, table_ptr, page_stride, ranks, live, R, expert, columns, WIDTHS[i], PAGE_RANKS
                 )
                 # Up to here nothing depends on the product before; from here on, its h and its y must be there.
                 if OVERLAP:
@@ -117,7 +121,7 @@ def _paged_expand_kernel(
                 for start in range(0, live, BLOCK_R):
                     rank = start + ranks
                     b = read_b(
-                        b_place, table_ptr, page_stride, rank, live, expert, columns, WIDTHS[i], PAGE_RANKS
+                        b_place, table_ptr, page_stride, rank, live, R, expert, columns, WIDTHS[i], PAGE_RANKS
                     )
                     h = read_h(h_block, rows, is_row, rank, live, R)
                     update = tl.dot(h, b, update, input_precision="ieee", out_dtype=SUM)

@@ -57,24 +57,25 @@ def _paged_shrink_kernel(
     what comes next then reads h once, and gets the same bits in every run. It leaves zero in its place of `counts`.
     """
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # What is looked up is asked for in two steps: all that the tile tells, then all that its adapter and place do.
     adapter = tl.load(tiles_ptr + tile).to(tl.int64)
+    first = tl.load(tiles_ptr + capacity + tile)
+    length = tl.load(tiles_ptr + 2 * capacity + tile)
     if adapter < 0:
         return
     slot, expert = adapter // EXPERTS, adapter % EXPERTS
     blocks_a_slice = (R + BLOCK_R - 1) // BLOCK_R
     i = block // blocks_a_slice
     rank = block % blocks_a_slice * BLOCK_R + tl.arange(0, BLOCK_R)
+    place = tl.arange(0, BLOCK_ROWS)
+    is_row = place < length
     live = tl.load(ranks_ptr + i * ranks_row + slot)
+    # Past the live rank the table may hold anything, and leads nowhere.
+    page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=rank < R, other=0).to(tl.int64)
+    rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
     if block % blocks_a_slice * BLOCK_R >= live:
         return
     is_live = rank < live
-    first = tl.load(tiles_ptr + capacity + tile)
-    length = tl.load(tiles_ptr + 2 * capacity + tile)
-    place = tl.arange(0, BLOCK_ROWS)
-    is_row = place < length
-    rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
-
-    page = tl.load(table_ptr + slot * table_row + rank // PAGE_RANKS, mask=is_live, other=0).to(tl.int64)
     a_row = page * page_stride + a_first + i * a_step + (expert * PAGE_RANKS + rank % PAGE_RANKS) * K
     columns = tl.arange(0, BLOCK_K)
     x_block = x_ptr + rows[:, None] * x_row_stride + columns[None, :]  # (BLOCK_ROWS, BLOCK_K)

@@ -37,8 +37,6 @@ class AdaptedNormTiles(NamedTuple):
 
 # No fewer ranks in one product than a tensor core takes.
 LEAST_BLOCK_RANKS = 16
-# Rows of a decode step that wait for launches more than for bytes.
-FEWEST_TOKENS = 32
 # Up to here a prompt fills so few tiles that with two splits most multiprocessors have no program, and the others walk
 # half of K. The product beside them is through before.
 FEW_FULL_TILES = 1024
@@ -48,22 +46,27 @@ def paged_shrink_tiles(tokens: int, width: int, rank: int) -> PagedShrinkTiles:
     """tokens: T, width: K, rank: R
 
     The number of slots is not asked: what it costs must not depend on how many there could be. Of the tokens only
-    in which of four classes they are, so that a warm-up can compile every variant there is.
+    in which of three classes they are, so that a warm-up can compile every variant there is.
     """
     most = max(1, width // 256)
     if tokens > FEW_TOKENS:
         # Most adapters are shorter than the longest: small blocks of ranks, of which those not live end at once.
         splits = min(8 if tokens <= FEW_FULL_TILES else 2, most)
         return PagedShrinkTiles(min(32, block_ranks(rank)), 64, splits, num_warps=4, num_stages=4)
-    splits = min(4 if tokens <= FEWEST_TOKENS else 8, most)
-    return PagedShrinkTiles(block_ranks(rank), 128, splits, num_warps=4, num_stages=4)
+    block_r = block_ranks(rank)
+    # Of few ranks a program has little to do, and walks K alone. Of many, planes are as much to write as A is to read.
+    splits = min(8 if block_r <= 32 else 4, most)
+    return PagedShrinkTiles(block_r, 128, splits, num_warps=4, num_stages=3)
 
 
 def paged_expand_tiles(tokens: int, rank: int, widest: int) -> PagedExpandTiles:
     """tokens: T, rank: R, widest: the largest N_i"""
     block_r = block_ranks(rank)
-    wide = tokens <= FEW_TOKENS and block_r <= 32 and widest >= 4096
-    return PagedExpandTiles(256 if wide else 128, block_r, num_warps=4)
+    if tokens > FEW_TOKENS:
+        return PagedExpandTiles(128, block_r, num_warps=4)
+    if block_r > 32:
+        return PagedExpandTiles(64, block_r, num_warps=4)
+    return PagedExpandTiles(256 if widest >= 4096 else 128, block_r, num_warps=4)
 
 
 def adapted_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
