@@ -10,8 +10,8 @@ from torch import nn
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (vLLM: RMSNorm).
 
-    rest   set by a linear whose output lacks something: of the next x and residual, which it changes in place, it
-           computes the norm of their sum, that included
+    rest   set by a linear (`LinearBase.read_by`) whose output lacks something: of the next x and residual, which it
+           changes in place, it computes the norm of their sum, that included
     """
 
     def __init__(

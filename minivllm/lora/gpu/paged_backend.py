@@ -26,7 +26,9 @@ class PagedBackend(TritonBackend):
     S is only the number of rows of a table, so it may be large. Kernels look a slot's pages up in that table, which
     stays where it is. Embeddings and heads keep slots of one size (`TritonSlots`): their widths are not the layers'.
 
-    counts   zeros for the shrinks, which run one after the other
+    max_rank  the most ranks an adapter may have, for which the table has pages in each row
+    counts    of each tile and block of ranks, how many splits of a shrink have written their part. Zeros between
+              shrinks, which run one after the other and so can share them
     """
 
     def __init__(
