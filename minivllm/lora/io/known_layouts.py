@@ -90,10 +90,10 @@ class Layout:
 
 
 class Header(NamedTuple):
-    """nbytes: up to the first number    digest: of its text    size: of the file"""
+    """nbytes: up to the first number    text_hash: of its text    size: of the file"""
 
     nbytes: int
-    digest: bytes
+    text_hash: bytes
     size: int
 
 
