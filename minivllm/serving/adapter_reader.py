@@ -18,7 +18,7 @@ from minivllm.worker.openmp import set_num_threads
 
 # Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take
 # cores and memory's bandwidth from the steps, so small hosts have no more (`benchmarks.reads`).
-PARALLEL_READS = max(2, min(4, len(os.sched_getaffinity(0)) // 4))
+PARALLEL_READS = max(2, min(4, (os.cpu_count() or 1) // 4))
 # Adapters whose config and header are looked through at the same time: one of them may come from a network.
 PARALLEL_CHECKS = 4
 # Why a request may not join yet: its adapter is being read.
