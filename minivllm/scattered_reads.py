@@ -35,7 +35,7 @@ def read_parts(file: BinaryIO, parts: Mapping[str, Part]) -> dict[str, torch.Ten
     for name, part in parts.items():
         first[name] = sizes[part.piece]
         sizes[part.piece] += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-    pieces = {piece: _new_memory(nbytes) for piece, nbytes in sizes.items()}
+    pieces = {piece: new_memory(nbytes) for piece, nbytes in sizes.items()}
     places = {n: pieces[part.piece][first[n] : first[n] + part.nbytes] for n, part in parts.items()}
     _read_into(file, [(parts[name].start, place.numpy()) for name, place in places.items() if len(place)])
     return places
@@ -46,7 +46,7 @@ def read_into(file: BinaryIO, start: int, place: torch.Tensor) -> None:
     _read_into(file, [(start, place.numpy())])
 
 
-def _new_memory(nbytes: int) -> torch.Tensor:
+def new_memory(nbytes: int) -> torch.Tensor:
     """(nbytes,) uint8. Of NumPy, which asks for large pages where PyTorch does not."""
     return torch.from_numpy(np.empty(max(nbytes, 1), dtype=np.uint8))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 
-import numpy as np
 import torch
 from torch._utils import _unflatten_dense_tensors
 
@@ -26,7 +25,7 @@ from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.safetensors_file import find_safetensors
 from minivllm.lora.weights_files import files_in, find_weights_file, open_file
-from minivllm.scattered_reads import read_into
+from minivllm.scattered_reads import new_memory, read_into
 from minivllm.timed_patterns import PLAIN_KEY
 
 # Each takes a third of a megabyte for an 8B model.
@@ -196,14 +195,14 @@ class KnownLayouts:
         """None for numbers that the loader has to judge one by one."""
         dtype, writer = self.manager.lora_dtype, self.manager.slot_writer
         nbytes = layout.numbers * dtype.itemsize
-        pool = _new_memory(nbytes) if writer is None else writer.take(nbytes)
+        pool = new_memory(nbytes) if writer is None else writer.take(nbytes)
         numbers = (pool if writer is None else writer.weights_in(pool)).view(dtype)[: layout.numbers]
         if layout.dtype == dtype:
             read_into(file, layout.start, numbers.view(torch.uint8))
             if not layout.are_finite(numbers, dtype):
                 return None
         else:
-            read = _new_memory(layout.numbers * layout.dtype.itemsize)
+            read = new_memory(layout.numbers * layout.dtype.itemsize)
             read_into(file, layout.start, read)
             if not layout.are_finite(read.view(layout.dtype), dtype):
                 return None
@@ -226,10 +225,6 @@ def _header_of(file: BinaryIO) -> Header | None:
     if length > min(HEADER_BYTES, size - 8):
         return None
     return Header(8 + length, hashlib.sha256(file.read(length)).digest(), size)
-
-
-def _new_memory(nbytes: int) -> torch.Tensor:
-    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
 
 def _named(lora: LoRAModel, request: LoRARequest) -> LoRAModel:
