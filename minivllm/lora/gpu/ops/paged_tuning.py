@@ -35,6 +35,18 @@ class AdaptedNormTiles(NamedTuple):
     num_warps: int
 
 
+class NormTiles(NamedTuple):
+    """rows of a tile in one program, block_n columns of them at a time, block_r ranks of these."""
+
+    rows: int
+    block_n: int
+    block_r: int
+    num_warps: int
+    keep: bool = True
+    ahead: int = 1
+    stages: int = 2
+
+
 # No fewer ranks in one product than a tensor core takes.
 LEAST_BLOCK_RANKS = 16
 # Up to here a prompt fills so few tiles that with two splits most multiprocessors have no program, and the others walk
@@ -94,6 +106,11 @@ def adapted_norm_tiles(width: int, rank: int, itemsize: int) -> AdaptedNormTiles
     block_r = min(16, triton.next_power_of_2(rank), max(1, NORM_BYTES // (row * itemsize)))
     # A thread has 8 columns: 16 bytes of each rank.
     return AdaptedNormTiles(block_r, min(max(row // 256, 1), 16))
+
+
+def adapted_norm_of_tiles_tiles(tokens: int, width: int, rank: int) -> NormTiles:
+    """tokens: T, width: H, rank: R"""
+    return NormTiles(16, 256, block_ranks(rank), 16)
 
 
 def block_ranks(rank: int) -> int:
