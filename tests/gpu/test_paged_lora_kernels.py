@@ -4,11 +4,18 @@ import pytest
 import torch
 from gpu import DEVICE
 
+from minivllm.lora.gpu.ops.adapted_norm_tiles_op import adapted_norm_of_tiles
 from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
 from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
 from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
-from minivllm.lora.gpu.ops.paged_tuning import adapted_silu_tiles, paged_expand_tiles, paged_shrink_tiles
+from minivllm.lora.gpu.ops.paged_tuning import (
+    NormTiles,
+    adapted_norm_of_tiles_tiles,
+    adapted_silu_tiles,
+    paged_expand_tiles,
+    paged_shrink_tiles,
+)
 from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.gpu.ops.write_pages_op import write_pages
 from minivllm.lora.ops.triton_ops import LoRAKernelMeta
@@ -32,6 +39,13 @@ GATED_SHAPES = [
     (20, 16, 160, [40] * 2, 8),
     (37, 72, 96, [70] * 2, 4),
     (600, 8, 32, [16] * 2, 8),
+]
+# Rows that a norm reads.
+NORMED_SHAPES = [
+    (1, 8, 64, [48], 8),
+    (37, 72, 96, [576], 4),
+    (150, 16, 32, [301], 8),
+    (600, 8, 32, [64], 8),
 ]
 SLOTS = 5
 
@@ -188,6 +202,29 @@ def test_the_activation_adds_what_adapters_add_to_gate_and_up_on_its_way(shape, 
         found = adapted_silu(Update.of_pages(h, batch.pieces), y, batch.tiles, tiles)
 
         assert_near(found, torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
+        assert torch.equal(y.cpu(), batch.y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", NORMED_SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_the_norm_adds_what_adapters_add_to_tiles_of_rows_on_its_way(shape, dtype):
+    batch = Batch(shape, dtype)
+    (width,) = batch.heights
+    stream, weight = random(batch.tokens, width, dtype=dtype, seed=3), random(width, dtype=dtype, seed=4)
+    expected = stream.double() + batch.expected()[1]
+    tuned = paged_shrink_tiles(batch.tokens, batch.width, batch.rank)
+    h = paged_shrink(batch.x.to(DEVICE), batch.pieces, batch.tiles, room_of_nan(batch, tuned), tuned)
+    by_shape = adapted_norm_of_tiles_tiles(batch.tokens, width, batch.rank)
+
+    for tiles in (by_shape, NormTiles(8, 32, 16, 4), NormTiles(16, 64, 64, 4, keep=False)):
+        y, residual = batch.y.to(DEVICE), stream.to(DEVICE, copy=True)
+        update = Update.of_pages(h, batch.pieces)
+        found = adapted_norm_of_tiles(update, batch.tiles, weight.to(DEVICE), 1e-3, y, residual, tiles)
+
+        assert_near(residual, expected, TOLERANCE[dtype])
+        kept = residual.double().cpu()
+        normed = kept * (kept.square().mean(1, keepdim=True) + 1e-3).rsqrt() * weight.double()
+        assert_near(found, normed, TOLERANCE[dtype])
         assert torch.equal(y.cpu(), batch.y)
 
 

@@ -138,7 +138,7 @@ def _adapted_norm_tiles_kernel(
                 columns = i * BLOCK_N + column
                 is_column = columns < H
                 inside = is_row[:, None] & is_column[None, :]
-                xs = xs + (
+                xs += (
                     tl.load(
                         x_rows[:, None] + columns[None, :],
                         mask=inside,
@@ -146,11 +146,9 @@ def _adapted_norm_tiles_kernel(
                         eviction_policy="evict_first",
                     ),
                 )
-                residuals = residuals + (
-                    tl.load(residual_rows[:, None] + columns[None, :], mask=inside, other=0.0),
-                )
+                residuals += (tl.load(residual_rows[:, None] + columns[None, :], mask=inside, other=0.0),)
                 places = begins[:, None] + (columns * COLUMN_STRIDE)[None, :]
-                bs = bs + (read_ranks(places, rank, live, R, table_ptr, is_column[None, :], 0),)
+                bs += (read_ranks(places, rank, live, R, table_ptr, is_column[None, :], 0),)
             if i >= AHEAD:
                 columns = (i - AHEAD) * BLOCK_N + column
                 is_column = columns < H
@@ -162,7 +160,7 @@ def _adapted_norm_tiles_kernel(
                 )  # fmt: skip
                 tl.store(residual_rows[:, None] + columns[None, :], kept, mask=inside)
                 squares += tl.sum(kept.to(SUM) * kept.to(SUM), axis=1)
-                sums = sums + (kept,)
+                sums += (kept,)
         scale = tl.rsqrt(squares / H + EPS)
         for i in tl.static_range(BLOCKS):
             columns = i * BLOCK_N + column
