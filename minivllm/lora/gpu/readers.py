@@ -9,8 +9,9 @@ from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm
 from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
+from minivllm.lora.gpu.ops.adapted_norm_tiles_op import adapted_norm_of_tiles
 from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
-from minivllm.lora.gpu.ops.paged_tuning import adapted_norm_pays
+from minivllm.lora.gpu.ops.paged_tuning import norm_kernel
 from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.ops.triton_ops import TileList
 
@@ -28,8 +29,11 @@ def rest_for(base: LinearBase, update: Update, tiles: TileList, slots: torch.Ten
     if isinstance(reader, SiluAndMul) and n == 2:
         return functools.partial(adapted_silu, update, tiles=tiles)
     is_norm = isinstance(reader, RMSNorm) and n == 1 and base.tp_size == 1
-    if is_norm and adapted_norm_pays(len(slots), update.rank):
+    kernel = norm_kernel(len(slots), update.rank) if is_norm else None
+    if kernel == "rows":
         return functools.partial(adapted_norm, update, slots, reader.weight, reader.eps)
+    if kernel == "tiles":
+        return functools.partial(adapted_norm_of_tiles, update, tiles, reader.weight, reader.eps)
     return None
 
 
