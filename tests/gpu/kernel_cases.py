@@ -29,7 +29,13 @@ from minivllm.layers.triton_ops import (
     rotary,
     stand_ins,
 )
-from minivllm.lora.gpu.ops import adapted_norm_op, adapted_silu_op, paged_expand_op, paged_shrink_op
+from minivllm.lora.gpu.ops import (
+    adapted_norm_op,
+    adapted_norm_tiles_op,
+    adapted_silu_op,
+    paged_expand_op,
+    paged_shrink_op,
+)
 from minivllm.lora.gpu.ops.paged_tuning import (
     adapted_norm_tiles,
     adapted_silu_tiles,
@@ -360,10 +366,11 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
     return out
 
 
-def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64):
+def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64, in_tiles=False):
     """A row of pages' B into the norm that reads the product.
 
-    block_r   no more ranks at a time
+    block_r    no more ranks at a time
+    in_tiles   by the kernel for many rows, which has all ranks at once
     """
     batch = Pages(sanitizer, (tokens, rank, width, [size], page_ranks), kind=kind)
     tuned = paged_shrink_tiles(tokens, width, rank)
@@ -372,19 +379,23 @@ def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
     update = Update.of_pages(h, batch.pieces)
-    return normed_row(sanitizer, update, batch.y, batch.adapters, batch.expected()[1], block_r)
+    tile_rows = batch.tiles if in_tiles else None
+    return normed_row(sanitizer, update, batch.y, batch.adapters, batch.expected()[1], block_r, tile_rows)
 
 
-def normed_row(sanitizer, update, y, picks, expected, block_r):
+def normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows):
     """expected: y and what adapters add, in float64"""
     residual, weight = random(*y.shape, seed=40), random(y.shape[1], seed=41)
     product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
     sanitizer.late = [update.h, product.view]
 
     with sanitizer.watching():
-        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.rank, y.itemsize))
-        places = numbers(picks, torch.int64), numbers(weight, torch.float32)
-        out = adapted_norm_op.adapted_norm(update, *places, 1e-3, product.view, stream.view, tiles)
+        args = numbers(weight, torch.float32), 1e-3, product.view, stream.view
+        if tile_rows is None:
+            tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.rank, y.itemsize))
+            out = adapted_norm_op.adapted_norm(update, numbers(picks, torch.int64), *args, tiles)
+        else:
+            out = adapted_norm_tiles_op.adapted_norm_of_tiles(update, tile_rows, *args)
 
     product.assert_written_only_where(torch.tensor(False))
     stream.assert_intact()
@@ -416,10 +427,13 @@ def wide_update(sanitizer, tokens, slots, rank, heights, kind="mixed", by_rank=T
     return Update.of_slots(of_slot_0, live_b, live, n * rank), y, picks, exact_expand(h, b, y, picks, ranks)
 
 
-def normed_of_slots(sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64):
+def normed_of_slots(
+    sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64, in_tiles=False
+):
     """As `normed`, of folded slots."""
-    found = wide_update(sanitizer, tokens, slots, rank, [size], kind, by_rank)
-    return normed_row(sanitizer, *found, block_r)
+    update, y, picks, expected = wide_update(sanitizer, tokens, slots, rank, [size], kind, by_rank)
+    tile_rows = tile_list(picks, slots) if in_tiles else None
+    return normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows)
 
 
 def gated_of_slots(sanitizer, tokens, slots, rank, inner, kind="mixed", by_rank=True, block_r=64):

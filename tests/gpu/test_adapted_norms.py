@@ -1,4 +1,9 @@
-"""The linears back to the model's width leave what adapters add to the norm that reads them, in steps of few tokens."""
+"""The linears back to the model's width leave what adapters add to the norm that reads them, where that saves time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +18,8 @@ from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.lora.gpu import folded_backend, paged_backend, readers
-from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
-from minivllm.lora.gpu.ops.paged_tuning import MOST_NORM_TOKENS
+from minivllm.lora.gpu.ops import paged_tuning
+from minivllm.lora.gpu.ops.paged_tuning import MOST_NORM_TOKENS, norm_kernel
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
@@ -52,9 +57,11 @@ class TwoThatNorm(TwoProcesses):
 class Down:
     """A linear with adapters of unlike ranks in slots 0 and 2, and the norm behind it."""
 
-    def __init__(self, backend, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses):
+    def __init__(
+        self, backend, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses, tokens=256
+    ):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
-        self.dtype, self.punica = dtype, make_backend(256, 256, DEVICE, config)
+        self.dtype, self.punica = dtype, make_backend(tokens, tokens, DEVICE, config)
         group = {} if processes == 1 else {"tp": kind(0, 2)}
         self.base = RowParallelLinear(INNER * processes, WIDTH, True, dtype, DEVICE, **group)
         pick = torch.Generator().manual_seed(0)
@@ -117,6 +124,15 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture(params=["rows", "tiles"])
+def kernel(request, monkeypatch):
+    """What programs of a norm have, in steps of any size."""
+    if request.param == "tiles":
+        monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 0)
+        monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 1)
+    return request.param
+
+
 @pytest.fixture
 def told(monkeypatch):
     """Of each step, whether the norm was left anything."""
@@ -131,6 +147,19 @@ def told(monkeypatch):
     return found
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Of each norm that adds what adapters add: by which kernel, and how many rows it had."""
+    found = []
+
+    def watched(name, launch):
+        return lambda *args: (found.append((name, len(args[-1]))), launch(*args))[1]
+
+    for name, launcher in {"rows": "adapted_norm", "tiles": "adapted_norm_of_tiles"}.items():
+        monkeypatch.setattr(readers, launcher, watched(name, getattr(readers, launcher)))
+    return found
+
+
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.float32, 20), (torch.float16, 20)])
 def test_the_norm_adds_every_rows_adapters_share(backend, dtype, rank, mixture, told):
@@ -142,7 +171,19 @@ def test_the_norm_adds_every_rows_adapters_share(backend, dtype, rank, mixture, 
     assert told[-1] == (mixture != "base")
 
 
-def test_the_norm_is_of_the_residual_as_it_is_kept(backend):
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.float32, 16), (torch.float16, 12)])
+@pytest.mark.parametrize("kernel", ["tiles"], indirect=True)
+def test_so_does_the_norm_of_a_long_step(backend, kernel, dtype, rank, mixture, launched):
+    down = Down(backend, dtype, rank)
+    down.step(MIXTURES[mixture])
+
+    down.assert_answers(MIXTURES[mixture])
+
+    assert launched == [("tiles", len(MIXTURES[mixture]))] * (mixture != "base")
+
+
+def test_the_norm_is_of_the_residual_as_it_is_kept(backend, kernel):
     down, slots = Down(backend, torch.float16), [0, 2, -1, 0, 2, 2, 0, 1] * 4
     down.step(slots)
 
@@ -152,7 +193,7 @@ def test_the_norm_is_of_the_residual_as_it_is_kept(backend):
     assert (normed != exact).float().mean() < 0.01
 
 
-def test_what_a_hook_adds_to_the_product_is_there_too(backend):
+def test_what_a_hook_adds_to_the_product_is_there_too(backend, kernel):
     down, slots = Down(backend), [0, 2, -1, 0, 1, 2]
     down.layer.register_forward_hook(lambda layer, inputs, output: (output[0] + 0.5, None))
 
@@ -164,7 +205,7 @@ def test_what_a_hook_adds_to_the_product_is_there_too(backend):
 @pytest.mark.parametrize(
     "slots", [[-1] * 4, [2, -1, 0, 0], [0] * (MOST_NORM_TOKENS + 1)], ids=["base", "few", "many"]
 )
-def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(backend, slots):
+def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(backend, kernel, slots):
     down = Down(backend)
     down.step([0, 2, 0, -1])
     with torch.inference_mode():
@@ -187,13 +228,36 @@ def test_nor_does_one_that_folding_does_not_pay_for(monkeypatch):
     down.assert_answers([0, 2, 0, -1], seed=1)
 
 
-def test_a_long_step_leaves_the_norm_nothing(backend, told):
+@pytest.mark.parametrize(
+    ("tokens", "rank", "expected"),
+    [
+        *[(1, 16, "rows"), (128, 32, "rows"), (128, 33, None)],
+        *[(129, 8, None), (1024, 16, None), (2047, 16, None)],
+        *[(2048, 16, "tiles"), (8192, 4, "tiles"), (2048, 17, None), (8192, 64, None)],
+    ],
+)
+def test_a_norm_adds_what_adapters_add_in_short_steps_and_in_long_ones_of_few_ranks(tokens, rank, expected):
+    assert norm_kernel(tokens, rank) == expected
+
+
+def test_a_step_of_middle_length_leaves_the_norm_nothing(backend, told):
     down, slots = Down(backend), [0, -1, 2] * 50
     down.step(slots)
 
     down.assert_answers(slots)
 
     assert told[-1] is False
+
+
+@pytest.mark.parametrize(("tokens", "rank", "is_left"), [(597, 8, False), (600, 8, True), (600, 17, False)])
+def test_a_long_step_leaves_it_what_few_ranks_add(backend, tokens, rank, is_left, monkeypatch, launched):
+    monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 600)
+    down, slots = Down(backend, rank=rank, tokens=600), [0, -1, 2] * (tokens // 3)
+    down.step(slots)
+
+    down.assert_answers(slots)
+
+    assert launched == [("tiles", tokens)] * is_left
 
 
 @pytest.mark.parametrize(("rank", "is_left"), [(32, True), (33, False), (64, False), (72, False)])
@@ -206,7 +270,7 @@ def test_a_high_rank_leaves_the_norm_nothing(backend, rank, is_left, told):
     assert told[-1] is is_left
 
 
-def test_one_of_several_processes_leaves_nothing_since_the_norm_reads_a_sum(backend, told):
+def test_one_of_several_processes_leaves_nothing_since_the_norm_reads_a_sum(backend, kernel, told):
     down, slots = Down(backend, processes=2), [0, -1, 2, 2]
     down.step(slots)
 
@@ -226,7 +290,7 @@ def test_what_a_backend_leaves_takes_no_sum_from_the_norm(backend, slots, told):
     assert not any(told)
 
 
-def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(told):
+def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, told):
     down, slots = Down("invariant"), [0, 2, -1, 0]
     down.step(slots)
 
@@ -236,19 +300,31 @@ def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(told):
 
 
 @pytest.mark.parametrize("name", ["paged", pytest.param("folded", marks=pytest.mark.nightly_without_gpu)])
-def test_an_engine_answers_with_norms_that_add_what_adapters_add(tmp_path_factory, monkeypatch, name):
-    launched = []
-    monkeypatch.setattr(
-        readers, "adapted_norm", lambda *args: (launched.append(len(args[-2])), adapted_norm(*args))[1]
-    )
+def test_an_engine_answers_with_norms_that_add_what_adapters_add(
+    tmp_path_factory, monkeypatch, name, launched
+):
+    monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 8)
+    monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 12)
     monkeypatch.setattr(
         LinearBase, "pack", lambda self: None
     )  # for a CPU, where folding finds no weight then
     world = tiny_world(tmp_path_factory)
     engine = graphed_engine(world, decode_graphs=True, punica_backend=name, max_num_batched_tokens=20)
+    launched.clear()
 
     add(engine, world, MIXED)
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
-    assert len(launched) > 10
+    kernels = [kernel for kernel, rows in launched]
+    assert kernels.count("rows") > 10 and kernels.count("tiles") > 2
+
+
+@pytest.mark.nightly
+def test_the_kernel_compiles_for_a_gpu_once_for_long_steps(tmp_path):
+    script = Path(__file__).parents[1] / "helpers" / "compiled_for_gpu.py"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+
+    done = subprocess.run([sys.executable, script, "norm"], env=environment, capture_output=True, text=True)
+
+    assert done.stdout == "compiled\n", done.stderr

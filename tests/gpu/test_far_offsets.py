@@ -11,6 +11,7 @@ from gpu import DEVICE
 from minivllm.layers.triton_ops.attention import paged_decode_attention
 from minivllm.layers.triton_ops.mixed_attention import mixed_attention
 from minivllm.layers.triton_ops.rotary import rotary_and_cache
+from minivllm.lora.gpu.ops.adapted_norm_tiles_op import adapted_norm_of_tiles
 from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
 from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
 from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
@@ -68,6 +69,8 @@ def test_pages_are_written_and_read_where_they_are(memory):
     h = paged_shrink(x, pieces, tiles, room, tuned)
     activated, added = adapted_silu(Update.of_pages(h, pieces), y, tiles), y.clone()
     paged_expand(h, pieces, added, tiles)
+    of_gate, stream = Update.of_pages(h[:1], pieces.of(slice(1))), torch.zeros(3, inner).half()
+    adapted_norm_of_tiles(of_gate, tiles, torch.ones(inner).half(), 1e-5, y[:, :inner], stream)
 
     expected = y.double()
     for i in range(2):
@@ -75,6 +78,7 @@ def test_pages_are_written_and_read_where_they_are(memory):
         expected[[0, 2], columns] += x[[0, 2]].double() @ a[i].double().T @ b[i].double().T
     gate, up = expected.chunk(2, dim=1)
     assert_close(added, expected)
+    assert_close(stream, gate)
     assert_close(activated, torch.nn.functional.silu(gate) * up)
 
 

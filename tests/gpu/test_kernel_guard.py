@@ -37,6 +37,9 @@ FAMILIES = {
     "pages": functools.partial(cases.pages, tokens=7, rank=9, page_ranks=4, width=70, heights=[33, 20]),
     "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),
     "normed": functools.partial(cases.normed, tokens=17, rank=7, page_ranks=4, width=40, size=35),
+    "normed in tiles": functools.partial(
+        cases.normed, tokens=61, rank=7, page_ranks=4, width=40, size=300, in_tiles=True
+    ),
     "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128, heads=(6, 2, 20)),
     "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3], heads=(6, 2, 20)),
     "norms": functools.partial(cases.norms, rows=3, size=100),
@@ -74,6 +77,12 @@ OTHER_WAYS = {
     "normed of slots of one rank": functools.partial(
         cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False
     ),
+    "normed in tiles of slots": functools.partial(
+        cases.normed_of_slots, tokens=37, slots=3, rank=12, size=270, in_tiles=True
+    ),
+    "normed in tiles of slots of one rank": functools.partial(
+        cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False, in_tiles=True
+    ),
     "decodes of whole splits": functools.partial(
         cases.decodes, seq_lens=[9, 128], max_seq_len=128, heads=(6, 2, 20), padding=0
     ),
@@ -86,6 +95,7 @@ OVERLAPPING = {
     "pages": cases.paged_expand_op,
     "gated": cases.adapted_silu_op,
     "normed": cases.adapted_norm_op,
+    "normed in tiles": cases.adapted_norm_tiles_op,
 }
 SMALLEST = {
     **FAMILIES,
@@ -121,6 +131,9 @@ def edges():
             found[f"gated {shape} {heights[0]}"] = functools.partial(
                 cases.gated, **shape, inner=heights[0], many=bool((i + j) % 2)
             )
+            found[f"normed in tiles {shape} {9 * heights[0]}"] = functools.partial(
+                cases.normed, **shape, size=9 * heights[0], in_tiles=True
+            )
             if i % 2 == j % 2:
                 found[f"normed {shape} {heights[0]}"] = functools.partial(
                     cases.normed, **shape, size=heights[0], block_r=(4, 64)[i // 2 % 2]
@@ -135,6 +148,9 @@ def edges():
                 }
                 found[f"normed of slots {of_slots} {heights[0]}"] = functools.partial(
                     cases.normed_of_slots, **of_slots, size=heights[0], block_r=(4, 64)[i // 2 % 2]
+                )
+                found[f"normed in tiles of slots {of_slots} {heights[0]}"] = functools.partial(
+                    cases.normed_of_slots, **of_slots, size=heights[0], in_tiles=True
                 )
                 found[f"gated of slots {of_slots} {heights[0]}"] = functools.partial(
                     cases.gated_of_slots, **of_slots, inner=heights[0]
@@ -348,6 +364,55 @@ FAULTS = {
     "a norm reads h of a kernel that has not ended": (
         f"{PAGES}/adapted_norm_op.py", f"{WAIT}\n    h_ptr", "pass\n    h_ptr",
         "normed, overlapping", (Raced, "_adapted_norm_kernel.* and has not waited"),
+    ),
+    "a norm's program has the rows of the one before": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "place = done + tl.arange", "place = done // 2 + tl.arange",
+        "normed in tiles", (Raced, "_adapted_norm_tiles_kernel: .* of (out|residual)_ptr"),
+    ),
+    "a norm of tiles takes adapters' rows for base rows": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "rows_ptr + first +",
+        "rows_ptr + first - tl.where(tile < tile_count, 0, 1) +",
+        "normed in tiles", (Raced, "_adapted_norm_tiles_kernel: .* of (out|residual)_ptr"),
+    ),
+    "base rows take an adapter": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "    if tile < tile_count:\n        live", "    if tile >= 0:\n        live",
+        "normed in tiles", (AssertionError, ""),
+    ),
+    "a norm of tiles multiplies h past the live rank": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "is_row, rank, live, h_row", "is_row, rank, R, h_row",
+        "normed in tiles", (AssertionError, "NaN"),
+    ),
+    "a norm of tiles takes B's of ranks past the live one": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "read_ranks(places, rank, live, R,", "read_ranks(places, rank, R, R,",
+        "normed in tiles", (AssertionError, ""),
+    ),
+    "a norm of tiles has the first slot's B": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "b_ptr + b_first, table_ptr, slot,", "b_ptr + b_first, table_ptr, 0,",
+        "normed in tiles of slots", (AssertionError, ""),
+    ),
+    "a norm of tiles has the first slot's h": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "h_ptr + slot * h_slot_stride", "h_ptr",
+        "normed in tiles of slots", (AssertionError, ""),
+    ),
+    "a norm of tiles reads its sums before all threads wrote them": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "tl.debug_barrier()", "pass",
+        "normed in tiles", (Raced, "_adapted_norm_tiles_kernel.* other threads have written, and no barrier"),
+    ),
+    "a norm of tiles is of the last block of columns": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "squares += tl.sum", "squares = tl.sum",
+        "normed in tiles", (AssertionError, ""),
+    ),
+    "a norm of tiles writes past its columns": (
+        f"{PAGES}/adapted_norm_tiles_op.py", "is_row[:, None] & is_column[None, :]", "is_row[:, None]",
+        "normed in tiles", (Strayed, "_adapted_norm_tiles_kernel"),
+    ),
+    "a norm of tiles reads h of a kernel that has not ended": (
+        f"{PAGES}/adapted_norm_tiles_op.py", f"{WAIT}\n    h =", "pass\n    h =",
+        "normed in tiles, overlapping", (Raced, "_adapted_norm_tiles_kernel.* and has not waited"),
+    ),
+    "a norm of no rows does not wait": (
+        f"{PAGES}/adapted_norm_tiles_op.py", f"{WAIT}\n        return", "pass\n        return",
+        "normed in tiles, overlapping", (Raced, "_adapted_norm_tiles_kernel.* ends and has not waited"),
     ),
     "decodes read past a context": (
         f"{LAYERS}/attention.py", "readable = in_context[:, None] &", "readable = (position >= 0)[:, None] &",

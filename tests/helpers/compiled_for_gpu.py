@@ -2,6 +2,7 @@
 
     python tests/helpers/compiled_for_gpu.py shrink|expand FILE
     python tests/helpers/compiled_for_gpu.py sum
+    python tests/helpers/compiled_for_gpu.py norm
 
 FILE holds the module's text. Triton's interpreter takes more of Python than its compiler: this is who would tell.
 A process of its own, because an interpreter that was chosen stays.
@@ -80,6 +81,31 @@ def compile_sums():
                 peer_norm(x, x, x[0], 1e-5, *of_ranks)
 
 
+def compile_norms():
+    """What adds adapters to o and down in prompts, from pages and from slots. All long steps share a variant."""
+    from minivllm.lora.gpu.ops import adapted_norm_tiles_op as norms
+    from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+    from minivllm.lora.gpu.ops.update import Update
+    from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+
+    norms.can_overlap = lambda device: True
+    width, slots, expected = 4096, 3, 0
+    meta = LoRAKernelMeta.make(slots, 8192, "cpu")
+    ranks, table = torch.ones(1, slots, dtype=torch.int32), torch.zeros(slots, 9, dtype=torch.int32)
+    for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 12)):
+        pages, b = torch.zeros(9, dtype=dtype), [torch.zeros(slots, width, rank, dtype=dtype)]
+        pieces = PagedPieces(pages, table, ranks, rank, 8, 64, 1, (0,), (16,), (64,), (width,))
+        for paged in (True, False):
+            for tokens in (2048, 2049, 3001, 8192):
+                meta.prepare_tensors(torch.arange(tokens) % 4 - 1)
+                x, h = torch.zeros(tokens, width, dtype=dtype), torch.zeros(1, tokens, rank, dtype=dtype)
+                update = Update.of_pages(h, pieces) if paged else Update.of_slots(h, b, ranks, rank)
+                norms.adapted_norm_of_tiles(update, meta.meta_args(tokens), x[0], 1e-5, x, x)
+            expected += 1
+            made = len(norms._adapted_norm_tiles_kernel.device_caches[0][0])
+            assert made == expected, f"{made - expected + 1} variants of one layer"
+
+
 def in_a_sentence(error):
     """What is wrong with which line of the kernel. Functions that it calls say it first."""
     while isinstance(error.__cause__, CompilationError):
@@ -93,7 +119,8 @@ if __name__ == "__main__":
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     try:
-        compile_sums() if sys.argv[1:] == ["sum"] else compile_all(*sys.argv[1:])
+        given = {("sum",): compile_sums, ("norm",): compile_norms}.get(tuple(sys.argv[1:]))
+        given() if given else compile_all(*sys.argv[1:])
     except CompilationError as error:
         sys.exit(in_a_sentence(error))
     print("compiled")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.layers.linear import LinearBase, RowParallelLinear
+from minivllm.layers.norm import RMSNorm
 from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.gpu.readers import leave, rest_for
 from minivllm.lora.gpu.triton_backend import TritonBackend
@@ -76,7 +77,10 @@ class FoldedBackend(TritonBackend):
         return self._keep(FoldedSlots(slots, self.outdate_ranks, by_slice, (wide, wide_bias)))
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: TritonSlots) -> torch.Tensor:
-        """In decodes, who alone reads the output may get it without what adapters add, and adds that (`rest_for`)."""
+        """Who alone reads the output may get it without what adapters add, and adds that (`rest_for`).
+
+        Of more than FEW_TOKENS that is a norm alone: no other reader was measured.
+        """
         leave(base, None)
         if self.no_lora or not isinstance(slots, FoldedSlots):
             return super().linear(x, base, slots)
@@ -88,7 +92,7 @@ class FoldedBackend(TritonBackend):
         y, h = wide[:, :columns], wide[:, columns:]
         h = h[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)  # (n, T, R): slot 0's
         tiles = self.token_meta.meta_args(len(x))
-        if len(x) <= FEW_TOKENS:
+        if len(x) <= FEW_TOKENS or isinstance(base.read_by, RMSNorm):
             update = Update.of_slots(h, slots.flat_b, slots.expand_ranks, n * rank)
             leave(base, rest := rest_for(base, update, tiles, self.token_slots(len(x))))
             if rest is not None:
