@@ -57,9 +57,7 @@ class TwoThatNorm(TwoProcesses):
 class Down:
     """A linear with adapters of unlike ranks in slots 0 and 2, and the norm behind it."""
 
-    def __init__(
-        self, backend, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses, tokens=256
-    ):
+    def __init__(self, backend, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses, tokens=256):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
         self.dtype, self.punica = dtype, make_backend(tokens, tokens, DEVICE, config)
         group = {} if processes == 1 else {"tp": kind(0, 2)}
@@ -318,6 +316,19 @@ def test_an_engine_answers_with_norms_that_add_what_adapters_add(
     assert_tokens_are_right(world, outputs, MIXED)
     kernels = [kernel for kernel, rows in launched]
     assert kernels.count("rows") > 10 and kernels.count("tiles") > 2
+
+
+def test_a_warm_up_runs_the_norm_of_long_steps(tmp_path_factory, monkeypatch, launched):
+    monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 20)
+    monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 19)
+    options = {"dtype": "float32", "max_num_batched_tokens": 20, "punica_backend": "paged", "device": DEVICE}
+    runner = tiny_world(tmp_path_factory).engine(**options, enforce_eager=True).runner
+    runner.use_paged_attention = runner.on_gpu = True
+    launched.clear()
+
+    runner.warm_up()
+
+    assert ("tiles", 20) in launched
 
 
 @pytest.mark.nightly

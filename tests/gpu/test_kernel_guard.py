@@ -375,7 +375,7 @@ FAULTS = {
         "normed in tiles", (Raced, "_adapted_norm_tiles_kernel: .* of (out|residual)_ptr"),
     ),
     "base rows take an adapter": (
-        f"{PAGES}/adapted_norm_tiles_op.py", "    if tile < tile_count:\n        live", "    if tile >= 0:\n        live",
+        f"{PAGES}/adapted_norm_tiles_op.py", "if tile < tile_count:\n        live", "if tile >= 0:\n        live",
         "normed in tiles", (AssertionError, ""),
     ),
     "a norm of tiles multiplies h past the live rank": (

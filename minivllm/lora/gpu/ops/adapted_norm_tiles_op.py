@@ -60,9 +60,7 @@ def _adapted_norm_tiles_kernel(
     """
     share: tl.constexpr = BLOCK_ROWS // ROWS
     tile, done = tl.program_id(0) // share, tl.program_id(0) % share * ROWS
-    slot, first, length = rows_of_tile(
-        tiles_ptr, capacity, tile, tile_count, tokens, BLOCK_ROWS, BLOCK_TILES
-    )
+    slot, first, length = rows_of_tile(tiles_ptr, capacity, tile, tile_count, tokens, BLOCK_ROWS, BLOCK_TILES)
     if length <= done:
         if OVERLAP:  # or what comes after this kernel might not wait for what came before it
             tl.extra.cuda.gdc_wait()

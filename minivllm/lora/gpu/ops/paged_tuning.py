@@ -86,19 +86,20 @@ def adapted_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
     return PagedExpandTiles(64, block_r, num_warps=8 if block_r == LEAST_BLOCK_RANKS else 4)
 
 
-# A norm has one program a row. Up to here all run at once, and none reads so much of B that it is later than an expand.
+# A norm of rows has one program each. Up to here all run at once, and none reads so much of B that it is later than an
+# expand.
 MOST_NORM_TOKENS, MOST_NORM_RANK = 128, 32
 # Of B, in the registers of one program: 16 warps hold twice as much.
 NORM_BYTES = 128 * 1024
 
 
-# Of prompts a program has eight rows, and walks them twice. On an H100 it is behind an expand and a norm of 1,024 rows,
-# ahead from 2,048 on, where both read more than its caches hold. With rank 64 it gained nothing.
+# A norm over tiles reads each row twice. On an H100 an expand and a norm took less time for 1,024 rows, more for 2,048.
+# With rank 64 they took 3% more at best, and less where ranks differ. No rank between was measured.
 LEAST_TILED_NORM_TOKENS, MOST_TILED_NORM_RANK = 2048, 16
 
 
 def norm_kernel(tokens: int, rank: int) -> Literal["rows", "tiles"] | None:
-    """Of what the norm that adds what adapters add has programs; None = an expand before it takes less time.
+    """Whether a norm that adds what adapters add has programs of rows or of tiles; None = an expand is faster.
 
     tokens: T, rank: R
     """
