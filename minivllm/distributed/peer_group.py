@@ -91,18 +91,18 @@ class PeerGroup(ProcessGroup):
         programs = programs_of(self.most)
         self._rows = min(programs, ROWS)
         self._half = self._rows * BYTES_A_ROW
-        rooms = 2 * self.most + 2 * self._half
-        words = rooms + words_op.bytes_of_rooms(self.size)
-        offers = self._try(lambda: memory.offer(words + 4 * programs * self.size))
+        of_sums, of_norms, of_words = 2 * self.most, 2 * self._half, words_op.bytes_of_rooms(self.size)
+        flags = of_sums + of_norms + of_words
+        offers = self._try(lambda: memory.offer(flags + 4 * programs * self.size))
         opened = offers and self._try(lambda: memory.open(offers), of_all=False)
         if not opened:
             return False
         self._rooms = torch.tensor(opened, device=self.device)
-        self._norm_rooms = self._rooms + 2 * self.most
-        self._flags = self._rooms + words
+        self._norm_rooms = self._rooms + of_sums
+        self._flags = self._rooms + flags
         self._counts = torch.zeros(programs, dtype=torch.int32, device=self.device)
-        counts, ended = self._counts.new_zeros(2, words_op.ROWS)
-        self.words = words_op.Words(self._rooms + rooms, counts, ended, self._stop, self.rank)
+        counts, ended = self._counts.new_zeros(2, words_op.ROWS.value)
+        self._words = words_op.Words(self._norm_rooms + of_norms, counts, ended, self._stop, self.rank)
         return True
 
     def _try(self, call: Any, of_all: bool = True) -> Any:
@@ -143,7 +143,7 @@ class PeerGroup(ProcessGroup):
                 if not torch.equal(self._gather(part), super().all_gather(part)):
                     wrong["gathers"].append(f"{n} numbers of {dtype}")
             width = min(self.most, self._half) // self._rows // dtype.itemsize
-            for rows in (1, min(self._rows, MOST_ROWS), self._rows, 1):
+            for rows in (1, min(self._rows, MOST_ROWS), self._rows):  # by words, and without
                 x = torch.randn(rows, width, generator=generator).to(self.device, dtype)
                 if not self._norms_right(x, near):
                     wrong["norms"].append(f"{rows} x {width} numbers of {dtype}")
@@ -181,7 +181,7 @@ class PeerGroup(ProcessGroup):
 
         x = x.contiguous()
         if packs(x, self.size):
-            return packed_norm(x, residual, weight, eps, self.words)
+            return packed_norm(x, residual, weight, eps, self._words)
         tables = self._norm_rooms, self._flags, self._counts, self._stop
         return peer_norm(x, residual, weight, eps, *tables, self._half, self.rank)
 

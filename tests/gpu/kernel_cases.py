@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from brought_words import Brought, words_of
 from gpu import DEVICE
 from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard, guarded, live_part, random
 from nan_guard import Guarded
@@ -18,7 +19,7 @@ from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
 
-from minivllm.distributed import peer_gather_op, peer_norm_op, peer_sum_op
+from minivllm.distributed import packed_norm_op, peer_gather_op, peer_norm_op, peer_sum_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops import (
     activation,
@@ -276,6 +277,40 @@ def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
 
 
 # ---- adapters in pages --------------------------------------------------------------------------------------
+
+
+def packed_norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
+    """As `norm_of_ranks`. What this rank brings to the others is checked, too."""
+    weight, found = random(width, seed=3), []
+    brought = Brought(torch.zeros(size, rows, width), torch.arange(rows, dtype=torch.int32))
+    sanitizer.reach = brought.reach(rank, width)
+
+    for i in range(norms):
+        brought.x = random(size, rows, width, seed=50 + i).to(DEVICE)
+        brought.bring_to(rank)
+        brought.rooms[:, :, rank] = 0  # of the meetings before
+        residual, stream = guard(before := random(rows, width), row_gap=4), before
+        x = guarded(brought.x[rank].view(1, -1))[0].view(rows, width)
+        with sanitizer.watching():
+            of_norm = residual.view, numbers(weight, torch.float32), 1e-3, brought.words_at(rank)
+            found.append(packed_norm_op.packed_norm(x, *of_norm, looks=2))
+        assert torch.equal(residual.view, functools.reduce(torch.add, brought.x) + stream.to(DEVICE))
+        assert_close(found[-1], rms(residual.view.cpu(), weight, 1e-3))
+        residual.assert_intact()
+        assert_brought(brought, rank, words_of(x, brought.counts[rank, :rows]))
+
+    return torch.stack(found)
+
+
+def assert_brought(brought, rank, words):
+    """Every other rank has got these words (T, n) of the meeting that was, and nobody any other."""
+    rows, n = words.shape
+    sent = torch.zeros_like(brought.rooms[:, :, 0, :rows])  # (receivers, halves, rows, words)
+    others = [other for other in range(brought.size) if other != rank]
+    for row, half in enumerate((brought.counts[rank, :rows] & 1).tolist()):
+        sent[others, half, row, :n] = words[row]
+    assert torch.equal(brought.rooms[:, :, rank, :rows], sent)
+    assert not brought.ended.any() and not brought.rooms[:, :, rank, rows:].any()
 
 
 class Pages(PagedAdapters):

@@ -49,6 +49,7 @@ FAMILIES = {
     "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=1028),
     "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
     "sums and norms": functools.partial(cases.norm_of_ranks, rank=1, size=3, rows=5, width=1004),
+    "words and norms": functools.partial(cases.packed_norm_of_ranks, rank=1, size=3, rows=5, width=1004),
 }
 
 # These take the ways that those do not.
@@ -402,6 +403,18 @@ FAULTS = {
     "a gather writes past its rows": (
         "distributed/peer_gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
         "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
+    ),
+    "words: a row counts as the one before": (
+        "distributed/packed_norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
+        "words and norms", (AssertionError, ""),
+    ),
+    "words: a rank brings more than a row": (
+        "distributed/packed_norm_op.py", "push(own, place, is_word,", "push(own, place, place >= 0,",
+        "words and norms", (Strayed, "_packed_norm_kernel.* write outside"),
+    ),
+    "words: one rank's are taken for another's": (
+        "distributed/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
+        "words and norms", (AssertionError, ""),
     ),
 }  # fmt: skip
 

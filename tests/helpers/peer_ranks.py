@@ -20,7 +20,13 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from minivllm.distributed import peer_gather_op, peer_group, peer_norm_op, peer_sum_op
+from minivllm.distributed import (
+    packed_norm_op,
+    peer_gather_op,
+    peer_group,
+    peer_norm_op,
+    peer_sum_op,
+)
 from minivllm.distributed.peer_group import PeerGroup
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.triton_ops.norm import fused_add_rms_norm
@@ -110,8 +116,10 @@ def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
 
 
 def all_kinds(group: PeerGroup, count: int) -> dict:
-    """Sums, gathers and norms in no order, of many sizes. -> how many were right, and norms that were one kernel"""
-    right, normed = 0, 0
+    """Sums, gathers and norms in no order, of many sizes. -> how many were right, norms that were one kernel, by words"""
+    right, normed, packed = 0, 0, []
+    by_words = packed_norm_op.packed_norm
+    packed_norm_op.packed_norm = lambda *args: packed.append(len(args[0])) or by_words(*args)
     for seed in range(count):
         pick = random.Random(seed)
         rows, width = pick.choice([(4, 2048)] * 4 + [(1, 8), (3, 1000), (8, 64), (8, 1024), (5, 1640)])
@@ -128,7 +136,8 @@ def all_kinds(group: PeerGroup, count: int) -> dict:
         else:
             was_right, by_kernel = norm(group, parts, seed)
             right, normed = right + was_right, normed + by_kernel
-    return {"right": right, "normed": normed, "counts": sorted(set(group._counts.tolist()))}
+    counts = (sorted(set(counts.tolist())) for counts in (group._counts, group._words.counts))
+    return {"right": right, "normed": normed, "packed": len(packed), "counts": list(counts)}
 
 
 def norm(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> tuple[bool, bool]:
@@ -155,6 +164,7 @@ def mix_up(rank: int, size: int) -> None:
     On a GPU nothing orders them either.
     """
     begin, wait = interpreter.interpreter_builder.set_grid_idx, peer_sum_op._wait
+    receive = packed_norm_op.receive
     launches, is_last = 0, False
 
     def begin_another(x: int, y: int, z: int) -> None:
@@ -167,8 +177,13 @@ def mix_up(rank: int, size: int) -> None:
         wait(*args, **kwargs)
         time.sleep(0.03 if is_last and launches % size == rank else 0)
 
+    def receive_late(*args, **kwargs):
+        time.sleep(0.03 if is_last and launches % size == rank else 0)
+        return receive(*args, **kwargs)
+
     interpreter.interpreter_builder.set_grid_idx = begin_another
     peer_sum_op._wait = wait_long
+    packed_norm_op.receive = receive_late
 
 
 def room_of_the_other(rooms_ptr, rank, x):
@@ -213,8 +228,8 @@ def dies(group: PeerGroup, norms: bool) -> dict:
         os._exit(9)
     threading.Timer(0.5, group.release).start()
     began = time.monotonic()
-    for _ in range(3):
-        x = torch.ones(2, 1024)
+    for rows in (1, 2, 1):
+        x = torch.ones(rows, 1024)
         group._norm(x, x.clone(), x[0], 1e-5) if norms else group.all_reduce(x)
     return {"seconds": time.monotonic() - began}
 
@@ -226,6 +241,10 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     peer_group.MOST_BYTES, peer_group.DTYPES = {2: most, 3: most}, DTYPES
     peer_sum_op.peer_sum = functools.partial(peer_sum_op.peer_sum, looks=2)  # each takes the interpreter long
     peer_norm_op.peer_norm = functools.partial(peer_norm_op.peer_norm, looks=2)
+    packed_norm_op.packed_norm = functools.partial(packed_norm_op.packed_norm, looks=2)
+    # More rows are not brought by words: some cases have norms of both kinds, or none of words.
+    most_rows = {"all kinds": 4, "all kinds in one room": 0, "dies before a norm": 1}.get(case, 64)
+    packed_norm_op.MOST_ROWS = most_rows
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if case == "apart":
