@@ -62,7 +62,12 @@ def _packed_norm_kernel(
 
 
 def packed_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, words: Words, looks: int = LOOKS
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    words: Words,
+    looks: int = LOOKS,
 ) -> torch.Tensor:
     """residual += the sum of every rank's x, in place; the RMS norm of that. All ranks get the same bits.
 

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from minivllm.config import ParallelConfig
 from minivllm.distributed.peer_memory import WAYS, SharedMemory
 from minivllm.distributed.process_group import ProcessGroup
 from minivllm.distributed.tensor_parallel import Norm
+
+if TYPE_CHECKING:
+    from minivllm.distributed.words_op import Words
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,9 @@ class PeerGroup(ProcessGroup):
         # None, too: of a step that ended in between there may be another.
         norm.rest = functools.partial(self._norm, weight=norm.weight, eps=norm.eps) if takes else None
         return x if takes else self.all_reduce(x)
+
+    def words_for(self, x: torch.Tensor) -> "Words | None":
+        return self._words if self._takes_rows(x) else None
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         takes = self._takes(x) and x.shape[-1] * x.itemsize % 4 == 0

@@ -12,9 +12,10 @@ import triton.language as tl
 
 from minivllm.distributed import peer_norm_op
 
-# So many rows have room, of so many words each.
+# So many rows have room, of so many words each. Behind these are some for what else a row brings: an adapter's h.
 ROWS = tl.constexpr(peer_norm_op.ROWS)
 WORDS = tl.constexpr(peer_norm_op.BYTES_A_ROW // 4)
+MORE_WORDS = tl.constexpr(32)
 BYTES_A_WORD = 8
 
 
@@ -37,7 +38,7 @@ class Words(NamedTuple):
 
 def bytes_of_rooms(size: int) -> int:
     """What each of so many ranks has for others' words."""
-    return 2 * size * ROWS.value * WORDS.value * BYTES_A_WORD
+    return 2 * size * ROWS.value * (WORDS.value + MORE_WORDS.value) * BYTES_A_WORD
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def room_of(rooms_ptr, receiver, sender, count, row, SIZE: tl.constexpr):
     Halves are used in turns. Who brings words to meeting n + 2 has got the receiver's of n + 1, which that sent once it
     had read those of n. So two are enough. A row counts for itself: rows that a meeting lacks count no further.
     """
-    begin = (((count & 1) * SIZE + sender) * ROWS + row) * WORDS
+    begin = (((count & 1) * SIZE + sender) * ROWS + row) * (WORDS + MORE_WORDS)
     return tl.multiple_of(tl.load(rooms_ptr + receiver).to(tl.pointer_type(tl.int64)) + begin, 16)
 
 
@@ -93,6 +94,24 @@ def receive(ptrs, inside, count, ended, ended_ptr, stop_ptr, LOOKS: tl.constexpr
         data, is_missing = look(ptrs, inside, count)
         missing = tl.max(is_missing)
     return data
+
+
+@triton.jit
+def receive_both(
+    ptrs, inside, more_ptrs, more_inside, count, ended, ended_ptr, stop_ptr, LOOKS: tl.constexpr
+):  # fmt: skip
+    """As `receive`, of few words more. Every warp sees all of these: it says so with what it sees of the others."""
+    data, is_missing = look(ptrs, inside, count)
+    more, more_missing = look(more_ptrs, more_inside, count)
+    missing = tl.max(is_missing | tl.max(more_missing))
+    looks = 0
+    while (missing != 0) & (ended == 0):
+        looks += 1
+        ended = ask(looks, ended, ended_ptr, stop_ptr, LOOKS)
+        data, is_missing = look(ptrs, inside, count)
+        more, more_missing = look(more_ptrs, more_inside, count)
+        missing = tl.max(is_missing | tl.max(more_missing))
+    return data, more
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.distributed.tensor_parallel import Summing, TensorParallel
 from minivllm.layers.norm import RMSNorm
 
 
@@ -137,9 +137,9 @@ class RowParallelLinear(LinearBase):
 
     def complete(self, y: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' terms, or y, if the norm that reads it sums them."""
-        if isinstance(self.read_by, RMSNorm):
-            return self.tp.all_reduce_before(self.read_by, y)
-        return self.tp.all_reduce(y)
+        if not isinstance(self.read_by, RMSNorm):
+            return self.tp.all_reduce(y)
+        return y if isinstance(self.read_by.rest, Summing) else self.tp.all_reduce_before(self.read_by, y)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):

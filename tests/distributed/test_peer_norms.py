@@ -7,7 +7,6 @@ from gpu import DEVICE
 from nan_guard import Guarded
 from test_peer_sums import in_interpreter, run_ranks
 
-from minivllm.distributed import packed_norm_op
 from minivllm.distributed.packed_norm_op import packed_norm, packs
 from minivllm.distributed.peer_norm_op import BYTES_A_ROW, peer_norm, warps_of
 from minivllm.distributed.peer_sum_op import peer_sum, programs_of

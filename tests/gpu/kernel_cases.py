@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from brought_words import Brought, words_of
+from brought_words import Brought
 from gpu import DEVICE
 from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard, guarded, live_part, random
 from nan_guard import Guarded
@@ -30,7 +30,13 @@ from minivllm.layers.triton_ops import (
     rotary,
     stand_ins,
 )
-from minivllm.lora.gpu.ops import adapted_norm_op, adapted_silu_op, paged_expand_op, paged_shrink_op
+from minivllm.lora.gpu.ops import (
+    adapted_norm_op,
+    adapted_peer_norm_op,
+    adapted_silu_op,
+    paged_expand_op,
+    paged_shrink_op,
+)
 from minivllm.lora.gpu.ops.paged_tuning import (
     adapted_norm_tiles,
     adapted_silu_tiles,
@@ -283,13 +289,12 @@ def packed_norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
     """As `norm_of_ranks`. What this rank brings to the others is checked, too."""
     weight, found = random(width, seed=3), []
     brought = Brought(torch.zeros(size, rows, width), torch.arange(rows, dtype=torch.int32))
-    sanitizer.reach = brought.reach(rank, width)
+    sanitizer.reach = brought.reach(rank)
 
     for i in range(norms):
         brought.x = random(size, rows, width, seed=50 + i).to(DEVICE)
         brought.bring_to(rank)
-        brought.rooms[:, :, rank] = 0  # of the meetings before
-        residual, stream = guard(before := random(rows, width), row_gap=4), before
+        residual = guard(stream := random(rows, width), row_gap=4)
         x = guarded(brought.x[rank].view(1, -1))[0].view(rows, width)
         with sanitizer.watching():
             of_norm = residual.view, numbers(weight, torch.float32), 1e-3, brought.words_at(rank)
@@ -297,20 +302,18 @@ def packed_norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
         assert torch.equal(residual.view, functools.reduce(torch.add, brought.x) + stream.to(DEVICE))
         assert_close(found[-1], rms(residual.view.cpu(), weight, 1e-3))
         residual.assert_intact()
-        assert_brought(brought, rank, words_of(x, brought.counts[rank, :rows]))
+        assert_all_is_brought(brought, rank)
 
     return torch.stack(found)
 
 
-def assert_brought(brought, rank, words):
-    """Every other rank has got these words (T, n) of the meeting that was, and nobody any other."""
-    rows, n = words.shape
-    sent = torch.zeros_like(brought.rooms[:, :, 0, :rows])  # (receivers, halves, rows, words)
-    others = [other for other in range(brought.size) if other != rank]
-    for row, half in enumerate((brought.counts[rank, :rows] & 1).tolist()):
-        sent[others, half, row, :n] = words[row]
-    assert torch.equal(brought.rooms[:, :, rank, :rows], sent)
-    assert not brought.ended.any() and not brought.rooms[:, :, rank, rows:].any()
+def assert_all_is_brought(brought, rank):
+    """Every other rank has got this one's words of the meeting that was, in its half, and none of any other row."""
+    counts, sent = brought.counts[rank, : brought.rows], brought.rooms[:, :, rank]
+    words, others = brought.words_of(rank, counts), [other for other in range(brought.size) if other != rank]
+    for row, half in enumerate((counts & 1).tolist()):
+        assert all(torch.equal(sent[other, half, row], words[row]) for other in others)
+    assert not brought.ended.any() and not sent[rank].any() and not sent[:, :, brought.rows :].any()
 
 
 class Pages(PagedAdapters):
@@ -395,10 +398,11 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
     return out
 
 
-def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64):
+def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64, ranks=1):
     """A row of pages' B into the norm that reads the product.
 
     block_r   no more ranks at a time
+    ranks     of how many processes
     """
     batch = Pages(sanitizer, (tokens, rank, width, [size], page_ranks), kind=kind)
     tuned = paged_shrink_tiles(tokens, width, rank)
@@ -407,7 +411,10 @@ def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
     update = Update.of_pages(h, batch.pieces)
-    return normed_row(sanitizer, update, batch.y, batch.adapters, batch.expected()[1], block_r)
+    of_row = batch.y, batch.adapters, batch.expected()[1], block_r
+    if ranks == 1:
+        return normed_row(sanitizer, update, *of_row)
+    return normed_row_of_ranks(sanitizer, update, h[0], *of_row, ranks)
 
 
 def normed_row(sanitizer, update, y, picks, expected, block_r):
@@ -425,6 +432,40 @@ def normed_row(sanitizer, update, y, picks, expected, block_r):
     stream.assert_intact()
     assert_close(stream.view, residual.double() + expected, 2 * CLOSE)
     assert_close(out, rms(residual.double() + expected, weight, 1e-3), 4 * CLOSE)
+    return torch.cat([out.flatten(), stream.view.flatten()])
+
+
+def normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, size):
+    """As `normed_row`, of the last rank. What others have are multiples of its h and y.
+
+    h   (T, R) of each row, NaN past the live rank
+    """
+    times = torch.tensor([0.5, -3.0, 1.0])[-size:]
+    brought = Brought(times[:, None, None] * y, torch.arange(len(y), dtype=torch.int32))
+    brought.more = times[:, None, None].to(DEVICE) * h
+    brought.bring_to(size - 1)
+    sanitizer.reach += brought.reach(size - 1)
+    residual, weight = random(*y.shape, seed=40), random(y.shape[1], seed=41)
+    product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
+
+    with sanitizer.watching():
+        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.rank, y.itemsize))
+        of_norm = (
+            numbers(picks, torch.int64),
+            numbers(weight, torch.float32),
+            1e-3,
+            brought.words_at(size - 1),
+        )
+        out = adapted_peer_norm_op.adapted_peer_norm(
+            update, *of_norm, product.view, stream.view, tiles, looks=2
+        )
+
+    product.assert_written_only_where(torch.tensor(False))
+    stream.assert_intact()
+    assert_all_is_brought(brought, size - 1)
+    total = residual.double() + times.sum() * expected
+    assert_close(stream.view, total, 2 * CLOSE)
+    assert_close(out, rms(total, weight, 1e-3), 4 * CLOSE)
     return torch.cat([out.flatten(), stream.view.flatten()])
 
 
@@ -451,10 +492,15 @@ def wide_update(sanitizer, tokens, slots, rank, heights, kind="mixed", by_rank=T
     return Update.of_slots(of_slot_0, live_b, live, n * rank), y, picks, exact_expand(h, b, y, picks, ranks)
 
 
-def normed_of_slots(sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64):
+def normed_of_slots(sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64, ranks=1):
     """As `normed`, of folded slots."""
-    found = wide_update(sanitizer, tokens, slots, rank, [size], kind, by_rank)
-    return normed_row(sanitizer, *found, block_r)
+    update, y, picks, expected = wide_update(sanitizer, tokens, slots, rank, [size], kind, by_rank)
+    if ranks == 1:
+        return normed_row(sanitizer, update, y, picks, expected, block_r)
+    strides = update.h.stride(1), update.h_slot_stride, 1
+    of_all = update.h.as_strided((tokens, slots, rank), strides)
+    h = of_all[torch.arange(tokens), picks.clamp(min=0)].masked_fill((picks < 0)[:, None].to(DEVICE), NAN)
+    return normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, ranks)
 
 
 def gated_of_slots(sanitizer, tokens, slots, rank, inner, kind="mixed", by_rank=True, block_r=64):

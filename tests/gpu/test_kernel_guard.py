@@ -50,6 +50,9 @@ FAMILIES = {
     "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
     "sums and norms": functools.partial(cases.norm_of_ranks, rank=1, size=3, rows=5, width=1004),
     "words and norms": functools.partial(cases.packed_norm_of_ranks, rank=1, size=3, rows=5, width=1004),
+    "words and normed": functools.partial(
+        cases.normed, tokens=7, rank=7, page_ranks=4, width=40, size=35, ranks=3
+    ),
 }
 
 # These take the ways that those do not.
@@ -74,6 +77,15 @@ OTHER_WAYS = {
     ),
     "normed of slots of one rank": functools.partial(
         cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False
+    ),
+    "words and normed of many ranks": functools.partial(
+        cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4, ranks=2
+    ),
+    "words and normed of slots": functools.partial(
+        cases.normed_of_slots, tokens=6, slots=3, rank=20, size=35, block_r=8, ranks=2
+    ),
+    "words and normed of slots of one rank": functools.partial(
+        cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False, ranks=3
     ),
     "decodes of whole splits": functools.partial(
         cases.decodes, seq_lens=[9, 128], max_seq_len=128, heads=(6, 2, 20), padding=0
@@ -415,6 +427,23 @@ FAULTS = {
     "words: one rank's are taken for another's": (
         "distributed/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
         "words and norms", (AssertionError, ""),
+    ),
+    "words: others' h is not added": (
+        f"{PAGES}/adapted_peer_norm_op.py", "h += more.to", "h *= more.to",
+        "words and normed", (AssertionError, ""),
+    ),
+    "words: h is brought past the live rank": (
+        f"{PAGES}/adapted_peer_norm_op.py", "rank_of_h, is_live, count, row,", "rank_of_h, rank_of_h < R, count, row,",
+        "words and normed", (AssertionError, ""),
+    ),
+    "words: what adapters add is added to every term": (
+        f"{PAGES}/adapted_peer_norm_op.py", "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + own_h",
+        "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + SIZE * own_h",
+        "words and normed", (AssertionError, ""),
+    ),
+    "words: other ranks of h in the second block": (
+        f"{PAGES}/adapted_peer_norm_op.py", "rank_of_b = start + tl.arange", "rank_of_b = tl.arange",
+        "words and normed of many ranks", (AssertionError, ""),
     ),
 }  # fmt: skip
 

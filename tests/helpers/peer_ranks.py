@@ -116,7 +116,9 @@ def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
 
 
 def all_kinds(group: PeerGroup, count: int) -> dict:
-    """Sums, gathers and norms in no order, of many sizes. -> how many were right, norms that were one kernel, by words"""
+    """Sums, gathers and norms in no order, of many sizes. -> how many were right, how many norms were one kernel, and
+    how many of these by words
+    """
     right, normed, packed = 0, 0, []
     by_words = packed_norm_op.packed_norm
     packed_norm_op.packed_norm = lambda *args: packed.append(len(args[0])) or by_words(*args)

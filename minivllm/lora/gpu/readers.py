@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import torch
 
+from minivllm.distributed.tensor_parallel import Summing
 from minivllm.layers.activation import SiluAndMul
-from minivllm.layers.linear import LinearBase
+from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
+from minivllm.lora.gpu.ops.adapted_peer_norm_op import adapted_peer_norm
 from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
 from minivllm.lora.gpu.ops.paged_tuning import adapted_norm_pays
 from minivllm.lora.gpu.ops.update import Update
@@ -17,20 +19,26 @@ from minivllm.lora.ops.triton_ops import TileList
 Rest = Callable[..., torch.Tensor]
 
 
-def rest_for(base: LinearBase, update: Update, tiles: TileList, slots: torch.Tensor) -> Rest | None:
+def rest_for(
+    base: LinearBase, update: Update, tiles: TileList, slots: torch.Tensor, y: torch.Tensor
+) -> Rest | None:
     """What the module that alone reads the output can do with it, if it lacks the update; None: nobody can.
 
     slots   (T,) int64 slot of each row, -1 = base
+    y       (T, N) output without the update; of several processes, this one's term of a sum
 
-    A norm behind several processes reads their sum, which each one's update must be in.
+    A norm behind several processes reads their sum. The update's h is a term, too, so such a norm sums both.
     """
     reader, n = base.read_by, len(update.b)
     if isinstance(reader, SiluAndMul) and n == 2:
         return functools.partial(adapted_silu, update, tiles=tiles)
-    is_norm = isinstance(reader, RMSNorm) and n == 1 and base.tp_size == 1
-    if is_norm and adapted_norm_pays(len(slots), update.rank):
-        return functools.partial(adapted_norm, update, slots, reader.weight, reader.eps)
-    return None
+    if not isinstance(reader, RMSNorm) or n > 1 or not adapted_norm_pays(len(slots), update.rank):
+        return None
+    of_norm = update, slots, reader.weight, reader.eps
+    if base.tp_size == 1:
+        return functools.partial(adapted_norm, *of_norm)
+    words = base.tp.words_for(y) if isinstance(base, RowParallelLinear) else None
+    return None if words is None else Summing(adapted_peer_norm, *of_norm, words)
 
 
 def leave(base: LinearBase, rest: Rest | None) -> None:
