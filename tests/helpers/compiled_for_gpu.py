@@ -63,12 +63,17 @@ def compile_all(what, path):
 
 
 def compile_sums():
-    """And gathers, and norms: as a rank of two and of eight launches them, for all dtypes."""
+    """And gathers, and norms, with adapters, too: as a rank of two and of eight launches them, for all dtypes."""
+    from minivllm.distributed.packed_norm_op import packed_norm
     from minivllm.distributed.peer_gather_op import peer_gather
     from minivllm.distributed.peer_group import DTYPES
     from minivllm.distributed.peer_norm_op import peer_norm
     from minivllm.distributed.peer_sum_op import peer_sum
+    from minivllm.distributed.words_op import Words
+    from minivllm.lora.gpu.ops.adapted_peer_norm_op import adapted_peer_norm
+    from minivllm.lora.gpu.ops.update import Update
 
+    slots = torch.zeros(32, dtype=torch.int64)
     for dtype in DTYPES:
         for size in (2, 8):
             tables, counts = torch.zeros(2, size, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -78,6 +83,12 @@ def compile_sums():
             for width in (1000, 4096):
                 x = torch.zeros(32, width, dtype=dtype)
                 peer_norm(x, x, x[0], 1e-5, *of_ranks)
+                words = Words(tables[0], counts, counts, counts[:1], 1)
+                packed_norm(x, x, x[0], 1e-5, words)
+                for rank in (8, 32):
+                    b = torch.zeros(3, width, rank, dtype=dtype)
+                    update = Update.of_slots(x[None, :, :rank], [b], None, rank)
+                    adapted_peer_norm(update, slots, x[0], 1e-5, words, x, x)
 
 
 def in_a_sentence(error):
