@@ -1,29 +1,16 @@
 """Which part of every layer a process has. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
 
 from minivllm.labs import Todo
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from minivllm.distributed.summing import Norm
 from minivllm.distributed.vocabulary import get_masked_input_and_mask
 
 if TYPE_CHECKING:
     from minivllm.distributed.words_op import Words
-
-
-class Norm(Protocol):
-    """An `RMSNorm` that adds to a residual first: its weight (H,), and what may stand in for it, once."""
-
-    weight: torch.Tensor
-    eps: float
-    rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
-
-
-class Summing(functools.partial):
-    """A norm's `rest` that sums x over processes, too. Who completes x leaves both as they are."""
 
 
 class TensorParallel:

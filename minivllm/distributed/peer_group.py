@@ -17,7 +17,7 @@ import torch.distributed as dist
 from minivllm.config import ParallelConfig
 from minivllm.distributed.peer_memory import WAYS, SharedMemory
 from minivllm.distributed.process_group import ProcessGroup
-from minivllm.distributed.tensor_parallel import Norm
+from minivllm.distributed.summing import Norm
 
 if TYPE_CHECKING:
     from minivllm.distributed.words_op import Words

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import Summing, TensorParallel
+from minivllm.distributed.summing import Summing
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.norm import RMSNorm
 
 

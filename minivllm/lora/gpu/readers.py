@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from minivllm.distributed.tensor_parallel import Summing
+from minivllm.distributed.summing import Summing
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
