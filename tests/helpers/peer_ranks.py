@@ -247,7 +247,8 @@ def wide_norms(group: PeerGroup) -> dict:
         (size, dtype, [p.view(size) for p in terms(group.size, 1, size[0] * size[1], dtype)])
         for size, dtype in shapes
     ]
-    return {"wide": [norm(group, parts, 5) for *_, parts in cases]}
+    by_words = [group.words_for(parts[group.rank]) is not None for *_, parts in cases]
+    return {"wide": [norm(group, parts, 5) for *_, parts in cases], "by words": by_words}
 
 
 def dies(group: PeerGroup, norms: bool) -> dict:
