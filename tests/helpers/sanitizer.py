@@ -96,7 +96,7 @@ class _Watch:
         for name in (
             *("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas"),
             *("create_addptr", "create_splat", "create_broadcast", "create_expand_dims", "create_bitcast"),
-            *("create_barrier", "set_grid_idx"),
+            *("create_barrier", "create_select", "set_grid_idx"),
         ):
             stand_in = getattr(self, name, self._follow)
             patch.setattr(builder, name, _around(getattr(builder, name), stand_in))
@@ -165,6 +165,13 @@ class _Watch:
         source = handle if isinstance(handle, interpreter.TensorHandle) else others[0]
         if ORIGIN in source.attr:
             made.set_attr(ORIGIN, source.attr[ORIGIN])
+        return made
+
+    def create_select(self, create: Any, condition: Any, yes: Any, no: Any) -> Any:
+        """One pointer of two is of the tensor of the one that is taken."""
+        made, taken = create(condition, yes, no), yes if condition.data.all() else no
+        if ORIGIN in taken.attr and condition.data.size == 1:
+            made.set_attr(ORIGIN, taken.attr[ORIGIN])
         return made
 
     # ---- memory ---------------------------------------------------------------------------------------------

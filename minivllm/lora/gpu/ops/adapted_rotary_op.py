@@ -10,7 +10,7 @@ import triton.language as tl
 from minivllm.lora.gpu.ops.paged_expand_op import read_h
 from minivllm.lora.gpu.ops.paged_pieces import sum_dtype
 from minivllm.lora.gpu.ops.paged_tuning import LEAST_BLOCK_RANKS, AdaptedRotaryTiles, adapted_rotary_tiles
-from minivllm.lora.gpu.ops.tile_rows import base_tile_count, rows_of_tile
+from minivllm.lora.gpu.ops.tile_rows import programs_of_rows, rows_of_tile
 from minivllm.lora.gpu.ops.update import Update, begins_of_b, live_rank, read_ranks
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 from minivllm.lora.ops.triton_ops.tuning import can_overlap
@@ -85,9 +85,8 @@ def _adapted_rotary_kernel(
 ):
     """One program: some rows of one tile, some heads of q, of k or of v, one after the other.
 
-    Axis 0 of the grid counts tiles, and past these as many blocks of base rows as there can be: base rows lie behind
-    all others. Sums and rotations are float32 and rounded once. Nothing past a live rank is read. Of v, heads' rows
-    that no adapter changes are not written.
+    Axis 0 of the grid counts tiles, and past these blocks of base rows. Sums and rotations are float32 and rounded
+    once. Nothing past a live rank is read. Of v, rows that no adapter changes are not written in place.
     """
     share: tl.constexpr = BLOCK_ROWS // ROWS
     of_tile, block = tl.program_id(0), tl.program_id(1)
@@ -163,7 +162,16 @@ def _adapted_rotary_kernel(
                     PAGE_RANKS,
                 )  # fmt: skip
                 b_first, b_second = _read_halves(
-                    begins, of_block, live, table_ptr, head * 2 * HALF, pair, is_column, R, COLUMN_STRIDE, HALF
+                    begins,
+                    of_block,
+                    live,
+                    table_ptr,
+                    head * 2 * HALF,
+                    pair,
+                    is_column,
+                    R,
+                    COLUMN_STRIDE,
+                    HALF,
                 )
                 h = read_h(h_ptr, rows, is_row, of_block, live, h_row_stride)
                 first = tl.dot(h, b_first, first, input_precision="ieee", out_dtype=SUM)
@@ -207,7 +215,7 @@ def adapted_rotary(
     is_one = len(update.b) == 1
     overlap = can_overlap(heads.device)
     rows = min(tuned.rows, tiles.block_rows)
-    programs = (tiles.count + base_tile_count(heads, tiles)) * (tiles.block_rows // rows)
+    programs = programs_of_rows(len(heads), tiles) * (tiles.block_rows // rows)
     blocks = triton.cdiv(num_heads, tuned.heads) + 2 * triton.cdiv(kv_heads, tuned.heads)
     grid = (blocks, programs) if tuned.heads_first else (programs, blocks)
     _adapted_rotary_kernel[grid](

@@ -1,6 +1,8 @@
-"""Rows of a batch by slot and then base rows, for kernels that have all of them. Beside lora_kernel_metadata.py."""
+"""All rows of a batch, those without an adapter too, for a kernel that has no other launch to leave these to.
 
-import torch
+Beside vllm/lora/ops/triton_ops/lora_kernel_metadata.py (v0.22.1), whose rows all have adapters.
+"""
+
 import triton
 import triton.language as tl
 
@@ -11,10 +13,11 @@ from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 def rows_of_tile(
     tiles_ptr, capacity, tile, tile_count, tokens, BLOCK_ROWS: tl.constexpr, BLOCK_TILES: tl.constexpr
 ):
-    """The adapter of a tile, the first place of its rows, and how many these are: none where there is no tile.
+    """A tile's adapter, where its rows begin, and how many it has: none or fewer where there is no tile.
 
-    tiles_ptr   (3, capacity) adapter, first row, rows
-    tile        from `tile_count` on a block of base rows, which lie behind all others and have adapter 0
+    tiles_ptr     (3, capacity) adapter, first row, rows
+    tile          from `tile_count` on it is a block of base rows, which lie behind all others
+    BLOCK_TILES   no fewer than `tile_count`
     """
     adapter, first, length = tl.zeros((), tl.int64), 0, 0
     if tile < tile_count:
@@ -30,6 +33,6 @@ def rows_of_tile(
     return adapter, first, length
 
 
-def base_tile_count(rows: torch.Tensor, tiles: TileList) -> int:
-    """The most blocks of base rows that there can be.   rows: (T, ...)"""
-    return triton.cdiv(len(rows), tiles.block_rows)
+def programs_of_rows(tokens: int, tiles: TileList) -> int:
+    """Tiles of T rows, and the most blocks of base rows that there can be."""
+    return tiles.count + triton.cdiv(tokens, tiles.block_rows)
