@@ -382,7 +382,8 @@ FAULTS = {
         "turned", (AssertionError, ""),
     ),
     "base rows are the rows of adapters": (
-        f"{PAGES}/adapted_rotary_op.py", "rows_ptr + first_place", "rows_ptr + first_place - tl.where(tile < tile_count, 0, 1)",
+        f"{PAGES}/adapted_rotary_op.py", "rows_ptr + first_place",
+        "rows_ptr + first_place - tl.where(tile < tile_count, 0, 1)",
         "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr"),
     ),
     "one adapter for all: keys have the queries' B": (

@@ -59,7 +59,7 @@ class Sanitizer:
     """Watches every launch inside `watching()`.
 
     reach    tensors that kernels find by addresses in tables, or through a pointer to a part of them
-    common   tensors of which any program may write any element, and the last one to write it wins
+    common   tensors of which any lane may write any element, and the last one to write it wins
     late     tensors that the kernel ahead may still write when one with OVERLAP begins: until it has waited
     seed     order of the programs, None = as the interpreter has it
     kernels  names of those launched
@@ -189,8 +189,11 @@ class _Watch:
         addresses = self._note("write", ptrs, mask)
         if len(np.unique(addresses)) < len(addresses):
             values = np.broadcast_to(value.data, ptrs.data.shape)[_mask_of(mask, ptrs)]
-            both = np.stack([addresses, values.astype(np.float64).view(np.uint64)], axis=1)
-            if len(np.unique(both, axis=0)) > len(np.unique(addresses)):
+            own = np.ones(addresses.shape, bool)
+            for tensor in self.sanitizer.common:
+                own &= ~Region(tensor).holds(addresses)
+            both = np.stack([addresses, values.astype(np.float64).view(np.uint64)], axis=1)[own]
+            if len(np.unique(both, axis=0)) > len(np.unique(addresses[own])):
                 self._fail(Raced(f"{self.kernel}: two lanes of one store write unlike values to one place"))
         return store(ptrs, value, mask, *options)
 
