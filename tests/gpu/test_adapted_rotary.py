@@ -1,5 +1,10 @@
 """q, k and v leave what adapters add to the attention that rotates them and writes the KV cache."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -340,3 +345,13 @@ def test_norms_of_q_and_k_read_whole_products(tmp_path_factory, monkeypatch):
 
     assert_tokens_are_right(world, outputs, MIXED)
     assert not launched
+
+
+@pytest.mark.nightly
+def test_the_kernel_compiles_for_a_gpu_once_for_short_steps_and_once_for_long_ones(tmp_path):
+    script = Path(__file__).parents[1] / "helpers" / "compiled_for_gpu.py"
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+
+    done = subprocess.run([sys.executable, script, "rotary"], env=environment, capture_output=True, text=True)
+
+    assert done.stdout == "compiled\n", done.stderr
