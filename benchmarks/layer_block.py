@@ -44,7 +44,9 @@ class Block:
         attention = Attention(
             config.num_attention_heads, config.head_dim, config.head_dim**-0.5, config.num_key_value_heads
         )
-        readers = {"qkv": attention, "o": norms[0], "gate_up": activation, "down": norms[1]}
+        readers = {"o": norms[0], "gate_up": activation, "down": norms[1]}
+        if not config.qk_norm:
+            readers["qkv"] = attention
         for name, reader in readers.items():
             if hasattr(linears[name], "tell_reader"):
                 linears[name].tell_reader(reader)
