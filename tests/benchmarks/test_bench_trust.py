@@ -129,6 +129,7 @@ def assert_foretold(found):
     assert shares["ttft_p99_ms"] == pytest.approx(1, abs=0.20)
 
 
+@pytest.mark.nightly
 def test_half_a_millisecond_decides_the_tail_of_a_short_run():
     """Its 99th percentile is the fourth-longest wait: whether two prompts met in one step too large for a graph."""
     fitted = on_h100("wait64-base-16", "wait64-elastic-16", "100-32")

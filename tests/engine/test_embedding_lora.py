@@ -64,7 +64,10 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world, setting):
     world.assert_serves(engine, world.workload())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(b, marks=pytest.mark.nightly_without_gpu if b == "triton" else ()) for b in BACKENDS],
+)
 def test_every_backend_gives_them(tied, backend):
     engine = tied.engine(max_loras=6, max_cpu_loras=6, punica_backend=backend)
 

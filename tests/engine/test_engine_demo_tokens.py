@@ -143,19 +143,17 @@ def test_the_run_had_evictions_chunks_preemptions_and_hits_within_adapters(first
         assert all(row.adapter == pairs[int(row.request)][0] for row in record.rows)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
         {"max_num_batched_tokens": 37, "max_loras": 1, "max_cpu_loras": 1, "block_size": 8},
-        pytest.param(
-            {
-                "max_loras": 4,
-                "num_kv_blocks": 400,
-                "max_num_batched_tokens": 4096,
-                "enable_prefix_caching": False,
-            },
-            marks=pytest.mark.nightly,
-        ),
+        {
+            "max_loras": 4,
+            "num_kv_blocks": 400,
+            "max_num_batched_tokens": 4096,
+            "enable_prefix_caching": False,
+        },
     ],
     ids=["one slot, chunks of 37", "room for all"],
 )

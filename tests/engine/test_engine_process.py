@@ -365,6 +365,7 @@ class TestTheEngine:
         asyncio.run(main())
         assert own._client._process.returncode == 0
 
+    @pytest.mark.nightly
     def test_of_the_last_reference_ends_with_it(self, world):
         llm = AsyncLLM.from_engine_args(EngineArgs(model=str(world.base), **OPTIONS))
         pid = asyncio.run(llm.call(process_id))
@@ -395,6 +396,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.nightly
 def test_who_asks_is_killed_and_the_engine_ends(world):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     parent = subprocess.Popen(

@@ -95,7 +95,9 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world, setting):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["llama-llama3-rope", "phi3-fused"])
+@pytest.mark.parametrize(
+    "variant", ["llama-llama3-rope", pytest.param("phi3-fused", marks=pytest.mark.nightly)]
+)
 def test_every_backend_gives_them(variant, backend, tmp_path_factory):
     world = made(variant, tmp_path_factory)
     engine = world.engine(bias_enabled=True, max_loras=4, punica_backend=backend)

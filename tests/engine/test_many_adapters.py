@@ -81,6 +81,7 @@ def kept_for_each(engine, small, adapter_ids):
     return sum(entry.size_diff for entry in grown) / len(adapter_ids), "\n".join(map(str, grown[:5]))
 
 
+@pytest.mark.nightly
 def test_of_an_adapter_evicted_long_ago_a_kilobyte_is_kept(small):
     """Its id, name, path and counters. What its reading leaves behind in libraries is not counted here.
 

@@ -156,6 +156,7 @@ def owed(stretch: str) -> house.Excess:
     return {name: table for name, table in house.owed("plain_life").items() if name == stretch}
 
 
+@pytest.mark.nightly
 def test_a_slot_for_the_two_ends_adds_their_forward_alone(folders, life):
     known = {name for calls in life.values() for name in calls.functions}
 

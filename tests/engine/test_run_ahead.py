@@ -262,6 +262,7 @@ def test_any_history_tells_what_an_engine_that_waits_tells(world, seed):
         assert not engine.scheduler.in_flight
 
 
+@pytest.mark.nightly
 def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_answers_are_right():
     counts = run_attack(interrupts=60, seed=3, prepare=run_ahead)
 

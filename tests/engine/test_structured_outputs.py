@@ -190,6 +190,7 @@ def test_an_engine_one_step_ahead_follows_the_structure(llm, base):
     assert not one.runner.row_sampler.masks._matchers
 
 
+@pytest.mark.nightly
 def test_those_beside_it_answer_as_if_alone(llm):
     free = greedy(12)
     alone = [text_of(llm.generate([prompt], free, lora_request=lora(0))[0]) for prompt in PROMPTS]
@@ -230,6 +231,7 @@ def test_any_object_and_a_grammar(llm):
     assert text_of(outputs[1]) == "a,b,b,b."
 
 
+@pytest.mark.nightly
 def test_who_is_preempted_goes_on_where_it_was(base):
     prompts = [f"{prompt} number {i}" for i, prompt in enumerate(PROMPTS * 2)]
     params = [

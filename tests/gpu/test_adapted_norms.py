@@ -235,7 +235,7 @@ def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(told):
     assert not any(told)
 
 
-@pytest.mark.parametrize("name", ["paged", "folded"])
+@pytest.mark.parametrize("name", ["paged", pytest.param("folded", marks=pytest.mark.nightly_without_gpu)])
 def test_an_engine_answers_with_norms_that_add_what_adapters_add(tmp_path_factory, monkeypatch, name):
     launched = []
     monkeypatch.setattr(

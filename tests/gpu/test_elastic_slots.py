@@ -76,6 +76,7 @@ def assert_books_agree(engine):
         assert len(ledger.held[slot]) == manager.pages_for(adapter_id)
 
 
+@pytest.mark.nightly_without_gpu
 def test_all_adapters_of_a_batch_have_slots_at_once(world):
     engine = elastic_engine(world, max_num_seqs=12)
     requests = [(name, name, 5 + i, 4) for i, name in enumerate(world.names)]

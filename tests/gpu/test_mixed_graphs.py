@@ -93,6 +93,7 @@ def test_no_step_that_somebody_decodes_in_is_too_large_for_a_graph(world, monkey
     assert [[s.num_new_tokens for s in output.scheduled] for output in outputs] == [[30], [1, 15], [1, 15]]
 
 
+@pytest.mark.nightly_without_gpu
 def test_both_kinds_of_graph_take_turns(world):
     engine = graphed_engine(world, decode_graphs=True, max_num_batched_tokens=8)
 
@@ -117,6 +118,7 @@ def test_a_found_prefix_is_read_from_the_cache(world):
     assert len(engine.replayed) == 2
 
 
+@pytest.mark.nightly_without_gpu
 def test_requests_that_lose_their_blocks_and_get_others_are_read_anew(world):
     engine = graphed_engine(world, num_kv_blocks=11, enable_prefix_caching=False)
     names = [None, "qv", "all"]

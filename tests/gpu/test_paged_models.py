@@ -85,6 +85,7 @@ def test_a_float32_model_equals_transformers(folder, texts, expected, steps):
 
 
 @pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.nightly_without_gpu
 def test_a_float16_model_follows_transformers_in_full(folder_for_half, texts, expected_for_half, steps):
     model = get_model(folder_for_half, torch.float16, DEVICE)
 

@@ -205,6 +205,7 @@ WISHES = {
     ],
     ids=str,
 )
+@pytest.mark.nightly_without_gpu
 def test_rows_that_want_more_than_the_likeliest_token_get_it_from_the_logits(world, wishes):
     outputs = []
     for graphs in (True, False):

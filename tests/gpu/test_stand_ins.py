@@ -49,6 +49,7 @@ def test_an_id_below_zero_stands_for_a_row_of_the_tokens(count):
     assert actual.tolist() == expected
 
 
+@pytest.mark.nightly_without_gpu
 def test_decodes_go_on_from_tokens_that_the_host_has_not_read(world):
     engine = ahead_engine(world)
 

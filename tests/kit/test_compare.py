@@ -312,6 +312,7 @@ def test_of_two_engines_in_processes_the_first_that_steps_is_recorded(tmp_path_f
     assert compare(found["beside"], found["alone"]).reasons == []
 
 
+@pytest.mark.nightly
 def test_the_command_compares_a_learners_code(program, tmp_path_factory):
     checkout = Checkout(tmp_path_factory.mktemp("checkout"))
     checkout.answer(

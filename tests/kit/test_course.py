@@ -9,18 +9,14 @@ import pytest
 from checkout import Checkout
 
 from labs.kit.hints import hints_of
-from labs.kit.mutants import picked
 from labs.kit.path import TRACKS
 from labs.kit.regions import PHASES, read_engine
 from labs.kit.sync import sync
+from labs.kit.variants import one_a_phase
 from minivllm.labs import ROOT, find_regions, splice
 
 EXERCISES = read_engine()
-# Of each phase one; by a hash, so that nobody chose it.
-SAMPLE = [
-    picked(exercise.number for exercise in EXERCISES.values() if exercise.phase == phase)
-    for phase in dict.fromkeys(exercise.phase for exercise in EXERCISES.values())
-]
+SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())]
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,14 @@ from checkout import SERVER, Checkout
 from labs.kit.mutants import mutants_of
 from labs.kit.path import track_of
 from labs.kit.regions import read_engine
+from labs.kit.variants import one_a_phase
 from minivllm.labs import Overlay, Source
 
 EXERCISES = {number: e for number, e in read_engine().items() if track_of(e) != "side"}
+SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())]
+SOME_NIGHTLY = [
+    pytest.param(number, marks=() if number in SAMPLE else pytest.mark.nightly) for number in EXERCISES
+]
 
 
 def tell(number, sources, file):
@@ -35,7 +40,7 @@ def lines_of(number, file: Path, sources: dict[str, Source] | None = None) -> li
     return file.read_text().splitlines()
 
 
-@pytest.mark.parametrize("number", EXERCISES)
+@pytest.mark.parametrize("number", SOME_NIGHTLY)
 def test_a_demo_shows_what_a_classic_mistake_changes(number, tmp_path):
     mistakes = mutants_of(EXERCISES[number])
 
@@ -46,6 +51,7 @@ def test_a_demo_shows_what_a_classic_mistake_changes(number, tmp_path):
     assert any(lines_of(number, tmp_path / m.name, m.sources()) != ours for m in mistakes), "it shows none"
 
 
+@pytest.mark.nightly
 def test_a_demo_runs_on_the_learners_code_once_it_is_there(tmp_path):
     checkout = Checkout(tmp_path)
     before = checkout.lab("demo", "2.2")

@@ -143,6 +143,7 @@ def test_a_mistake_of_ones_own_is_not(checkout):
     assert "It is none of the 2 known mistakes." in result.stdout
 
 
+@pytest.mark.nightly
 def test_two_mistakes_at_once_are_both_recognised(checkout):
     checkout.answer(
         "7.1",
@@ -185,6 +186,7 @@ def test_what_is_solved_in_part_is_todo_for_the_grader_and_for_a_run(checkout):
     assert ran == "yours: 5.1\nours: 3.5, of which a part is still TODO\n5.1\n"
 
 
+@pytest.mark.nightly
 def test_what_comes_next_is_on_the_learners_own_path(checkout):
     checkout.solve("1.6", "3.2")
     checkout.lab("check", "3.2")
@@ -203,6 +205,7 @@ def test_what_comes_next_is_on_the_learners_own_path(checkout):
     assert proposed().startswith("Next: lab 5.2,"), "5.1 passed last, and what is solved is not proposed"
 
 
+@pytest.mark.nightly
 def test_side_tracks_of_a_phase_are_proposed_to_whoever_begins_one(checkout):
     checkout.solve("5.4")
     checkout.lab("check", "5.4")
@@ -251,6 +254,7 @@ def test_the_end_of_the_core_path_says_what_else_there_is(capsys):
         assert (ROOT / page).is_file()
 
 
+@pytest.mark.nightly
 def test_a_hint_is_offered_for_what_was_begun_and_for_no_untouched_side_track(checkout):
     checkout.solve("3.1", "3.2", "3.5", "3.6")
     checkout.answer("3.4", ("start = row", "start = row + 1"))
@@ -420,6 +424,7 @@ def test_without_a_checkout_there_is_a_sentence(tmp_path):
     assert "run this from a checkout" in result.stderr
 
 
+@pytest.mark.nightly
 def test_the_doctor_says_what_is_there(checkout):
     result = checkout.lab("doctor")
 

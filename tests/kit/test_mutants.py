@@ -99,6 +99,7 @@ def test_a_mistake_in_several_places_is_one_mutant(judge):
     assert judge("3.2", edits)[0]["tried"][0] == "✓"
 
 
+@pytest.mark.nightly
 def test_a_mistake_in_a_kernel_is_run_and_shown_by_triton(judge):
     wrong = mutant("h * scaling, mask", "h * 1.0, mask", "forgotten") + mutant(
         "tl.store(out", "tl.nothing(out", "odd"

@@ -46,6 +46,7 @@ def test_what_does_not_run_is_counted(checkout, processes):
     assert f"{5 - LEFT_OUT} passed" in said
 
 
+@pytest.mark.nightly
 def test_they_run_when_asked_for(checkout):
     said = checkout.pytest("tests/phase_03/test_tried.py", "-m", "nightly", "-n", "2").stdout
 

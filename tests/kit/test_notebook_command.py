@@ -135,6 +135,7 @@ print(os.path.relpath(inspect.getsourcefile(bgmv_shrink), ".."))
 """
 
 
+@pytest.mark.nightly
 def test_a_phases_notebook_is_served_and_its_cells_run_on_the_learners_code(serve, checkout):
     server = serve("3")
     served = server.ask(f"contents/{SERVED}")["content"]

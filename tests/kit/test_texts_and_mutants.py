@@ -7,8 +7,9 @@ from checkout import Checkout
 
 from labs.kit.forks import test_files as files_of
 from labs.kit.hints import hints_of
-from labs.kit.mutants import mutants_of, picked
+from labs.kit.mutants import mutants_of
 from labs.kit.regions import read_engine
+from labs.kit.variants import one_a_phase
 from minivllm.labs import ROOT
 
 EXERCISES = read_engine()
@@ -44,11 +45,8 @@ def test_there_are_enough_mutants_and_each_has_a_name_of_its_own():
     assert len(names) == len(set(names))
 
 
-# By a hash, so that nobody chose them: a mutant of every phase, nightly all of every exercise.
-SAMPLE = [
-    picked(number for number, exercise in EXERCISES.items() if exercise.phase == phase)
-    for phase in sorted({exercise.phase for exercise in EXERCISES.values()})
-]
+# A mutant of every phase, nightly all of every exercise.
+SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())]
 
 
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.nightly)])

@@ -8,9 +8,13 @@ from notebooks import execute, execute_again, has_picture, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = [ROOT / "docs" / "economics.ipynb", *sorted(ROOT.glob("phases/*/walkthrough.ipynb"))]
-# They load the demo model or start many engines, and take longer than all others together.
+# They load the demo model, start many engines or compile kernels, and take longer than all others together.
 LONG = (
+    "docs",
     "01_request_and_weights",
+    "03_cpu_punica",
+    "04_triton_sgmv",
+    "06_max_loras_scheduler",
     "07_engine",
     "08_incidents",
     "09_serving",
