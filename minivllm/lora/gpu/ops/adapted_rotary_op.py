@@ -77,7 +77,6 @@ def _adapted_rotary_kernel(
     BLOCK_ROWS: tl.constexpr,  # of a tile
     ROWS: tl.constexpr,  # of a program
     HEADS: tl.constexpr,  # of a program
-    HEADS_FIRST: tl.constexpr,  # whether axis 0 counts heads
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,  # no fewer than HALF
     BLOCK_TILES: tl.constexpr,  # no fewer than tiles
@@ -90,8 +89,6 @@ def _adapted_rotary_kernel(
     """
     share: tl.constexpr = BLOCK_ROWS // ROWS
     of_tile, block = tl.program_id(0), tl.program_id(1)
-    if HEADS_FIRST:
-        of_tile, block = block, of_tile
     tile = of_tile // share
     adapter, first_place, length = rows_of_tile(
         tiles_ptr, capacity, tile, tile_count, tokens, BLOCK_ROWS, BLOCK_TILES
@@ -123,7 +120,7 @@ def _adapted_rotary_kernel(
     is_pair = pair < HALF
     if ONE_BLOCK:  # straight on, so that all loads are under way together
         begins = begins_of_b(
-            b_ptr, table_ptr, adapter, table_row, slot_stride, rank_stride, rank, rank < live, PAGE_RANKS
+            b_ptr, table_ptr, adapter, table_row, slot_stride, rank_stride, rank, rank < R, PAGE_RANKS
         )
         b_first, b_second = _read_halves(
             begins, rank, live, table_ptr, first_head * 2 * HALF, pair, is_pair, R, COLUMN_STRIDE, HALF
@@ -217,8 +214,7 @@ def adapted_rotary(
     rows = min(tuned.rows, tiles.block_rows)
     programs = programs_of_rows(len(heads), tiles) * (tiles.block_rows // rows)
     blocks = triton.cdiv(num_heads, tuned.heads) + 2 * triton.cdiv(kv_heads, tuned.heads)
-    grid = (blocks, programs) if tuned.heads_first else (programs, blocks)
-    _adapted_rotary_kernel[grid](
+    _adapted_rotary_kernel[(programs, blocks)](
         update.h,
         b,
         heads,
@@ -256,7 +252,6 @@ def adapted_rotary(
         BLOCK_ROWS=tiles.block_rows,
         ROWS=rows,
         HEADS=tuned.heads,
-        HEADS_FIRST=tuned.heads_first,
         BLOCK_R=tuned.block_r,
         # No fewer columns in one product than a tensor core takes ranks.
         BLOCK=max(LEAST_BLOCK_RANKS, triton.next_power_of_2(size // 2)),

@@ -23,7 +23,7 @@ def _read_b(
 ):  # fmt: skip
     """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)"""
     begins = begins_of_b(
-        b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, rank < live, PAGE_RANKS
+        b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, rank < R, PAGE_RANKS
     )
     places = begins[:, None] + (columns * COLUMN_STRIDE)[None, :]
     return read_ranks(places, rank, live, R, table_ptr, is_column[None, :], 0)

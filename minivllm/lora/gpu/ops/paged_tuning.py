@@ -42,7 +42,6 @@ class AdaptedRotaryTiles(NamedTuple):
     rows: int
     block_r: int
     num_warps: int
-    heads_first: bool = False
 
 
 # No fewer ranks in one product than a tensor core takes.
@@ -91,8 +90,10 @@ def adapted_rotary_tiles(tokens: int, rank: int) -> AdaptedRotaryTiles:
     """tokens: T, rank: R"""
     block_r = block_ranks(rank)
     if tokens <= FEW_TOKENS:
-        return AdaptedRotaryTiles(2, 16, block_r, num_warps=4)
-    return AdaptedRotaryTiles(4, 64, block_r, num_warps=8)
+        return AdaptedRotaryTiles(1, 16, block_r, num_warps=4)
+    # Of few ranks B is soon read again. Of many, more rows share it.
+    rows, warps = (16, 4) if block_r == LEAST_BLOCK_RANKS else (64, 8)
+    return AdaptedRotaryTiles(4, rows, block_r, warps)
 
 
 # A norm has one program a row. Up to here all run at once, and none reads so much of B that it is later than an expand.
