@@ -37,7 +37,7 @@ FAMILIES = {
     "pages": functools.partial(cases.pages, tokens=7, rank=9, page_ranks=4, width=70, heights=[33, 20]),
     "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),
     "normed": functools.partial(cases.normed, tokens=17, rank=7, page_ranks=4, width=40, size=35),
-    "turned": functools.partial(cases.turned, tokens=17, rank=7, page_ranks=4, heads=(5, 2, 20)),
+    "turned": functools.partial(cases.turned, tokens=17, rank=7, page_ranks=4, heads=(5, 2, 20), many=True),
     "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128, heads=(6, 2, 20)),
     "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3], heads=(6, 2, 20)),
     "norms": functools.partial(cases.norms, rows=3, size=100),
@@ -347,7 +347,7 @@ FAULTS = {
     ),
     "rotary with adapters takes a head of the next part": (
         f"{PAGES}/adapted_rotary_op.py", "(head < head_count))[None, :]", "(head <= head_count))[None, :]",
-        "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr"),
+        "turned", (Strayed, "_adapted_rotary_kernel.* of heads_ptr"),
     ),
     "a key is rotated by another row's angle": (
         f"{PAGES}/adapted_rotary_op.py", "sin_ptr + rows[:, None]", "sin_ptr + place[:, None]",
