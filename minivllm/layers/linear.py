@@ -24,8 +24,8 @@ class LinearBase(nn.Module):
     columns: which of K it has.
     tp: the process.
     is_complete: whether `forward` gives the output, or something to be completed, which adapters add to first.
-    read_by: the activation or norm that alone reads its output, if there is one; what adds to the output may do so
-        there.
+    read_by: the activation, norm or attention that alone reads its output, if there is one; what adds to the output
+        may do so there.
     """
 
     is_head = False

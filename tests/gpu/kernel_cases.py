@@ -33,12 +33,14 @@ from minivllm.layers.triton_ops import (
 from minivllm.lora.gpu.ops import (
     adapted_norm_op,
     adapted_peer_norm_op,
+    adapted_rotary_op,
     adapted_silu_op,
     paged_expand_op,
     paged_shrink_op,
 )
 from minivllm.lora.gpu.ops.paged_tuning import (
     adapted_norm_tiles,
+    adapted_rotary_tiles,
     adapted_silu_tiles,
     paged_expand_tiles,
     paged_shrink_tiles,
@@ -517,6 +519,79 @@ def gated_of_slots(sanitizer, tokens, slots, rank, inner, kind="mixed", by_rank=
     gate, up = expected.chunk(2, dim=1)
     assert_close(out, torch.nn.functional.silu(gate) * up, 4 * CLOSE)
     return out
+
+
+def turned(
+    sanitizer, tokens, rank, page_ranks, heads, width=40, kind="mixed", many=False, block_r=64, parts=3
+):
+    """q, k and v into rotary and cache.
+
+    heads   Hq, Hkv, D
+    parts   1 = one adapter for q, k and v
+    """
+    batch = Pages(sanitizer, (tokens, rank, width, heights_of(heads, parts), page_ranks), kind=kind)
+    tuned = paged_shrink_tiles(tokens, width, rank)
+    x, room = batch.x.to(DEVICE), room_of_nan(batch, tuned)
+
+    with sanitizer.watching():
+        h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
+    update, picks = Update.of_pages(h, batch.pieces), batch.adapters
+    has_v = (torch.tensor(batch.ranks)[-1][picks] > 0) & (picks >= 0)
+    tiles = at_most(block_r, adapted_rotary_tiles(4096 if many else 1, rank))
+    return turned_rows(sanitizer, update, batch.y, batch.tiles, batch.expected()[1], heads, tiles, has_v)
+
+
+def heights_of(heads, parts):
+    num_heads, kv_heads, size = heads
+    heights = [count * size for count in (num_heads, kv_heads, kv_heads)]
+    return heights if parts == 3 else [sum(heights)]
+
+
+def turned_rows(sanitizer, update, y, tile_rows, expected, heads, tiles, has_v):
+    """expected: y and what adapters add, in float64   has_v: (T,) rows whose adapter adds to v
+
+    The last two rows are padding, which shares slot 0 of the cache. The last slot is the cache's last.
+    """
+    (num_heads, kv_heads, size), tokens = heads, len(y)
+    y = guard(y, row_gap=3)
+    angles = random(tokens, 1, size // 2, seed=60).double()
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    mapping = 1 + torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(tokens))[:tokens]
+    mapping[0] = 4 * (tokens // 4 + 2) - 1
+    mapping[3:][-2:] = 0
+    cache = Guarded(torch.full((tokens // 4 + 2, 4, 2 * kv_heads, size), NAN), 0, DEVICE)
+    sanitizer.late, sanitizer.common = [update.h, y.view], [cache.view[:1, :1]]
+
+    with sanitizer.watching():
+        angle_rows = (guarded(part.float()[:, 0], row_gap=3)[:, None] for part in (cos, sin))
+        places = numbers(mapping, torch.int64), cache.view
+        rows = y.view.unflatten(1, (-1, size))
+        adapted_rotary_op.adapted_rotary(update, rows, *angle_rows, *places, tile_rows, tiles)
+
+    first, second = expected.unflatten(1, (-1, size)).chunk(2, dim=2)
+    cos, sin = (part[..., size // 2 :] for part in (cos, sin))
+    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+    exact[:, num_heads + kv_heads :] = expected.unflatten(1, (-1, size))[:, num_heads + kv_heads :]
+    assert_close(rows, exact, 4 * CLOSE)
+    is_value = torch.arange(exact[0].numel()) >= (num_heads + kv_heads) * size
+    y.assert_written_only_where(~is_value | has_v[:, None])
+    written = torch.zeros(4 * len(cache.view), 1, 1, dtype=torch.bool)
+    written[mapping] = True
+    cache.assert_written_only_where(written.unflatten(0, (-1, 4)))
+    own = mapping > 0
+    in_cache = cache.view.flatten(0, 1)[mapping[own].to(DEVICE)].cpu()
+    assert torch.equal(in_cache, rows.cpu()[own, num_heads:])
+    return torch.cat([y.view.flatten().cpu(), in_cache.flatten()])
+
+
+def turned_of_slots(sanitizer, tokens, slots, rank, heads, kind="mixed", by_rank=True, block_r=64, parts=3):
+    """As `turned`, of folded slots."""
+    found = wide_update(sanitizer, tokens, slots, rank, heights_of(heads, parts), kind, by_rank)
+    update, y, picks, expected = found
+    live = torch.full((slots,), rank) if update.ranks is None else update.ranks[-1].cpu()
+    has_v = (live[picks] > 0) & (picks >= 0)
+    tiles = at_most(block_r, adapted_rotary_tiles(tokens, rank))
+    return turned_rows(sanitizer, update, y, tile_list(picks, slots), expected, heads, tiles, has_v)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------

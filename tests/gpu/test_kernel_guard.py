@@ -37,6 +37,7 @@ FAMILIES = {
     "pages": functools.partial(cases.pages, tokens=7, rank=9, page_ranks=4, width=70, heights=[33, 20]),
     "gated": functools.partial(cases.gated, tokens=17, rank=7, page_ranks=4, width=40, inner=35),
     "normed": functools.partial(cases.normed, tokens=17, rank=7, page_ranks=4, width=40, size=35),
+    "turned": functools.partial(cases.turned, tokens=17, rank=7, page_ranks=4, heads=(5, 2, 20), many=True),
     "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128, heads=(6, 2, 20)),
     "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3], heads=(6, 2, 20)),
     "norms": functools.partial(cases.norms, rows=3, size=100),
@@ -69,6 +70,18 @@ OTHER_WAYS = {
     "gated of slots of one rank": functools.partial(
         cases.gated_of_slots, tokens=17, slots=3, rank=8, inner=35, by_rank=False
     ),
+    "turned of many ranks": functools.partial(
+        cases.turned, tokens=5, rank=20, page_ranks=8, heads=(3, 1, 20), block_r=16
+    ),
+    "turned by one adapter for all": functools.partial(
+        cases.turned, tokens=17, rank=7, page_ranks=4, heads=(3, 2, 12), parts=1
+    ),
+    "turned of slots": functools.partial(
+        cases.turned_of_slots, tokens=17, slots=3, rank=20, heads=(3, 1, 20), block_r=16
+    ),
+    "turned of slots of one rank": functools.partial(
+        cases.turned_of_slots, tokens=17, slots=3, rank=8, heads=(4, 2, 12), by_rank=False, parts=1
+    ),
     "normed of many ranks": functools.partial(
         cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4
     ),
@@ -98,6 +111,7 @@ OVERLAPPING = {
     "slots": cases.lora_expand_op,
     "pages": cases.paged_expand_op,
     "gated": cases.adapted_silu_op,
+    "turned": cases.adapted_rotary_op,
     "normed": cases.adapted_norm_op,
 }
 SMALLEST = {
@@ -117,6 +131,7 @@ def edges():
         for j, rank in enumerate((1, 7, 8, 12, 64)):
             slots, kind = (1, 6)[(i + j) % 2], kinds[(i + 2 * j) % 3]
             width, heights = ((64, [48]), (37, [19, 128, 1]), (130, [130, 70]))[(i + j) % 3]
+            heads = ((6, 2, 16), (5, 1, 34), (9, 3, 80))[(i + j) % 3]
             found[f"slots {tokens} {slots} {rank} {width} {heights} {kind}"] = functools.partial(
                 cases.slots, tokens=tokens, slots=slots, rank=rank, width=width, heights=heights, kind=kind,
                 splits=1 + (i + j) % 3,
@@ -134,6 +149,9 @@ def edges():
             found[f"gated {shape} {heights[0]}"] = functools.partial(
                 cases.gated, **shape, inner=heights[0], many=bool((i + j) % 2)
             )
+            found[f"turned {shape} {heights[0]}"] = functools.partial(
+                cases.turned, **shape, heads=heads, many=bool((i + j) % 2), parts=1 + 2 * (j % 2)
+            )
             if i % 2 == j % 2:
                 found[f"normed {shape} {heights[0]}"] = functools.partial(
                     cases.normed, **shape, size=heights[0], block_r=(4, 64)[i // 2 % 2]
@@ -148,6 +166,9 @@ def edges():
                 }
                 found[f"normed of slots {of_slots} {heights[0]}"] = functools.partial(
                     cases.normed_of_slots, **of_slots, size=heights[0], block_r=(4, 64)[i // 2 % 2]
+                )
+                found[f"turned of slots {of_slots} {heads}"] = functools.partial(
+                    cases.turned_of_slots, **of_slots, heads=heads, parts=1 + 2 * (j % 2)
                 )
                 found[f"gated of slots {of_slots} {heights[0]}"] = functools.partial(
                     cases.gated_of_slots, **of_slots, inner=heights[0]
@@ -226,7 +247,11 @@ def kernels_of(path):
 @in_interpreter
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("backend", "adapters"), [("triton", "_lora_expand_kernel"), ("paged", "_adapted_silu_kernel")]
+    ("backend", "adapters"),
+    [
+        ("triton", {"_rotary_and_cache_kernel", "_lora_expand_kernel"}),
+        ("paged", {"_adapted_rotary_kernel", "_adapted_silu_kernel"}),
+    ],
 )
 def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend, adapters):
     world = tiny_world(tmp_path_factory)
@@ -240,7 +265,7 @@ def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend
         outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
-    assert {"_rotary_and_cache_kernel", "_mixed_attention_kernel", adapters} <= set(sanitizer.kernels)
+    assert {"_mixed_attention_kernel", *adapters} <= set(sanitizer.kernels)
 
 
 def written_by_address(engine):
@@ -316,7 +341,7 @@ FAULTS = {
         "pages", (Strayed, "_write_pages_kernel"),
     ),
     "the activation takes adapters' rows for base rows": (
-        f"{PAGES}/adapted_silu_op.py", "first = tl.sum(lengths) +", "first = tl.sum(lengths) - 1 +",
+        f"{PAGES}/adapted_silu_op.py", "rows_ptr + first +", "rows_ptr + first - tl.where(tile < tile_count, 0, 1) +",
         "gated", (Raced, "_adapted_silu_kernel: .* of out_ptr, and nothing orders the two"),
     ),
     "expand reads y of a kernel that has not ended": (
@@ -330,8 +355,65 @@ FAULTS = {
     ),
     "an activation of no rows does not wait": (
         f"{PAGES}/adapted_silu_op.py",
-        f"{WAIT}\n        return\n    place", "pass\n        return\n    place",
+        f"{WAIT}\n        return\n    live", "pass\n        return\n    live",
         "gated, overlapping", (Raced, "_adapted_silu_kernel.* ends and has not waited"),
+    ),
+    "rotary with adapters takes a head of the next part": (
+        f"{PAGES}/adapted_rotary_op.py", "(head < head_count))[None, :]", "(head <= head_count))[None, :]",
+        "turned", (Strayed, "_adapted_rotary_kernel.* of heads_ptr"),
+    ),
+    "a key is rotated by another row's angle": (
+        f"{PAGES}/adapted_rotary_op.py", "sin_ptr + rows[:, None]", "sin_ptr + place[:, None]",
+        "turned", (AssertionError, ""),
+    ),
+    "nothing but the first half is rotated": (
+        f"{PAGES}/adapted_rotary_op.py", "rotated_second = tl.where(part < 2", "rotated_second = tl.where(part > 3",
+        "turned", (AssertionError, ""),
+    ),
+    "the second half lacks what adapters add": (
+        f"{PAGES}/adapted_rotary_op.py", "second += tl.dot(h, b_second", "second += 0 * tl.dot(h, b_second",
+        "turned", (AssertionError, ""),
+    ),
+    "the second block of ranks has the first one's B": (
+        f"{PAGES}/adapted_rotary_op.py", "of_block = start + rank", "of_block = rank",
+        "turned of many ranks", (AssertionError, ""),
+    ),
+    "a second head has the first one's B": (
+        f"{PAGES}/adapted_rotary_op.py", "            if i > 0:", "            if i > 8:",
+        "turned", (AssertionError, ""),
+    ),
+    "keys take the queries' live rank": (
+        f"{PAGES}/adapted_rotary_op.py", "ranks_ptr + part * ranks_row", "ranks_ptr",
+        "turned", (AssertionError, ""),
+    ),
+    "a value is written to the cache alone": (
+        f"{PAGES}/adapted_rotary_op.py", "((part < 2) | (live > 0))", "(part < 2)",
+        "turned", (AssertionError, ""),
+    ),
+    "a key goes to another row's place": (
+        f"{PAGES}/adapted_rotary_op.py", "slot_mapping_ptr + rows", "slot_mapping_ptr + place",
+        "turned", (AssertionError, ""),
+    ),
+    "keys are cached behind values": (
+        f"{PAGES}/adapted_rotary_op.py", "(heads_before - NUM_HEADS + head)", "(NUM_KV_HEADS * (2 - part) + head)",
+        "turned", (AssertionError, ""),
+    ),
+    "base rows are the rows of adapters": (
+        f"{PAGES}/adapted_rotary_op.py", "rows_ptr + first_place",
+        "rows_ptr + first_place - tl.where(tile < tile_count, 0, 1)",
+        "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr"),
+    ),
+    "one adapter for all: keys have the queries' B": (
+        f"{PAGES}/adapted_rotary_op.py", "_of_part(part, b_firsts)", "b_firsts[0]",
+        "turned by one adapter for all", (AssertionError, ""),
+    ),
+    "rotary reads h of a kernel that has not ended": (
+        f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n    if ONE_BLOCK", "pass\n    if ONE_BLOCK",
+        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* and has not waited"),
+    ),
+    "a rotation of no rows does not wait": (
+        f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n        return", "pass\n        return",
+        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* ends and has not waited"),
     ),
     "a norm has the row after its own": (
         f"{PAGES}/adapted_norm_op.py", "row = tl.program_id(0)", "row = (tl.program_id(0) + 1)",

@@ -2,6 +2,7 @@
 
     python tests/helpers/compiled_for_gpu.py shrink|expand FILE
     python tests/helpers/compiled_for_gpu.py sum
+    python tests/helpers/compiled_for_gpu.py rotary
 
 FILE holds the module's text. Triton's interpreter takes more of Python than its compiler: this is who would tell.
 A process of its own, because an interpreter that was chosen stays.
@@ -91,6 +92,46 @@ def compile_sums():
                     adapted_peer_norm(update, slots, x[0], 1e-5, words, x, x)
 
 
+def compile_rotations():
+    """What adds adapters to q, k and v, from pages and from slots. Steps of few tokens, or of many, share a variant."""
+    from minivllm.lora.gpu.ops import adapted_rotary_op as rotary
+    from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+    from minivllm.lora.gpu.ops.update import Update
+    from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+
+    rotary.can_overlap = lambda device: True
+    heads, kv_heads, size, slots = 6, 2, 80, 3
+    heights = (heads * size, kv_heads * size, kv_heads * size)
+    meta = LoRAKernelMeta.make(slots, 2000, "cpu")
+    ranks, table = torch.ones(3, slots, dtype=torch.int32), torch.zeros(slots, 9, dtype=torch.int32)
+    expected = 0
+    for dtype, rank, paged in (
+        (torch.bfloat16, 16, True),
+        (torch.bfloat16, 72, True),
+        (torch.float32, 20, False),
+    ):
+        pool, b = (
+            torch.zeros(9, dtype=dtype),
+            [torch.zeros(slots, height, rank, dtype=dtype) for height in heights],
+        )
+        pieces = PagedPieces(pool, table, ranks, rank, 8, 64, 1, (0, 8, 16), (24, 32, 40), (64,) * 3, heights)
+        for sizes in ((1, 17, 512), (513, 600, 2000)):
+            for tokens in sizes:
+                meta.prepare_tensors(torch.arange(tokens) % 4 - 1)
+                h, y = (
+                    torch.zeros(3, tokens, rank, dtype=dtype),
+                    torch.zeros(tokens, sum(heights), dtype=dtype),
+                )
+                update = Update.of_pages(h, pieces) if paged else Update.of_slots(h, b, ranks, rank)
+                angles, mapping = torch.zeros(tokens, 1, size), torch.zeros(tokens, dtype=torch.int64)
+                cache = torch.zeros(4, 16, 2 * kv_heads, size, dtype=dtype)
+                places = y.unflatten(1, (-1, size)), angles, angles, mapping, cache
+                rotary.adapted_rotary(update, *places, meta.meta_args(tokens))
+            expected += 1
+            made = len(rotary._adapted_rotary_kernel.device_caches[0][0])
+            assert made == expected, f"{made - expected + 1} variants for {sizes} tokens"
+
+
 def in_a_sentence(error):
     """What is wrong with which line of the kernel. Functions that it calls say it first."""
     while isinstance(error.__cause__, CompilationError):
@@ -104,7 +145,8 @@ if __name__ == "__main__":
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     try:
-        compile_sums() if sys.argv[1:] == ["sum"] else compile_all(*sys.argv[1:])
+        given = {("sum",): compile_sums, ("rotary",): compile_rotations}.get(tuple(sys.argv[1:]))
+        given() if given else compile_all(*sys.argv[1:])
     except CompilationError as error:
         sys.exit(in_a_sentence(error))
     print("compiled")

@@ -7,16 +7,18 @@ import torch
 
 from minivllm.distributed.summing import Summing
 from minivllm.layers.activation import SiluAndMul
+from minivllm.layers.attention import Attention
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
 from minivllm.lora.gpu.ops.adapted_peer_norm_op import adapted_peer_norm
+from minivllm.lora.gpu.ops.adapted_rotary_op import adapted_rotary
 from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
 from minivllm.lora.gpu.ops.paged_tuning import adapted_norm_pays
 from minivllm.lora.gpu.ops.update import Update
 from minivllm.lora.ops.triton_ops import TileList
 
-Rest = Callable[..., torch.Tensor]
+Rest = Callable[..., torch.Tensor | None]
 
 
 def rest_for(
@@ -32,6 +34,8 @@ def rest_for(
     reader, n = base.read_by, len(update.b)
     if isinstance(reader, SiluAndMul) and n == 2:
         return functools.partial(adapted_silu, update, tiles=tiles)
+    if isinstance(reader, Attention):
+        return functools.partial(adapted_rotary, update, tiles=tiles)
     if not isinstance(reader, RMSNorm) or n > 1 or not adapted_norm_pays(len(slots), update.rank):
         return None
     of_norm = update, slots, reader.weight, reader.eps
@@ -43,5 +47,5 @@ def rest_for(
 
 def leave(base: LinearBase, rest: Rest | None) -> None:
     """Tell who reads the output what is left to do. None, too: there may be something of a step that ended."""
-    if isinstance(base.read_by, SiluAndMul | RMSNorm):
+    if isinstance(base.read_by, SiluAndMul | RMSNorm | Attention):
         base.read_by.rest = rest
