@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.options import model_folder
 from minivllm.layers.activation import SiluAndMul
+from minivllm.layers.attention import Attention
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops.rotary import rotary_and_cache
@@ -40,13 +41,20 @@ class Block:
         config = self.config
         norms = [RMSNorm(config.hidden_size, config.rms_norm_eps, *self.kinds) for _ in range(2)]
         activation = SiluAndMul()
-        for name, reader in zip(("o", "gate_up", "down"), (norms[0], activation, norms[1])):
+        attention = Attention(
+            config.num_attention_heads, config.head_dim, config.head_dim**-0.5, config.num_key_value_heads
+        )
+        readers = {"o": norms[0], "gate_up": activation, "down": norms[1]}
+        if not config.qk_norm:
+            readers["qkv"] = attention
+        for name, reader in readers.items():
             if hasattr(linears[name], "tell_reader"):
                 linears[name].tell_reader(reader)
 
         def run() -> torch.Tensor:
             heads = linears["qkv"](self.x).unflatten(1, (-1, config.head_dim))  # (T, Hq + 2 Hkv, D)
-            rotary_and_cache(heads, *self.rotary, self.slots, self.cache)
+            rotate, attention.rest = attention.rest or rotary_and_cache, None
+            rotate(heads, *self.rotary, self.slots, self.cache)
             normed, _ = norms[0](linears["o"](self.attended), self.residual)  # (T, H)
             normed, _ = norms[1](linears["down"](activation(linears["gate_up"](normed))), self.residual)
             return normed

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,10 @@ import torch.distributed as dist
 from minivllm.config import ParallelConfig
 from minivllm.distributed.peer_memory import WAYS, SharedMemory
 from minivllm.distributed.process_group import ProcessGroup
-from minivllm.distributed.tensor_parallel import Norm
+from minivllm.distributed.summing import Norm
+
+if TYPE_CHECKING:
+    from minivllm.distributed.words_op import Words
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,9 @@ class PeerGroup(ProcessGroup):
         norm.rest = functools.partial(self._norm, weight=norm.weight, eps=norm.eps) if takes else None
         return x if takes else self.all_reduce(x)
 
+    def words_for(self, x: torch.Tensor) -> "Words | None":
+        return self._words if self._takes_rows(x) else None
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         takes = self._takes(x) and x.shape[-1] * x.itemsize % 4 == 0
         return self._gather(x.contiguous()) if takes else super().all_gather(x)
@@ -84,21 +90,25 @@ class PeerGroup(ProcessGroup):
     # ---- how it begins --------------------------------------------------------------------------------------
 
     def _share(self, memory: SharedMemory) -> bool:
+        from minivllm.distributed import words_op
         from minivllm.distributed.peer_norm_op import BYTES_A_ROW, ROWS
         from minivllm.distributed.peer_sum_op import programs_of  # Triton is nowhere on a CPU
 
         programs = programs_of(self.most)
         self._rows = min(programs, ROWS)
         self._half = self._rows * BYTES_A_ROW
-        rooms = 2 * self.most + 2 * self._half
-        offers = self._try(lambda: memory.offer(rooms + 4 * programs * self.size))
+        of_sums, of_norms, of_words = 2 * self.most, 2 * self._half, words_op.bytes_of_rooms(self.size)
+        flags = of_sums + of_norms + of_words
+        offers = self._try(lambda: memory.offer(flags + 4 * programs * self.size))
         opened = offers and self._try(lambda: memory.open(offers), of_all=False)
         if not opened:
             return False
         self._rooms = torch.tensor(opened, device=self.device)
-        self._norm_rooms = self._rooms + 2 * self.most
-        self._flags = self._rooms + rooms
+        self._norm_rooms = self._rooms + of_sums
+        self._flags = self._rooms + flags
         self._counts = torch.zeros(programs, dtype=torch.int32, device=self.device)
+        counts, ended = self._counts.new_zeros(2, words_op.ROWS.value)
+        self._words = words_op.Words(self._norm_rooms + of_norms, counts, ended, self._stop, self.rank)
         return True
 
     def _try(self, call: Any, of_all: bool = True) -> Any:
@@ -119,6 +129,8 @@ class PeerGroup(ProcessGroup):
         return self._try(self._compare, of_all=False) is not None
 
     def _compare(self) -> bool:
+        from minivllm.distributed.packed_norm_op import MOST_ROWS
+
         timer = threading.Timer(SECONDS_TO_TRY, self.release)
         timer.start()
         wrong: dict[str, list[str]] = {"sums": [], "gathers": [], "norms": []}
@@ -137,7 +149,7 @@ class PeerGroup(ProcessGroup):
                 if not torch.equal(self._gather(part), super().all_gather(part)):
                     wrong["gathers"].append(f"{n} numbers of {dtype}")
             width = min(self.most, self._half) // self._rows // dtype.itemsize
-            for rows in (1, self._rows):
+            for rows in (1, min(self._rows, MOST_ROWS), self._rows):  # by words, and without
                 x = torch.randn(rows, width, generator=generator).to(self.device, dtype)
                 if not self._norms_right(x, near):
                     wrong["norms"].append(f"{rows} x {width} numbers of {dtype}")
@@ -170,10 +182,14 @@ class PeerGroup(ProcessGroup):
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        from minivllm.distributed.packed_norm_op import packed_norm, packs
         from minivllm.distributed.peer_norm_op import peer_norm
 
+        x = x.contiguous()
+        if packs(x, self.size):
+            return packed_norm(x, residual, weight, eps, self._words)
         tables = self._norm_rooms, self._flags, self._counts, self._stop
-        return peer_norm(x.contiguous(), residual, weight, eps, *tables, self._half, self.rank)
+        return peer_norm(x, residual, weight, eps, *tables, self._half, self.rank)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         from minivllm.distributed.peer_gather_op import peer_gather

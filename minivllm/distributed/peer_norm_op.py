@@ -14,7 +14,7 @@ BYTES_A_ROW = 16384
 ROWS = 128
 
 
-@triton.jit(do_not_specialize=["residual_row"])
+@triton.jit
 def _peer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, eps, residual_row,
     rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half,

@@ -1,20 +1,15 @@
 """Which part of every layer a process has. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from minivllm.distributed.summing import Norm
 from minivllm.distributed.vocabulary import get_masked_input_and_mask
 
-
-class Norm(Protocol):
-    """An `RMSNorm` that adds to a residual first: its weight (H,), and what may stand in for it, once."""
-
-    weight: torch.Tensor
-    eps: float
-    rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+if TYPE_CHECKING:
+    from minivllm.distributed.words_op import Words
 
 
 class TensorParallel:
@@ -88,6 +83,10 @@ class TensorParallel:
     def all_reduce_before(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
         """As `all_reduce`, where that norm alone reads it. It may get x itself, told by `norm.rest` to sum.   (T, H)"""
         return self.all_reduce(x)
+
+    def words_for(self, x: torch.Tensor) -> "Words | None":
+        """By what a kernel may sum such rows over processes itself. None: `all_reduce` must.   x: (T, H)"""
+        return None
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """What all processes have, side by side along the last dimension.   (..., n) -> (..., size * n)"""

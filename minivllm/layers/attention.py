@@ -1,5 +1,6 @@
 """Attention over a paged KV cache. Stands for vllm/model_executor/layers/attention (v0.22.1)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,6 +159,9 @@ class Attention(nn.Module):
     The metadata's class chooses how: by the GPU's kernels, or by PyTorch's operators on any device.
     The model runner gives every layer its cache with `bind_kv_cache`. A request only sees the slots of its
     own context, so the cache need not be initialised, and a request's NaN stays its own.
+
+    rest   set by a linear (`LinearBase.read_by`) whose output lacks something: does to the next heads what
+           `rotary_and_cache` does, that included
     """
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None) -> None:
@@ -167,6 +171,7 @@ class Attention(nn.Module):
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.group_size = self.num_heads // self.num_kv_heads
+        self.rest: Callable[..., None] | None = None
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """(num_blocks, block_size, 2 * Hkv, D): keys and values side by side, so one gather reads both"""
@@ -190,10 +195,14 @@ class Attention(nn.Module):
 
         rotary: cosines and sines, as `apply_rotary` wants them.
         """
+        rest, self.rest = self.rest, None
         if isinstance(attn, PagedAttentionMetadata | TiledAttentionMetadata):
-            return paged_attention(heads, rotary, self.kv_cache, self.scale, attn)
+            return paged_attention(heads, rotary, self.kv_cache, self.scale, attn, rest)
+        if rest is not None:
+            rest(heads, *rotary, attn.slot_mapping, self.kv_cache)
         qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)
+        if rest is None:
+            qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)  # (T, Hq, D), (T, Hkv, D)
         return self.attend(q, k, v, attn)
 

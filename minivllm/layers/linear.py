@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.distributed.alone import ALONE
+from minivllm.distributed.summing import Summing
 from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.norm import RMSNorm
 
@@ -23,8 +24,8 @@ class LinearBase(nn.Module):
     columns: which of K it has.
     tp: the process.
     is_complete: whether `forward` gives the output, or something to be completed, which adapters add to first.
-    read_by: the activation or norm that alone reads its output, if there is one; what adds to the output may do so
-        there.
+    read_by: the activation, norm or attention that alone reads its output, if there is one; what adds to the output
+        may do so there.
     """
 
     is_head = False
@@ -137,9 +138,9 @@ class RowParallelLinear(LinearBase):
 
     def complete(self, y: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' terms, or y, if the norm that reads it sums them."""
-        if isinstance(self.read_by, RMSNorm):
-            return self.tp.all_reduce_before(self.read_by, y)
-        return self.tp.all_reduce(y)
+        if not isinstance(self.read_by, RMSNorm):
+            return self.tp.all_reduce(y)
+        return y if isinstance(self.read_by.rest, Summing) else self.tp.all_reduce_before(self.read_by, y)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):

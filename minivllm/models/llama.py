@@ -62,6 +62,8 @@ class LlamaAttention(nn.Module):
         self.attn = Attention(self.num_heads, size, size**-0.5, self.num_kv_heads)
         self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
+        if not config.qk_norm:  # norms would read it first
+            self.qkv_proj.__dict__["read_by"] = self.attn
 
     def forward(self, x: torch.Tensor, rotary: Rotary, attn: AnyAttentionMetadata) -> torch.Tensor:
         """x: (T, H) -> (T, H)"""

@@ -12,8 +12,10 @@ from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, tr
 from tiny_set import AdapterSet
 
 from minivllm.distributed.alone import ALONE
-from minivllm.layers.linear import RowParallelLinear
+from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.lora.gpu import readers
+from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
 from minivllm.models.registry import get_model
 
 MOST_ROWS = 8  # more are summed before
@@ -21,9 +23,12 @@ PLAIN = {name: {**config, "lora_bias": False} for name, config in LINEARS.items(
 
 
 class ThreadThatNorms(lockstep.ThreadOfMany):
-    """Leaves the sums of few rows to norms. `left`: how many."""
+    """Leaves the sums of few rows to norms. `left`: how many; `with_adapters`: how many that add adapters, too."""
 
-    left = 0
+    left = with_adapters = 0
+
+    def words_for(self, x):
+        return self if len(x) <= MOST_ROWS else None
 
     def all_reduce_before(self, norm, x):
         if len(x) > MOST_ROWS:
@@ -38,9 +43,18 @@ class ThreadThatNorms(lockstep.ThreadOfMany):
         return x
 
 
+def by_thread(update, slots, weight, eps, tp, x, residual):
+    """Stands for `adapted_peer_norm`, with a thread for its words."""
+    tp.with_adapters += 1
+    wide = len(x), update.h_slot_stride * len(update.b[0]) or update.rank
+    h = tp.all_reduce(update.h[0].as_strided(wide, update.h.stride()[1:]))  # of all slots
+    return adapted_norm(update._replace(h=h[None]), slots, weight, eps, tp.all_reduce(x), residual)
+
+
 @pytest.fixture(autouse=True)
 def threads_can(monkeypatch):
     monkeypatch.setattr(lockstep, "ThreadOfMany", ThreadThatNorms)
+    monkeypatch.setattr(readers, "adapted_peer_norm", by_thread)
 
 
 def rests(model):
@@ -81,6 +95,21 @@ def test_adapters_are_in_the_terms_that_norms_sum(world, monkeypatch, fully):
 
     for answers, left, count in engines_in_lockstep(monkeypatch, 2, work):
         assert answers == expected and left == [None] * len(left) and count > 0
+
+
+@pytest.mark.parametrize("backend", ["paged", pytest.param("folded", marks=pytest.mark.nightly)])
+def test_norms_that_sum_add_what_adapters_add(world, monkeypatch, backend):
+    pairs = pairs_of(world)
+    expected = [world.answer(name, prompt, 3) for name, prompt in pairs]
+    monkeypatch.setattr(LinearBase, "pack", lambda self: None)  # folding finds no weight then
+
+    def work(tp):
+        engine = world.engine(max_loras=3, max_cpu_loras=6, punica_backend=backend)
+        return serve(engine, world, pairs, 3), rests(engine.runner.model), tp.with_adapters
+
+    for answers, left, with_adapters in engines_in_lockstep(monkeypatch, 2, work):
+        assert answers == expected and left == [None] * len(left)
+        assert with_adapters > 0
 
 
 def test_biases_of_adapters_are_added_once(tmp_path_factory, monkeypatch):

@@ -1,14 +1,23 @@
 """Ranks that sum in each other's memory and norm in the same kernel: on a CPU, in Triton's interpreter."""
 
+import functools
+
 import pytest
 import torch
+from brought_words import Brought
 from gpu import DEVICE
 from nan_guard import Guarded
 from test_peer_sums import in_interpreter, run_ranks
 
-from minivllm.distributed.peer_norm_op import BYTES_A_ROW, peer_norm, warps_of
+from minivllm.distributed.packed_norm_op import packed_norm, packs
+from minivllm.distributed.peer_norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_of
 from minivllm.distributed.peer_sum_op import peer_sum, programs_of
+from minivllm.distributed.words_op import MORE_WORDS
 from minivllm.layers.triton_ops import norm
+from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
+from minivllm.lora.gpu.ops.adapted_peer_norm_op import adapted_peer_norm
+from minivllm.lora.gpu.ops.paged_tuning import MOST_NORM_RANK, MOST_NORM_TOKENS
+from minivllm.lora.gpu.ops.update import Update
 
 NAN = float("nan")
 EPS = 1e-3
@@ -54,7 +63,11 @@ def sum_at_rank_0(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 8), (3, 1000), (128, 40), (2, 4096)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 8), (3, 1000), (9, 40), pytest.param((128, 40), marks=pytest.mark.nightly), (2, 4096)],
+    ids=str,
+)
 def test_its_bits_are_those_of_a_sum_and_then_a_norm_on_all_ranks(size, dtype, shape):
     scales = torch.tensor([1.0, 300.0, 0.01, 70.0])[:size, None, None]  # so that the order shows
     x, residual = (normal(size, *shape) * scales).to(dtype), (normal(*shape, seed=1) * 50).to(dtype)
@@ -93,6 +106,124 @@ def test_who_is_told_to_stop_waits_for_nobody():
     assert ranks.counts.tolist() == [[1] * 3, [0] * 3] and ranks.flags[1].tolist() == [[1, 0]] * 3
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "shape"),
+    [
+        (2, torch.float32, (3, 1000)),
+        (2, torch.float16, (2, 4096)),
+        (4, torch.float32, (1, 4096)),
+        (4, torch.float16, (5, 40)),
+    ],
+    ids=str,
+)
+def test_words_bring_the_same_bits_to_all_ranks(size, dtype, shape):
+    scales = torch.tensor([1.0, 300.0, 0.01, 70.0])[:size, None, None]  # so that the order shows
+    x, residual = (normal(size, *shape) * scales).to(dtype), (normal(*shape, seed=1) * 50).to(dtype)
+    weight = normal(shape[1], seed=2).to(dtype).to(DEVICE)
+    brought, expected_residual = Brought(x), residual.clone().to(DEVICE)
+    expected = norm.fused_add_rms_norm(sum_at_rank_0(x.to(DEVICE)), expected_residual, weight, EPS)
+
+    for rank in range(size):
+        brought.bring_to(rank)
+        stream = Guarded(residual, gap=8, device=DEVICE)
+        found = packed_norm(brought.x[rank], stream.view, weight, EPS, brought.words_at(rank), looks=2)
+
+        assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
+        stream.assert_intact()
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "rank", "by_slot"),
+    [
+        (2, torch.float16, 8, False),
+        (3, torch.float32, 20, False),
+        (2, torch.float32, 32, True),
+        (3, torch.float16, 7, True),
+    ],
+    ids=str,
+)
+def test_adapters_are_added_once_to_the_sum_with_the_sum_of_their_h_on_all_ranks(size, dtype, rank, by_slot):
+    """The bits are those of a sum and then `adapted_norm`. Rows have ranks of 0, 1 and more, or none.
+
+    by_slot   h lies in a product that has all slots'
+    """
+    shape, slots = (5, 1000), torch.tensor([0, -1, 3, 2, 1], device=DEVICE)
+    x, residual = normal(size, *shape).to(dtype) * 3, normal(*shape, seed=1).to(dtype)
+    b, weight = (normal(*of, seed=3).to(dtype).to(DEVICE) for of in ((4, shape[1], rank), shape[1:]))
+    ranks = torch.tensor([[rank, 0, 1, rank - 1]], dtype=torch.int32, device=DEVICE)
+    live = torch.where(slots < 0, 0, ranks[0, slots.clamp(min=0)])
+    dead = torch.arange(rank, device=DEVICE) >= live[:, None]
+    h = normal(size, 5, rank, seed=2).to(dtype).to(DEVICE).masked_fill(dead, NAN)
+    expected_residual = residual.clone().to(DEVICE)
+    update = Update.of_slots(functools.reduce(torch.add, h.float())[None], [b], ranks, 0)
+    total = sum_at_rank_0(x.to(DEVICE))
+    expected = adapted_norm(update, slots, weight, EPS, total, expected_residual)
+    brought = Brought(x)
+    brought.more = h.float()
+
+    for tp_rank in range(size):
+        brought.bring_to(tp_rank)
+        stream, own = Guarded(residual, gap=8, device=DEVICE), h[tp_rank]
+        term = Guarded(x[tp_rank], gap=8, device=DEVICE).view
+        if by_slot:
+            product = torch.full((5, 4, rank), NAN, dtype=dtype, device=DEVICE)
+            product[torch.arange(5), slots] = own
+            own = product[:, 0]
+        update = Update.of_slots(own[None], [b], ranks, rank * by_slot)
+        words = brought.words_at(tp_rank)
+        found = adapted_peer_norm(update, slots, weight, EPS, words, term, stream.view, looks=2)
+
+        assert torch.equal(found, expected) and torch.equal(stream.view, expected_residual)
+        stream.assert_intact()
+
+
+def test_words_have_room_for_every_rank_of_h_that_norms_add():
+    assert MORE_WORDS.value >= MOST_NORM_RANK and ROWS >= MOST_NORM_TOKENS
+
+
+def packed_at_rank_0(brought):
+    residual = torch.zeros_like(brought.x[0])
+    packed_norm(brought.x[0], residual, brought.x[0][0], EPS, brought.words_at(0), looks=2)
+    return residual
+
+
+def test_words_count_past_the_largest_integer():
+    brought = Brought(normal(2, 2, 16), met=torch.tensor([2**31 - 2, -2], dtype=torch.int32))
+
+    for counts in ([2**31 - 1, -1], [-(2**31), 0], [1 - 2**31, 1]):
+        brought.bring_to(0)
+
+        assert torch.equal(packed_at_rank_0(brought), brought.x.sum(0))
+        assert brought.counts[0, :2].tolist() == counts and not brought.ended.any()
+
+
+def test_a_row_waits_for_words_of_its_own_meeting():
+    brought = Brought(normal(2, 2, 16))
+    brought.bring_to(0)
+    brought.counts[0, 1] = 2  # what is there for row 1 is of the meeting before last
+
+    packed_at_rank_0(brought)
+
+    assert brought.ended[0, :2].tolist() == [0, 1]
+
+
+def test_who_was_told_to_stop_asks_the_host_once_a_row_and_not_again_for_every_norm():
+    brought = Brought(normal(3, 2, 16))  # nobody comes
+    packed_at_rank_0(brought)
+    brought.stop.fill_(0)
+
+    packed_at_rank_0(brought)  # or it waits
+
+    assert brought.counts[0, :2].tolist() == [2, 2] and brought.ended[0, :3].tolist() == [1, 1, 0]
+
+
+def test_words_bring_few_rows_and_few_bytes():
+    eight_kib = torch.empty(64, 4096, dtype=torch.float16)
+
+    assert packs(eight_kib, 2) and packs(eight_kib[:21], 4)
+    assert not packs(eight_kib[:22], 4) and not packs(torch.empty(65, 8), 2)
+
+
 @pytest.mark.parametrize("width", [8, 576, 1000, 2048, 4096, 8192, 16384])
 def test_squares_are_summed_by_as_many_threads_as_in_the_norms_own_kernel(width):
     _, block, warps = norm._launch_sizes(torch.empty(1, width, device="meta"))
@@ -106,8 +237,9 @@ class TestProcesses:
     @pytest.mark.parametrize("size", [2, 3])
     def test_have_sums_gathers_and_norms_of_all_sizes_right_in_any_order(self, tmp_path, size):
         for code, found in run_ranks(size, tmp_path, "all kinds"):
-            assert code == 0 and found["is_on"] and found["right"] == 80 and found["normed"] == 36
-            assert len(found["counts"]) > 3  # programs of high numbers have met less often
+            assert code == 0 and found["is_on"] and found["right"] == 80
+            assert found["normed"] == 25 and 5 < found["packed"] < 20 and found["adapted"] == 11
+            assert min(map(len, found["counts"])) > 3  # programs of high numbers have met less often
 
     def test_would_read_wrong_numbers_if_norms_lay_where_sums_do(self, tmp_path):
         found = [found for code, found in run_ranks(2, tmp_path, "all kinds in one room") if code == 0]
@@ -118,6 +250,7 @@ class TestProcesses:
     def test_sum_first_where_rows_are_too_many_or_too_wide_or_odd(self, tmp_path):
         for code, found in run_ranks(2, tmp_path, "wide norms"):
             assert code == 0 and found["wide"] == [[True, False]] * 4  # right, and not by the kernel
+            assert found["by words"] == [False] * 4
 
     def test_are_let_go_when_one_has_ended(self, tmp_path):
         *left, (last, _) = run_ranks(3, tmp_path, "dies before a norm")

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from brought_words import Brought
 from gpu import DEVICE
 from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard, guarded, live_part, random
 from nan_guard import Guarded
@@ -18,7 +19,7 @@ from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
 
-from minivllm.distributed import peer_gather_op, peer_norm_op, peer_sum_op
+from minivllm.distributed import packed_norm_op, peer_gather_op, peer_norm_op, peer_sum_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops import (
     activation,
@@ -32,12 +33,15 @@ from minivllm.layers.triton_ops import (
 from minivllm.lora.gpu.ops import (
     adapted_norm_op,
     adapted_norm_tiles_op,
+    adapted_peer_norm_op,
+    adapted_rotary_op,
     adapted_silu_op,
     paged_expand_op,
     paged_shrink_op,
 )
 from minivllm.lora.gpu.ops.paged_tuning import (
     adapted_norm_tiles,
+    adapted_rotary_tiles,
     adapted_silu_tiles,
     paged_expand_tiles,
     paged_shrink_tiles,
@@ -284,6 +288,37 @@ def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
 # ---- adapters in pages --------------------------------------------------------------------------------------
 
 
+def packed_norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
+    """As `norm_of_ranks`. What this rank brings to the others is checked, too."""
+    weight, found = random(width, seed=3), []
+    brought = Brought(torch.zeros(size, rows, width), torch.arange(rows, dtype=torch.int32))
+    sanitizer.reach = brought.reach(rank)
+
+    for i in range(norms):
+        brought.x = random(size, rows, width, seed=50 + i).to(DEVICE)
+        brought.bring_to(rank)
+        residual = guard(stream := random(rows, width), row_gap=4)
+        x = guarded(brought.x[rank].view(1, -1))[0].view(rows, width)
+        with sanitizer.watching():
+            of_norm = residual.view, numbers(weight, torch.float32), 1e-3, brought.words_at(rank)
+            found.append(packed_norm_op.packed_norm(x, *of_norm, looks=2))
+        assert torch.equal(residual.view, functools.reduce(torch.add, brought.x) + stream.to(DEVICE))
+        assert_close(found[-1], rms(residual.view.cpu(), weight, 1e-3))
+        residual.assert_intact()
+        assert_all_is_brought(brought, rank)
+
+    return torch.stack(found)
+
+
+def assert_all_is_brought(brought, rank):
+    """Every other rank has got this one's words of the meeting that was, in its half, and none of any other row."""
+    counts, sent = brought.counts[rank, : brought.rows], brought.rooms[:, :, rank]
+    words, others = brought.words_of(rank, counts), [other for other in range(brought.size) if other != rank]
+    for row, half in enumerate((counts & 1).tolist()):
+        assert all(torch.equal(sent[other, half, row], words[row]) for other in others)
+    assert not brought.ended.any() and not sent[rank].any() and not sent[:, :, brought.rows :].any()
+
+
 class Pages(PagedAdapters):
     """As there, but past a slot's pages its table leads far away."""
 
@@ -366,10 +401,13 @@ def gated(sanitizer, tokens, rank, page_ranks, width, inner, kind="mixed", many=
     return out
 
 
-def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64, in_tiles=False):
+def normed(
+    sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block_r=64, ranks=1, in_tiles=False
+):
     """A row of pages' B into the norm that reads the product.
 
     block_r    no more ranks at a time
+    ranks      of how many processes
     in_tiles   by the kernel for many rows, which has all ranks at once
     """
     batch = Pages(sanitizer, (tokens, rank, width, [size], page_ranks), kind=kind)
@@ -379,8 +417,10 @@ def normed(sanitizer, tokens, rank, page_ranks, width, size, kind="mixed", block
     with sanitizer.watching():
         h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
     update = Update.of_pages(h, batch.pieces)
-    tile_rows = batch.tiles if in_tiles else None
-    return normed_row(sanitizer, update, batch.y, batch.adapters, batch.expected()[1], block_r, tile_rows)
+    of_row = batch.y, batch.adapters, batch.expected()[1], block_r
+    if ranks == 1:
+        return normed_row(sanitizer, update, *of_row, batch.tiles if in_tiles else None)
+    return normed_row_of_ranks(sanitizer, update, h[0], *of_row, ranks)
 
 
 def normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows):
@@ -401,6 +441,40 @@ def normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows):
     stream.assert_intact()
     assert_close(stream.view, residual.double() + expected, 2 * CLOSE)
     assert_close(out, rms(residual.double() + expected, weight, 1e-3), 4 * CLOSE)
+    return torch.cat([out.flatten(), stream.view.flatten()])
+
+
+def normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, size):
+    """As `normed_row`, of the last rank. What others have are multiples of its h and y.
+
+    h   (T, R) of each row, NaN past the live rank
+    """
+    times = torch.tensor([0.5, -3.0, 1.0])[-size:]
+    brought = Brought(times[:, None, None] * y, torch.arange(len(y), dtype=torch.int32))
+    brought.more = times[:, None, None].to(DEVICE) * h
+    brought.bring_to(size - 1)
+    sanitizer.reach += brought.reach(size - 1)
+    residual, weight = random(*y.shape, seed=40), random(y.shape[1], seed=41)
+    product, stream = guard(y, row_gap=3), guard(residual, row_gap=5)
+
+    with sanitizer.watching():
+        tiles = at_most(block_r, adapted_norm_tiles(y.shape[1], update.rank, y.itemsize))
+        of_norm = (
+            numbers(picks, torch.int64),
+            numbers(weight, torch.float32),
+            1e-3,
+            brought.words_at(size - 1),
+        )
+        out = adapted_peer_norm_op.adapted_peer_norm(
+            update, *of_norm, product.view, stream.view, tiles, looks=2
+        )
+
+    product.assert_written_only_where(torch.tensor(False))
+    stream.assert_intact()
+    assert_all_is_brought(brought, size - 1)
+    total = residual.double() + times.sum() * expected
+    assert_close(stream.view, total, 2 * CLOSE)
+    assert_close(out, rms(total, weight, 1e-3), 4 * CLOSE)
     return torch.cat([out.flatten(), stream.view.flatten()])
 
 
@@ -428,12 +502,17 @@ def wide_update(sanitizer, tokens, slots, rank, heights, kind="mixed", by_rank=T
 
 
 def normed_of_slots(
-    sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64, in_tiles=False
+    sanitizer, tokens, slots, rank, size, kind="mixed", by_rank=True, block_r=64, ranks=1, in_tiles=False
 ):
     """As `normed`, of folded slots."""
     update, y, picks, expected = wide_update(sanitizer, tokens, slots, rank, [size], kind, by_rank)
-    tile_rows = tile_list(picks, slots) if in_tiles else None
-    return normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows)
+    if ranks == 1:
+        tile_rows = tile_list(picks, slots) if in_tiles else None
+        return normed_row(sanitizer, update, y, picks, expected, block_r, tile_rows)
+    strides = update.h.stride(1), update.h_slot_stride, 1
+    of_all = update.h.as_strided((tokens, slots, rank), strides)
+    h = of_all[torch.arange(tokens), picks.clamp(min=0)].masked_fill((picks < 0)[:, None].to(DEVICE), NAN)
+    return normed_row_of_ranks(sanitizer, update, h, y, picks, expected, block_r, ranks)
 
 
 def gated_of_slots(sanitizer, tokens, slots, rank, inner, kind="mixed", by_rank=True, block_r=64):
@@ -450,6 +529,79 @@ def gated_of_slots(sanitizer, tokens, slots, rank, inner, kind="mixed", by_rank=
     gate, up = expected.chunk(2, dim=1)
     assert_close(out, torch.nn.functional.silu(gate) * up, 4 * CLOSE)
     return out
+
+
+def turned(
+    sanitizer, tokens, rank, page_ranks, heads, width=40, kind="mixed", many=False, block_r=64, parts=3
+):
+    """q, k and v into rotary and cache.
+
+    heads   Hq, Hkv, D
+    parts   1 = one adapter for q, k and v
+    """
+    batch = Pages(sanitizer, (tokens, rank, width, heights_of(heads, parts), page_ranks), kind=kind)
+    tuned = paged_shrink_tiles(tokens, width, rank)
+    x, room = batch.x.to(DEVICE), room_of_nan(batch, tuned)
+
+    with sanitizer.watching():
+        h = paged_shrink_op.paged_shrink(x, batch.pieces, batch.tiles, room, tuned)
+    update, picks = Update.of_pages(h, batch.pieces), batch.adapters
+    has_v = (torch.tensor(batch.ranks)[-1][picks] > 0) & (picks >= 0)
+    tiles = at_most(block_r, adapted_rotary_tiles(4096 if many else 1, rank))
+    return turned_rows(sanitizer, update, batch.y, batch.tiles, batch.expected()[1], heads, tiles, has_v)
+
+
+def heights_of(heads, parts):
+    num_heads, kv_heads, size = heads
+    heights = [count * size for count in (num_heads, kv_heads, kv_heads)]
+    return heights if parts == 3 else [sum(heights)]
+
+
+def turned_rows(sanitizer, update, y, tile_rows, expected, heads, tiles, has_v):
+    """expected: y and what adapters add, in float64   has_v: (T,) rows whose adapter adds to v
+
+    The last two rows are padding, which shares slot 0 of the cache. The last slot is the cache's last.
+    """
+    (num_heads, kv_heads, size), tokens = heads, len(y)
+    y = guard(y, row_gap=3)
+    angles = random(tokens, 1, size // 2, seed=60).double()
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    mapping = 1 + torch.randperm(tokens + 3, generator=torch.Generator().manual_seed(tokens))[:tokens]
+    mapping[0] = 4 * (tokens // 4 + 2) - 1
+    mapping[3:][-2:] = 0
+    cache = Guarded(torch.full((tokens // 4 + 2, 4, 2 * kv_heads, size), NAN), 0, DEVICE)
+    sanitizer.late, sanitizer.common = [update.h, y.view], [cache.view[:1, :1]]
+
+    with sanitizer.watching():
+        angle_rows = (guarded(part.float()[:, 0], row_gap=3)[:, None] for part in (cos, sin))
+        places = numbers(mapping, torch.int64), cache.view
+        rows = y.view.unflatten(1, (-1, size))
+        adapted_rotary_op.adapted_rotary(update, rows, *angle_rows, *places, tile_rows, tiles)
+
+    first, second = expected.unflatten(1, (-1, size)).chunk(2, dim=2)
+    cos, sin = (part[..., size // 2 :] for part in (cos, sin))
+    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+    exact[:, num_heads + kv_heads :] = expected.unflatten(1, (-1, size))[:, num_heads + kv_heads :]
+    assert_close(rows, exact, 4 * CLOSE)
+    is_value = torch.arange(exact[0].numel()) >= (num_heads + kv_heads) * size
+    y.assert_written_only_where(~is_value | has_v[:, None])
+    written = torch.zeros(4 * len(cache.view), 1, 1, dtype=torch.bool)
+    written[mapping] = True
+    cache.assert_written_only_where(written.unflatten(0, (-1, 4)))
+    own = mapping > 0
+    in_cache = cache.view.flatten(0, 1)[mapping[own].to(DEVICE)].cpu()
+    assert torch.equal(in_cache, rows.cpu()[own, num_heads:])
+    return torch.cat([y.view.flatten().cpu(), in_cache.flatten()])
+
+
+def turned_of_slots(sanitizer, tokens, slots, rank, heads, kind="mixed", by_rank=True, block_r=64, parts=3):
+    """As `turned`, of folded slots."""
+    found = wide_update(sanitizer, tokens, slots, rank, heights_of(heads, parts), kind, by_rank)
+    update, y, picks, expected = found
+    live = torch.full((slots,), rank) if update.ranks is None else update.ranks[-1].cpu()
+    has_v = (live[picks] > 0) & (picks >= 0)
+    tiles = at_most(block_r, adapted_rotary_tiles(tokens, rank))
+    return turned_rows(sanitizer, update, y, tile_list(picks, slots), expected, heads, tiles, has_v)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------

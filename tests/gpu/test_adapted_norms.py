@@ -19,6 +19,7 @@ from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.lora.gpu import folded_backend, paged_backend, readers
 from minivllm.lora.gpu.ops import paged_tuning
+from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
 from minivllm.lora.gpu.ops.paged_tuning import MOST_NORM_TOKENS, norm_kernel
 from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.model_manager import make_backend
@@ -52,6 +53,18 @@ class TwoThatNorm(TwoProcesses):
 
         norm.rest = rest
         return x
+
+
+class TwoThatAdd(TwoThatNorm):
+    """Their norms can add what adapters add, too: the other's terms of h are as large as its own."""
+
+    def words_for(self, x):
+        return self
+
+
+def by_two(update, slots, weight, eps, tp, x, residual):
+    """Stands for `adapted_peer_norm`, whose words others would have to bring."""
+    return adapted_norm(update._replace(b=(2 * update.b[0],)), slots, weight, eps, tp.all_reduce(x), residual)
 
 
 class Down:
@@ -286,6 +299,35 @@ def test_what_a_backend_leaves_takes_no_sum_from_the_norm(backend, slots, told):
         down.assert_answers(slots, processes=2, seed=seed)
 
     assert not any(told)
+
+
+@pytest.mark.parametrize(
+    "slots", [[-1] * 4, [2, -1, 0, 0], [0] * (MOST_NORM_TOKENS + 1)], ids=["base", "few", "many"]
+)
+def test_a_norm_that_sums_adds_few_rows_adapters_and_finds_nothing_of_a_step_before(
+    backend, slots, told, monkeypatch
+):
+    monkeypatch.setattr(readers, "adapted_peer_norm", by_two)
+    down = Down(backend, processes=2, kind=TwoThatAdd)
+    down.step([0, 2, 0, -1])
+    with torch.inference_mode():
+        down.layer(rows(4)[0].to(DEVICE))  # a step that ends before its norm
+
+    down.step(slots)
+    down.assert_answers(slots, processes=2, seed=1)
+
+    assert told[-1] is (slots[0] == 2)
+
+
+def test_a_linear_that_is_no_sum_leaves_nothing_to_a_norm_of_several_processes(backend, told, monkeypatch):
+    down = Down(backend, processes=2, kind=TwoThatAdd)
+    down.base.__class__ = LinearBase
+    down.step([0])
+
+    with torch.inference_mode():
+        down.punica.linear(rows(1)[0].to(DEVICE), down.base, down.layer.slots)
+
+    assert told[-1] is False
 
 
 def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, told):

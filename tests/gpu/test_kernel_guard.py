@@ -40,6 +40,7 @@ FAMILIES = {
     "normed in tiles": functools.partial(
         cases.normed, tokens=61, rank=7, page_ranks=4, width=40, size=300, in_tiles=True
     ),
+    "turned": functools.partial(cases.turned, tokens=17, rank=7, page_ranks=4, heads=(5, 2, 20), many=True),
     "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128, heads=(6, 2, 20)),
     "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3], heads=(6, 2, 20)),
     "norms": functools.partial(cases.norms, rows=3, size=100),
@@ -52,6 +53,10 @@ FAMILIES = {
     "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=1028),
     "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
     "sums and norms": functools.partial(cases.norm_of_ranks, rank=1, size=3, rows=5, width=1004),
+    "words and norms": functools.partial(cases.packed_norm_of_ranks, rank=1, size=3, rows=5, width=1004),
+    "words and normed": functools.partial(
+        cases.normed, tokens=7, rank=7, page_ranks=4, width=40, size=35, ranks=3
+    ),
 }
 
 # These take the ways that those do not.
@@ -68,6 +73,18 @@ OTHER_WAYS = {
     "gated of slots of one rank": functools.partial(
         cases.gated_of_slots, tokens=17, slots=3, rank=8, inner=35, by_rank=False
     ),
+    "turned of many ranks": functools.partial(
+        cases.turned, tokens=5, rank=20, page_ranks=8, heads=(3, 1, 20), block_r=16
+    ),
+    "turned by one adapter for all": functools.partial(
+        cases.turned, tokens=17, rank=7, page_ranks=4, heads=(3, 2, 12), parts=1
+    ),
+    "turned of slots": functools.partial(
+        cases.turned_of_slots, tokens=17, slots=3, rank=20, heads=(3, 1, 20), block_r=16
+    ),
+    "turned of slots of one rank": functools.partial(
+        cases.turned_of_slots, tokens=17, slots=3, rank=8, heads=(4, 2, 12), by_rank=False, parts=1
+    ),
     "normed of many ranks": functools.partial(
         cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4
     ),
@@ -83,6 +100,15 @@ OTHER_WAYS = {
     "normed in tiles of slots of one rank": functools.partial(
         cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False, in_tiles=True
     ),
+    "words and normed of many ranks": functools.partial(
+        cases.normed, tokens=3, rank=20, page_ranks=8, width=40, size=33, block_r=4, ranks=2
+    ),
+    "words and normed of slots": functools.partial(
+        cases.normed_of_slots, tokens=6, slots=3, rank=20, size=35, block_r=8, ranks=2
+    ),
+    "words and normed of slots of one rank": functools.partial(
+        cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False, ranks=3
+    ),
     "decodes of whole splits": functools.partial(
         cases.decodes, seq_lens=[9, 128], max_seq_len=128, heads=(6, 2, 20), padding=0
     ),
@@ -94,6 +120,7 @@ OVERLAPPING = {
     "slots": cases.lora_expand_op,
     "pages": cases.paged_expand_op,
     "gated": cases.adapted_silu_op,
+    "turned": cases.adapted_rotary_op,
     "normed": cases.adapted_norm_op,
     "normed in tiles": cases.adapted_norm_tiles_op,
 }
@@ -114,6 +141,7 @@ def edges():
         for j, rank in enumerate((1, 7, 8, 12, 64)):
             slots, kind = (1, 6)[(i + j) % 2], kinds[(i + 2 * j) % 3]
             width, heights = ((64, [48]), (37, [19, 128, 1]), (130, [130, 70]))[(i + j) % 3]
+            heads = ((6, 2, 16), (5, 1, 34), (9, 3, 80))[(i + j) % 3]
             found[f"slots {tokens} {slots} {rank} {width} {heights} {kind}"] = functools.partial(
                 cases.slots, tokens=tokens, slots=slots, rank=rank, width=width, heights=heights, kind=kind,
                 splits=1 + (i + j) % 3,
@@ -134,6 +162,9 @@ def edges():
             found[f"normed in tiles {shape} {9 * heights[0]}"] = functools.partial(
                 cases.normed, **shape, size=9 * heights[0], in_tiles=True
             )
+            found[f"turned {shape} {heights[0]}"] = functools.partial(
+                cases.turned, **shape, heads=heads, many=bool((i + j) % 2), parts=1 + 2 * (j % 2)
+            )
             if i % 2 == j % 2:
                 found[f"normed {shape} {heights[0]}"] = functools.partial(
                     cases.normed, **shape, size=heights[0], block_r=(4, 64)[i // 2 % 2]
@@ -151,6 +182,9 @@ def edges():
                 )
                 found[f"normed in tiles of slots {of_slots} {heights[0]}"] = functools.partial(
                     cases.normed_of_slots, **of_slots, size=heights[0], in_tiles=True
+                )
+                found[f"turned of slots {of_slots} {heads}"] = functools.partial(
+                    cases.turned_of_slots, **of_slots, heads=heads, parts=1 + 2 * (j % 2)
                 )
                 found[f"gated of slots {of_slots} {heights[0]}"] = functools.partial(
                     cases.gated_of_slots, **of_slots, inner=heights[0]
@@ -229,7 +263,11 @@ def kernels_of(path):
 @in_interpreter
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("backend", "adapters"), [("triton", "_lora_expand_kernel"), ("paged", "_adapted_silu_kernel")]
+    ("backend", "adapters"),
+    [
+        ("triton", {"_rotary_and_cache_kernel", "_lora_expand_kernel"}),
+        ("paged", {"_adapted_rotary_kernel", "_adapted_silu_kernel"}),
+    ],
 )
 def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend, adapters):
     world = tiny_world(tmp_path_factory)
@@ -243,7 +281,7 @@ def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend
         outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
-    assert {"_rotary_and_cache_kernel", "_mixed_attention_kernel", adapters} <= set(sanitizer.kernels)
+    assert {"_mixed_attention_kernel", *adapters} <= set(sanitizer.kernels)
 
 
 def written_by_address(engine):
@@ -319,7 +357,7 @@ FAULTS = {
         "pages", (Strayed, "_write_pages_kernel"),
     ),
     "the activation takes adapters' rows for base rows": (
-        f"{PAGES}/adapted_silu_op.py", "first = tl.sum(lengths) +", "first = tl.sum(lengths) - 1 +",
+        f"{PAGES}/adapted_silu_op.py", "rows_ptr + first +", "rows_ptr + first - tl.where(tile < tile_count, 0, 1) +",
         "gated", (Raced, "_adapted_silu_kernel: .* of out_ptr, and nothing orders the two"),
     ),
     "expand reads y of a kernel that has not ended": (
@@ -333,8 +371,65 @@ FAULTS = {
     ),
     "an activation of no rows does not wait": (
         f"{PAGES}/adapted_silu_op.py",
-        f"{WAIT}\n        return\n    place", "pass\n        return\n    place",
+        f"{WAIT}\n        return\n    live", "pass\n        return\n    live",
         "gated, overlapping", (Raced, "_adapted_silu_kernel.* ends and has not waited"),
+    ),
+    "rotary with adapters takes a head of the next part": (
+        f"{PAGES}/adapted_rotary_op.py", "(head < head_count))[None, :]", "(head <= head_count))[None, :]",
+        "turned", (Strayed, "_adapted_rotary_kernel.* of heads_ptr"),
+    ),
+    "a key is rotated by another row's angle": (
+        f"{PAGES}/adapted_rotary_op.py", "sin_ptr + rows[:, None]", "sin_ptr + place[:, None]",
+        "turned", (AssertionError, ""),
+    ),
+    "nothing but the first half is rotated": (
+        f"{PAGES}/adapted_rotary_op.py", "rotated_second = tl.where(part < 2", "rotated_second = tl.where(part > 3",
+        "turned", (AssertionError, ""),
+    ),
+    "the second half lacks what adapters add": (
+        f"{PAGES}/adapted_rotary_op.py", "second += tl.dot(h, b_second", "second += 0 * tl.dot(h, b_second",
+        "turned", (AssertionError, ""),
+    ),
+    "the second block of ranks has the first one's B": (
+        f"{PAGES}/adapted_rotary_op.py", "of_block = start + rank", "of_block = rank",
+        "turned of many ranks", (AssertionError, ""),
+    ),
+    "a second head has the first one's B": (
+        f"{PAGES}/adapted_rotary_op.py", "            if i > 0:", "            if i > 8:",
+        "turned", (AssertionError, ""),
+    ),
+    "keys take the queries' live rank": (
+        f"{PAGES}/adapted_rotary_op.py", "ranks_ptr + part * ranks_row", "ranks_ptr",
+        "turned", (AssertionError, ""),
+    ),
+    "a value is written to the cache alone": (
+        f"{PAGES}/adapted_rotary_op.py", "((part < 2) | (live > 0))", "(part < 2)",
+        "turned", (AssertionError, ""),
+    ),
+    "a key goes to another row's place": (
+        f"{PAGES}/adapted_rotary_op.py", "slot_mapping_ptr + rows", "slot_mapping_ptr + place",
+        "turned", (AssertionError, ""),
+    ),
+    "keys are cached behind values": (
+        f"{PAGES}/adapted_rotary_op.py", "(heads_before - NUM_HEADS + head)", "(NUM_KV_HEADS * (2 - part) + head)",
+        "turned", (AssertionError, ""),
+    ),
+    "base rows are the rows of adapters": (
+        f"{PAGES}/adapted_rotary_op.py", "rows_ptr + first_place",
+        "rows_ptr + first_place - tl.where(tile < tile_count, 0, 1)",
+        "turned", (Raced, "_adapted_rotary_kernel: .* of heads_ptr"),
+    ),
+    "one adapter for all: keys have the queries' B": (
+        f"{PAGES}/adapted_rotary_op.py", "_of_part(part, b_firsts)", "b_firsts[0]",
+        "turned by one adapter for all", (AssertionError, ""),
+    ),
+    "rotary reads h of a kernel that has not ended": (
+        f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n    if ONE_BLOCK", "pass\n    if ONE_BLOCK",
+        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* and has not waited"),
+    ),
+    "a rotation of no rows does not wait": (
+        f"{PAGES}/adapted_rotary_op.py", f"{WAIT}\n        return", "pass\n        return",
+        "turned, overlapping", (Raced, "_adapted_rotary_kernel.* ends and has not waited"),
     ),
     "a norm has the row after its own": (
         f"{PAGES}/adapted_norm_op.py", "row = tl.program_id(0)", "row = (tl.program_id(0) + 1)",
@@ -467,6 +562,35 @@ FAULTS = {
     "a gather writes past its rows": (
         "distributed/peer_gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
         "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
+    ),
+    "words: a row counts as the one before": (
+        "distributed/packed_norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
+        "words and norms", (AssertionError, ""),
+    ),
+    "words: a rank brings more than a row": (
+        "distributed/packed_norm_op.py", "push(own, place, is_word,", "push(own, place, place >= 0,",
+        "words and norms", (Strayed, "_packed_norm_kernel.* write outside"),
+    ),
+    "words: one rank's are taken for another's": (
+        "distributed/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
+        "words and norms", (AssertionError, ""),
+    ),
+    "words: others' h is not added": (
+        f"{PAGES}/adapted_peer_norm_op.py", "h += more.to", "h *= more.to",
+        "words and normed", (AssertionError, ""),
+    ),
+    "words: h is brought past the live rank": (
+        f"{PAGES}/adapted_peer_norm_op.py", "rank_of_h, is_live, count, row,", "rank_of_h, rank_of_h < R, count, row,",
+        "words and normed", (AssertionError, ""),
+    ),
+    "words: what adapters add is added to every term": (
+        f"{PAGES}/adapted_peer_norm_op.py", "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + own_h",
+        "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + SIZE * own_h",
+        "words and normed", (AssertionError, ""),
+    ),
+    "words: other ranks of h in the second block": (
+        f"{PAGES}/adapted_peer_norm_op.py", "rank_of_b = start + tl.arange", "rank_of_b = tl.arange",
+        "words and normed of many ranks", (AssertionError, ""),
     ),
 }  # fmt: skip
 

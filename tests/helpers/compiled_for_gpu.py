@@ -3,6 +3,7 @@
     python tests/helpers/compiled_for_gpu.py shrink|expand FILE
     python tests/helpers/compiled_for_gpu.py sum
     python tests/helpers/compiled_for_gpu.py norm
+    python tests/helpers/compiled_for_gpu.py rotary
 
 FILE holds the module's text. Triton's interpreter takes more of Python than its compiler: this is who would tell.
 A process of its own, because an interpreter that was chosen stays.
@@ -64,12 +65,17 @@ def compile_all(what, path):
 
 
 def compile_sums():
-    """And gathers, and norms: as a rank of two and of eight launches them, for all dtypes."""
+    """And gathers, and norms, with adapters, too: as a rank of two and of eight launches them, for all dtypes."""
+    from minivllm.distributed.packed_norm_op import packed_norm
     from minivllm.distributed.peer_gather_op import peer_gather
     from minivllm.distributed.peer_group import DTYPES
     from minivllm.distributed.peer_norm_op import peer_norm
     from minivllm.distributed.peer_sum_op import peer_sum
+    from minivllm.distributed.words_op import Words
+    from minivllm.lora.gpu.ops.adapted_peer_norm_op import adapted_peer_norm
+    from minivllm.lora.gpu.ops.update import Update
 
+    slots = torch.zeros(32, dtype=torch.int64)
     for dtype in DTYPES:
         for size in (2, 8):
             tables, counts = torch.zeros(2, size, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -79,6 +85,52 @@ def compile_sums():
             for width in (1000, 4096):
                 x = torch.zeros(32, width, dtype=dtype)
                 peer_norm(x, x, x[0], 1e-5, *of_ranks)
+                words = Words(tables[0], counts, counts, counts[:1], 1)
+                packed_norm(x, x, x[0], 1e-5, words)
+                for rank in (8, 32):
+                    b = torch.zeros(3, width, rank, dtype=dtype)
+                    update = Update.of_slots(x[None, :, :rank], [b], None, rank)
+                    adapted_peer_norm(update, slots, x[0], 1e-5, words, x, x)
+
+
+def compile_rotations():
+    """What adds adapters to q, k and v, from pages and from slots. Steps of few tokens, or of many, share a variant."""
+    from minivllm.lora.gpu.ops import adapted_rotary_op as rotary
+    from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
+    from minivllm.lora.gpu.ops.update import Update
+    from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+
+    rotary.can_overlap = lambda device: True
+    heads, kv_heads, size, slots = 6, 2, 80, 3
+    heights = (heads * size, kv_heads * size, kv_heads * size)
+    meta = LoRAKernelMeta.make(slots, 2000, "cpu")
+    ranks, table = torch.ones(3, slots, dtype=torch.int32), torch.zeros(slots, 9, dtype=torch.int32)
+    expected = 0
+    for dtype, rank, paged in (
+        (torch.bfloat16, 16, True),
+        (torch.bfloat16, 72, True),
+        (torch.float32, 20, False),
+    ):
+        pool, b = (
+            torch.zeros(9, dtype=dtype),
+            [torch.zeros(slots, height, rank, dtype=dtype) for height in heights],
+        )
+        pieces = PagedPieces(pool, table, ranks, rank, 8, 64, 1, (0, 8, 16), (24, 32, 40), (64,) * 3, heights)
+        for sizes in ((1, 17, 512), (513, 600, 2000)):
+            for tokens in sizes:
+                meta.prepare_tensors(torch.arange(tokens) % 4 - 1)
+                h, y = (
+                    torch.zeros(3, tokens, rank, dtype=dtype),
+                    torch.zeros(tokens, sum(heights), dtype=dtype),
+                )
+                update = Update.of_pages(h, pieces) if paged else Update.of_slots(h, b, ranks, rank)
+                angles, mapping = torch.zeros(tokens, 1, size), torch.zeros(tokens, dtype=torch.int64)
+                cache = torch.zeros(4, 16, 2 * kv_heads, size, dtype=dtype)
+                places = y.unflatten(1, (-1, size)), angles, angles, mapping, cache
+                rotary.adapted_rotary(update, *places, meta.meta_args(tokens))
+            expected += 1
+            made = len(rotary._adapted_rotary_kernel.device_caches[0][0])
+            assert made == expected, f"{made - expected + 1} variants for {sizes} tokens"
 
 
 def compile_norms():
@@ -119,7 +171,8 @@ if __name__ == "__main__":
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
     try:
-        given = {("sum",): compile_sums, ("norm",): compile_norms}.get(tuple(sys.argv[1:]))
+        given = {("sum",): compile_sums, ("norm",): compile_norms, ("rotary",): compile_rotations}
+        given = given.get(tuple(sys.argv[1:]))
         given() if given else compile_all(*sys.argv[1:])
     except CompilationError as error:
         sys.exit(in_a_sentence(error))

@@ -20,10 +20,19 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from minivllm.distributed import peer_gather_op, peer_group, peer_norm_op, peer_sum_op
+from minivllm.distributed import (
+    packed_norm_op,
+    peer_gather_op,
+    peer_group,
+    peer_norm_op,
+    peer_sum_op,
+)
 from minivllm.distributed.peer_group import PeerGroup
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.triton_ops.norm import fused_add_rms_norm
+from minivllm.lora.gpu.ops import adapted_peer_norm_op
+from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
+from minivllm.lora.gpu.ops.update import Update
 
 MOST = 8192  # bytes: the interpreter takes a while for a program
 DTYPES = (torch.float16, torch.float32)  # the interpreter cuts bfloat16 off, where a GPU rounds
@@ -110,8 +119,12 @@ def goes_on(flag_ptr, count, stop_ptr, LOOKS: tl.constexpr):
 
 
 def all_kinds(group: PeerGroup, count: int) -> dict:
-    """Sums, gathers and norms in no order, of many sizes. -> how many were right, and norms that were one kernel"""
-    right, normed = 0, 0
+    """Sums, gathers and norms in no order, of many sizes. -> how many were right, how many norms were one kernel, and
+    how many of these by words, and norms with adapters
+    """
+    right, normed, packed, adapted = 0, 0, [], 0
+    by_words = packed_norm_op.packed_norm
+    packed_norm_op.packed_norm = lambda *args: packed.append(len(args[0])) or by_words(*args)
     for seed in range(count):
         pick = random.Random(seed)
         rows, width = pick.choice([(4, 2048)] * 4 + [(1, 8), (3, 1000), (8, 64), (8, 1024), (5, 1640)])
@@ -125,10 +138,14 @@ def all_kinds(group: PeerGroup, count: int) -> dict:
             )
         elif kind == "gather":
             right += torch.equal(group.all_gather(parts[group.rank]), torch.cat(parts, dim=-1))
+        elif pick.random() < 0.3 and group.words_for(parts[group.rank]) is not None:
+            right, adapted = right + norm_with_adapters(group, parts, seed), adapted + 1
         else:
             was_right, by_kernel = norm(group, parts, seed)
             right, normed = right + was_right, normed + by_kernel
-    return {"right": right, "normed": normed, "counts": sorted(set(group._counts.tolist()))}
+    counts = (sorted(set(counts.tolist())) for counts in (group._counts, group._words.counts))
+    found = {"right": right, "normed": normed, "packed": len(packed), "adapted": adapted}
+    return found | {"counts": list(counts)}
 
 
 def norm(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> tuple[bool, bool]:
@@ -149,12 +166,30 @@ def norm(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> tuple[bool, 
     return is_right and layer.rest is None, by_kernel
 
 
+def norm_with_adapters(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> bool:
+    """Whether the bits are those of a sum and then a norm that adds adapters with the sum of h."""
+    (rows, width), rank = parts[0].shape, random.Random(seed).choice([3, 20])
+    slots = torch.tensor([random.Random(seed + row).randrange(-1, 3) for row in range(rows)])
+    ranks = torch.tensor([[rank, rank // 2, 0]], dtype=torch.int32)
+    b = terms(1, seed + 2, 3 * width * rank, torch.float32)[0].view(3, width, rank).to(parts[0])
+    h = [part.view(1, rows, rank) for part in terms(group.size, seed + 3, rows * rank, parts[0].dtype)]
+    weight, residual, others = parts[0][0], parts[0] * 3, parts[0] * 3
+    expected = adapted_norm(
+        Update.of_slots(in_order([one.float() for one in h]), [b], ranks, 0),
+        *(slots, weight, 1e-5, in_order(parts), others),
+    )
+    own = Update.of_slots(h[group.rank], [b], ranks, 0), slots, weight, 1e-5, group._words
+    found = adapted_peer_norm_op.adapted_peer_norm(*own, parts[group.rank], residual, looks=2)
+    return torch.equal(found, expected) and torch.equal(residual, others)
+
+
 def mix_up(rank: int, size: int) -> None:
     """Programs come in no order, the same on all ranks, and the last one reads late, in turns of ranks.
 
     On a GPU nothing orders them either.
     """
     begin, wait = interpreter.interpreter_builder.set_grid_idx, peer_sum_op._wait
+    receive, receive_both = packed_norm_op.receive, adapted_peer_norm_op.receive_both
     launches, is_last = 0, False
 
     def begin_another(x: int, y: int, z: int) -> None:
@@ -167,8 +202,16 @@ def mix_up(rank: int, size: int) -> None:
         wait(*args, **kwargs)
         time.sleep(0.03 if is_last and launches % size == rank else 0)
 
+    def late(receive):
+        def receive_late(*args, **kwargs):
+            time.sleep(0.03 if is_last and launches % size == rank else 0)
+            return receive(*args, **kwargs)
+
+        return receive_late
+
     interpreter.interpreter_builder.set_grid_idx = begin_another
     peer_sum_op._wait = wait_long
+    packed_norm_op.receive, adapted_peer_norm_op.receive_both = late(receive), late(receive_both)
 
 
 def room_of_the_other(rooms_ptr, rank, x):
@@ -204,7 +247,8 @@ def wide_norms(group: PeerGroup) -> dict:
         (size, dtype, [p.view(size) for p in terms(group.size, 1, size[0] * size[1], dtype)])
         for size, dtype in shapes
     ]
-    return {"wide": [norm(group, parts, 5) for *_, parts in cases]}
+    by_words = [group.words_for(parts[group.rank]) is not None for *_, parts in cases]
+    return {"wide": [norm(group, parts, 5) for *_, parts in cases], "by words": by_words}
 
 
 def dies(group: PeerGroup, norms: bool) -> dict:
@@ -213,8 +257,8 @@ def dies(group: PeerGroup, norms: bool) -> dict:
         os._exit(9)
     threading.Timer(0.5, group.release).start()
     began = time.monotonic()
-    for _ in range(3):
-        x = torch.ones(2, 1024)
+    for rows in (1, 2, 1):
+        x = torch.ones(rows, 1024)
         group._norm(x, x.clone(), x[0], 1e-5) if norms else group.all_reduce(x)
     return {"seconds": time.monotonic() - began}
 
@@ -226,6 +270,10 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     peer_group.MOST_BYTES, peer_group.DTYPES = {2: most, 3: most}, DTYPES
     peer_sum_op.peer_sum = functools.partial(peer_sum_op.peer_sum, looks=2)  # each takes the interpreter long
     peer_norm_op.peer_norm = functools.partial(peer_norm_op.peer_norm, looks=2)
+    packed_norm_op.packed_norm = functools.partial(packed_norm_op.packed_norm, looks=2)
+    # More rows are not brought by words: some cases have norms of both kinds, or none of words.
+    most_rows = {"all kinds": 4, "all kinds in one room": 0, "dies before a norm": 1}.get(case, 64)
+    packed_norm_op.MOST_ROWS = most_rows
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if case == "apart":

@@ -59,7 +59,7 @@ class Sanitizer:
     """Watches every launch inside `watching()`.
 
     reach    tensors that kernels find by addresses in tables, or through a pointer to a part of them
-    common   tensors of which any program may write any element, and the last one to write it wins
+    common   tensors of which any lane may write any element, and the last one to write it wins
     late     tensors that the kernel ahead may still write when one with OVERLAP begins: until it has waited
     seed     order of the programs, None = as the interpreter has it
     kernels  names of those launched
@@ -96,7 +96,7 @@ class _Watch:
         for name in (
             *("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas"),
             *("create_addptr", "create_splat", "create_broadcast", "create_expand_dims", "create_bitcast"),
-            *("create_barrier", "set_grid_idx"),
+            *("create_barrier", "create_select", "set_grid_idx"),
         ):
             stand_in = getattr(self, name, self._follow)
             patch.setattr(builder, name, _around(getattr(builder, name), stand_in))
@@ -167,6 +167,13 @@ class _Watch:
             made.set_attr(ORIGIN, source.attr[ORIGIN])
         return made
 
+    def create_select(self, create: Any, condition: Any, yes: Any, no: Any) -> Any:
+        """One pointer of two is of the tensor of the one that is taken."""
+        made, taken = create(condition, yes, no), yes if condition.data.all() else no
+        if ORIGIN in taken.attr and condition.data.size == 1:
+            made.set_attr(ORIGIN, taken.attr[ORIGIN])
+        return made
+
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def create_masked_load(self, load: Any, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
@@ -182,8 +189,11 @@ class _Watch:
         addresses = self._note("write", ptrs, mask)
         if len(np.unique(addresses)) < len(addresses):
             values = np.broadcast_to(value.data, ptrs.data.shape)[_mask_of(mask, ptrs)]
-            both = np.stack([addresses, values.astype(np.float64).view(np.uint64)], axis=1)
-            if len(np.unique(both, axis=0)) > len(np.unique(addresses)):
+            own = np.ones(addresses.shape, bool)
+            for tensor in self.sanitizer.common:
+                own &= ~Region(tensor).holds(addresses)
+            both = np.stack([addresses, values.astype(np.float64).view(np.uint64)], axis=1)[own]
+            if len(np.unique(both, axis=0)) > len(np.unique(addresses[own])):
                 self._fail(Raced(f"{self.kernel}: two lanes of one store write unlike values to one place"))
         return store(ptrs, value, mask, *options)
 

@@ -94,7 +94,7 @@ class FoldedBackend(TritonBackend):
         tiles = self.token_meta.meta_args(len(x))
         if len(x) <= FEW_TOKENS or isinstance(base.read_by, RMSNorm):
             update = Update.of_slots(h, slots.flat_b, slots.expand_ranks, n * rank)
-            leave(base, rest := rest_for(base, update, tiles, self.token_slots(len(x))))
+            leave(base, rest := rest_for(base, update, tiles, self.token_slots(len(x)), y))
             if rest is not None:
                 return y
         expand(h[None], slots.flat_b, y, tiles, slots.expand_ranks, h_slot_stride=n * rank)

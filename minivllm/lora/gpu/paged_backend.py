@@ -83,7 +83,7 @@ class PagedBackend(TritonBackend):
             return base.forward(x)[0]
         pieces, tiles = slots.pieces, self.token_meta.meta_args(len(x))
         y, h = self._base_and_shrink(x, base, pieces, tiles)
-        rest = rest_for(base, Update.of_pages(h, pieces), tiles, self.token_slots(len(x)))
+        rest = rest_for(base, Update.of_pages(h, pieces), tiles, self.token_slots(len(x)), y)
         leave(base, rest)
         if rest is None:
             paged_expand(h, pieces, y, tiles)

@@ -10,6 +10,7 @@ import triton.language as tl
 from minivllm.lora.gpu.ops.paged_expand_op import read_h
 from minivllm.lora.gpu.ops.paged_pieces import sum_dtype
 from minivllm.lora.gpu.ops.paged_tuning import PagedExpandTiles, adapted_silu_tiles
+from minivllm.lora.gpu.ops.tile_rows import programs_of_rows, rows_of_tile
 from minivllm.lora.gpu.ops.update import Update, begins_of_b, live_rank, read_ranks
 from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
 from minivllm.lora.ops.triton_ops.tuning import can_overlap
@@ -22,7 +23,7 @@ def _read_b(
 ):  # fmt: skip
     """B of some ranks and columns of one slice, zeros past the live rank: (ranks, columns)"""
     begins = begins_of_b(
-        b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, rank < live, PAGE_RANKS
+        b_ptr, table_ptr, slot, table_row, slot_stride, rank_stride, rank, rank < R, PAGE_RANKS
     )
     places = begins[:, None] + (columns * COLUMN_STRIDE)[None, :]
     return read_ranks(places, rank, live, R, table_ptr, is_column[None, :], 0)
@@ -68,31 +69,21 @@ def _adapted_silu_kernel(
 ):
     """One program: one tile of rows, one block of columns of gate and the same of up.
 
-    Axis 0 of the grid counts tiles, and past these as many blocks of base rows as there can be: base rows lie behind
-    all others. Sums are float32 and rounded once, after the activation. Nothing past a live rank is read.
+    Axis 0 of the grid counts tiles, and past these blocks of base rows. Sums are float32 and rounded once, after the
+    activation. Nothing past a live rank is read.
     """
     tile, block = tl.program_id(0), tl.program_id(1)
-    adapter = tl.load(tiles_ptr + tile, mask=tile < tile_count, other=0).to(tl.int64)
-    if adapter < 0:
+    adapter, first, length = rows_of_tile(
+        tiles_ptr, capacity, tile, tile_count, tokens, BLOCK_ROWS, BLOCK_TILES
+    )
+    if length <= 0:
         if OVERLAP:  # or what comes after this kernel might not wait for what came before it
             tl.extra.cuda.gdc_wait()
         return
     live_gate, live_up = 0, 0
     if tile < tile_count:
-        first = tl.load(tiles_ptr + capacity + tile)
-        length = tl.load(tiles_ptr + 2 * capacity + tile)
         live_gate = live_rank(ranks_ptr, adapter, R)
         live_up = live_gate if ranks_ptr is None else live_rank(ranks_ptr + ranks_row, adapter, R)
-    else:
-        each = tl.arange(0, BLOCK_TILES)
-        is_tile = (each < tile_count) & (tl.load(tiles_ptr + each, mask=each < tile_count, other=-1) >= 0)
-        lengths = tl.load(tiles_ptr + 2 * capacity + each, mask=is_tile, other=0)
-        first = tl.sum(lengths) + (tile - tile_count) * BLOCK_ROWS
-        length = tokens - first
-    if length <= 0:
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        return
     place = tl.arange(0, BLOCK_ROWS)
     is_row = place < length
     rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
@@ -154,8 +145,7 @@ def adapted_silu(
     width = update.heights[0]
     out = y.new_empty(len(y), width)
     overlap = can_overlap(y.device)
-    base_tiles = triton.cdiv(len(y), tiles.block_rows)
-    _adapted_silu_kernel[(tiles.count + base_tiles, triton.cdiv(width, tuned.block_n))](
+    _adapted_silu_kernel[(programs_of_rows(len(y), tiles), triton.cdiv(width, tuned.block_n))](
         update.h,
         *update.b,
         y,

@@ -44,6 +44,15 @@ class TiledNormTiles(NamedTuple):
     num_stages: int
 
 
+class AdaptedRotaryTiles(NamedTuple):
+    """A program takes `heads` of q, k or v, one after the other, of `rows` rows of a tile; block_r ranks at a time."""
+
+    heads: int
+    rows: int
+    block_r: int
+    num_warps: int
+
+
 # No fewer ranks in one product than a tensor core takes.
 LEAST_BLOCK_RANKS = 16
 # Up to here a prompt fills so few tiles that with two splits most multiprocessors have no program, and the others walk
@@ -84,6 +93,16 @@ def adapted_silu_tiles(tokens: int, rank: int) -> PagedExpandTiles:
     if tokens <= FEW_TOKENS:
         return PagedExpandTiles(128, block_r, num_warps=4)
     return PagedExpandTiles(64, block_r, num_warps=8 if block_r == LEAST_BLOCK_RANKS else 4)
+
+
+def adapted_rotary_tiles(tokens: int, rank: int) -> AdaptedRotaryTiles:
+    """tokens: T, rank: R"""
+    block_r = block_ranks(rank)
+    if tokens <= FEW_TOKENS:
+        return AdaptedRotaryTiles(1, 16, block_r, num_warps=4)
+    # Of few ranks B is soon read again. Of many, more rows share it.
+    rows, warps = (16, 4) if block_r == LEAST_BLOCK_RANKS else (64, 8)
+    return AdaptedRotaryTiles(4, rows, block_r, warps)
 
 
 # A norm of rows has one program each. Up to here all run at once, and none reads so much of B that it is later than an
