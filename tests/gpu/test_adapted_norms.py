@@ -350,7 +350,8 @@ def test_an_engine_answers_with_norms_that_add_what_adapters_add(
     )  # for a CPU, where folding finds no weight then
     world = tiny_world(tmp_path_factory)
     engine = graphed_engine(world, decode_graphs=True, punica_backend=name, max_num_batched_tokens=20)
-    launched.clear()
+    if DEVICE == "cpu":
+        launched.clear()  # where graphs are replayed, they were launched when these were captured
 
     add(engine, world, MIXED)
     outputs = run(engine)

@@ -327,7 +327,8 @@ def test_an_engine_answers_where_attention_adds_what_adapters_add(tmp_path_facto
 
 def test_an_engine_whose_attention_is_pytorchs_does_so_too(tmp_path_factory, monkeypatch):
     launched, world = watched(monkeypatch), tiny_world(tmp_path_factory)
-    engine = world.engine(punica_backend="paged", max_loras=4)
+    engine = world.engine(punica_backend="paged", max_loras=4, dtype="float32", device=DEVICE)
+    engine.runner.use_paged_attention = False
 
     add(engine, world, MIXED)
     outputs = run(engine)
@@ -338,7 +339,7 @@ def test_an_engine_whose_attention_is_pytorchs_does_so_too(tmp_path_factory, mon
 
 def test_norms_of_q_and_k_read_whole_products(tmp_path_factory, monkeypatch):
     launched, world = watched(monkeypatch), tiny_world(tmp_path_factory, "qwen3-wide-heads")
-    engine = world.engine(punica_backend="paged", max_loras=4)
+    engine = world.engine(punica_backend="paged", max_loras=4, dtype="float32", device=DEVICE)
 
     add(engine, world, MIXED)
     outputs = run(engine)
