@@ -71,6 +71,7 @@ def pass_over_what_is_here():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Fixtures too: they are what takes memory."""
+    keep_the_language_replaced()  # by now the file's first test may have loaded Triton
     if not torch.cuda.is_available():
         return (yield)
     with taking_turns(alone=item.get_closest_marker("alone_on_gpu") is not None):

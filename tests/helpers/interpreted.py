@@ -1,33 +1,95 @@
-"""Triton's interpreter, without what it does again and again.
+"""Triton's interpreter, with less to do.
 
 At each call of a kernel, and of each function inside one, it looks through all of `triton.language` for what to
 replace, and afterwards it puts the originals back. A third of a test's time went there. What it puts in is the same
 each time, and nobody else here uses the language, so here it stays.
+
+For each number or block that an operation gives, it makes a type and a shape anew, and looks up numpy's type in a
+table that it writes for that. Few types and shapes occur, so they are kept. And after each sum and product of whole
+numbers it asks in five more operations whether the result fits, and tells nobody. Half of what was left went there.
+
+Another Triton may lack a name that is replaced here. Then its interpreter stays as slow as it is.
 """
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+# What is replaced here, or asked for it, from the interpreter's module on.
+NAMES = (
+    *("_patch_lang", "_LangPatchScope", "_get_np_dtype", "tl.core.block_type", "tl.core.tensor"),
+    *("interpreter_builder.options.debug", "interpreter_builder.options.sanitize_overflow"),
+)
 
 
 def keep_the_language_replaced() -> None:
-    """From now on each module of the language is looked through once a process; nothing where Triton is not loaded."""
+    """Call it when Triton is imported; again is no harm."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter and not hasattr(interpreter._patch_lang, "scopes"):
-        interpreter._patch_lang = _once(interpreter._patch_lang, (interpreter.tl, interpreter.tl.core))
+    if interpreter and not hasattr(interpreter, "has_less_to_do"):
+        interpreter.has_less_to_do = all(_has(interpreter, name) for name in NAMES)
+        if interpreter.has_less_to_do:
+            _replace_once(interpreter)
+            _keep_types(interpreter)
+            _tell_nobody(interpreter.interpreter_builder)
 
 
-def _once(replace: Callable[..., Any], languages: tuple[Any, ...]) -> Callable[..., Any]:
-    """`replace`, once for each set of modules that a kernel's file names; what it replaced is not put back."""
+def _has(owner: Any, name: str) -> bool:
+    """name: with dots"""
+    first, _, rest = name.partition(".")
+    return hasattr(owner, first) and (not rest or _has(getattr(owner, first), rest))
+
+
+def _replace_once(interpreter: Any) -> None:
+    """The language, once for each set of modules that a kernel's file names; what it replaced is not put back."""
+    exchange: Callable[..., Any] = interpreter._patch_lang
+    languages = (interpreter.tl, interpreter.tl.core)
     scopes: dict[tuple[bool, ...], Any] = {}
 
-    def replace_once(kernel: Callable[..., Any]) -> Any:
+    def exchange_once(kernel: Callable[..., Any]) -> Any:
         named = [id(value) for value in kernel.__globals__.values()]
         key = tuple(id(language) in named for language in languages)
         if key not in scopes:
-            scopes[key] = replace(kernel)
-            scopes[key]._changes.clear()
+            exchange(kernel)
+            scopes[key] = interpreter._LangPatchScope()  # one that has nothing to put back
         return scopes[key]
 
-    replace_once.scopes = scopes
-    return replace_once
+    interpreter._patch_lang = exchange_once
+
+
+def _keep_types(interpreter: Any) -> None:
+    """Types of blocks, the shapes of what has a type, and numpy's types are made once."""
+    core = interpreter.tl.core
+    make_type, make_tensor, numpys = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    # By names: not every type can be hashed, and 16.0, which is no size, equals 16.
+    types: dict[str, dict[str, Any]] = {}
+    of_scalars: dict[str, Any] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = f"{element_ty}{shape}"
+        if key not in types:
+            make_type(self, element_ty, shape)
+            init_tensor(core.tensor.__new__(core.tensor), None, self)
+            types[key] = vars(self)
+        vars(self).update(types[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if "of_tensors" not in vars(type):
+            make_tensor(self, None, type)
+            type.of_tensors = dict(vars(self))
+        vars(self).update(type.of_tensors, handle=handle, type=type)
+
+    def numpys_type(of: Any) -> Any:
+        name = str(of.scalar)
+        if name not in of_scalars:
+            of_scalars[name] = numpys(of)
+        return of_scalars[name]
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    interpreter._get_np_dtype = numpys_type
+
+
+def _tell_nobody(builder: Any) -> None:
+    """Of whole numbers that do not fit; only who debugs is told."""
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
