@@ -19,7 +19,8 @@ from minivllm.labs import ROOT, splice
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        *("torch", "safetensors.torch", "typer.rich_utils"),
+        # Of distributed tensors `assert_close` imports all there is.
+        *("torch", "safetensors.torch", "torch.distributed.tensor", "typer.rich_utils"),
         *("pytest", "hypothesis", "schemathesis.pytest.plugin", "xdist.plugin"),
     ]
 )

@@ -82,7 +82,7 @@ def test_an_exercise_is_todo_on_a_fresh_starter(checkout, chosen):
         f"for job, outcome in run([Job(None, n, learners_sources(n)) for n in {chosen}]):\n"
         "    print(job.exercise, len(outcome.of('todo')), len(outcome.of('failed')), outcome.trouble)\n"
     )
-    lines = checkout.run("-c", code).stdout.strip().split("\n")
+    lines = checkout.execute(code).stdout.strip().split("\n")
 
     assert sorted(line.split()[0] for line in lines) == sorted(chosen)
     for line in lines:

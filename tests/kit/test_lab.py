@@ -296,7 +296,7 @@ def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
         "print(result.message, result.test.partition('::')[2][:5], result.place)"
     )
     place = checkout.place("3.2", "while True: pass")
-    assert checkout.run("-c", code).stdout == f"no end after 2 s of computing test_ {place}\n"
+    assert checkout.execute(code).stdout == f"no end after 2 s of computing test_ {place}\n"
 
 
 def test_an_exercise_is_graded_by_the_tests_that_carry_its_mark(checkout):
@@ -311,7 +311,7 @@ def test_an_exercise_is_graded_by_the_tests_that_carry_its_mark(checkout):
         "print([r.test.partition('::')[2] for r in outcome.results if 'test_marks' in r.test])"
     )
 
-    assert checkout.run("-c", code).stdout == "['test_own']\n"
+    assert checkout.execute(code).stdout == "['test_own']\n"
 
 
 def test_hints_come_one_after_another_and_the_last_stays(checkout):

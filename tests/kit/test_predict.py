@@ -95,7 +95,7 @@ ASK = "import json\nfrom labs.kit.predict import measured\nprint(json.dumps(meas
 def test_a_learners_code_is_counted_beside_ours(checkout):
     checkout.answer("5.1", ("self.move_to_end(key)", "self.move_to_end(key, last=False)"))
 
-    done = checkout.run("-c", ASK, labs="5.1")
+    done = checkout.execute(ASK, labs="5.1")
 
     # Who throws out what was used last keeps three of five: after four misses every fourth request is one.
     ours, theirs = json.loads(done.stdout)
@@ -106,7 +106,7 @@ def test_a_learners_code_is_counted_beside_ours(checkout):
 def test_of_a_phase_that_is_still_to_do_ours_is_shown(checkout):
     checkout.forget()
 
-    done = checkout.run("-c", ASK, labs="5.1")
+    done = checkout.execute(ASK, labs="5.1")
 
     said, counts = done.stdout.splitlines()
     assert said.startswith("your code: TODO lab 5.1")
@@ -116,6 +116,6 @@ def test_of_a_phase_that_is_still_to_do_ours_is_shown(checkout):
 def test_another_phases_code_is_not_asked(checkout):
     checkout.solve("3.1")
 
-    done = checkout.run("-c", ASK, labs="3.1")
+    done = checkout.execute(ASK, labs="3.1")
 
     assert json.loads(done.stdout)[1] is None

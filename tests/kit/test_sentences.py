@@ -68,7 +68,7 @@ def said(tmp_path_factory):
         "[(_, outcome)] = run([Job(None, '5.1', learners_sources('5.1'))])\n"
         "print('\\0'.join(r.message for r in outcome.results if 'test_said' in r.test), end='')"
     )
-    result = checkout.run("-c", code)
+    result = checkout.execute(code)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("\0")
 

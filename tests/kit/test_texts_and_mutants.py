@@ -60,7 +60,7 @@ def test_a_mutant_is_caught_by_its_own_exercises_tests(tmp_path, sample):
         "    print(verdict.is_good, verdict.exercise, verdict.mutant.name, verdict.text)\n"
     )
 
-    verdicts = Checkout(tmp_path).run("-c", code)
+    verdicts = Checkout(tmp_path).execute(code)
 
     lines = verdicts.stdout.strip().split("\n")
     assert verdicts.returncode == 0, verdicts.stderr

@@ -36,7 +36,7 @@ def checkout(tmp_path_factory):
 
 def ask(checkout, code):
     """What Python says to some code, line by line. A process of its own: no module of the engine is loaded in it."""
-    result = checkout.run("-c", code)
+    result = checkout.execute(code)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip().split("\n")
 
@@ -170,8 +170,9 @@ def judged(checkout):
         "from pathlib import Path\n"
         "from labs.kit.hunt import read_hunts\n"
         "from labs.kit.hunt_grade import grade_test\n"
-        f"for path in {list(map(str, paths))}:\n"
-        "    print(' / '.join(grade_test(read_hunts()['8.17'], Path(path), limit=4)[0]).replace('\\n', ' '))\n"
+        f"for path in map(Path, {list(map(str, paths))}):\n"
+        "    limit = 1 if 'never' in path.name else 15\n"
+        "    print(' / '.join(grade_test(read_hunts()['8.17'], path, limit)[0]).replace('\\n', ' '))\n"
     )
     return dict(zip(WRONG, ask(checkout, code), strict=True))
 
