@@ -37,8 +37,13 @@ PATIENCE = 10.0  # how many times as long they may take in all
 IDLE = 0.05  # whoever computes for less than this share of so many seconds waits for what never comes
 LOOK = 1.0  # seconds between looks at who is still there
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
-WANTED_BY_SOME = ("transformers", "peft")  # by no exercise, but by tests of incidents
-_WANTS = re.compile(r"tiny_(?!models)|(import|from) (peft|transformers)")
+# What takes long to import, and which files of tests do so.
+WANTED_BY_SOME = {
+    # By no exercise, but by tests of incidents.
+    ("transformers", "peft"): re.compile(r"tiny_(?!models)|(import|from) (peft|transformers)"),
+    # By the first call of `torch.testing.assert_close`.
+    ("torch.distributed.tensor",): re.compile("assert_close"),
+}
 
 
 class Result(NamedTuple):
@@ -134,14 +139,11 @@ def run(
     _import(WANTED_BY_ALL)
     waiting = [(job, job.all_files()) for job in jobs]
     running: dict[Connection, _Child] = {}
-    used = 0
+    _import_what_several_want([files for _, files in waiting])
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
                 job, files = waiting.pop(0)
-                used += any(_WANTS.search(path.read_text(encoding="utf-8")) for path in files)
-                if used > 2:  # from here on it pays to import them once, in this process
-                    _import(WANTED_BY_SOME)
                 child = _Child(job, files, limit, patience)
                 running[child.receiver] = child
             ready = wait(running, LOOK)
@@ -155,6 +157,15 @@ def run(
     finally:
         for child in running.values():
             child.process.kill()
+
+
+def _import_what_several_want(files_of_jobs: list[list[Path]]) -> None:
+    """It pays to import that once, in this process."""
+    texts = {path: path.read_text(encoding="utf-8") for files in files_of_jobs for path in files}
+    for names, sign in WANTED_BY_SOME.items():
+        wanted = [files for files in files_of_jobs if any(sign.search(texts[path]) for path in files)]
+        if len(wanted) > 1:
+            _import(names)
 
 
 def _import(names: tuple[str, ...]) -> None:
