@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tiny_adapters import load_oracle
 from tiny_models import all_in_float64
+
+Result = TypeVar("Result")
 
 
 class Oracle:
@@ -39,8 +42,8 @@ class Oracle:
         self.known.remove(name)
 
     @torch.inference_mode()
-    def call(self, name: str | None, function: Callable[[torch.nn.Module], torch.Tensor]) -> torch.Tensor:
-        """function(the model with that adapter), None = base."""
+    def call(self, name: str | None, function: Callable[[torch.nn.Module], Result]) -> Result:
+        """function(the model with that adapter), None = base. To choose an adapter takes as long as a step."""
         if self.peft is None:
             return function(self.base)
         if name is None:
@@ -57,7 +60,12 @@ class Oracle:
 
     def greedy(self, name: str | None, prompt: list[int], max_tokens: int) -> list[int]:
         """What is likeliest, token by token, with no end but the length."""
-        ids = list(prompt)
-        for _ in range(max_tokens):
-            ids.append(int(self.logits(name, [ids])[0, -1].argmax()))
-        return ids[len(prompt) :]
+
+        def generate(model: torch.nn.Module) -> list[int]:
+            ids = list(prompt)
+            for _ in range(max_tokens):
+                logits = model(torch.tensor([ids]), use_cache=False).logits
+                ids.append(int(logits[0, -1].argmax()))
+            return ids[len(prompt) :]
+
+        return self.call(name, generate)
