@@ -49,11 +49,14 @@ class StepOutput:
 
     def keep(self, logits: torch.Tensor) -> DecodeOutput:
         """Part of a step that is captured.   logits: (P, V)"""
+        from minivllm.layers.triton_ops.likeliest import keep_likeliest  # Triton is not everywhere
+
         rows, width = logits.shape
         if width not in self._logits:
             self._logits[width] = logits.new_empty(len(self.tokens), width)
-        kept, tokens = self._logits[width][:rows].copy_(logits), self.tokens[:rows]
-        return DecodeOutput(kept, torch.argmax(kept, dim=-1, out=tokens))
+        output = DecodeOutput(self._logits[width][:rows], self.tokens[:rows])
+        keep_likeliest(logits, *output)
+        return output
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
