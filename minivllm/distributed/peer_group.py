@@ -72,6 +72,21 @@ class PeerGroup(ProcessGroup):
         takes = self._takes(x) and x.shape[-1] * x.itemsize % 4 == 0
         return self._gather(x.contiguous()) if takes else super().all_gather(x)
 
+    def look_up_own(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        from minivllm.distributed.own_rows_op import own_rows
+
+        return own_rows(ids, table, self.part(len(table)))
+
+    def look_up_own_in(
+        self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
+        from minivllm.distributed.own_rows_op import own_rows
+
+        end = vocabulary + tables.shape[1] - self.tokens(vocabulary)
+        return own_rows(
+            ids, tables, self.own_part(vocabulary), (vocabulary, end) if self.rank == 0 else (0, 0), slots
+        )
+
     def _takes(self, x: torch.Tensor) -> bool:
         """Whether it is small enough, and threads can read 16 bytes at once."""
         return self.is_on and 0 < x.nbytes <= self.most and x.nbytes % 16 == 0

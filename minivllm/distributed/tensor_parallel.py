@@ -122,6 +122,7 @@ class TensorParallel:
         tokens.   (P, tokens(V) + X) -> (P, V + X)
         """
         own, added = logits.tensor_split([self.tokens(vocabulary)], dim=1)
-        return torch.cat([self.all_gather(own)[:, :vocabulary], added], dim=1)
+        gathered = self.all_gather(own)[:, :vocabulary]
+        return torch.cat([gathered, added], dim=1) if added.numel() else gathered
 
     # endregion

@@ -49,11 +49,14 @@ class StepOutput:
 
     def keep(self, logits: torch.Tensor) -> DecodeOutput:
         """Part of a step that is captured.   logits: (P, V)"""
+        from minivllm.layers.triton_ops.likeliest import keep_likeliest  # Triton is not everywhere
+
         rows, width = logits.shape
         if width not in self._logits:
             self._logits[width] = logits.new_empty(len(self.tokens), width)
-        kept, tokens = self._logits[width][:rows].copy_(logits), self.tokens[:rows]
-        return DecodeOutput(kept, torch.argmax(kept, dim=-1, out=tokens))
+        output = DecodeOutput(self._logits[width][:rows], self.tokens[:rows])
+        keep_likeliest(logits, *output)
+        return output
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -103,7 +106,8 @@ class CUDAGraphWrapper:
 class DecodeGraphs:
     """A captured decode step for each size, with adapters and without. vLLM: `CudagraphDispatcher`.
 
-    A batch without adapters runs a graph without a trace of LoRA, also where LoRA is on.
+    A batch without adapters runs a graph without a trace of LoRA, also where LoRA is on. `with_lora` is 2 for one that
+    has adapters on embedding and head, too. Most have none there: for these steps it is 1.
 
     buffers   what every step reads
     output    what it writes
@@ -123,9 +127,9 @@ class DecodeGraphs:
         self.max_model_len = max_model_len
         self.wrapper = wrapper
         self.sizes = capture_sizes(buffers.max_rows)
-        self._steps: dict[tuple[int, bool], DecodeStep] = {}
+        self._steps: dict[tuple[int, int], DecodeStep] = {}
 
-    def capture(self, size: int, with_lora: bool) -> None:
+    def capture(self, size: int, with_lora: int) -> None:
         """Capture one size; the backend's metadata must be that of a batch with (or without) adapters.
 
         Take the largest first: the smaller ones find their memory in the pool.
@@ -152,7 +156,7 @@ class DecodeGraphs:
             return 0
         return self.padded_size(int(tokens.sum())) or 0
 
-    def run(self, batch: InputBatch, size: int, with_lora: bool) -> PendingStep:
+    def run(self, batch: InputBatch, size: int, with_lora: int) -> PendingStep:
         """Launch the step of a batch in the graph of so many rows."""
         rows = [r for r, tokens in zip(batch.requests, batch.num_scheduled_tokens.tolist()) if tokens]
         self.buffers.fill(
@@ -163,6 +167,6 @@ class DecodeGraphs:
         )
         return PendingStep(rows, *self.replay(size, with_lora))
 
-    def replay(self, size: int, with_lora: bool) -> DecodeOutput:
+    def replay(self, size: int, with_lora: int) -> DecodeOutput:
         """Launch the captured step on what is in the buffers."""
         return self._steps[size, with_lora]()

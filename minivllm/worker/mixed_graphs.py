@@ -139,4 +139,4 @@ class GraphedSteps(StepRunner):
         if self.lora_manager is not None:
             padded = graphs.padded(batch, size)
             self.set_active_loras(padded, padded.num_scheduled_tokens, padded.num_sampled_tokens)
-        return graphs.run(batch, size, self._batch_has_loras())
+        return graphs.run(batch, size, self._batch_has_loras() > 0)

@@ -39,9 +39,10 @@ class WarmUp(DummyLoRAs):
     def _attention(self) -> list[Attention]:
         return [layer for layer in self.model.modules() if isinstance(layer, Attention)]
 
-    def _batch_has_loras(self) -> bool:
-        """Which of the captured steps of a size the batch needs."""
-        return self.lora_manager is not None and not self.lora_manager.manager.punica_wrapper.no_lora
+    def _batch_has_loras(self) -> int:
+        """Which of the captured steps of a size the batch needs: 0 = without adapters, 1 = with, 2 = at ends, too."""
+        backend = self.lora_manager and self.lora_manager.manager.punica_wrapper
+        return 0 if backend is None or backend.no_lora else 1 + backend.reaches_ends
 
     @property
     def max_blocks_per_request(self) -> int:
@@ -139,8 +140,10 @@ class WarmUp(DummyLoRAs):
         with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
             for size in followed(graphs.sizes[::-1], "Capturing decode steps"):
                 rows = np.ones(size, dtype=np.int64)
-                for with_lora in (True, False) if lora_config else (False,):
-                    self.select_dummy_loras(lora_config, rows, rows, with_lora)
+                for with_lora in (1, 2, 0) if lora_config else (0,):
+                    self.select_dummy_loras(lora_config, rows, rows, with_lora > 0)
+                    if with_lora:
+                        self.lora_manager.manager.punica_wrapper.reaches_ends = with_lora == 2
                     graphs.capture(size, with_lora)
         self.decode_graphs = graphs
 

@@ -92,6 +92,23 @@ def test_captured_steps_give_the_tokens_of_each_request_alone(world, backend):
     assert sum(with_lora for _, with_lora in llm.replayed) > 5, "hardly any step was replayed"
 
 
+def test_embedding_and_head_are_left_out_where_no_adapter_in_a_slot_has_anything_there(world):
+    root, oracles = world
+    llm = engine(root, "triton", max_loras=1)
+    kinds = []
+
+    for turn, name in enumerate(["neither", "head", "neither", None, "embedding", None, "neither"]):
+        prompt = token_ids(5, turn)
+        llm.replayed.clear()
+        llm.add_request(str(turn), prompt, greedy(2), lora_request=lora(root, name))
+        answer = tokens_of(run(llm)[str(turn)])
+
+        assert answer == oracles[name].greedy(name, prompt, 2), f"turn {turn}: {name}"
+        kinds += [with_lora for _, with_lora in llm.replayed]
+
+    assert kinds == [1, 2, 1, 0, 2, 0, 1]
+
+
 @pytest.mark.nightly_without_gpu
 def test_a_graph_replayed_for_another_adapter_forgets_the_last_one(world):
     root, oracles = world

@@ -235,7 +235,7 @@ def test_the_backend_is_told_that_padding_is_base(world):
     engine.step()
 
     punica = engine.runner.lora_manager.manager.punica_wrapper
-    assert engine.replayed == [(4, True)]
+    assert engine.replayed == [(4, 2)]  # "all" has something on embedding and head
     assert punica.token_lora_indices.tolist() == [0, 1, 2, -1]
     assert punica.sampler_indices.tolist() == [0, 1, 2, -1]
 

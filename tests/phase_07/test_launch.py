@@ -57,7 +57,9 @@ class Runner(ModelRunner):
         )
         self.model = NotingModel(self.log)
         self.lora_manager = (
-            SimpleNamespace(manager=SimpleNamespace(punica_wrapper=SimpleNamespace(no_lora=False)))
+            SimpleNamespace(
+                manager=SimpleNamespace(punica_wrapper=SimpleNamespace(no_lora=False, reaches_ends=True))
+            )
             if with_lora
             else None
         )

@@ -18,6 +18,9 @@ class TritonTables(Backend):
 
     token_meta, prompt_meta   tile lists over the tokens, and over the sampled rows
     ranks                     (sum of n over layers, S) int32: live rank of each slice and slot
+
+    Most adapters leave embedding and head alone. Steps are captured with these and without. `reaches_ends` says which
+    is wanted; who captures one sets it.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class TritonTables(Backend):
         self._ranks = np.zeros((0, max_loras), dtype=np.int32)  # as they are on the device, or will be
         self._stale_slots: set[int] = set()
         self._placed: list[TritonSlots] = []
+        self._ends: list[Slots] = []
         self._token_slots = torch.full((max_num_batched_tokens,), -1, dtype=torch.long, device=device)
         self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
         self._copied = self.token_lora_indices  # what the two hold on the GPU
@@ -42,7 +46,15 @@ class TritonTables(Backend):
         return self._sampler_slots[:samples]
 
     def reaches(self, slots: Slots, exactly: bool = False) -> bool:
-        return not exactly or any(ranks[slot] for slot in self._slots_of_step() for ranks in slots.live_ranks)
+        if exactly:
+            return any(ranks[slot] for slot in self._slots_of_step() for ranks in slots.live_ranks)
+        if slots not in self._ends:
+            self._ends.append(slots)
+            self._look_at_ends()
+        return self.reaches_ends
+
+    def _look_at_ends(self) -> None:
+        self.reaches_ends = any(any(ranks) for slots in self._ends for ranks in slots.live_ranks)
 
     def _slots_of_step(self) -> set[int]:
         """Slots that the step uses; found once a step, and only if somebody asks."""
@@ -75,6 +87,7 @@ class TritonTables(Backend):
             for slot in self._stale_slots:
                 live = [ranks[slot] for slots in self._placed for ranks in slots.live_ranks]
                 self._ranks[:, slot] = live
+            self._look_at_ends()
             self.ranks.copy_(to_device(self._ranks.copy(), self.ranks.device), non_blocking=True)
             self._stale_slots.clear()
         if self._copied is not self.token_lora_indices and not self.no_lora:
