@@ -7,6 +7,7 @@ each time, and nobody else here uses the language, so here it stays.
 For each number or block that an operation gives, it makes a type and a shape anew, and looks up numpy's type in a
 table that it writes for that. Few types and shapes occur, so they are kept. And after each sum and product of whole
 numbers it asks in five more operations whether the result fits, and tells nobody. Half of what was left went there.
+What two blocks of one type and shape must become before they are added is found without a search: themselves.
 
 Another Triton may lack a name that is replaced here. Then its interpreter stays as slow as it is.
 """
@@ -20,6 +21,7 @@ from typing import Any
 NAMES = (
     *("_patch_lang", "_LangPatchScope", "_get_np_dtype", "tl.core.block_type", "tl.core.tensor"),
     *("interpreter_builder.options.debug", "interpreter_builder.options.sanitize_overflow"),
+    *("interpreter_semantic.binary_op_type_checking_impl", "interpreter_semantic.broadcast_impl_value"),
 )
 
 
@@ -31,6 +33,7 @@ def keep_the_language_replaced() -> None:
         if interpreter.has_less_to_do:
             _replace_once(interpreter)
             _keep_types(interpreter)
+            _leave_what_is_alike(interpreter.interpreter_semantic, interpreter.tl.core.tensor)
             _tell_nobody(interpreter.interpreter_builder)
 
 
@@ -44,15 +47,20 @@ def _replace_once(interpreter: Any) -> None:
     """The language, once for each set of modules that a kernel's file names; what it replaced is not put back."""
     exchange: Callable[..., Any] = interpreter._patch_lang
     languages = (interpreter.tl, interpreter.tl.core)
-    scopes: dict[tuple[bool, ...], Any] = {}
+    exchanged: set[tuple[bool, ...]] = set()
+    files: dict[int, Any] = {}  # kept, so that no other gets the id of one
+    nothing_to_put_back = interpreter._LangPatchScope()
 
     def exchange_once(kernel: Callable[..., Any]) -> Any:
-        named = [id(value) for value in kernel.__globals__.values()]
-        key = tuple(id(language) in named for language in languages)
-        if key not in scopes:
-            exchange(kernel)
-            scopes[key] = interpreter._LangPatchScope()  # one that has nothing to put back
-        return scopes[key]
+        names = kernel.__globals__
+        if id(names) not in files:
+            files[id(names)] = names
+            named = [id(value) for value in names.values()]
+            key = tuple(id(language) in named for language in languages)
+            if key not in exchanged:
+                exchanged.add(key)
+                exchange(kernel)
+        return nothing_to_put_back
 
     interpreter._patch_lang = exchange_once
 
@@ -71,6 +79,7 @@ def _keep_types(interpreter: Any) -> None:
             make_type(self, element_ty, shape)
             init_tensor(core.tensor.__new__(core.tensor), None, self)
             types[key] = vars(self)
+            self.sizes = list(self.shape)
         vars(self).update(types[key])
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -87,6 +96,24 @@ def _keep_types(interpreter: Any) -> None:
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
     interpreter._get_np_dtype = numpys_type
+
+
+def _leave_what_is_alike(semantic: Any, tensor: type) -> None:
+    """Two of one type and shape are what they become; of what are not alike the interpreter sees to that."""
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+
+    def check_types(lhs: Any, rhs: Any, *options: bool, **named: bool) -> tuple[Any, Any]:
+        """options: at most two, of pointers, unless it is for a division"""
+        alike = type(lhs) is tensor and type(rhs) is tensor and lhs.dtype is rhs.dtype
+        if alike and len(options) < 3 and not named and not lhs.dtype.is_ptr():
+            return broadcast_unlike(lhs, rhs)
+        return check(lhs, rhs, *options, **named)
+
+    def broadcast_unlike(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        ours, theirs = vars(lhs.type).get("sizes"), vars(rhs.type).get("sizes")
+        return (lhs, rhs) if ours and ours == theirs else broadcast(lhs, rhs)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_types, broadcast_unlike
 
 
 def _tell_nobody(builder: Any) -> None:
