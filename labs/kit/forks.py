@@ -34,6 +34,7 @@ LIMIT = 60.0  # seconds that an exercise's tests may compute
 LONGEST_MESSAGE = 1 << 22  # bytes of a result
 FOREIGN = "something else than the tests wrote to the grader"
 PATIENCE = 10.0  # how many times as long they may take in all
+GRACE = 5.0  # seconds after that; who is still there is killed
 IDLE = 0.05  # whoever computes for less than this share of so many seconds waits for what never comes
 LOOK = 1.0  # seconds between looks at who is still there
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
@@ -205,7 +206,7 @@ class _Child:
         self.process.start()
         sender.close()  # so that the pipe ends where the child does
         # Signals end it sooner, unless its code has seen to that they do not.
-        self.last_resort = threading.Timer(patience * limit + 5, self.process.kill)
+        self.last_resort = threading.Timer(patience * limit + GRACE, self.process.kill)
         self.last_resort.daemon = True
         self.last_resort.start()
 

@@ -17,6 +17,11 @@ from minivllm.simulate.replay import replay
 SLOW, FAST = (RESULTS / f"trust-cpu-{rate}-2026-11-22.json" for rate in ("1.0", "1.5"))
 
 
+def seldom(*values):
+    """One of several alike."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(("fitted", "judged"), [(SLOW, FAST), (FAST, SLOW)], ids=["slow-fast", "fast-slow"])
 def test_speed_and_waits_at_another_rate_are_foretold(fitted, judged):
     found = {name: simulated / measured for name, (measured, simulated) in compare([fitted], judged).items()}
@@ -35,7 +40,7 @@ PAGES, SLOTS = ("base-16", "elastic-16", "many-16"), ("base-16", "slots8-16")
 
 
 # The base model, 32 adapters in pages, 32 in eight slots, and 2,000 that are read from disk; requests a second.
-@pytest.mark.parametrize("judged", ["many-base-16", "base-32", "many-base-32", "elastic-32"])
+@pytest.mark.parametrize("judged", [seldom("many-base-16"), seldom("base-32"), "many-base-32", "elastic-32"])
 def test_an_h100_at_twice_the_rate_is_foretold(judged):
     assert_foretold(foretold_of_pages(judged))
 
@@ -66,7 +71,7 @@ def test_an_h100_with_eight_slots_is_foretold_where_steps_scatter_as_they_do_the
 
 
 # Of an engine whose requests wait for slots for 64 steps at most.
-@pytest.mark.parametrize("judged", ["wait64-base-32", "wait64-elastic-32", "wait64-slots8-32"])
+@pytest.mark.parametrize("judged", [seldom("wait64-base-32"), "wait64-elastic-32", "wait64-slots8-32"])
 @pytest.mark.parametrize("slots", [(), ("wait64-slots8-16",)], ids=["pages", "pages-and-slots"])
 def test_an_h100_at_twice_the_rate_and_with_other_slots_is_foretold(slots, judged):
     fitted = on_h100("wait64-base-16", "wait64-elastic-16", *slots)
@@ -91,7 +96,7 @@ def test_eight_slots_are_foretold_but_for_the_median_wait_by_what_no_slot_was_in
     assert shares["ttft_p99_ms"] == pytest.approx(1, abs=0.20)
 
 
-@pytest.mark.parametrize("judged", ["many-16", "many-32"])
+@pytest.mark.parametrize("judged", [seldom("many-16"), "many-32"])
 def test_reads_of_two_thousand_adapters_leave_as_much_throughput(judged):
     """One simulation misses the median waits, which half a millisecond moves."""
     measured, simulated = foretold_of_pages(judged)["tokens_per_second"]
@@ -142,7 +147,8 @@ def test_half_a_millisecond_decides_the_tail_of_a_short_run():
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("base-32", 1863), ("elastic-32", 1554), ("many-16", 1772), ("many-32", 1243)]
+    ("name", "calls"),
+    [seldom("base-32", 1863), ("elastic-32", 1554), seldom("many-16", 1772), ("many-32", 1243)],
 )
 def test_the_simulated_engine_decides_as_that_of_today_did(name, calls):
     """Given the times of its calls, and which of 2,000 adapters had been read by then: in every one."""
@@ -158,12 +164,12 @@ def test_the_simulated_engine_decides_as_that_of_today_did(name, calls):
 @pytest.mark.parametrize(
     ("name", "calls", "most"),
     [
-        ("base-32", 1841, 0),
+        seldom("base-32", 1841, 0),
         ("elastic-16", 3080, 117),
-        ("elastic-32", 1520, 0),
-        ("slots8-16", 2957, 0),
+        seldom("elastic-32", 1520, 0),
+        seldom("slots8-16", 2957, 0),
         ("slots8-32", 2001, 0),
-        ("slots8-lfu-32", 2012, 0),
+        seldom("slots8-lfu-32", 2012, 0),
         ("slots8-affine-32", 1983, 0),
         ("many-16", 1755, 0),
     ],
@@ -211,7 +217,9 @@ def test_the_simulated_engine_decides_as_that_one_did_until_a_step_read_files_by
 def differing(replayed):
     """Calls in which the simulated engine launched another step than the real one."""
     return sum(
-        (one.work or StepWork()) != pytest.approx(one.call.work or StepWork(), rel=1e-5) for one in replayed
+        one.work != one.call.work
+        and (one.work or StepWork()) != pytest.approx(one.call.work or StepWork(), rel=1e-5)
+        for one in replayed
     )
 
 

@@ -1,11 +1,12 @@
 """Answers with a given structure, in batches that mix adapters, beside transformers + PEFT and brute force.
 
-The oracle knows no grammars: it looks for every token of the vocabulary whether a text that is allowed goes on so.
+The oracle knows no grammars: it looks which tokens of the vocabulary are how a text that is allowed goes on.
 """
 
 import gc
 import json
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def text_of(output):
 
 
 class ChoiceOracle(Oracle):
-    """Greedy answers that are one of some texts: transformers' own search, over tokens found by brute force."""
+    """Greedy answers that are one of some texts: transformers' own search, over all tokens that may come."""
 
     def __init__(self, base):
         from transformers import AutoTokenizer
@@ -89,14 +90,15 @@ class ChoiceOracle(Oracle):
             b"" if i in self.tokenizer.all_special_ids else bytes(letters[letter] for letter in token)
             for i, token in enumerate(self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer))))
         ]
+        self.ids = defaultdict(list)
+        for i, token in enumerate(self.bytes):
+            self.ids[token].append(i)
 
     def allowed(self, so_far, texts):
         """Ids of tokens after which the bytes may still become one of the texts; the end, where they are one."""
-        ids = [
-            i
-            for i, token in enumerate(self.bytes)
-            if token and any(text.startswith(so_far + token) for text in texts)
-        ]
+        rests = [text[len(so_far) :] for text in texts if text.startswith(so_far)]
+        beginnings = {rest[:n] for rest in rests for n in range(1, len(rest) + 1)}
+        ids = sorted(i for token in beginnings & self.ids.keys() for i in self.ids[token])
         return ids + [self.tokenizer.eos_token_id] * (so_far in texts)
 
     def next_tokens(self, so_far, texts):
@@ -204,7 +206,7 @@ def test_those_beside_it_answer_as_if_alone(llm):
     assert re.fullmatch("[0-9]{3}-[a-f]{2}", text_of(outputs[3]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_drawn_answers_are_documents_of_the_schema(llm, seed):
     params = structured({"temperature": 1.5, "n": 3, "seed": seed, "max_tokens": 120}, json=SCHEMA)
 

@@ -8,21 +8,10 @@ from notebooks import execute, execute_again, has_picture, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = [ROOT / "docs" / "economics.ipynb", *sorted(ROOT.glob("phases/*/walkthrough.ipynb"))]
-# They load the demo model, start many engines or compile kernels, and take longer than all others together.
-LONG = (
-    "docs",
-    "01_request_and_weights",
-    "03_cpu_punica",
-    "04_triton_sgmv",
-    "06_max_loras_scheduler",
-    "07_engine",
-    "08_incidents",
-    "09_serving",
-    "10_many_adapters",
-    "11_many_gpus",
-)
+# Each takes a process of its own, and most load the demo model, start many engines or compile kernels.
+QUICK = "02_lora_layers"
 SOME_NIGHTLY = [
-    pytest.param(path, marks=pytest.mark.nightly if path.parent.name in LONG else ()) for path in NOTEBOOKS
+    pytest.param(path, marks=() if path.parent.name == QUICK else pytest.mark.nightly) for path in NOTEBOOKS
 ]
 
 
