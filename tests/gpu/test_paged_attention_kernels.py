@@ -143,12 +143,13 @@ def test_padding_gives_zeros_and_reads_nothing(dtype, max_seq_len):
     assert_close(actual, expected)
 
 
-def test_splits_of_unlike_contexts_meet_again_and_again(dtype):
+@pytest.mark.parametrize("max_seq_len", [700, 4096], ids=["few splits", "many splits"])
+def test_splits_of_unlike_contexts_meet_again_and_again(dtype, max_seq_len):
     """Some have one split that is not empty, some many; who ends last differs. No count is left of the step before."""
     batch = Batch([1] * 5, [1, 700, 90, 256, 131], dtype, (6, 2, 64), 16)
     expected = batch.expected()
 
-    answers = [decode(batch, 4096) for _ in range(3)]
+    answers = [decode(batch, max_seq_len) for _ in range(3)]
 
     for actual in answers:
         assert_close(actual, expected)

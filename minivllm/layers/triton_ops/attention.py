@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 # Chosen on an H200 (132 multiprocessors): 16-bit contexts with heads of 128 are read 128 tokens at a time. A batch that
-# fills fewer than TARGET_PROGRAMS programs has its contexts split, but not into parts of fewer than MIN_TILES.
+# fills fewer than TARGET_PROGRAMS programs has its contexts split.
 TILE_BYTES = 32 * 1024  # of keys, and of values; three stages of both fit in shared memory
 MOST_TILE_TOKENS = 128
 TARGET_PROGRAMS = 264
-MIN_TILES = 1
 MAX_SPLITS = 64
+# So many splits the last of them puts together. Of more, a program for each head does so sooner.
+MOST_MERGED = tl.constexpr(8)
 NUM_WARPS = 4
 NUM_STAGES = 3
 
@@ -24,23 +25,23 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _tiles_per_split(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+def _tiles_per_split(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr):
     """A context's own share, so that a short one leaves whole splits empty instead of filling all a little."""
-    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS), MIN_TILES)
+    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS), 1)
 
 
 @triton.jit
-def _tiles_of_split(split, seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+def _tiles_of_split(split, seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr):
     """First tile, and the one after the last; no more than the first where a split is empty."""
-    per_split = _tiles_per_split(seq_len, TILE, SPLITS, MIN_TILES)
+    per_split = _tiles_per_split(seq_len, TILE, SPLITS)
     first_tile = split * per_split
     return first_tile, tl.minimum(first_tile + per_split, tl.cdiv(seq_len, TILE))
 
 
 @triton.jit
-def _live_splits(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+def _live_splits(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr):
     """How many are not empty; of no context the first counts."""
-    live = tl.cdiv(tl.cdiv(seq_len, TILE), _tiles_per_split(seq_len, TILE, SPLITS, MIN_TILES))
+    live = tl.cdiv(tl.cdiv(seq_len, TILE), _tiles_per_split(seq_len, TILE, SPLITS))
     return tl.maximum(live, 1)
 
 
@@ -74,13 +75,12 @@ def _take_in(scores, v, highest, weights_sum, acc):
 
 
 @triton.jit
-def _all_splits(
+def _merge(
     partial_ptr, lse_ptr, first, live, is_query, is_member,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Splits' outputs, weighted by the softmax of their log-sum-exps: (G, D).   first: (G, 1) places of split 0
 
-    AT_ONCE are on their way at the same time.
     All that others have written is read from where all processors see it: this one's own cache may be older.
     """
     split, dim = tl.arange(0, SPLITS)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -89,17 +89,16 @@ def _all_splits(
     highest = tl.max(lse, axis=1, keep_dims=True)  # (G, 1)
     weights_sum = tl.sum(tl.where(is_live, tl.exp2(lse - highest), 0.0), axis=1, keep_dims=True)
     acc = tl.zeros(is_query.shape, tl.float32)
-    for some in range(0, live, AT_ONCE):
-        for one in tl.static_range(AT_ONCE):
-            is_other = some + one < live
-            places = first + some + one
-            lse_of_other = tl.load(
+    for some in range(0, live, 2):  # two are on their way at the same time
+        for one in tl.static_range(2):
+            places, is_other = first + some + one, some + one < live
+            of_other = tl.load(
                 lse_ptr + places, mask=is_member & is_other, other=LOWEST, cache_modifier=".cg"
             )
             partial = tl.load(
                 partial_ptr + places * D + dim, mask=is_query & is_other, other=0.0, cache_modifier=".cg"
             )
-            acc += tl.exp2(lse_of_other - highest) * partial
+            acc += tl.exp2(of_other - highest) * partial
     return acc / tl.where(is_member, weights_sum, 1.0)
 
 
@@ -113,16 +112,16 @@ def _paged_decode_kernel(
     scale,  # of the scores, times log2(e)
     q_row, q_head, cache_slot, cache_head, table_row, out_row,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One kv head of one request over one split of its context; all GROUP queries of the head together.
 
-    The last split to end puts all of them together, always in the same order. It leaves zero in its place of `counts`.
+    Of a few splits the last to end puts all together, always in the same order. It leaves zero where it counts.
     """
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
     seq_len = tl.load(seq_lens_ptr + request)
-    first_tile, last_tile = _tiles_of_split(split, seq_len, TILE, SPLITS, MIN_TILES)
+    first_tile, last_tile = _tiles_of_split(split, seq_len, TILE, SPLITS)
     if (split > 0) & (first_tile >= last_tile):
         return
 
@@ -151,30 +150,43 @@ def _paged_decode_kernel(
     weights_sum = tl.where(weights_sum == 0.0, 1.0, weights_sum)
     output = acc / weights_sum  # (G, D)
     out_ptrs = out_ptr + row * out_row + head * D + dim[None, :]
-    live = 1 if SPLITS == 1 else _live_splits(seq_len, TILE, SPLITS, MIN_TILES)
-    if live == 1:
+    live = 1 if SPLITS == 1 else _live_splits(seq_len, TILE, SPLITS)
+    if (live == 1) & (SPLITS <= MOST_MERGED):
         tl.store(out_ptrs, output, mask=is_query)
     else:
         first = (request * num_kv_heads * GROUP + head).to(tl.int64) * SPLITS  # (G, 1) partials of a head
         tl.store(partial_ptr + (first + split) * D + dim[None, :], output, mask=is_query)
         tl.store(lse_ptr + first + split, highest + tl.log2(weights_sum), mask=member < GROUP)
-        tl.debug_barrier()  # the whole partial before its count
-        count_ptr = counts_ptr + request * num_kv_heads + kv_head
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == live - 1:
-            output = _all_splits(
-                partial_ptr,
-                lse_ptr,
-                first,
-                live,
-                is_query,
-                member < GROUP,
-                D,
-                BLOCK_D,
-                SPLITS,
-                min(SPLITS, 4),
-            )
-            tl.store(out_ptrs, output, mask=is_query)
-            tl.store(count_ptr, 0)
+        if SPLITS <= MOST_MERGED:
+            tl.debug_barrier()  # the whole partial before its count
+            count_ptr = counts_ptr + request * num_kv_heads + kv_head
+            if tl.atomic_add(count_ptr, 1, sem="acq_rel") == live - 1:
+                output = _merge(
+                    partial_ptr, lse_ptr, first, live, is_query, member < GROUP, D, BLOCK_D, SPLITS
+                )
+                tl.store(out_ptrs, output, mask=is_query)
+                tl.store(count_ptr, 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+def _reduce_splits_kernel(
+    partial_ptr, lse_ptr, rows_ptr, seq_lens_ptr, out_ptr, out_row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One head of one request: its splits' outputs, weighted by the softmax of their log-sum-exps."""
+    head, request = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + request)
+    live = _live_splits(seq_len, TILE, SPLITS)
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    first = (request * tl.num_programs(0) + head).to(tl.int64) * SPLITS
+    lse = tl.load(lse_ptr + first + split, mask=split < live, other=float("-inf"))  # (SPLITS,)
+    readable = (split < live)[:, None] & (dim < D)[None, :]
+    partial_ptrs = partial_ptr + (first + split)[:, None] * D + dim[None, :]
+    partial = tl.load(partial_ptrs, mask=readable, other=0.0)  # (SPLITS, D)
+    weights = tl.exp2(lse - tl.max(lse))
+    output = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights)  # (D,)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    tl.store(out_ptr + row * out_row + head * D + dim, output, mask=dim < D)
 
 
 def paged_decode_attention(
@@ -214,9 +226,14 @@ def paged_decode_attention(
         scale * 1.4426950408889634,
         q.stride(0), q.stride(1), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0), out.stride(0),
         GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)), D=size, BLOCK_D=block_d,
-        BLOCK_SIZE=kv_cache.shape[1], TILE=tile, SPLITS=splits, MIN_TILES=MIN_TILES,
+        BLOCK_SIZE=kv_cache.shape[1], TILE=tile, SPLITS=splits,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
+    if splits > MOST_MERGED.value:
+        _reduce_splits_kernel[num_heads, requests](
+            partial, lse, decode_rows, seq_lens, out, out.stride(0),
+            D=size, BLOCK_D=block_d, TILE=tile, SPLITS=splits,
+        )  # fmt: skip
     return out
 
 
@@ -228,5 +245,5 @@ def _counts(size: int, device: torch.device) -> torch.Tensor:
 
 def num_splits(programs: int, max_tiles: int) -> int:
     """Into how many parts to cut each context: a power of two that about fills the GPU, 1 if it is full already."""
-    wanted = min(TARGET_PROGRAMS // max(programs, 1), max_tiles // MIN_TILES, MAX_SPLITS)
+    wanted = min(TARGET_PROGRAMS // max(programs, 1), max_tiles, MAX_SPLITS)
     return 1 << (max(wanted, 1).bit_length() - 1)
