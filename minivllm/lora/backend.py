@@ -28,7 +28,7 @@ class Backend(ABC):
     runs                (slot, rows) of every run of tokens that share an adapter
     no_lora             whether all tokens are base rows. Layers then ask for nothing but `linear`
     tables              what it has allocated ahead, beside slots
-    reaches_ends        False only if no adapter in any slot has weights where a layer asks (`reaches`)
+    reaches_ends        False only if no adapter of this step has weights where a layer asks (`reaches`)
 
     *Rows* tell `add` and `expand` which adapter each row of y has. A layer gets them from `token_rows`, `sample_rows`
     or `pair_rows`, and hands them on unread. Here they are a tensor, (rows of y,) int64: the slot of each, -1 = base.

@@ -73,6 +73,19 @@ class DummyLoRAs:
             self.select_dummy_loras(lora_config, num_scheduled_tokens, num_sampled_tokens)
             yield
 
+    @contextmanager
+    def layers_are_told(self, has_ends: bool) -> Iterator[None]:
+        """Inside, whether adapters have weights on embedding and head. Outside they are told what is so."""
+        if self.lora_manager is None:
+            yield
+            return
+        backend = self.lora_manager.manager.punica_wrapper
+        backend.captures_ends = has_ends
+        try:
+            yield
+        finally:
+            backend.captures_ends = None
+
 
 def _dummy_requests(lora_config: LoRAConfig) -> list[LoRARequest]:
     count = min(lora_config.max_loras, MOST_DUMMIES)

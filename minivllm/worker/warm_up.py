@@ -140,11 +140,10 @@ class WarmUp(DummyLoRAs):
         with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
             for size in followed(graphs.sizes[::-1], "Capturing decode steps"):
                 rows = np.ones(size, dtype=np.int64)
-                for with_lora in (1, 2, 0) if lora_config else (0,):
+                for with_lora in (2, 1, 0) if lora_config else (0,):
                     self.select_dummy_loras(lora_config, rows, rows, with_lora > 0)
-                    if with_lora:
-                        self.lora_manager.manager.punica_wrapper.reaches_ends = with_lora == 2
-                    graphs.capture(size, with_lora)
+                    with self.layers_are_told(with_lora == 2):
+                        graphs.capture(size, with_lora)
         self.decode_graphs = graphs
 
     @torch.inference_mode()
@@ -168,7 +167,8 @@ class WarmUp(DummyLoRAs):
                 samples = (np.arange(size) < buffers.rows_of(size)).astype(np.int64)
                 for with_lora in (True, False) if config.lora_config else (False,):
                     self.select_dummy_loras(config.lora_config, tokens, samples, with_lora)
-                    graphs.capture(size, with_lora)
+                    with self.layers_are_told(True):
+                        graphs.capture(size, with_lora)
         self.use_mixed_graphs(graphs)
 
     @property

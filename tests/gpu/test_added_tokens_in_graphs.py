@@ -72,7 +72,7 @@ def test_tokens_that_adapters_add_are_written_and_read_in_captured_steps(tokens,
 
     assert_right(tokens, pairs, answers)
     assert any(token >= V for answer in answers for token in answer[:-1])
-    assert sum(with_lora for _, with_lora in engine.replayed) > 5, "hardly any step was replayed"
+    assert sum(with_lora > 0 for _, with_lora in engine.replayed) > 5, "hardly any step was replayed"
 
 
 @pytest.mark.nightly_without_gpu
@@ -86,7 +86,7 @@ def test_steps_with_adapters_and_without_take_turns(tokens):
         engine.add_request("a", [5, 9, 7], params, lora_request=tokens.request(name))
         assert tokens_of(run(engine)["a"]) == tokens.answer(name, [5, 9, 7], 4), name
 
-    assert {with_lora for _, with_lora in engine.replayed} == {True, False}
+    assert {bool(with_lora) for _, with_lora in engine.replayed} == {True, False}
 
 
 @pytest.mark.nightly_without_gpu
@@ -113,4 +113,4 @@ def test_biases_are_added_in_captured_steps(biases, backend):
     answers = ask(engine, biases, pairs)
 
     assert_right(biases, pairs, answers)
-    assert sum(with_lora for _, with_lora in engine.replayed) > 5
+    assert sum(with_lora > 0 for _, with_lora in engine.replayed) > 5

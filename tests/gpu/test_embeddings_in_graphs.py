@@ -89,12 +89,12 @@ def test_captured_steps_give_the_tokens_of_each_request_alone(world, backend):
 
     for i, name in enumerate(names):
         assert tokens_of(answers[str(i)]) == oracles[name].greedy(name, prompts[i], 5 + i), f"{i}: {name}"
-    assert sum(with_lora for _, with_lora in llm.replayed) > 5, "hardly any step was replayed"
+    assert sum(with_lora > 0 for _, with_lora in llm.replayed) > 5, "hardly any step was replayed"
 
 
-def test_embedding_and_head_are_left_out_where_no_adapter_in_a_slot_has_anything_there(world):
+def test_embedding_and_head_are_left_out_where_no_adapter_of_the_step_has_anything_there(world):
     root, oracles = world
-    llm = engine(root, "triton", max_loras=1)
+    llm = engine(root, "triton", max_loras=2)
     kinds = []
 
     for turn, name in enumerate(["neither", "head", "neither", None, "embedding", None, "neither"]):

@@ -143,6 +143,20 @@ def test_padding_gives_zeros_and_reads_nothing(dtype, max_seq_len):
     assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("max_seq_len", [700, 4096], ids=["few splits", "many splits"])
+def test_splits_of_unlike_contexts_meet_again_and_again(dtype, max_seq_len):
+    """Some have one split that is not empty, some many; who ends last differs. No count is left of the step before."""
+    batch = Batch([1] * 5, [1, 700, 90, 256, 131], dtype, (6, 2, 64), 16)
+    expected = batch.expected()
+
+    answers = [decode(batch, max_seq_len) for _ in range(3)]
+
+    for actual in answers:
+        assert_close(actual, expected)
+        assert torch.equal(actual, answers[0])
+    assert not kernels._counts(16, answers[0].device).any()
+
+
 def test_only_the_decodes_own_rows_are_written(dtype):
     batch = Batch([1, 1], [9, 13], dtype)
 
@@ -165,7 +179,7 @@ def test_a_request_whose_values_are_nan_spoils_nobody_else(dtype, max_seq_len):
 
 
 @pytest.mark.parametrize(
-    ("requests", "max_seq_len", "expected"), [(1, 8192, 32), (1, 191, 1), (16, 8192, 2), (32, 8192, 1)]
+    ("requests", "max_seq_len", "expected"), [(1, 8192, 32), (1, 63, 1), (16, 8192, 2), (32, 8192, 1)]
 )
 def test_contexts_are_split_to_fill_a_gpu_and_no_further(requests, max_seq_len, expected):
     assert num_splits(8 * requests, -(-max_seq_len // 64)) == expected

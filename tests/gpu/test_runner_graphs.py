@@ -139,7 +139,7 @@ def test_a_batch_without_adapters_runs_the_graph_without_lora(world, names, with
     engine.step()
     engine.step()
 
-    assert engine.replayed == [(2, with_lora)]
+    assert [(size, bool(kind)) for size, kind in engine.replayed] == [(2, with_lora)]
 
 
 @pytest.mark.nightly_without_gpu
@@ -150,7 +150,7 @@ def test_after_a_batch_with_adapters_comes_one_without_and_back(world):
         add(engine, world, names)
         assert_tokens_are_right(world, run(engine), names)
 
-    assert {with_lora for _, with_lora in engine.replayed} == {True, False}
+    assert {bool(with_lora) for _, with_lora in engine.replayed} == {True, False}
 
 
 def test_without_lora_there_is_one_set_of_graphs(world):
@@ -235,7 +235,7 @@ def test_the_backend_is_told_that_padding_is_base(world):
     engine.step()
 
     punica = engine.runner.lora_manager.manager.punica_wrapper
-    assert engine.replayed == [(4, 2)]  # "all" has something on embedding and head
+    assert engine.replayed == [(4, 1)]
     assert punica.token_lora_indices.tolist() == [0, 1, 2, -1]
     assert punica.sampler_indices.tolist() == [0, 1, 2, -1]
 

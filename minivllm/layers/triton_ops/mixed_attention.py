@@ -7,10 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.layers.triton_ops.attention import LOWEST, TILE_BYTES, _read_tile, _take_in
+from minivllm.layers.triton_ops.attention import LOWEST, _read_tile, _take_in
 
 # Chosen for an H100. A tile of queries has so many rows: its tokens times the query heads of one kv head.
 TILE_ROWS = 64
+TILE_BYTES = 128  # of the context: a tile's tokens times an element's bytes
 NUM_WARPS = 4
 NUM_STAGES = 3
 

@@ -19,8 +19,9 @@ class TritonTables(Backend):
     token_meta, prompt_meta   tile lists over the tokens, and over the sampled rows
     ranks                     (sum of n over layers, S) int32: live rank of each slice and slot
 
-    Most adapters leave embedding and head alone. Steps are captured with these and without. `reaches_ends` says which
-    is wanted; who captures one sets it.
+    Most adapters leave embedding and head alone. Steps are captured with these and without.
+
+    captures_ends             while a step is captured: with these? None = what layers are told is true of this step
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class TritonTables(Backend):
         self._stale_slots: set[int] = set()
         self._placed: list[TritonSlots] = []
         self._ends: list[Slots] = []
+        self.captures_ends: bool | None = None
         self._token_slots = torch.full((max_num_batched_tokens,), -1, dtype=torch.long, device=device)
         self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
         self._copied = self.token_lora_indices  # what the two hold on the GPU
@@ -46,15 +48,15 @@ class TritonTables(Backend):
         return self._sampler_slots[:samples]
 
     def reaches(self, slots: Slots, exactly: bool = False) -> bool:
-        if exactly:
-            return any(ranks[slot] for slot in self._slots_of_step() for ranks in slots.live_ranks)
-        if slots not in self._ends:
+        if not exactly and slots not in self._ends:
             self._ends.append(slots)
-            self._look_at_ends()
-        return self.reaches_ends
+        if not exactly and self.captures_ends is not None:
+            return self.captures_ends
+        return any(ranks[slot] for slot in self._slots_of_step() for ranks in slots.live_ranks)
 
-    def _look_at_ends(self) -> None:
-        self.reaches_ends = any(any(ranks) for slots in self._ends for ranks in slots.live_ranks)
+    @property
+    def reaches_ends(self) -> bool:
+        return any(self.reaches(slots) for slots in self._ends)
 
     def _slots_of_step(self) -> set[int]:
         """Slots that the step uses; found once a step, and only if somebody asks."""
@@ -87,7 +89,6 @@ class TritonTables(Backend):
             for slot in self._stale_slots:
                 live = [ranks[slot] for slots in self._placed for ranks in slots.live_ranks]
                 self._ranks[:, slot] = live
-            self._look_at_ends()
             self.ranks.copy_(to_device(self._ranks.copy(), self.ranks.device), non_blocking=True)
             self._stale_slots.clear()
         if self._copied is not self.token_lora_indices and not self.no_lora:
