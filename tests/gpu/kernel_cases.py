@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+import triton
 from brought_words import Brought
 from gpu import DEVICE
 from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard, guarded, live_part, random
@@ -19,12 +20,13 @@ from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
 
-from minivllm.distributed import packed_norm_op, peer_gather_op, peer_norm_op, peer_sum_op
+from minivllm.distributed import own_rows_op, packed_norm_op, peer_gather_op, peer_norm_op, peer_sum_op
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.layers.triton_ops import (
     activation,
     attention,
     invariant_linear,
+    likeliest,
     mixed_attention,
     norm,
     rotary,
@@ -629,6 +631,7 @@ def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=409
         used = -(-length // block_size)
         tables[row, :used] = torch.tensor(table[:used])
     q = Guarded(torch.cat([*batch.q, batch.random(padding, heads[0])]), device=DEVICE)
+    attention._counts.cache_clear()  # a kernel with a fault may have left some
 
     with sanitizer.watching():
         rows, lens = numbers(range(count)), numbers([*seq_lens, *[0] * padding])
@@ -637,7 +640,52 @@ def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=409
         )
 
     assert_close(out, torch.cat([batch.expected(), torch.zeros(padding, out.shape[1])]))
+    of_heads = attention._counts(triton.next_power_of_2(count * heads[1]), out.device)
+    assert not of_heads.any(), "the next step counts on from these"
     return out
+
+
+def likeliest_tokens(sanitizer, rows, width):
+    """The largest number in another block of each row, twice."""
+    logits = random(rows, width, seed=width)
+    places = [(row * 1023 + 7) % width for row in range(rows)]
+    for row, place in enumerate(places):
+        logits[row, place] = logits[row, -1] = 9.0
+    kept, tokens = guard(torch.zeros_like(logits), row_gap=3), numbers([-1] * rows, torch.int64)
+
+    with sanitizer.watching():
+        likeliest.keep_likeliest(guard(logits, row_gap=5).view, kept.view, tokens)
+
+    assert tokens.tolist() == places
+    assert torch.equal(kept.view.cpu(), logits)
+    return kept.view
+
+
+def rows_of_a_rank(sanitizer, count, width, slots):
+    """The second of three ranks' own tokens, four of them, and two that are added; slots: None = one table"""
+    own, added, tables = slice(4, 8), (12, 14), random(slots or 1, 6, width, seed=width)
+    ids = torch.randint(0, 14, (count,), generator=torch.Generator().manual_seed(count))
+    which = torch.arange(count) % (slots or 1)
+    row_of = {token: row for row, token in enumerate([*range(4, 8), *range(12, 14)])}
+    expected = torch.stack(
+        [
+            tables[s, row_of[i]] if i in row_of else torch.zeros(width)
+            for s, i in zip(which.tolist(), ids.tolist())
+        ]
+    )
+    guarded_tables = guard(tables.flatten(0, 1), row_gap=3).view.unflatten(0, tables.shape[:2])
+
+    with sanitizer.watching():
+        found = own_rows_op.own_rows(
+            numbers(ids, torch.int64),
+            guarded_tables if slots else guarded_tables[0],
+            own,
+            added,
+            numbers(which, torch.int64) if slots else None,
+        )
+
+    assert torch.equal(found.cpu(), expected)
+    return found
 
 
 def prompts(sanitizer, query_lens, seq_lens, heads=(6, 2, 16), block_size=4, padding=2):

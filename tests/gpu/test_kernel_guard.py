@@ -41,7 +41,10 @@ FAMILIES = {
         cases.normed, tokens=61, rank=7, page_ranks=4, width=40, size=300, in_tiles=True
     ),
     "turned": functools.partial(cases.turned, tokens=17, rank=7, page_ranks=4, heads=(5, 2, 20), many=True),
-    "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 100], max_seq_len=128, heads=(6, 2, 20)),
+    "decodes": functools.partial(cases.decodes, seq_lens=[64, 9, 300], max_seq_len=512, heads=(6, 2, 20)),
+    "decodes of many splits": functools.partial(
+        cases.decodes, seq_lens=[64, 9, 300], max_seq_len=4096, heads=(6, 2, 20)
+    ),
     "prompts": functools.partial(cases.prompts, query_lens=[5, 1, 3], seq_lens=[16, 9, 3], heads=(6, 2, 20)),
     "norms": functools.partial(cases.norms, rows=3, size=100),
     "silu": functools.partial(cases.silu, rows=3, width=300),
@@ -50,6 +53,8 @@ FAMILIES = {
     ),
     "linear": functools.partial(cases.linear, m=17, n=70, k=45, bias=True),
     "tokens": functools.partial(cases.tokens_known_late, count=257),
+    "likeliest": functools.partial(cases.likeliest_tokens, rows=3, width=2100),
+    "own rows": functools.partial(cases.rows_of_a_rank, count=9, width=1100, slots=None),
     "sums": functools.partial(cases.sum_of_ranks, rank=1, size=3, n=1028),
     "gathers": functools.partial(cases.gather_of_ranks, rank=1, size=3, rows=33, width=36),
     "sums and norms": functools.partial(cases.norm_of_ranks, rank=1, size=3, rows=5, width=1004),
@@ -110,8 +115,9 @@ OTHER_WAYS = {
         cases.normed_of_slots, tokens=6, slots=3, rank=8, size=40, by_rank=False, ranks=3
     ),
     "decodes of whole splits": functools.partial(
-        cases.decodes, seq_lens=[9, 128], max_seq_len=128, heads=(6, 2, 20), padding=0
+        cases.decodes, seq_lens=[9, 512], max_seq_len=512, heads=(6, 2, 20), padding=0
     ),
+    "own rows in slots": functools.partial(cases.rows_of_a_rank, count=9, width=20, slots=3),
     "decodes that are not split": functools.partial(
         cases.decodes, seq_lens=[16, 9], max_seq_len=16, heads=(6, 2, 20)
     ),
@@ -215,6 +221,17 @@ def edges():
         for slots in ([11], [5, 11, 2, 8, 3], [0] * 3):
             found[f"rotations {heads} {slots}"] = functools.partial(
                 cases.rotations, slot_mapping=slots, **names
+            )
+    for rows, width in ((1, 1), (2, 1024), (17, 1025), (3, 5000)):
+        found[f"likeliest {rows} {width}"] = functools.partial(cases.likeliest_tokens, rows=rows, width=width)
+        for slots in (None, 3):
+            found[f"own rows {rows} {width} {slots}"] = functools.partial(
+                cases.rows_of_a_rank, count=rows, width=width, slots=slots
+            )
+    for lens in ([300, 1, 700], [257, 256, 128, 129]):
+        for max_seq_len in (700, 8192):
+            found[f"decodes {lens} {max_seq_len}"] = functools.partial(
+                cases.decodes, seq_lens=lens, max_seq_len=max_seq_len
             )
     for count in (1, 255, 256, 257, 700):
         found[f"tokens {count}"] = functools.partial(cases.tokens_known_late, count=count)
@@ -518,12 +535,48 @@ FAULTS = {
         "decodes", (Strayed, "_paged_decode_kernel.* of (block_tables_ptr|cache_ptr)"),
     ),
     "all splits write one place": (
-        f"{LAYERS}/attention.py", "* SPLITS + split  # (G, 1)", "* SPLITS  # (G, 1)",
-        "decodes", (Raced, "_paged_decode_kernel: .* of (out|lse)_ptr, and nothing orders the two"),
+        f"{LAYERS}/attention.py", "(first + split) * D + dim[None, :], output", "first * D + dim[None, :], output",
+        "decodes", (Raced, "_paged_decode_kernel: .* of partial_ptr, and nothing orders the two"),
     ),
     "splits are weighed that are not there": (
         f"{LAYERS}/attention.py", "mask=split < live, other=float", "mask=split < SPLITS, other=float",
-        "decodes", (AssertionError, "NaN"),
+        "decodes of many splits", (AssertionError, "NaN"),
+    ),
+    "splits are put together before all are there": (
+        f"{LAYERS}/attention.py", "== live - 1", "== 0",
+        "decodes", (Raced, "_paged_decode_kernel: .*nothing orders the two"),
+    ),
+    "a count of splits orders nothing": (
+        f"{LAYERS}/attention.py", 'sem="acq_rel"', 'sem="relaxed"',
+        "decodes", (Raced, "_paged_decode_kernel: .*nothing orders the two"),
+    ),
+    "a count before the partial": (
+        f"{LAYERS}/attention.py", "tl.debug_barrier()", "pass",
+        "decodes", (Raced, "_paged_decode_kernel.* releases what its other threads have written, and no barrier"),
+    ),
+    "a count of splits is not cleared": (
+        f"{LAYERS}/attention.py", "tl.store(count_ptr, 0)", "tl.store(count_ptr, 1)",
+        "decodes", (AssertionError, "the next step counts on from these"),
+    ),
+    "the second of two splits is left out": (
+        f"{LAYERS}/attention.py", "some + one < live", "some + one < live - 1",
+        "decodes", (AssertionError, ""),
+    ),
+    "the likeliest is looked for past the row": (
+        f"{LAYERS}/likeliest.py", "mask=inside, other=float", "mask=column >= 0, other=float",
+        "likeliest", (Strayed, "_keep_kernel.* read outside: .* of logits_ptr"),
+    ),
+    "the last block's best is not asked": (
+        f"{LAYERS}/likeliest.py", "mask=block < blocks,", "mask=block < blocks - 1,",
+        "likeliest", (AssertionError, ""),
+    ),
+    "another's row is read": (
+        "distributed/own_rows_op.py", "mask=inside & (is_org | is_added)", "mask=inside",
+        "own rows", (Strayed, "_own_rows_kernel.* of tables_ptr"),
+    ),
+    "an added token has an own one's row": (
+        "distributed/own_rows_op.py", "added_start - (end - start)", "added_start",
+        "own rows in slots", (AssertionError, ""),
     ),
     "prompts: a tile has a row too many": (
         f"{LAYERS}/mixed_attention.py", "(token < length)[:, None]", "(token <= length)[:, None]",
