@@ -145,8 +145,8 @@ def test_padding_gives_zeros_and_reads_nothing(dtype, max_seq_len):
 
 @pytest.mark.parametrize("max_seq_len", [700, 4096], ids=["few splits", "many splits"])
 def test_splits_of_unlike_contexts_meet_again_and_again(dtype, max_seq_len):
-    """Some have one split that is not empty, some many; who ends last differs. No count is left of the step before."""
-    batch = Batch([1] * 5, [1, 700, 90, 256, 131], dtype, (6, 2, 64), 16)
+    """Some have one split that is not empty, some many, and padding is among them. No count is left of a step."""
+    batch = Batch([1] * 7, [1, 700, 0, 90, 256, 0, 131], dtype, (6, 2, 64), 16)
     expected = batch.expected()
 
     answers = [decode(batch, max_seq_len) for _ in range(3)]
@@ -166,9 +166,9 @@ def test_only_the_decodes_own_rows_are_written(dtype):
     assert actual[[0, 2, 3]].isnan().all()
 
 
-@pytest.mark.parametrize("max_seq_len", [16, 4096], ids=["one split", "many splits"])
+@pytest.mark.parametrize("max_seq_len", [128, 300, 4096], ids=["one split", "few splits", "many splits"])
 def test_a_request_whose_values_are_nan_spoils_nobody_else(dtype, max_seq_len):
-    batch = Batch([1, 1, 1], [9, 70, 14], dtype)
+    batch = Batch([1, 1, 1], [9, min(max_seq_len, 300), 14], dtype)
     expected = batch.expected()
     batch.k[1][3], batch.v[1][3] = torch.nan, torch.nan
 
