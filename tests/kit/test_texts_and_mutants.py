@@ -10,7 +10,7 @@ from labs.kit.hints import hints_of
 from labs.kit.mutants import mutants_of
 from labs.kit.regions import read_engine
 from labs.kit.variants import one_a_phase
-from minivllm.labs import ROOT
+from minivllm.labs import ROOT, engine_file
 
 EXERCISES = read_engine()
 each = pytest.mark.parametrize("number", EXERCISES)
@@ -36,6 +36,15 @@ def test_an_exercise_has_tests_hints_and_a_solution(number):
 @each
 def test_an_exercise_has_mutants(number):
     assert mutants_of(EXERCISES[number])
+
+
+@each
+def test_a_mutant_finds_in_its_exercise_what_it_changes(number):
+    """To run them all is slow. A region that has changed shows here."""
+    exercise = EXERCISES[number]
+
+    for mutant in mutants_of(exercise):
+        assert mutant.sources()[exercise.module].text != engine_file(exercise.module).read_text(), mutant.name
 
 
 def test_there_are_enough_mutants_and_each_has_a_name_of_its_own():
