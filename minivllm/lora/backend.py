@@ -29,6 +29,7 @@ class Backend(ABC):
     no_lora             whether all tokens are base rows. Layers then ask for nothing but `linear`
     tables              what it has allocated ahead, beside slots
     reaches_ends        False only if no adapter of this step has weights where a layer asks (`reaches`)
+    leaves_out_ends     True while a step is captured that is for just these
 
     *Rows* tell `add` and `expand` which adapter each row of y has. A layer gets them from `token_rows`, `sample_rows`
     or `pair_rows`, and hands them on unread. Here they are a tensor, (rows of y,) int64: the slot of each, -1 = base.
@@ -36,7 +37,7 @@ class Backend(ABC):
     """
 
     tables: Sequence[torch.Tensor] = ()
-    reaches_ends = True
+    reaches_ends, leaves_out_ends = True, False
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = device
@@ -94,10 +95,10 @@ class Backend(ABC):
         """(P,) int64 slot of each sampled row, -1 = base, where the layers compute."""
         return self.sampler_indices[:samples]
 
-    def reaches(self, slots: Slots, exactly: bool = False) -> bool:
+    def reaches(self, slots: Slots) -> bool:
         """Whether an adapter of this step has weights there. A layer that most leave alone asks first.
 
-        A backend whose steps are captured answers for every later step, but not where it is asked `exactly`.
+        While a step is captured that such layers are left out of (`leaves_out_ends`), the answer may be no.
         """
         return any(ranks[slot] for slot, _ in self.runs for ranks in slots.live_ranks)
 

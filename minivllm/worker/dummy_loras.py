@@ -74,17 +74,14 @@ class DummyLoRAs:
             yield
 
     @contextmanager
-    def layers_are_told(self, has_ends: bool) -> Iterator[None]:
-        """Inside, whether adapters have weights on embedding and head. Outside they are told what is so."""
-        if self.lora_manager is None:
-            yield
-            return
+    def without_ends(self) -> Iterator[None]:
+        """Inside, layers are told that no adapter has weights on embedding and head."""
         backend = self.lora_manager.manager.punica_wrapper
-        backend.captures_ends = has_ends
+        backend.leaves_out_ends = True
         try:
             yield
         finally:
-            backend.captures_ends = None
+            backend.leaves_out_ends = False
 
 
 def _dummy_requests(lora_config: LoRAConfig) -> list[LoRARequest]:

@@ -1,6 +1,7 @@
 """What a runner does before the first step. Stands for parts of vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property, partial
 from math import prod
 
@@ -140,9 +141,11 @@ class WarmUp(DummyLoRAs):
         with no_garbage_collection(), self.maybe_setup_dummy_loras(lora_config):
             for size in followed(graphs.sizes[::-1], "Capturing decode steps"):
                 rows = np.ones(size, dtype=np.int64)
-                for with_lora in (2, 1, 0) if lora_config else (0,):
+                for with_lora in (1, 2, 0) if lora_config else (0,):
                     self.select_dummy_loras(lora_config, rows, rows, with_lora > 0)
-                    with self.layers_are_told(with_lora == 2):
+                    if with_lora > self._batch_has_loras():
+                        continue  # no layer asks: neither embedding nor head is wrapped
+                    with self.without_ends() if with_lora == 1 else nullcontext():
                         graphs.capture(size, with_lora)
         self.decode_graphs = graphs
 
@@ -167,8 +170,7 @@ class WarmUp(DummyLoRAs):
                 samples = (np.arange(size) < buffers.rows_of(size)).astype(np.int64)
                 for with_lora in (True, False) if config.lora_config else (False,):
                     self.select_dummy_loras(config.lora_config, tokens, samples, with_lora)
-                    with self.layers_are_told(True):
-                        graphs.capture(size, with_lora)
+                    graphs.capture(size, with_lora)
         self.use_mixed_graphs(graphs)
 
     @property

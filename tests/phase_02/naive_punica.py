@@ -39,7 +39,7 @@ class NaivePunica(Backend):
 
     token_rows, sample_rows = token_slots, sample_slots
 
-    def reaches(self, slots, exactly=False):
+    def reaches(self, slots):
         return True
 
     def add(self, y, x, slots, rows, slices=ALL_SLICES):

@@ -19,9 +19,7 @@ class TritonTables(Backend):
     token_meta, prompt_meta   tile lists over the tokens, and over the sampled rows
     ranks                     (sum of n over layers, S) int32: live rank of each slice and slot
 
-    Most adapters leave embedding and head alone. Steps are captured with these and without.
-
-    captures_ends             while a step is captured: with these? None = what layers are told is true of this step
+    Most adapters leave embedding and head alone. Decode steps are captured with these and without.
     """
 
     def __init__(
@@ -35,7 +33,6 @@ class TritonTables(Backend):
         self._stale_slots: set[int] = set()
         self._placed: list[TritonSlots] = []
         self._ends: list[Slots] = []
-        self.captures_ends: bool | None = None
         self._token_slots = torch.full((max_num_batched_tokens,), -1, dtype=torch.long, device=device)
         self._sampler_slots = torch.full((max_batches,), -1, dtype=torch.long, device=device)
         self._copied = self.token_lora_indices  # what the two hold on the GPU
@@ -47,11 +44,11 @@ class TritonTables(Backend):
     def sample_slots(self, samples: int) -> torch.Tensor:
         return self._sampler_slots[:samples]
 
-    def reaches(self, slots: Slots, exactly: bool = False) -> bool:
-        if not exactly and slots not in self._ends:
+    def reaches(self, slots: Slots) -> bool:
+        if slots not in self._ends:
             self._ends.append(slots)
-        if not exactly and self.captures_ends is not None:
-            return self.captures_ends
+        if self.leaves_out_ends:
+            return False
         return any(ranks[slot] for slot in self._slots_of_step() for ranks in slots.live_ranks)
 
     @property

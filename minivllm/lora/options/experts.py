@@ -106,7 +106,7 @@ class FusedMoEWithLoRA(OptionLayer):
 
     def _is_reached(self) -> bool:
         """Whether an adapter of this step has experts."""
-        return not self.backend.no_lora and self.backend.reaches(self.slots, exactly=True)
+        return not self.backend.no_lora and self.backend.reaches(self.slots)
 
     def _add(self, y: torch.Tensor, x: torch.Tensor, rows: Any, slices: slice) -> None:
         """Add what adapters give for w13's or w2's output.   y: (P, N), x: (P, K)"""
