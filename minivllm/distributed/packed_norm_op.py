@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.distributed.peer_norm_op import warps_of
+from minivllm.distributed.peer_norm_op import add_and_norm, warps_of
 from minivllm.distributed.peer_sum_op import LOOKS
 from minivllm.distributed.words_op import Words, numbers_of, push, receive, room_of
 
@@ -53,12 +53,9 @@ def _packed_norm_kernel(
             data = receive(theirs, is_word, count, ended, ended_ptr + row, stop_ptr, LOOKS)
             total += numbers_of(data, DTYPE).to(tl.float32)
     tl.store(counts_ptr + row, count)
-    # From here on as a sum and then `fused_add_rms_norm`: rounded where these round.
-    kept = (total.to(DTYPE).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
-    tl.store(residual_ptrs, kept, mask=inside)
-    stream = kept.to(tl.float32)
-    y = stream * tl.rsqrt(tl.sum(stream * stream) / H + eps) * weight
-    tl.store(y_ptr + row * H + column, y, mask=inside)
+    # From here on as a sum and then a norm: rounded where these round.
+    total = total.to(DTYPE).to(tl.float32)
+    add_and_norm(total, residual, residual_ptrs, weight, y_ptr + row * H + column, inside, eps, H)
 
 
 def packed_norm(

@@ -15,6 +15,16 @@ ROWS = 128
 
 
 @triton.jit
+def add_and_norm(x, residual, residual_ptrs, weight, y_ptrs, inside, eps, H: tl.constexpr):
+    """residual += x, and y = its norm, rounded where `fused_add_rms_norm` rounds.   x: (BLOCK,) float32"""
+    kept = (x + residual.to(tl.float32)).to(residual.dtype)
+    tl.store(residual_ptrs, kept, mask=inside)
+    stream = kept.to(tl.float32)
+    y = stream * tl.rsqrt(tl.sum(stream * stream) / H + eps) * weight
+    tl.store(y_ptrs, y, mask=inside)
+
+
+@triton.jit
 def _peer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, eps, residual_row,
     rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half,
@@ -39,13 +49,9 @@ def _peer_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     place = row * ROOM + column
     begin = meet(x, place, inside, rooms_ptr, flags_ptr, counts_ptr, stop_ptr, half, RANK, SIZE, LOOKS)
-    # From here on as a sum and then `fused_add_rms_norm`: rounded where these round.
-    total = sum_of(x, begin + place, inside, rooms_ptr, SIZE).to(x.dtype)
-    kept = (total.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
-    tl.store(residual_ptrs, kept, mask=inside)
-    stream = kept.to(tl.float32)
-    y = stream * tl.rsqrt(tl.sum(stream * stream) / H + eps) * weight
-    tl.store(y_ptr + row * H + column, y, mask=inside)
+    # From here on as a sum and then a norm: rounded where these round.
+    total = sum_of(x, begin + place, inside, rooms_ptr, SIZE).to(x.dtype).to(tl.float32)
+    add_and_norm(total, residual, residual_ptrs, weight, y_ptr + row * H + column, inside, eps, H)
 
 
 def peer_norm(

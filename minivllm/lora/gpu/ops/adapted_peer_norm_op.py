@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minivllm.distributed.peer_norm_op import add_and_norm
 from minivllm.distributed.peer_sum_op import LOOKS
 from minivllm.distributed.words_op import WORDS, Words, numbers_of, push, receive_both, room_of
 from minivllm.lora.gpu.ops.paged_tuning import AdaptedNormTiles, adapted_norm_tiles
@@ -89,11 +90,7 @@ def _adapted_peer_norm_kernel(
                 )
                 b = read_ranks(begins[None, :] + in_b, rank_of_b, live, R, table_ptr, inside[:, None], 1)
                 x += tl.sum(b.to(tl.float32) * _ranks_of(h, rank_of_b, BLOCK_R, ALL_R)[None, :], axis=1)
-    kept = (x + residual.to(tl.float32)).to(residual.dtype)
-    tl.store(residual_ptrs, kept, mask=inside)
-    stream = kept.to(tl.float32)
-    y = stream * tl.rsqrt(tl.sum(stream * stream) / H + eps) * weight
-    tl.store(y_ptr + row * H + column, y, mask=inside)
+    add_and_norm(x, residual, residual_ptrs, weight, y_ptr + row * H + column, inside, eps, H)
 
 
 @triton.jit
@@ -132,8 +129,8 @@ def adapted_peer_norm(
     y, numbers = x.new_empty(x.shape), 4 // x.itemsize
     _adapted_peer_norm_kernel[(len(x),)](
         x, residual, weight, y, slots, update.h, update.b[0], update.table,
-        None if update.ranks is None else update.ranks[0],
-        eps, update.b_firsts[0], 0 if update.table is None else update.table.stride(0),
+        update.ranks_of_first,
+        eps, update.b_firsts[0], update.table_row,
         x.stride(0) // numbers, residual.stride(0), update.h.stride(1), update.h_slot_stride,
         update.slot_strides[0], update.rank_strides[0], *words[:4],
         RANK=words.rank, SIZE=len(words.rooms), H=x.shape[1], R=update.rank, COLUMN_STRIDE=update.column_stride,

@@ -230,7 +230,7 @@ def adapted_rotary(
         tiles.count,
         len(heads),
         0 if update.ranks is None or is_one else update.ranks.stride(0),
-        0 if update.table is None else update.table.stride(0),
+        update.table_row,
         b_firsts,
         slot_strides,
         rank_strides,

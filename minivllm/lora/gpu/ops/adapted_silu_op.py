@@ -158,7 +158,7 @@ def adapted_silu(
         tiles.count,
         len(y),
         0 if update.ranks is None else update.ranks.stride(0),
-        0 if update.table is None else update.table.stride(0),
+        update.table_row,
         *update.b_firsts,
         *update.slot_strides,
         update.rank_strides[0],

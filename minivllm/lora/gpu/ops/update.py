@@ -45,6 +45,16 @@ class Update(NamedTuple):
     rank: int
     heights: tuple[int, ...]
 
+    @property
+    def table_row(self) -> int:
+        """From one slot's pages to the next one's in the table; 0 where there is none."""
+        return 0 if self.table is None else self.table.stride(0)
+
+    @property
+    def ranks_of_first(self) -> torch.Tensor | None:
+        """(S,) live ranks of the first slice; None = R everywhere"""
+        return None if self.ranks is None else self.ranks[0]
+
     @classmethod
     def of_pages(cls, h: torch.Tensor, pieces: PagedPieces) -> Update:
         """h: (n, T, R) of the pages' dtype, as `paged_shrink` gives it; no experts"""
