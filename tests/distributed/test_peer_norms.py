@@ -61,6 +61,13 @@ def sum_at_rank_0(x: torch.Tensor) -> torch.Tensor:
     return peer_sum(x[0], addresses(rooms), addresses(flags), counts, stop, half, 0, looks=2)
 
 
+def terms(size, dtype, shape):
+    """Of each rank one, so different that their order shows; a residual, and a weight.   shape: (T, H)"""
+    scales = torch.tensor([1.0, 300.0, 0.01, 70.0])[:size, None, None]
+    x, residual = (normal(size, *shape) * scales).to(dtype), (normal(*shape, seed=1) * 50).to(dtype)
+    return x, residual, normal(shape[1], seed=2).to(dtype).to(DEVICE)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -69,9 +76,7 @@ def sum_at_rank_0(x: torch.Tensor) -> torch.Tensor:
     ids=str,
 )
 def test_its_bits_are_those_of_a_sum_and_then_a_norm_on_all_ranks(size, dtype, shape):
-    scales = torch.tensor([1.0, 300.0, 0.01, 70.0])[:size, None, None]  # so that the order shows
-    x, residual = (normal(size, *shape) * scales).to(dtype), (normal(*shape, seed=1) * 50).to(dtype)
-    weight = normal(shape[1], seed=2).to(dtype).to(DEVICE)
+    x, residual, weight = terms(size, dtype, shape)
     ranks, expected_residual = Ranks(x), residual.clone().to(DEVICE)
     expected = norm.fused_add_rms_norm(sum_at_rank_0(ranks.x), expected_residual, weight, EPS)
 
@@ -117,9 +122,7 @@ def test_who_is_told_to_stop_waits_for_nobody():
     ids=str,
 )
 def test_words_bring_the_same_bits_to_all_ranks(size, dtype, shape):
-    scales = torch.tensor([1.0, 300.0, 0.01, 70.0])[:size, None, None]  # so that the order shows
-    x, residual = (normal(size, *shape) * scales).to(dtype), (normal(*shape, seed=1) * 50).to(dtype)
-    weight = normal(shape[1], seed=2).to(dtype).to(DEVICE)
+    x, residual, weight = terms(size, dtype, shape)
     brought, expected_residual = Brought(x), residual.clone().to(DEVICE)
     expected = norm.fused_add_rms_norm(sum_at_rank_0(x.to(DEVICE)), expected_residual, weight, EPS)
 

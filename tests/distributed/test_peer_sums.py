@@ -1,7 +1,6 @@
 """Ranks that sum in each other's memory: on a CPU, by the kernel in Triton's interpreter, in a file that all map."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import DEVICE
+from gpu import DEVICE, compile_for_gpu
 
 from minivllm.config import ParallelConfig
 from minivllm.distributed import peer_group, peer_memory
@@ -104,10 +103,7 @@ def test_who_was_told_to_stop_asks_the_host_once_and_not_again_for_every_sum():
 
 @pytest.mark.nightly
 def test_the_kernel_compiles_for_a_gpu_also_where_none_is(tmp_path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, SCRIPT.with_name("compiled_for_gpu.py"), "sum"]
-
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = compile_for_gpu("sum", cache=tmp_path)
 
     assert done.stdout == "compiled\n", done.stderr
 

@@ -1,13 +1,8 @@
 """The linears back to the model's width leave what adapters add to the norm that reads them, where that saves time."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from gpu import DEVICE
+from gpu import DEVICE, compile_for_gpu
 from test_layer_kernels import rms
 from test_mixed_graphs import graphed_engine
 from test_runner_graphs import add, assert_tokens_are_right
@@ -377,9 +372,6 @@ def test_a_warm_up_runs_the_norm_of_long_steps(tmp_path_factory, monkeypatch, la
 
 @pytest.mark.nightly
 def test_the_kernel_compiles_for_a_gpu_once_for_long_steps(tmp_path):
-    script = Path(__file__).parents[1] / "helpers" / "compiled_for_gpu.py"
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-
-    done = subprocess.run([sys.executable, script, "norm"], env=environment, capture_output=True, text=True)
+    done = compile_for_gpu("norm", cache=tmp_path)
 
     assert done.stdout == "compiled\n", done.stderr

@@ -1,14 +1,9 @@
 """q, k and v leave what adapters add to the attention that rotates them and writes the KV cache."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from gpu import DEVICE
+from gpu import DEVICE, compile_for_gpu
 from test_mixed_graphs import graphed_engine
 from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
@@ -351,9 +346,6 @@ def test_norms_of_q_and_k_read_whole_products(tmp_path_factory, monkeypatch):
 
 @pytest.mark.nightly
 def test_the_kernel_compiles_for_a_gpu_once_for_short_steps_and_once_for_long_ones(tmp_path):
-    script = Path(__file__).parents[1] / "helpers" / "compiled_for_gpu.py"
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-
-    done = subprocess.run([sys.executable, script, "rotary"], env=environment, capture_output=True, text=True)
+    done = compile_for_gpu("rotary", cache=tmp_path)
 
     assert done.stdout == "compiled\n", done.stderr

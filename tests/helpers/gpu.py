@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,13 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="not verified here: needs CUDA")
+
+
+def compile_for_gpu(*arguments: str | Path, cache: Path) -> subprocess.CompletedProcess:
+    """What compiled_for_gpu.py says in a process of its own, which keeps what it compiles there."""
+    command = [sys.executable, Path(__file__).with_name("compiled_for_gpu.py"), *arguments]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @contextmanager

@@ -1,18 +1,15 @@
 """Kernels of labs 4.2 and 4.3 compile for a GPU, also where none is: the interpreter takes more of Python."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from gpu import compile_for_gpu
 
 import minivllm.lora.ops.triton_ops.lora_expand_op as lora_expand_op
 import minivllm.lora.ops.triton_ops.lora_shrink_op as lora_shrink_op
 from minivllm.labs import Todo, active
 
-HELPER = Path(__file__).parents[1] / "helpers" / "compiled_for_gpu.py"
 STUB = re.compile(r'static_assert\(False, "(lab \d+\.\d+: [^"]+)"')
 
 
@@ -29,9 +26,7 @@ def errors_of(what, text, folder):
     """The last of what the compiler says; empty if it has nothing to say."""
     path = folder / f"lora_{what}_op.py"
     path.write_text(text)
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, HELPER, what, path]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = compile_for_gpu(what, path, cache=folder)
     assert (done.stdout == "compiled\n") == (done.returncode == 0)
     return "\n".join(done.stderr.splitlines()[-12:]) if done.returncode else ""
 
