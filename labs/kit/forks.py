@@ -3,6 +3,7 @@
 import gc
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -11,32 +12,42 @@ import secrets
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 
-from labs.kit.plugin import exercises_of, steady_hypothesis
+from labs.kit.limits import (
+    ASK,
+    GRACE,
+    LONG,
+    LOOK,
+    MOST,
+    MOST_PROCESSES,
+    NO_END,
+    PATIENCE,
+    Ends,
+    Watch,
+    kill_session,
+    limit_memory,
+    limit_of,
+    refuse_forks,
+    room_to_report,
+)
+from labs.kit.plugin import exercises_of, learners_place, reason_of, steady_hypothesis
 from labs.kit.tampering import judges, replaced
 from minivllm.labs import ROOT, Overlay, Source
 from minivllm.quiet import quiet_libraries
 
-NO_END = "no end after"  # so many seconds
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
-LIMIT = 60.0  # seconds that an exercise's tests may compute
+SKIPPED = "it was skipped, which it is not on our code"
 LONGEST_MESSAGE = 1 << 22  # bytes of a result
 FOREIGN = "something else than the tests wrote to the grader"
-PATIENCE = 10.0  # how many times as long they may take in all
-GRACE = 5.0  # seconds after that; who is still there is killed
-IDLE = 0.05  # whoever computes for less than this share of so many seconds waits for what never comes
-LOOK = 1.0  # seconds between looks at who is still there
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 # What takes long to import, and which files of tests do so.
 WANTED_BY_SOME = {
@@ -86,7 +97,9 @@ class Job:
 
     def all_files(self) -> list[Path]:
         """In which its tests are."""
-        found = list(self.files) or test_files(self.exercise)
+        if self.files:
+            return list(self.files)
+        found = test_files(self.exercise)
         if self.only is None:
             return found
         wanted = {test.partition("::")[0] for test in self.only}
@@ -94,10 +107,16 @@ class Job:
 
     def wants(self, item: pytest.Item) -> bool:
         """Whether a test is one of the job's."""
+        if self.only is not None and item.nodeid not in self.only:
+            return False
         if not self.files:
-            return self.exercise in exercises_of(item) and (self.only is None or item.nodeid in self.only)
+            return self.exercise in exercises_of(item)
         known = {getattr(item, "originalname", item.name), f"{item.path.name}::*"}
         return not self.names or not known.isdisjoint(self.names)
+
+    def on_our_code(self, only: frozenset[str] | None) -> "Job":
+        """The same tests, or only some of them, on the engine as it is."""
+        return replace(self, sources={}, only=only, stop_at_first=False, trace=False)
 
 
 @dataclass
@@ -110,6 +129,15 @@ class Outcome:
 
     def of(self, *outcomes: str) -> list[Result]:
         return [result for result in self.results if result.outcome in outcomes]
+
+    def fail_skips(self, but: frozenset[str]) -> None:
+        """Tests that were skipped have failed, those of `but` left out."""
+        self.results = [
+            result._replace(outcome="failed", message=f"{SKIPPED}: {result.message}")
+            if result.outcome == "skipped" and result.test not in but
+            else result
+            for result in self.results
+        ]
 
     @property
     def passed(self) -> bool:
@@ -127,37 +155,92 @@ def test_files(exercise: str) -> list[Path]:
 def run(
     jobs: Iterable[Job],
     on_test: Callable[[Job, Result], None] | None = None,
-    limit: float = LIMIT,
+    limit: float | None = None,
     at_a_time: int | None = None,
     patience: float = PATIENCE,
+    on_wait: Callable[[Job, str, float], None] | None = None,
 ) -> Iterator[tuple[Job, Outcome]]:
     """Every job in a fork of its own; yielded as they end.
 
-    limit       seconds that a job's tests may compute    patience   how many times as long they may take in all
+    limit       seconds that a job's tests may compute; None = by what they take on our code (`labs.kit.limits`)
+    patience    how many times as long they may take in all
     at_a_time   None = as many as there are cores
+    on_wait     called with a test that has run for some seconds, and how many, once for each such test
+
+    A test that is skipped here and not on our code has failed.
     """
     at_a_time = at_a_time or os.cpu_count() or 1
     _import(WANTED_BY_ALL)
     waiting = [(job, job.all_files()) for job in jobs]
     running: dict[Connection, _Child] = {}
+    ours = _OurCode(running)
     _import_what_several_want([files for _, files in waiting])
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
-                job, files = waiting.pop(0)
-                child = _Child(job, files, limit, patience)
-                running[child.receiver] = child
+                _Child(*waiting.pop(0)).join(running)
             ready = wait(running, LOOK)
             for receiver, child in list(running.items()):
                 result = child.receive() if receiver in ready else child.miss()
-                if result and on_test:
+                is_asked_for = child not in ours
+                if result and on_test and is_asked_for:
                     on_test(child.job, result)
                 if child.has_ended:
                     del running[receiver]
-                    yield child.job, child.outcome
+                    if done := ours.settle(child):
+                        yield done.job, done.outcome
+                else:
+                    child.look_after(limit or ours.limit_of(child), patience)
+                    if on_wait and is_asked_for and (seconds := child.runs_long()):
+                        on_wait(child.job, child.begun, seconds)
     finally:
         for child in running.values():
-            child.process.kill()
+            kill_session(child.process)
+
+
+class _OurCode:
+    """Runs jobs' tests on our own code, beside them, where it matters what they do there.
+
+    measured   for the children that do so because the job is late: the tests that are run
+    compared   for the children that do so because tests were skipped: the child that skipped them
+    """
+
+    def __init__(self, running: dict[Connection, "_Child"]) -> None:
+        self.running = running
+        self.limits: dict[tuple, float] = {}
+        self.measured: dict[_Child, tuple] = {}
+        self.compared: dict[_Child, _Child] = {}
+
+    def __contains__(self, child: "_Child") -> bool:
+        return child in self.measured or child in self.compared
+
+    def limit_of(self, child: "_Child") -> float:
+        """Seconds that the child's tests may compute, as far as that is known."""
+        job = child.job
+        tests = (job.exercise, job.files, job.names, job.only, job.memory)
+        if tests not in self.limits and job.sources and child.watch.is_late(ASK, PATIENCE):
+            self.limits[tests] = math.inf  # until it is known
+            self.measured[self._start(job.on_our_code(job.only))] = tests
+        return self.limits.get(tests, MOST)
+
+    def settle(self, child: "_Child") -> "_Child | None":
+        """Take note of one that has ended. Returns whose outcome is known by that."""
+        if child in self.measured:
+            self.limits[self.measured.pop(child)] = limit_of(child.watch.use.seconds)
+            return None
+        outcome = child.outcome
+        skipped = frozenset(result.test for result in outcome.of("skipped"))
+        if child in self.compared:
+            other = self.compared.pop(child)
+            other.outcome.fail_skips(but=skipped)
+            return other
+        if skipped and child.job.sources and not outcome.trouble and not outcome.of("failed", "todo"):
+            self.compared[self._start(child.job.on_our_code(skipped))] = child
+            return None
+        return child
+
+    def _start(self, job: Job) -> "_Child":
+        return _Child(job, job.all_files()).join(self.running)
 
 
 def _import_what_several_want(files_of_jobs: list[list[Path]]) -> None:
@@ -186,29 +269,35 @@ class _Child:
     """A fork that runs one job's tests and sends the result of each.
 
     What it sends is JSON with a token that only its recorder has: whoever else writes into the pipe is not believed.
+
+    begun      the test that runs, and since when
+    expected   tests that have no result yet
+    late       since when it has been told to end, and the sentence that says why
     """
 
-    def __init__(self, job: Job, files: list[Path], limit: float, patience: float) -> None:
+    def __init__(self, job: Job, files: list[Path]) -> None:
         context = multiprocessing.get_context("fork")
-        self.job = job
-        self.limit = limit
+        self.job, self.files = job, files
         self.outcome = Outcome()
-        self.started = time.monotonic()
-        self.begun = ""
+        self.begun, self.begun_at, self.is_long = "", 0.0, False
+        self.expected: list[str] = []
+        self.late: tuple[float, str] | None = None
         self.has_ended = False
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if job.memory else None
         self.receiver, sender = context.Pipe(duplex=False)
         self.token = secrets.token_hex(16)
+        self.ends = Ends()
         home = Path(self.folder.name) if self.folder else None
         self.process = context.Process(
-            target=_run_tests, args=(job, files, (limit, patience), (sender, self.token), home), daemon=True
+            target=_run_tests, args=(job, files, self.ends, (sender, self.token), home), daemon=True
         )
         self.process.start()
         sender.close()  # so that the pipe ends where the child does
-        # Signals end it sooner, unless its code has seen to that they do not.
-        self.last_resort = threading.Timer(patience * limit + GRACE, self.process.kill)
-        self.last_resort.daemon = True
-        self.last_resort.start()
+        self.watch = Watch(self.process.pid)
+
+    def join(self, running: "dict[Connection, _Child]") -> "_Child":
+        running[self.receiver] = self
+        return self
 
     def receive(self) -> Result | None:
         """One message, if it is a test's result. Nobody waits here for the next."""
@@ -216,33 +305,85 @@ class _Child:
             kind, said = self._read()
         except (EOFError, OSError):
             return self._vanish()
-        if kind == "begun":
-            self.begun = str(said)
+        if kind == "expected":
+            self.expected = said
+        elif kind == "begun":
+            self.begun, self.begun_at, self.is_long = str(said), time.monotonic(), False
         elif kind == "result":
-            self.outcome.results.append(Result(*said))
-            return self.outcome.results[-1]
+            return self._note(Result(*said))
+        elif kind == "end":
+            status, seconds = said
+            self.watch.use = self.watch.use._replace(seconds=seconds)
+            self._end(TROUBLE.get(status) or self._left_out())
         else:
-            if kind != "end":
-                self.process.kill()
-            self._end(TROUBLE.get(said) if kind == "end" else str(said))
+            self._end(str(said))
         return None
 
-    def miss(self) -> None:
+    def miss(self) -> Result | None:
         """Nothing came. A process that it has started may hold the pipe open after its own end."""
-        if not self.process.is_alive() and not self.receiver.poll():
-            self._vanish()
+        is_gone = not self.process.is_alive() and not self.receiver.poll()
+        return self._vanish() if is_gone else None
 
-    def _vanish(self) -> None:
+    def look_after(self, limit: float, patience: float) -> None:
+        """Bring it to its end if its tests have computed for `limit` seconds, or do not end for another reason."""
+        if not self.watch.look():
+            return
+        if self.watch.use.processes > MOST_PROCESSES:
+            self._kill(f"it started more than {MOST_PROCESSES} processes")
+        elif self.late:
+            since, why = self.late
+            self.ends.tell(self.process.pid)  # what has caught the first signal is told again
+            if time.monotonic() - since > GRACE:
+                self._kill(why)
+        elif what := self.watch.is_late(limit, patience):
+            why = f"{NO_END} {limit:.0f} s of {what}"
+            self.late = time.monotonic(), why
+            self.ends.tell(self.process.pid, why)
+
+    def runs_long(self) -> float | None:
+        """Seconds for which the test has run that runs, said once where they are many."""
+        seconds = time.monotonic() - self.begun_at
+        if not self.begun or self.is_long or seconds < LONG:
+            return None
+        self.is_long = True
+        return seconds
+
+    def _note(self, result: Result) -> Result:
+        self.outcome.results.append(result)
+        if result.test in self.expected:
+            self.expected.remove(result.test)
+        return result
+
+    def _kill(self, why: str) -> None:
+        """Its end is seen when its pipe ends."""
+        self.ends.ask_where(self.process.pid)
+        self.late = self.late or (time.monotonic(), why)
+        kill_session(self.process)
+
+    def _vanish(self) -> Result | None:
+        """It has ended without a word."""
         self.process.join()
-        is_late = self.process.exitcode == -signal.SIGXCPU
-        is_late |= self.process.exitcode == -signal.SIGKILL and time.monotonic() - self.started > self.limit
-        why = f"{NO_END} {self.limit:.0f} s" if is_late else "the tests' process ended before they did"
+        why = self.late[1] if self.late else "the tests' process ended before they did"
         if self.process.exitcode == -signal.SIGSEGV:  # Triton's interpreter uses whatever address it is given
             why += ", by an address outside its memory"
-        self._end(f"{why}, in {self.begun}" if self.begun else why)
+        test, places = self.begun.partition("::"), self.ends.places()
+        files = {source.path for source in self.job.sources.values()}
+        yours = next((place(*at) for at in places if at[0] in files), None)
+        asked = next((place(*at) for at in places if at[0] in map(str, self.files)), "")
+        if self.begun and self.late:
+            self._end(None)
+            return self._note(Result(self.begun, "failed", why, yours, asked))
+        self._end(why + f", in {test[2]}" * bool(self.begun) + f", at {yours}" * bool(yours))
+        return None
+
+    def _left_out(self) -> str | None:
+        """A sentence about tests that were to run and did not, unless it was after a failure."""
+        if not self.expected or self.outcome.of("failed", "todo"):
+            return None
+        return f"the tests ended before {self.expected[0].partition('::')[2]} was done"
 
     def _read(self) -> tuple[str, Any]:
-        """What the recorder has sent: begun, result, end or tampering, and what there is to say of it."""
+        """What the recorder has sent: expected, begun, result, end or tampering, and what there is to say of it."""
         try:
             token, kind, said = json.loads(self.receiver.recv_bytes(LONGEST_MESSAGE))
             if token == self.token:
@@ -252,25 +393,35 @@ class _Child:
         return "tampering", FOREIGN
 
     def _end(self, trouble: str | None) -> None:
+        kill_session(self.process)
         self.process.join()
-        self.last_resort.cancel()
         if self.folder:
             self.folder.cleanup()
-        self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.started
+        self.ends.close()
+        self.outcome.trouble, self.outcome.seconds = trouble, time.monotonic() - self.watch.started
         self.has_ended = True
 
 
+def place(path: str, line: int) -> str:
+    """As messages have it."""
+    return f"{os.path.relpath(path, ROOT)}:{line}"
+
+
 def _run_tests(
-    job: Job, files: list[Path], limits: tuple[float, float], pipe: tuple[Connection, str], home: Path | None
+    job: Job, files: list[Path], ends: Ends, pipe: tuple[Connection, str], home: Path | None
 ) -> None:
     """What a child does.   home: the only folder in which code that nobody trusts may write"""
     recorder = _Recorder(job, *pipe)
-    _set_limits(*limits, recorder)
+    learners = {source.path for source in job.sources.values()}
+    ends.prepare(learners | {str(path) for path in files}, recorder.fail)
+    refuse_forks(learners, pytest.fail)
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
     os.chdir(ROOT)
-    if home is not None:
+    if home is None:
+        limit_memory()
+    else:
         _confine(home, job.memory)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
@@ -278,16 +429,16 @@ def _run_tests(
     steady_hypothesis()
     # Of marks only the exercise's count here, not those that the settings leave out.
     options = [
-        "-m",
-        "",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "labs.kit.plugin",
+        *("-m", ""),
+        *("-p", "no:cacheprovider"),
+        *("-p", "no:faulthandler"),
+        *("-p", "labs.kit.plugin"),
         *["-x"] * job.stop_at_first,
         *["--tb=long"] * job.trace,
     ]
-    recorder.send("end", int(pytest.main([*map(str, files), *options], plugins=[recorder])) if files else 5)
+    status = int(pytest.main([*map(str, files), *options], plugins=[recorder])) if files else 5
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    recorder.send("end", [status, sum(use.ru_utime + use.ru_stime for use in used)])
     os._exit(0)  # threads that tests have left must not hold it up
 
 
@@ -300,28 +451,6 @@ def _confine(home: Path, memory: int) -> None:
     confine(home, memory)
 
 
-def _set_limits(limit: float, patience: float, recorder: "_Recorder") -> None:
-    """A test that has computed too long, or waits for what never comes, fails where it is. If that does not help,
-    a signal ends the process, or whoever has started it."""
-    computed, started = time.process_time(), time.monotonic()
-
-    def fail(what: str) -> None:
-        recorder.session.shouldstop = "no end"
-        pytest.fail(f"{NO_END} {limit:.0f} s of {what}")
-
-    def look(number: int, frame: FrameType | None) -> None:
-        nonlocal computed
-        before, computed = computed, time.process_time()
-        if computed - before < IDLE * limit or time.monotonic() - started > patience * limit:
-            fail("waiting")
-
-    signal.signal(signal.SIGPROF, lambda number, frame: fail("computing"))
-    signal.setitimer(signal.ITIMER_PROF, limit, 1)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 5, int(limit) + 10))
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, limit, limit)
-
-
 class _Recorder:
     """A pytest plugin: of all tests only the job's, and what becomes of each through the pipe: name, then result."""
 
@@ -330,10 +459,19 @@ class _Recorder:
         self.session: pytest.Session | None = None
         self.judges = judges() if job.memory else {}
 
+        own = os.getpid()
+
         def send(kind: str, said: object) -> None:
+            if os.getpid() != own:  # a copy of this process, which goes on with the tests
+                os._exit(1)
             sender.send_bytes(json.dumps([token, kind, said]).encode())
 
         self.send = send
+
+    def fail(self, why: str) -> None:
+        """End the test that runs, and all tests."""
+        self.session.shouldstop = "no end"
+        pytest.fail(why)
 
     def pytest_runtest_logfinish(self) -> None:
         """What a test itself has put elsewhere is back by now."""
@@ -346,9 +484,25 @@ class _Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if self.job.wants(item)]
+        self.send("expected", [item.nodeid for item in items])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.send("begun", nodeid.partition("::")[2])
+        self.send("begun", nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        """What ends pytest itself ends no more than the test, where the learner's code has raised it."""
+        try:
+            return (yield)
+        except (KeyboardInterrupt, pytest.exit.Exception) as error:
+            if learners_place(error):
+                pytest.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self) -> Iterator[pytest.TestReport]:
+        with room_to_report():
+            return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
@@ -363,3 +517,5 @@ class _Recorder:
                 line[4:] for line in str(report.longrepr).splitlines() if line.startswith("E   ")
             )
             self.send("result", Result(report.nodeid, "todo" if ".Todo: lab " in text else "failed", text))
+        elif report.skipped:
+            self.send("result", Result(report.nodeid, "skipped", reason_of(report)))

@@ -10,8 +10,6 @@ from labs.kit.hunt import Hunt, read_hunts
 from minivllm.labs import ROOT, LabError, Source, compile_source
 
 SECONDS = 15.0  # that a test of a learner's may compute, on one engine
-OWN_SECONDS = 60.0  # that the project's own tests of an incident may
-PATIENCE = 3.0  # in multiples of these: how long it may take in all
 SOUND, BROKEN, VARIANT, OTHER, FIX = (
     "the sound engine",
     "the broken engine",
@@ -78,10 +76,10 @@ def _job(engine: str, sources: dict[str, Source], path: Path) -> Job:
     return Job(engine, path.stem, sources, stop_at_first=True, files=(path,))
 
 
-def _judge(jobs: Iterable[Job], limit: float) -> tuple[list[str], float]:
+def _judge(jobs: Iterable[Job], limit: float | None) -> tuple[list[str], float]:
     """What is wrong with the outcomes, each sentence once, and the seconds of all."""
     said, seconds = [], 0.0
-    for job, outcome in run(jobs, limit=limit, patience=PATIENCE):
+    for job, outcome in run(jobs, limit=limit):
         said.append(problem_of(job.key, outcome))
         seconds += outcome.seconds
     return [text for text in dict.fromkeys(said) if text], seconds
@@ -114,7 +112,7 @@ def grade_fix(hunt: Hunt, fixes: dict[str, Source]) -> tuple[list[str], float]:
         except SyntaxError as error:
             raise LabError(f"{Path(source.path).relative_to(ROOT)}:{error.lineno}: {error.msg}") from None
     jobs = [_job(FIX, fixes, hunt.test_file)] if hunt.test_text() != hunt.starter else []
-    return _judge([*jobs, incident_job(hunt, FIX, fixes)], OWN_SECONDS)
+    return _judge([*jobs, incident_job(hunt, FIX, fixes)], None)
 
 
 def incident_job(hunt: Hunt, key: str, sources: dict[str, Source]) -> Job:

@@ -103,16 +103,33 @@ def exercises_of(item: pytest.Item) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    error = call.excinfo and call.excinfo.value  # before pytest puts its own skip in the place of unittest's
     report = yield
-    if call.excinfo is None or not report.failed:
+    if report.skipped:
+        report.message = reason_of(report)
+        if error is None or not learners_place(error):
+            return report
+        # The test did not leave off by itself: the learner's code has raised that.
+        report.outcome, report.message = (
+            "failed",
+            f"your code skips the test ({type(error).__name__}: {error})",
+        )
+    elif report.failed and error:
+        report.todo, report.message = todo_of(error), message_of(error)
+    else:
         return report
-    error = call.excinfo.value
-    report.todo, report.message = todo_of(error), message_of(error)
     report.place, report.asked = learners_place(error), place_in_test(item, error)
     if item.config.stash[IS_SHORT] and exercises_of(item):
         place = f"your code: {report.place}\n" if report.place else ""
         report.longrepr = f"lab {exercises_of(item)[0]}: {report.message}\n{place}asked in {report.asked}"
     return report
+
+
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why something was skipped, or failed as it was expected to."""
+    if hasattr(report, "wasxfail"):
+        return report.wasxfail
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
 
 
 def place_in_test(item: pytest.Item, error: BaseException) -> str:

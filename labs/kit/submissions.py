@@ -15,8 +15,6 @@ from labs.kit.sync import sha256
 from minivllm.labs import LabError, Source, compile_source, splice, unsolved
 
 MEMORY = 4 << 30  # bytes that the tests of an exercise may allocate
-LIMIT = 60.0  # seconds that they may compute
-PATIENCE = 3.0  # how many times as long they may take in all
 
 
 def read_submissions(folder: Path) -> list[Path]:
@@ -57,19 +55,19 @@ def grade_submissions(
     submissions: Iterable[Path],
     exercises: list[Exercise],
     memory: int = MEMORY,
-    limit: float = LIMIT,
+    limit: float | None = None,
     on_grade: Callable[[str, Grade], None] = lambda student, grade: None,
 ) -> dict[str, dict[str, Any]]:
     """Student -> what `report` says. Whatever a submission does, it costs its own points alone.
+
+    memory   bytes that the tests of an exercise may allocate
+    limit    seconds that they may compute; None = by what they take on our code (`labs.kit.limits`)
 
     Every exercise of every student runs in a process of its own, confined (`labs.kit.confine`).
     Our own code is graded first, and likewise: an exercise passes where the same tests pass as there.
     """
     require_confinement()
-    ours = {
-        job.key: outcome
-        for job, outcome in run(_jobs_of_ours(exercises, memory), limit=limit, patience=PATIENCE)
-    }
+    ours = {job.key: outcome for job, outcome in run(_jobs_of_ours(exercises, memory), limit=limit)}
     for number, outcome in ours.items():
         if not outcome.passed:
             raise LabError(f"our own code of lab {number} does not pass here: {why(outcome)}")
@@ -92,7 +90,7 @@ def grade_submissions(
             else:
                 key = submission.name, exercise
                 jobs.append(Job(key, exercise.number, {exercise.module: source}, memory=memory))
-    for job, outcome in run(jobs, limit=limit, patience=PATIENCE) if jobs else ():
+    for job, outcome in run(jobs, limit=limit) if jobs else ():
         student, exercise = job.key
         text = job.sources[exercise.module].text
         state = state_of(outcome, ours[exercise.number], exercise.number in unsolved(text))

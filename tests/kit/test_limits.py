@@ -1,0 +1,235 @@
+"""A learner's code that gets out of its tests, or never out of them, has failed, and the message says where."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from labs.kit import limits
+from labs.kit.limits import Use, Watch, limit_of
+from labs.kit.regions import read_engine
+
+# What stands first in the body of 3.4, and what is said of it.
+LEAVES = {
+    "import pytest; pytest.skip('easy')": "your code skips the test (Skipped: easy)",
+    "import unittest; raise unittest.SkipTest('easy')": "your code skips the test (SkipTest: easy)",
+    "import pytest; pytest.xfail('easy')": "your code skips the test (XFailed: easy)",
+    "import pytest; pytest.exit('easy', 0)": "Exit: easy",
+    "raise KeyboardInterrupt": "KeyboardInterrupt: ",
+    "import os; os.fork()": "it starts a process, which no exercise asks for",
+    "held = bytearray(5 << 30)": "MemoryError: ",
+}
+STAYS = {
+    "while True: pass": "computing",
+    "import itertools; sum(itertools.repeat(0))": "computing",  # no line of Python ends there
+    "import time; time.sleep(1000)": "waiting",
+}
+STUBBORN = "while True:\n    try:\n        while True: pass  # here\n    except: pass"
+BOMB = "import ctypes\nwhile True: ctypes.CDLL(None).fork()"
+FIRST = "    runs: list[tuple[int, slice]] = []\n"
+RUN = """
+import json, sys
+from pathlib import Path
+from labs.kit import forks
+from labs.kit.forks import Job, run
+from minivllm.labs import Source
+
+arguments = json.loads(sys.argv[1])
+jobs = []
+for path in arguments["answers"]:
+    sources = {"minivllm.lora.mapping": Source(path, Path(path).read_text())}
+    files = tuple(map(Path, arguments["tests"]))
+    names = frozenset(["test_runs_are_neighbours_with_one_slot"] if not files else [])
+    jobs.append(Job(path, "3.4", sources, files=files or tuple(forks.test_files("3.4")), names=names))
+for job, outcome in run(jobs, **arguments["options"]):
+    results = [[r.test.partition("::")[2], r.outcome, r.message, r.place] for r in outcome.results]
+    print(json.dumps([job.key, results, outcome.trouble, outcome.passed]), flush=True)
+"""
+
+
+def answers(folder, bodies):
+    """(files with our module, in each of which one of these bodies stands before that of 3.4; the body's first line)"""
+    text = read_engine()["3.4"].text
+    assert text.count(FIRST) == 1
+    paths = []
+    for n, body in enumerate(bodies):
+        paths.append(folder / f"mapping{n}.py")
+        lines = "".join(f"    {line}\n" for line in body.split("\n"))
+        paths[-1].write_text(text.replace(FIRST, lines + FIRST))
+    return paths, 1 + text[: text.index(FIRST)].count("\n")
+
+
+def run(paths, tests=(), **options):
+    """(results, trouble, passed) of every answer, in their order."""
+    arguments = {"answers": [*map(str, paths)], "tests": [*map(str, tests)], "options": options}
+    command = [sys.executable, "-c", RUN, json.dumps(arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    said = {key: rest for key, *rest in map(json.loads, result.stdout.splitlines())}
+    return [said[str(path)] for path in paths]
+
+
+def test_what_leaves_a_test_has_failed_it_where_it_left(tmp_path):
+    paths, line = answers(tmp_path, LEAVES)
+
+    for path, said, (results, trouble, passed) in zip(paths, LEAVES.values(), run(paths), strict=True):
+        [(outcome, message, place)] = {tuple(result[1:]) for result in results}
+        assert (outcome, message, trouble, passed) == ("failed", said, None, False)
+        assert place.endswith(f"/{path.name}:{line}")
+
+
+def test_what_does_not_end_fails_where_it_is_however_it_holds_on(tmp_path):
+    bodies = {**STAYS, STUBBORN: "computing"}
+    paths, line = answers(tmp_path, bodies)
+
+    for path, body, (results, trouble, passed) in zip(paths, bodies, run(paths, limit=3), strict=True):
+        [(_, outcome, message, place)] = results
+        assert (outcome, message) == ("failed", f"no end after 3 s of {bodies[body]}")
+        assert (trouble, passed) == (None, False)
+        assert place.endswith(f"/{path.name}:{line + 2 * (body == STUBBORN)}")
+
+
+def test_processes_that_start_processes_are_all_ended(tmp_path):
+    paths, _ = answers(tmp_path, [BOMB])
+
+    [(results, trouble, passed)] = run(paths)
+
+    assert (trouble, passed) == (None, False)
+    assert results[0][1:3] == ["failed", "it started more than 64 processes"]
+
+
+def test_a_test_that_is_skipped_has_failed_unless_our_code_skips_it(tmp_path):
+    """The learner's code puts a mark on it, or changes what it asks; ours is run on the same tests to tell."""
+    (tmp_path / "test_skips.py").write_text(
+        "import pytest\nfrom minivllm.lora import mapping\n\n"
+        "def test_first(): pass\n\n"
+        "@pytest.mark.skipif(hasattr(mapping, 'EASY'), reason='it is easy')\ndef test_marked(): pass\n\n"
+        "@pytest.mark.skipif(True, reason='no GPU')\ndef test_usual(): pass\n\n"
+        "@pytest.mark.xfail(hasattr(mapping, 'EASY'), reason='hard')\n"
+        "def test_expected(): assert not hasattr(mapping, 'EASY')\n"
+    )
+    [easy, honest], _ = answers(tmp_path, ["pass", "pass"])
+    easy.write_text(easy.read_text() + "\nEASY = True\n")
+
+    [skipped, _, skipped_passed], [usual, _, usual_passed] = run([easy, honest], [tmp_path / "test_skips.py"])
+
+    assert [result[:3] for result in skipped] == [
+        ["test_first", "passed", ""],
+        ["test_marked", "failed", "it was skipped, which it is not on our code: Skipped: it is easy"],
+        ["test_usual", "skipped", "Skipped: no GPU"],
+        ["test_expected", "failed", "it was skipped, which it is not on our code: hard"],
+    ]
+    assert [result[1] for result in usual] == ["passed", "passed", "skipped", "passed"]
+    assert (skipped_passed, usual_passed) == (False, True)
+
+
+def test_a_file_of_tests_that_is_left_out_has_failed_too(tmp_path):
+    (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
+    (tmp_path / "test_other.py").write_text("import minivllm.lora.mapping\n\ndef test_other(): pass\n")
+    [path], _ = answers(tmp_path, ["pass"])
+    path.write_text("import unittest\nraise unittest.SkipTest('easy')\n")
+
+    [(results, _, passed)] = run([path], [tmp_path / "test_one.py", tmp_path / "test_other.py"])
+
+    assert not passed
+    why = "it was skipped, which it is not on our code: unittest.case.SkipTest: easy"
+    assert ["failed", why] in [result[1:3] for result in results]
+
+
+def test_an_end_before_all_tests_were_run_is_no_pass(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\nfrom minivllm.lora import mapping\n\n"
+        "@pytest.fixture(autouse=True)\ndef session(request):\n    mapping.session = request.session\n\n"
+        "def test_first(): mapping.leave()\n\ndef test_second(): assert False\n"
+    )
+    [path], _ = answers(tmp_path, ["pass"])
+    path.write_text(path.read_text() + "\n\ndef leave():\n    session.shouldstop = 'done'\n")
+
+    [(results, trouble, passed)] = run([path], [tmp_path / "test_it.py"])
+
+    assert [result[1:3] for result in results] == [["passed", ""]]
+    assert (trouble, passed) == ("the tests ended before test_second was done", False)
+
+
+@pytest.mark.parametrize(
+    ("usual", "limit"), [(0.0, 10), (0.4, 10), (1.5, 30), (7, 60), (14, 60), (40, 160)]
+)  # fmt: skip
+def test_tests_may_take_a_multiple_of_what_our_code_takes(usual, limit):
+    assert limit_of(usual) == limit
+
+
+def test_how_long_our_code_takes_is_found_out_for_a_job_that_is_late(tmp_path):
+    """Twice as long as the least limit: more than our code needs is not enough, and less than its multiple is."""
+    (tmp_path / "test_slow.py").write_text(
+        "import time\nfrom minivllm.lora import mapping\n\n"
+        "def test_slow():\n"
+        "    until = time.process_time() + 1 + 3 * hasattr(mapping, 'SLOW')\n"
+        "    while time.process_time() < until: pass\n"
+    )
+    [path], _ = answers(tmp_path, ["pass"])
+    path.write_text(path.read_text() + "\nSLOW = True\n")
+    patched = RUN.replace("arguments =", "forks.ASK = 0.5\nforks.MOST = 3\narguments =")
+    assert patched != RUN
+    arguments = {"answers": [str(path)], "tests": [str(tmp_path / "test_slow.py")], "options": {}}
+
+    result = subprocess.run(
+        [sys.executable, "-c", patched, json.dumps(arguments)], capture_output=True, text=True
+    )
+
+    assert json.loads(result.stdout)[1:] == [[["test_slow", "passed", "", None]], None, True], result.stderr
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """A watch of nobody, on which a second passes with each look, and that sees what it is told."""
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(limits.time, "monotonic", lambda: next(seconds))
+    seen = []
+    monkeypatch.setattr(limits, "use_of", lambda session: seen.pop(0))
+    watch = Watch(0)
+
+    def look(*uses):
+        seen[:] = [Use(1, *use) for use in uses]
+        return [watch.look() and watch.is_late(limit=10, patience=3) for _ in uses]
+
+    return look
+
+
+def test_whoever_has_computed_for_too_long_is_late(watch):
+    assert watch((9.9, 0), (10.1, 0)) == [None, "computing"]
+
+
+def test_whoever_computes_nothing_is_late_after_as_long(watch):
+    assert watch(*[(0.3, 0)] * 11) == [None] * 10 + ["waiting"]
+
+
+def test_whoever_stands_in_line_for_a_core_is_not_late(watch):
+    """On a busy machine: a hundredth of a core for each of a hundred programs."""
+    assert watch(*[(0.01 * n, 0.99 * n) for n in range(200)]) == [None] * 200
+
+
+def test_whoever_computes_a_little_now_and_then_is_late_in_the_end(watch):
+    assert watch(*[(0.1 * n, 0) for n in range(31)]) == [None] * 30 + ["waiting"]
+
+
+def test_what_processes_of_a_session_use_is_counted_together():
+    code = (
+        "import os, time\nos.setsid()\n"
+        "for _ in range(2): os.fork()\n"
+        "until = time.process_time() + 0.3\n"
+        "while time.process_time() < until: pass\n"
+        "print(flush=True)\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        for _ in range(4):
+            process.stdout.readline()
+
+        use = limits.use_of(process.pid)
+
+        assert use.processes == 4
+        assert use.seconds >= 4 * 0.3 - 0.1
+    finally:
+        limits.os.killpg(process.pid, limits.signal.SIGKILL)
+        process.wait()
