@@ -81,6 +81,8 @@ def to_weights(
 ) -> dict[str, LoRALayerWeights]:
     """Module -> its weights. Ranks are the tensors' own, scalings the config's. All are judged before one is converted.
 
+    Of a module of experts an option may read A as (E, r, K) and B as (E, N, r): the rank is r there, too.
+
     dtype   None = leave
 
     The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled at once.

@@ -31,7 +31,7 @@ def delta(lora_a, lora_b, scaling):
 class TestOptimize:
     pytestmark = pytest.mark.lab("1.4")
 
-    @pytest.mark.parametrize("scaling", [2.5, 2, 0.125, -3, 1, 0])
+    @pytest.mark.parametrize("scaling", [2.5, 2, 0.125, -3, 1, 0, 129 / 128, 1 - 2**-20])
     def test_moves_the_scaling_into_b(self, scaling):
         weights = random_weights(scaling=scaling)
         expected = delta(weights.lora_a, weights.lora_b, scaling)

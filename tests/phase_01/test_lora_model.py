@@ -119,6 +119,18 @@ def test_a_bias_on_b_goes_with_its_module():
 
 
 @pytest.mark.lab("1.6")
+def test_the_callers_tensors_are_all_still_there():
+    """A request in memory holds them for a reload, and for other engines."""
+    tensors = {**good_tensors(), f"{PREFIX}lm_head.base_layer.weight": torch.ones(2, 2)}
+    before = dict(tensors)
+
+    from_tensors(tensors)
+
+    assert tensors.keys() == before.keys()
+    assert all(tensors[name] is tensor for name, tensor in before.items())
+
+
+@pytest.mark.lab("1.6")
 def test_the_same_tensor_with_and_without_the_prefix_is_refused():
     tensors = good_tensors()
     tensors[f"{Q}.lora_A.weight"] = tensors[A] + 1

@@ -40,6 +40,12 @@ class TestTensorNames:
     def test_give_the_module_and_the_side(self, prefix, name, expected):
         assert parse_fine_tuned_lora_name(prefix + name) == expected
 
+    def test_lose_one_prefix_although_it_stands_there_twice(self):
+        """PEFT puts it once before the name in the model, and a model may itself begin with `base_model.model`."""
+        name = f"base_model.model.base_model.model.{UP}.lora_A.weight"
+
+        assert parse_fine_tuned_lora_name(name) == (f"base_model.model.{UP}", True)
+
     @pytest.mark.parametrize(
         "name",
         [

@@ -69,6 +69,12 @@ class TestScaling:
         assert (first.scaling(Q1, 1), first.scaling(Q0, 1)) == (10, 20)
         assert (last.scaling(Q1, 1), last.scaling(Q0, 1)) == (20, 20)
 
+    def test_prefers_a_key_that_comes_first_to_one_that_is_the_whole_name(self):
+        """PEFT takes the first key that matches; how well a later one matches does not count."""
+        patterned = helper(alpha_pattern={"q_proj": 20, Q1: 10})
+
+        assert patterned.scaling(Q1, 1) == 20
+
     @pytest.mark.parametrize("key", ["Q_PROJ", "Self_Attn.q_proj", "LAYERS.*"])
     def test_tells_upper_from_lower_case(self, key):
         patterned = helper(lora_alpha=8, alpha_pattern={key: 20})

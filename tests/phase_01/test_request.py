@@ -81,6 +81,15 @@ def test_the_path_of_a_request_with_tensors_stands_for_the_tensors(path):
     assert first == again and first != other
 
 
+def test_tensors_count_even_if_there_are_none_of_them():
+    """An empty dict is an adapter that holds nothing, which the loader will refuse; it does not ask for the folder."""
+    tensors = {}
+
+    request = LoRARequest("sql", 1, "/adapters/sql", lora_tensors=tensors)
+
+    assert request.lora_path == f"memory:{id(tensors)}"
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -70,6 +70,7 @@ def test_the_config_tells_which_parameter_it_is_where_there_is_one(parameter):
         assert_unfolded(lora, parameter, pairs)
 
 
+@pytest.mark.lab("1.6")
 def test_rank_and_scaling_are_the_configs_for_the_parameter():
     tensors = {
         **saved(f"{EXPERTS}.base_layer", of_experts(GATE_UP, 2)),

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from naive_punica import NaivePunica
+from torch import nn
 from toy_model import ToyModel, random_pair, toy_adapter, wrap
 
+from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 
@@ -195,6 +197,33 @@ def test_shapes_alone_are_judged_too(wrapped, height):
         wrapped.accept(lora)
     else:
         assert_refused(wrapped, lora, name, (16, 2), (8, 2))
+
+
+class ExpertsAlone(nn.Module):
+    supports_lora = True
+    expert_params_mapping = ("w1", "w2", "w3")
+
+    def __init__(self):
+        super().__init__()
+        self.experts = FusedMoE(3, 2, 12, 20, params_dtype=torch.float64)
+
+
+@pytest.mark.lab("2.6")
+@pytest.mark.parametrize("part", ["0.w1", "0.w3", "1.w1", "1.w2", "2.w3"])
+def test_every_part_of_every_expert_is_judged(part):
+    """A layer of experts has 3 slices, and an adapter 3 parts for each of its experts."""
+    wrapped = wrap(ExpertsAlone(), NaivePunica())
+    fitting = {
+        f"experts.{expert}.{name}": ((2, width), (height, 2))
+        for expert in range(3)
+        for name, width, height in (("w1", 12, 20), ("w2", 20, 12), ("w3", 12, 20))
+    }
+    (_, width), (height, _) = fitting[f"experts.{part}"]
+
+    wrapped.accept(adapter_of(fitting))
+    misfit = adapter_of({**fitting, f"experts.{part}": ((2, 99), (height, 2))})
+
+    assert_refused(wrapped, misfit, f"experts.{part}", (2, 99), (2, width))
 
 
 @pytest.mark.lab("2.6")

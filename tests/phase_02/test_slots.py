@@ -200,6 +200,27 @@ def test_slices_do_not_share_a_buffer():
 
 
 @pytest.mark.lab("2.1")
+@pytest.mark.parametrize("experts", [1, 4])
+def test_slots_and_experts_do_not_share_memory(experts):
+    """`expand` gives the right shape over the memory of one slot: every adapter would be the one written last."""
+    slots = Slots.empty(SLOTS, RANK, [(10, 7), (7, 5)], torch.float32, "cpu", experts)
+    numbers = torch.arange(float(SLOTS * experts)).reshape(SLOTS, experts)
+
+    for buffer in (*slots.a, *slots.b):
+        for slot in range(SLOTS):
+            for expert in range(experts):
+                buffer[slot, expert] = numbers[slot, expert]
+
+    for i in range(2):
+        for side, buffer in (("A", slots.a[i]), ("B", slots.b[i])):
+            assert_slots_equal(
+                buffer.flatten(0, 1)[:, None],
+                numbers.reshape(-1, 1, 1, 1).expand(-1, 1, *buffer.shape[2:]),
+                f"{side} of slice {i}, in which every expert of every slot has a number of its own",
+            )
+
+
+@pytest.mark.lab("2.1")
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lora_dtype", ["auto", "bfloat16", "float64"])
 def test_slots_have_the_configs_dtype_or_the_models(model_dtype, lora_dtype):

@@ -235,6 +235,27 @@ def test_a_copy_that_fails_within_a_layer_leaves_the_slot_empty(wrapped):
 
 
 @pytest.mark.lab("2.7")
+def test_an_adapter_that_memory_was_too_short_to_pack_can_be_accepted_again(wrapped, monkeypatch):
+    """Promised: `loras` keeps its names until all layers have packed. Half of them by the modules' names would be taken
+    for what the adapter has, and q_proj, k_proj and v_proj be served as the base model has them.
+    """
+    lora, names = toy_adapter(seed=3), set(toy_adapter(seed=3).loras)
+
+    def out_of_memory(parts):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(wrapped.modules["layers.0.mlp.down_proj"], "pack", out_of_memory)
+        with pytest.raises(MemoryError):
+            wrapped.accept(lora)
+
+    assert (set(lora.loras), lora.is_accepted) == (names, False)
+    wrapped.accept(lora)
+    wrapped.write(lora, 1)
+    assert_same_products(products(wrapped, 1), expected_products(wrapped, toy_adapter(seed=3), scaling=2.0))
+
+
+@pytest.mark.lab("2.7")
 def test_an_interrupted_copy_leaves_the_slot_empty(wrapped, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt

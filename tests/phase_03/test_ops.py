@@ -216,6 +216,24 @@ def test_the_order_of_rows_does_not_change_a_row(op, meta):
         assert_rows_equal(run(order), alone[order], labels=labels, tolerance=1e-6)
 
 
+@pytest.mark.parametrize(("op", "meta"), SHRINKS)
+def test_a_shrink_rounds_once_when_it_writes(op, meta):
+    """After scaling: 1.0039 is 1 in bfloat16, and 3 * 1 is not the 3.0156 that is nearest to 3.0117."""
+    generator = torch.Generator().manual_seed(6)
+    token_slots = [1, 1, 0, -1, 1]
+    x = random_tensor(generator, 5, 8, dtype=torch.float64)
+    a = random_tensor(generator, 2, 60, 8, dtype=torch.bfloat16)
+    y = random_tensor(generator, 5, 60, dtype=torch.bfloat16)
+    x[0], a[1, 0] = torch.eye(8)[0] + torch.eye(8)[1] / 256, 1
+    adapter_rows = has_adapter(token_slots)
+    exact = torch.where(adapter_rows[:, None], shrunk(x, a, token_slots, 3.0), y.double())
+
+    op(x, a, y, *meta(token_slots, generator), 3.0)
+
+    assert exact[0, 0] == 3 + 3 / 256
+    assert_rows_equal(y, exact.bfloat16(), labels=labels_of(token_slots), what="sums rounded to bfloat16")
+
+
 @pytest.mark.parametrize(("op", "meta"), SLICE_EXPANDS)
 def test_an_expand_rounds_once_when_it_writes(op, meta):
     """What is there and what is added are summed in the widest dtype; the update is not rounded before."""
