@@ -283,6 +283,28 @@ def test_a_linear_of_three_slices_takes_two_launches(monkeypatch):
 
 
 @pytest.mark.lab("4.4")
+def test_linears_of_a_step_share_its_tile_list_and_run_the_base_layer_once(monkeypatch):
+    """What a step prepares, it prepares for all layers: each time more would cost every linear of the model."""
+    linear, x = Linear("triton", "qkv"), random(3, WIDTH, seed=9)
+    work, forward = [], linear.base.forward
+    linear.step(torch.tensor([2, -1, 0]))
+    for name, of in (
+        ("prepare_tensors", type(linear.punica.token_meta)),
+        ("sync_slots", type(linear.punica)),
+    ):
+        monkeypatch.setattr(of, name, lambda *args, name=name: work.append(name))
+    monkeypatch.setattr(linear.base, "forward", lambda x: work.append("base") or forward(x))
+
+    for _ in range(2):
+        linear.run(x)
+
+    assert work == ["base", "base"], "of two linears with adapters in one step"
+    monkeypatch.setattr(linear.punica, "no_lora", True)
+    linear.run(x)
+    assert work == ["base"] * 3, "and of one without"
+
+
+@pytest.mark.lab("4.4")
 @pytest.mark.parametrize("rank", [8, 40])
 def test_what_lies_past_an_adapters_rank_is_not_read(rank):
     """A short adapter does not pay for the longest rank, but for B where rows of it are as short as a read."""

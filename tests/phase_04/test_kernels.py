@@ -19,7 +19,7 @@ from guarded import (
 )
 
 import minivllm.lora.ops.triton_ops.lora_expand_op as lora_expand_op
-from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink
+from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink, tuning
 
 # tokens, slots, rank, K, widths: powers of two and anything but. The first are small, and grade.
 SMALL = [
@@ -116,6 +116,25 @@ def test_the_planes_of_a_shrink_add_up_to_every_rows_own_product(shape, dtype, s
     what = f"h, {splits} planes added up"
     assert_rows_close(by_row(planes.sum(0)), by_row(expected), batch.token_slots, 2e-6, what)
     h.assert_written_only_where(batch.is_adapter.repeat(splits * n)[:, None])
+
+
+@pytest.mark.lab("4.2")
+@pytest.mark.parametrize("splits", [2, 3, 5])
+def test_every_block_of_a_wide_x_is_in_one_plane(splits):
+    """K has more blocks here than there are planes: block k is summed in plane k modulo splits, and in no other."""
+    batch = Batch((3, 2, 8, 900, [16]), torch.float32, base_share=0)
+    block_k = tuning.shrink_tiles(3, 900, 8, batch.tiles.count).block_k
+    assert splits * block_k < 900, "for this test K must have more blocks than planes"
+
+    h = shrink(guarded(batch.x), batch.live_a, batch.tiles, on_device(batch.ranks), splits=splits)
+
+    plane_of_column = torch.arange(900) // block_k % splits
+    for plane in range(splits):
+        share = torch.where(plane_of_column == plane, batch.x, 0)
+        expected = exact_shrink(share, batch.a, batch.token_slots, batch.ranks)
+        assert_rows_close(
+            by_row(h[plane]), by_row(expected), batch.token_slots, 2e-6, f"plane {plane} of {splits}"
+        )
 
 
 @pytest.mark.lab("4.2")
