@@ -84,7 +84,7 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
 
         Asking counts as use. Loading comes first: a bad adapter evicts nothing, and a failed reload leaves the old
         weights serving. RuntimeError when memory is full of adapters that are pinned or in use. Without a slot to
-        be had (`has_room_for`) it waits in memory for the step that needs it.
+        be had (`has_room_for`) it waits in memory for the step that needs it. What a copy raises is raised here.
         """
         raise Todo("lab 5.8: load when somebody asks for it")
 

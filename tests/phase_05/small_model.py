@@ -206,11 +206,11 @@ def assert_memory(manager, expected, why):
     assert found == expected, f"{why}\n  memory expected {expected}\n  memory found    {found}"
 
 
-def fail_copies(monkeypatch, manager, module="mlp.gate_up_proj"):
+def fail_copies(monkeypatch, manager, module="mlp.gate_up_proj", error=OSError):
     """From now on the copy into this layer fails: those before it have been written already."""
 
     def fail(*args, **kwargs):
-        raise OSError("device lost")
+        raise error("device lost")
 
     monkeypatch.setattr(manager.modules[module], "write", fail)
 

@@ -111,6 +111,56 @@ def test_copies_and_their_slots_are_counted():
     assert 0 < manager.stats.activate_seconds < 60
 
 
+def test_an_adapter_is_not_in_the_table_while_it_is_copied(monkeypatch):
+    """Promised: whoever sees an adapter in the table may send rows to its slot. The copy itself looks here."""
+    manager = make_manager(slots=1, memory=2)
+    for adapter_id in (1, 2):
+        manager.add_adapter(make_adapter(adapter_id))
+    manager.activate_adapter(1)
+    write, seen = manager.wrapped.write, []
+
+    def copy(lora, slot):
+        seen.append((manager.lora_index_to_id, manager.list_active_adapters()))
+        write(lora, slot)
+        seen.append((manager.lora_index_to_id, manager.list_active_adapters()))
+
+    monkeypatch.setattr(manager.wrapped, "write", copy)
+    manager.activate_adapter(2)
+
+    assert seen == [([None], {})] * 2, (
+        "the table before and after the copy of 2 into slot 0, from which 1 was evicted"
+    )
+    assert_slots(manager, [2], "2 was activated")
+
+
+def test_an_activation_is_told_when_the_table_names_the_adapter():
+    manager = make_manager(slots=2)
+    weights, told = random_weights(5), []
+    manager.add_adapter(adapter_of(5, weights))
+
+    def listener(event):
+        told.append((event.kind, manager.lora_index_to_id))
+        assert_slot_holds(manager, 0, weights, "adapter 5 when its activation is told")
+
+    manager.listeners.append(listener)
+    manager.activate_adapter(5)
+
+    assert told == [("activate", [5, None])], "what was told, and the table at that moment"
+
+
+def test_a_wall_clock_that_is_set_back_makes_no_copy_take_less_than_nothing(monkeypatch):
+    hours = iter(range(10**6, 0, -1))
+    monkeypatch.setattr("time.time", lambda: 3600.0 * next(hours))
+    manager, told = make_manager(slots=1), []
+    manager.add_adapter(make_adapter(1))
+    manager.listeners.append(told.append)
+
+    manager.activate_adapter(1)
+
+    assert [event.kind for event in told] == ["activate"]
+    assert told[0].seconds > 0, f"the copy took {told[0].seconds} s"
+
+
 def test_a_failed_copy_leaves_the_slot_free_and_the_adapter_inactive(monkeypatch):
     """Incident 4: the table must not name an adapter whose weights are not, or only partly, there."""
     manager = make_manager(slots=2)

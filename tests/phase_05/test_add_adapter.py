@@ -174,6 +174,17 @@ def test_adding_evicts_the_oldest_adapter_that_does_not_run(folders):
     assert_memory(worker.manager, [1, 2, 3], "memory has room for three")
 
 
+def test_a_copy_that_fails_is_not_a_slot_that_cannot_be_had(folders, monkeypatch):
+    """PyTorch raises RuntimeError when a GPU fails; "no slot can be had" is a RuntimeError, too, and no failure."""
+    worker = make_worker(slots=1)
+    fail_copies(monkeypatch, worker.manager, error=RuntimeError)
+
+    with pytest.raises(RuntimeError, match="device lost"):
+        worker.add_adapter(folders.request(1))
+
+    assert_slots(worker.manager, [None], "the copy of 1 failed")
+
+
 def test_a_copy_that_fails_keeps_the_adapter_in_memory_for_the_next_step(folders, monkeypatch):
     worker = make_worker(slots=1)
     folders.write(1, seed=1)
