@@ -143,6 +143,17 @@ def test_keys_differ_whenever_identity_parent_or_tokens_do():
     assert distinct == 4 * 30 * 4, f"{4 * 30 * 4} blocks that differ have {distinct} keys"
 
 
+def test_every_byte_of_the_parent_counts():
+    """The parent stands for all tokens before the block; of part of a digest two are soon alike."""
+    parent = bytes(range(100, 116))
+    others = [parent[:i] + b"\0" + parent[i + 1 :] for i in range(16)]
+
+    keys = [hash_block_tokens(other, [5, 6], 1) for other in others]
+
+    same = [i for i, key in enumerate(keys) if key == hash_block_tokens(parent, [5, 6], 1)]
+    assert same == [], f"a parent that differs in one of bytes {same} has the same key"
+
+
 def test_numbers_of_several_digits_do_not_run_together():
     one, two = [1, 23], [12, 3]
 
@@ -177,6 +188,23 @@ def test_a_request_that_comes_back_finds_nothing_of_a_load_that_is_gone():
 
     assert found == 2, "while the load is the same, the request finds what it computed"
     assert cache.get_computed_blocks(request) == [], "load 8 did not compute what load 7 left behind"
+
+
+def test_a_request_that_comes_back_finds_its_answer_as_well_as_its_prompt():
+    """Of 4 tokens of prompt and 8 of answer, all but the last may be found: two blocks of 4."""
+    cache = KVCacheManager(CacheConfig(block_size=4, num_blocks=10), {}.get)
+    request = ShownRequest("r", [3, 1, 4, 1], SamplingParams(max_tokens=9), lora(0))
+    for token_id in (5, 9, 2, 6, 5, 3, 5, 8):
+        request.append_output_token(token_id)
+    cache.get_computed_blocks(request)
+    cache.allocate_slots(request, 11)
+    cache.cache_blocks(request, 11)
+    computed_blocks = request.block_ids[:2]
+    cache.free(request)
+
+    found = cache.get_computed_blocks(request)
+
+    assert found == computed_blocks, f"{request.num_tokens} tokens, of which 11 were computed"
 
 
 def test_equal_blocks_have_equal_keys():

@@ -104,6 +104,23 @@ def test_nobody_is_skipped_once_the_batch_is_full():
     assert output.halted_by == "max_num_seqs"
 
 
+@pytest.mark.parametrize(
+    ("full_by", "limits"),
+    [("max_num_seqs", {"max_num_seqs": 2}), ("token budget", {"max_num_batched_tokens": 2})],
+)
+def test_nobody_joins_a_step_that_running_requests_have_filled(full_by, limits):
+    """It is full before the first admission, not only after one: 2 rows, or a budget of 2 tokens, are taken."""
+    world = World(**limits)
+    running = world.add_all(0, 0)
+    world.step()
+    late = world.add(0)
+
+    output = world.step()
+
+    assert output.running == running
+    assert (output.halted_by, late.num_computed_tokens, late.block_ids) == (full_by, 0, [])
+
+
 def test_who_finds_the_step_full_was_not_asked():
     world = World(max_loras=1, max_num_seqs=2)
     first, passed_over, base, _ = world.add_all(1, 2, 0, 1)
