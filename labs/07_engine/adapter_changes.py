@@ -54,7 +54,8 @@ class AdapterChanges:
     def _with_reload(self, adapter: Adapter, order: LoRARequest) -> Adapter:
         """A copy of the record (`replace`) with one generation more, and the order of its reload in `reloads`.
 
-        The record itself stays as it is. An interrupt may come between any two lines, and half an order is none.
+        The record itself stays as it is, and so does its dict of `reloads`. An interrupt may come between any two
+        lines, and half an order is none.
         """
         raise Todo("lab 7.5: changes that wait for requests in flight")
 
@@ -70,7 +71,8 @@ class AdapterChanges:
 
         A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`), and
         then its order is gone. An unload waits for all unfinished requests of its adapter. Then the worker removes it
-        from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`).
+        from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`). Should the worker fail,
+        it is not: the next settling tries again.
         """
         raise Todo("lab 7.5: changes that wait for requests in flight")
 

@@ -58,7 +58,8 @@ class AdapterChanges:
     def _with_reload(self, adapter: Adapter, order: LoRARequest) -> Adapter:
         """A copy of the record (`replace`) with one generation more, and the order of its reload in `reloads`.
 
-        The record itself stays as it is. An interrupt may come between any two lines, and half an order is none.
+        The record itself stays as it is, and so does its dict of `reloads`. An interrupt may come between any two
+        lines, and half an order is none.
         """
         generation = adapter.generation + 1
         return replace(adapter, generation=generation, reloads={**adapter.reloads, generation: order})
@@ -81,7 +82,8 @@ class AdapterChanges:
 
         A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`), and
         then its order is gone. An unload waits for all unfinished requests of its adapter. Then the worker removes it
-        from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`).
+        from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`). Should the worker fail,
+        it is not: the next settling tries again.
         """
         for adapter in self._noted():
             for generation in sorted(adapter.reloads):

@@ -165,6 +165,25 @@ class TestUnload:
             world.registry.examine(world.lora())
 
     @lab
+    def test_that_the_worker_fails_to_do_is_done_by_the_next_settling(self, world):
+        """Promised: an id is free only when its weights are gone, or the next adapter under it would be served them."""
+        remove = world.worker.remove_adapter
+
+        def device_lost(adapter_id):
+            raise RuntimeError("device lost")
+
+        world.worker.remove_adapter = device_lost
+        with pytest.raises(RuntimeError, match="device lost"):
+            world.registry.remove_lora(1)
+
+        with pytest.raises(ValueError, match="is being unloaded"):
+            world.registry.examine(world.lora())
+        world.worker.remove_adapter = remove
+        world.registry.settle()
+        assert world.worker.calls == ["remove 1"]
+        assert (world.worker.memory, set(world.registry.adapters)) == ({}, set())
+
+    @lab
     def test_takes_back_what_was_noted_of_the_adapter(self, world):
         world.registry.pinned.add(1)
 
@@ -316,6 +335,19 @@ class TestReload:
 
         entry = world.registry.adapters[1]
         assert world.registry.examine(world.lora()) == entry.traits == AdapterTraits(4.0)
+
+    @lab
+    def test_is_ordered_in_a_copy_of_the_record(self, world):
+        """Promised: the record in use is as it was, with what is in it, until the copy takes its place."""
+        world.ask("old")
+        first = world.order_reload("new")
+        record, order = world.registry.adapters[1], world.lora(load_inplace=True)
+        before = record.generation, dict(record.reloads)
+
+        made = world.registry._with_reload(record, order)
+
+        assert (made.generation, made.reloads) == (first + 1, {**before[1], first + 1: order})
+        assert (record.generation, record.reloads) == before, "generation and orders of the record in use"
 
     @lab
     def test_whose_order_is_cut_short_was_not_ordered(self, world):

@@ -251,6 +251,26 @@ def test_adapters_for_the_next_step_are_copied_while_this_one_runs(world, monkey
     assert log == ["launch_model", "copy 2", "sample_tokens"], "a GPU's computing hides the copy"
 
 
+def test_listeners_hear_of_a_step_while_it_runs(world, monkeypatch):
+    engine = world.engine()
+    log = []
+    for name in ("launch_model", "sample_tokens"):
+        function = getattr(engine.runner, name)
+        monkeypatch.setattr(
+            engine.runner, name, lambda step, function=function, name=name: log.append(name) or function(step)
+        )
+    for name in ("first", "second"):
+        engine.listeners.append(
+            lambda scheduled, name=name: log.append(f"{name} of {len(scheduled.scheduled)}")
+        )
+    engine.add_request("a", [5, 6], greedy(1))
+
+    engine.step()
+
+    told = ["launch_model", "first of 1", "second of 1", "sample_tokens"]
+    assert log == told, "a GPU's computing hides what listeners do; with the tokens it is over"
+
+
 def test_a_step_is_counted_with_its_time_and_that_of_the_pass(world):
     engine = world.engine()
     engine.add_request("a", [5, 6, 7], greedy(2), lora_request=world.request(1))
@@ -277,20 +297,25 @@ def test_the_time_of_the_pass_is_that_from_launch_to_tokens(world, monkeypatch):
 
         return run
 
-    for owner, name, seconds in (
-        (engine.scheduler, "schedule", 8),
-        (engine.runner, "launch_model", 1),
-        (engine.runner, "sample_tokens", 2),
-        (engine.scheduler, "update_from_output", 4),
-    ):
+    parts = {
+        (engine, "_settle_adapters"): 16,
+        (engine.scheduler, "schedule"): 8,
+        (engine, "_prepare_adapters"): 32,
+        (engine.runner, "launch_model"): 1,
+        (engine.runner, "sample_tokens"): 2,
+        (engine.scheduler, "update_from_output"): 4,
+    }
+    for (owner, name), seconds in parts.items():
         monkeypatch.setattr(owner, name, timed(getattr(owner, name), seconds))
+    engine.listeners.append(timed(lambda scheduled: None, 64))
     engine.add_request("a", [5, 6, 7], greedy(1))
 
     engine.step()
 
     metrics = engine.get_metrics()
-    assert (metrics["step_seconds"], metrics["forward_seconds"]) == (15, 3), (
-        "scheduled in 8 s, launched in 1, sampled in 2, committed in 4: the step takes 15, the pass 3"
+    seconds = {name: took for (_, name), took in parts.items()} | {"a listener": 64}
+    assert (metrics["step_seconds"], metrics["forward_seconds"]) == (127, 67), (
+        f"the step takes all of {seconds}, the pass what is between launch and tokens: 1 + 64 + 2"
     )
 
 

@@ -172,6 +172,17 @@ def test_running_requests_without_tokens_are_rows_with_none():
 
 
 @lab
+def test_a_running_request_without_tokens_is_a_row_although_its_adapter_has_another_with_tokens():
+    busy, idle = make_request("busy", [1, 2, 3], lora(1)), make_request("idle", [1, 2, 3], lora(1))
+    base, idle_base = make_request("base", [1, 2]), make_request("idle base", [1, 2])
+
+    batch = InputBatch.from_scheduler_output(make_output((busy, 3), (base, 1), idle=[idle, idle_base]))
+
+    rows = dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist()))
+    assert rows == {"base": 1, "idle base": 0, "busy": 3, "idle": 0}, "request -> its tokens in this step"
+
+
+@lab
 def test_a_row_samples_only_if_its_tokens_reach_the_end():
     part, whole = make_request("part", [1, 2, 3, 4]), make_request("whole", [1, 2, 3, 4])
 

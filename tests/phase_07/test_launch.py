@@ -190,6 +190,21 @@ def test_prompts_are_scored_by_the_hidden_states_of_all_rows(mixed, monkeypatch)
     assert len(hidden_states) == 7, "one hidden state a token"
 
 
+def test_prompts_are_scored_in_a_step_that_samples_nothing(monkeypatch):
+    """A prompt of 9 tokens and a budget of 4: its first 8 logprobs come from chunks that sample nothing."""
+    scored = []
+    monkeypatch.setattr(step_runner, "score_prompts", lambda *given: scored.append(given[1:]))
+    chunk = make_request("chunk", range(10, 19), lora(1), [101], prompt_logprobs=1)
+
+    step = Runner().launch_model(make_output((chunk, 4)))
+
+    assert (step.requests, step.logits) == ([], None)
+    assert len(scored) == 1, "score_prompts is called for a chunk, too"
+    [(batch, hidden_states)] = scored
+    assert batch.req_ids == ["chunk"]
+    assert hidden_states[:, 0].tolist() == [10, 11, 12, 13], "hidden states of the chunk's tokens"
+
+
 def test_adapters_are_in_their_slots_before_the_pass(mixed):
     runner = Runner()
 
