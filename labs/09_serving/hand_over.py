@@ -50,7 +50,7 @@ class HandOver(Generic[E]):
         raise Todo("lab 9.1: calls from any thread")
 
     def _refuse_all(self) -> None:
-        """All calls that wait get the error, but for those that were cancelled."""
+        """All calls that wait get the error, but for those that were cancelled, which may happen at any moment."""
         raise Todo("lab 9.1: calls from any thread")
 
     # endregion

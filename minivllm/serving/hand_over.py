@@ -60,7 +60,7 @@ class HandOver(Generic[E]):
         self._refuse_all()
 
     def _refuse_all(self) -> None:
-        """All calls that wait get the error, but for those that were cancelled."""
+        """All calls that wait get the error, but for those that were cancelled, which may happen at any moment."""
         try:
             while True:
                 _, future = self._calls.get_nowait()

@@ -228,8 +228,8 @@ class TestARequestThatFinished:
 class Watched:
     """One request's progress on a clock that is set by hand."""
 
-    def __init__(self, model="sql"):
-        self.now = 50.0
+    def __init__(self, model="sql", now=50.0):
+        self.now = now
         self.metrics = ServerMetrics("base", ["sql"])
         self.record = Record(started=49.0)
         self.progress = Progress(self.metrics, self.record, model, clock=lambda: self.now)
@@ -267,6 +267,23 @@ class TestProgress:
         watched.observe(0.25, 6)
 
         assert watched.latency() == (5, 4 * 0.5 + 0.25)
+
+    def test_may_begin_when_the_clock_is_at_zero(self):
+        """Where a clock begins is nobody's business, and None is the only time that is none."""
+        watched = Watched(now=0.0)
+
+        watched.observe(0, 1)
+        watched.observe(1.5, 2)
+
+        assert watched.latency() == (1, 1.5)
+
+    def test_of_tokens_that_came_at_one_moment_counts_them(self):
+        watched = Watched()
+
+        watched.observe(1, 1)
+        watched.observe(0, 3)
+
+        assert watched.latency() == (2, 0)
 
     def test_of_the_first_tokens_has_no_time_between(self):
         watched = Watched()

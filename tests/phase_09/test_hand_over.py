@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
@@ -179,6 +179,29 @@ class TestTheEnd:
         assert second.exception(SOON) is GONE
         with pytest.raises(CancelledError):
             first.result(SOON)
+
+    def test_passes_over_who_cancels_just_after_the_look(self, hand_over):
+        """Its caller has another thread: whoever looks and then answers may find it cancelled in between."""
+
+        class CancelledAfterALook(Future):
+            def cancelled(self):
+                before = super().cancelled()
+                self.cancel()
+                return before
+
+            def done(self):
+                before = super().done()
+                self.cancel()
+                return before
+
+        first = CancelledAfterALook()
+        hand_over._calls.put((lambda engine: 7, first))
+        second = hand_over.call(lambda engine: 7)
+
+        hand_over.end(GONE)
+
+        assert second.exception(SOON) is GONE
+        assert hand_over.call(lambda engine: 7).exception(SOON) is GONE
 
     def test_between_a_callers_two_lines_leaves_no_call_behind(self, hand_over):
         """The thread looks for the last time, and only then is the call there."""

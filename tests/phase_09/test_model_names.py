@@ -314,6 +314,31 @@ class TestWhatTheEngineIsTold:
 
         assert run(main()) == ["sql", of("found"), None]
 
+    def test_is_the_whole_request_of_what_is_served_and_it_does_not_know(self):
+        """Memory was full when the adapter was found: the first request that has its turn brings it."""
+
+        async def main():
+            return Names(FakeLLM(), adapters=(of("sql"),)).for_engine(of("sql"))
+
+        assert run(main()) == of("sql")
+
+    def test_is_the_bare_name_of_what_it_knows_and_is_served_no_longer(self):
+        """With its folder, the adapter that is being unloaded would come back for good."""
+
+        async def main():
+            llm = FakeLLM()
+            names = Names(llm)
+            await names.load(order("sql"))
+            llm.gate.clear()
+            unloads = asyncio.ensure_future(names.unload("sql"))
+            await asyncio.sleep(0.01)
+            named = names.served, names.for_engine(of("sql"))
+            llm.gate.set()
+            await unloads
+            return named
+
+        assert run(main()) == ({}, "sql")
+
     def test_is_the_whole_request_where_it_knows_no_adapters(self):
         async def main():
             return Names(FakeLLM(lora=False)).for_engine(of("sql"))

@@ -168,6 +168,38 @@ def test_a_held_back_end_is_shown_when_the_request_finishes():
     assert pieces == [("all", None), (" EN", None)]
 
 
+def test_nothing_is_held_back_behind_a_stop_string():
+    """Behind "hello a" the text ends, though its end might have begun the other stop string."""
+    tokenizer = tokenizer_of([b"hello", b" a"])
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=["a", " ab"]))
+
+    pieces = [detokenizer.update([token_id], finished=False) for token_id in tokenizer.ids]
+
+    assert pieces == [("hello", None), (" ", "a")]
+
+
+@pytest.mark.parametrize(("last", "shown"), [(b" a", " a"), (b"\xf0\x9f", "\ufffd")])
+def test_what_is_held_back_when_a_stop_token_comes_is_shown(last, shown):
+    """A stop token has no text, and no text comes after it: what is held back is shown now or never."""
+    tokenizer = tokenizer_of([b"hello", last, b"<end>"])
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=" ab", stop_token_ids=[2]))
+
+    pieces = [detokenizer.update([i], finished=i == 2, stop_terminated=i == 2)[0] for i in tokenizer.ids]
+
+    assert pieces == ["hello", "", shown]
+
+
+def test_bytes_that_are_left_may_complete_a_stop_string():
+    """A text that is cut amid a character ends with a replacement character, which is a text like any other."""
+    tokenizer = tokenizer_of([b"ok", b" ", b"\xf0\x9f"])
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=" \ufffd"))
+
+    pieces = [detokenizer.update([i], finished=i == 2) for i in tokenizer.ids]
+
+    assert pieces == [("ok", None), ("", None), ("", " \ufffd")]
+    assert detokenizer.text == "ok"
+
+
 def test_characters_are_shown_whole():
     pieces = [bytes([byte]) for byte in "é👩‍👩‍👧日".encode()]
     tokenizer = tokenizer_of(pieces)
