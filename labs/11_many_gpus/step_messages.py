@@ -48,7 +48,8 @@ class StepWriter:
         """What other ranks must know of a step that is about to be launched.
 
         Every message must reach every rank: the next one says only which blocks came since. Both sides remember the
-        rows of the last message, and no others.
+        rows of the last message, and no others. The message's lists are its own: the scheduler's may grow before it is
+        sent.
         """
         raise Todo("lab 11.4: broadcast of a step")
 

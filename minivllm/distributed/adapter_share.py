@@ -39,7 +39,7 @@ EVERYTHING = Share()
 
 @dataclass
 class Cut(Share):
-    """Some columns of each A and some rows of each B; both are copied, so that no file's memory is kept for them.
+    """Some columns of each A and some rows of each B; what is cut is copied, so that no file's memory is kept for it.
 
     columns   of A, one entry a slice     rows   runs of B's rows, one entry a slice
     ranks     rows of A, the same of every slice, where adapters are fully sharded; None = all

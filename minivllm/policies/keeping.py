@@ -81,6 +81,10 @@ class GreedyDualSizeFrequency:
 
     Worth is `uses * cost / size`, and the `clock` of the last use. The clock is the worth of the victim that was chosen
     last; who leaves on another's order does not move it. So what was worth much once does not stay for ever.
+    Of several keys that are worth least, the least recently used goes: it is the first of the candidates.
+
+    Of a key that has left nothing is kept. `cost` and `size` are asked at each use: an adapter that is read again, or
+    another one under the same id, may have others.
 
     cost    key -> what it takes to bring it back, such as bytes to read
     size    key -> what it takes up. Tiers count adapters, so it is 1 of each unless somebody knows better

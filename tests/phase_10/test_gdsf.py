@@ -116,7 +116,28 @@ def test_of_who_has_left_nothing_is_kept():
         policy.used(key)
         policy.left(key)
 
-    assert not policy.uses and not policy.worth
+    kept = {name: len(held) for name, held in vars(policy).items() if hasattr(held, "__len__") and held}
+    assert kept == {}, "tables of the policy, and how many keys they have"
+
+
+@pytest.mark.parametrize("what_grows", ["cost", "size"])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_cost_and_size_are_those_of_the_last_use(what_grows, leaves):
+    """An adapter that is read again may have become larger."""
+    asked = {"cost": {1: 2, 2: 6}, "size": {1: 1, 2: 1}}
+    policy = made(asked["cost"].get, asked["size"].get)
+    for key in (1, 2):
+        policy.used(key)
+
+    if leaves:
+        policy.left(1)
+        policy.left(2)
+    asked[what_grows][1 if what_grows == "cost" else 2] = 20
+    for key in (1, 2):
+        policy.used(key)
+
+    # Cost 20 makes 1 worth 20 or, used twice, 40; size 20 makes 2 worth 0.3 or 0.6. Without, it is 1 that goes.
+    assert policy.victim([1, 2]) == 2
 
 
 def test_who_was_never_there_may_leave():

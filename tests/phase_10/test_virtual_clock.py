@@ -1,8 +1,10 @@
 """A clock that jumps (lab 10.1). The oracles: a clock that ticks, Lindley's recursion, Pollaczek and Khinchine."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from fleets import arrivals_of, config, fleet, scripted
+from fleets import Scripted, arrivals_of, config, fleet, scripted
 
 from minivllm.policies.routing import least_loaded
 from minivllm.simulate.cost_model import CostModel
@@ -76,6 +78,37 @@ class TestALoneReplica:
             *(("begin", 1), ("begin", 4)),
             *(("end", 13), ("begin", 13), ("end", 15), ("begin", 15)),
         ]
+
+    def test_that_somebody_woke_earlier_does_not_move_the_clock_when_it_would_have_woken(self):
+        """All has been served by 7. What it would have woken for at 31 was served with the rest."""
+        made, log = scripted()
+        replica = made.replicas[0]
+
+        def add(arrival):  # the second one that comes has what the first one waits for
+            replica.waiting = [replace(one, prompt_tokens=0) for one in replica.waiting]
+            return Scripted.add(replica, arrival)
+
+        replica.add = add
+        made.serve(arrivals_of((1, 30, 2), (4, 0, 1)))
+
+        assert log[-1] == ("begin", 7, 0)
+        assert (made.now, made._events) == (7, [])
+
+    def test_may_wake_at_zero(self):
+        """Where the clock begins: what the request waits for, such as an empty file, takes no time."""
+        made, log = scripted()
+        replica = made.replicas[0]
+
+        def begin_step(now):  # the first look finds nothing yet
+            if len(log) == 1:
+                log.append(("begin", now, 0))
+                return None
+            return Scripted.begin_step(replica, now)
+
+        replica.begin_step = begin_step
+        made.serve(arrivals_of((0, 0, 3)))
+
+        assert log == [("add", 0, 0), ("begin", 0, 0), ("begin", 0, 0), ("end", 3, 0), ("begin", 3, 0)]
 
     def test_ends_a_step_that_takes_no_time(self):
         """The tokens of the step before are there already, and this step only hands them out."""

@@ -192,6 +192,15 @@ class TestOfEveryLinear:
         cut = part.lora_a if kind is RowParallelLinear else part.lora_b
         assert cut.untyped_storage().nbytes() == cut.nbytes
 
+    @pytest.mark.parametrize("make", [lambda tp: ColumnParallelLinear(K, 24, tp=tp), merged, qkv])
+    def test_a_bias_that_was_cut_keeps_no_memory_of_the_whole(self, make):
+        made = linears(make, 2)
+        adapter = pair(K, 24, bias=normal(1, 24))
+
+        for (part,) in own_shares(made, [adapter]):
+            bias = part.beside["bias"]
+            assert bias.untyped_storage().nbytes() == bias.nbytes < adapter.beside["bias"].nbytes
+
 
 class TestACut:
     def test_takes_some_ranks_of_a_where_adapters_are_fully_sharded(self):
@@ -202,7 +211,8 @@ class TestACut:
 
         assert torch.equal(of_all, a[2:4])
         assert torch.equal(of_some, a[1:3, 3:7])
-        assert of_all.untyped_storage().nbytes() == of_all.nbytes
+        for cut in (of_all, of_some):
+            assert cut.untyped_storage().nbytes() == cut.nbytes, "it keeps memory of the whole"
 
     def test_takes_run_after_run_of_b_in_that_order(self):
         b = normal(9, R)

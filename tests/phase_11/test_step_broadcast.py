@@ -91,6 +91,18 @@ def test_blocks_that_are_known_do_not_travel_again():
     assert ranks.message((growing, 4, True)).new_blocks == [[]]
 
 
+def test_a_message_stays_as_it_was_written():
+    """It may be sent while the scheduler plans the next step already, and gives a request its next blocks."""
+    writer, growing = StepWriter(), request("g", range(8), blocks=[3, 1])
+    message = writer.write(step((growing, 8, True)))
+
+    growing.block_ids += [6, 5]
+    growing.append_output_token(400)
+
+    assert (message.new_blocks, message.token_ids) == ([[3, 1]], [list(range(8))])
+    assert writer.write(step((growing, 1, True))).new_blocks == [[6, 5]]
+
+
 def test_a_decode_step_of_a_long_request_is_a_small_message():
     """2,000 blocks would be 4 KB and more."""
     ranks = Ranks()
