@@ -40,8 +40,8 @@ class LoRARequest:
     def __post_init__(self) -> None:
         """Check name, id and path, in this order; a `pathlib.Path` becomes the string it stands for.
 
-        A request whose `lora_tensors` are not None, even if there are none in the dict, gets the path `memory:` and the
-        dict's `id`, whatever path stands beside them.
+        A request with tensors gets the path `memory:` and the `id` of their dict, whatever path stands beside them. An
+        empty dict counts as well: it is not None.
 
         ValueError names the field and shows what it was given; for id and path it also names the adapter.
         """

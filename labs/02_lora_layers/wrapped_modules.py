@@ -105,8 +105,8 @@ class WrappedModules:
     def accept(self, lora: LoRAModel) -> None:
         """Give the process's share of an adapter (`share.of(parts)`) the form of slots (`pack`), by module name; once.
 
-        ValueError as in `judge`, before the adapter has changed. When a layer cannot pack, for lack of memory, say,
-        `loras` has the names that it had, and the adapter can be accepted again. What `givers` gave leaves `beside`.
+        ValueError as in `judge`, before the adapter has changed. When a layer cannot pack, `loras` keeps its names, so
+        that the adapter can be accepted again. What `givers` gave to layers leaves `beside`.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 

@@ -47,8 +47,9 @@ class AdapterSlots(AdapterTiers):
         """Copy a registered adapter into a slot (`_write`). False, and just used, if it is in one already.
 
         ValueError that names an id that is not registered, before `_find_slot` evicts anybody for it. The slot
-        table names an adapter only once all its weights are there; a failed copy leaves the slot free. When the table
-        names it an "activate" is told, with slot and seconds, by `time.perf_counter`: the wall clock may be set back.
+        table names an adapter only once all its weights are there; a failed copy leaves the slot free. Once the table
+        names it, an "activate" is told with slot and seconds. They are by `time.perf_counter`, since the wall clock
+        may be set back.
 
         To use: `_active_adapters`, the table, with its `put` (lru_cache.py), `touch_adapter`, `get_adapter` and
         `tell(kind, id, slot, seconds=...)` (tiers.py).

@@ -81,7 +81,7 @@ def to_weights(
 ) -> dict[str, LoRALayerWeights]:
     """Module -> its weights. Ranks are the tensors' own, scalings the config's. All are judged before one is converted.
 
-    Of a module of experts an option may read A as (E, r, K) and B as (E, N, r): the rank is r there, too.
+    Of experts an option may read A as (E, r, K) and B as (E, N, r). Their rank is r, too.
 
     dtype   None = leave
 

@@ -39,7 +39,7 @@ MOST_CODE = {"book A": 1500, "book B": 1600}
 MOST_LINES = {"book A": 200, "book B": 250}
 MOST_CHECKS = 300
 LONGEST_FUNCTION = 40
-LONGEST_STARTER = 120
+LONGEST_STARTER = 130
 
 
 def books() -> dict[str, list[Path]]:
