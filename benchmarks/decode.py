@@ -13,7 +13,7 @@ from benchmarks.adapters import write_adapters
 from benchmarks.measure import HostShare, Step, decode_summary, median_of, run_to_end
 from benchmarks.options import engine_args, free_memory
 from benchmarks.report import Report
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 

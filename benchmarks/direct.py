@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.stand_in import take_time
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams

@@ -24,10 +24,10 @@ from benchmarks.report import machine
 from deploy.fleet.__main__ import start_ray
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.ray_app import ENGINE, build
+from minivllm.assembly import LLMEngine
 from minivllm.commands.common import console
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.commands.tiny_demo import CONFIG
-from minivllm.engine.llm_engine import LLMEngine
 
 APP = "measured"
 ADAPTERS, SLOTS, REPLICAS = 40, 4, 2

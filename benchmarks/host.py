@@ -27,7 +27,7 @@ import torch
 from benchmarks.adapters import write_adapters
 from benchmarks.arguments import SHAPES, each_once, one_of, run_as_command, whole
 from benchmarks.report import Report, default_path
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine, paged_attention
 from minivllm.engine_args import EngineArgs
 from minivllm.guards.run_ahead import RunAhead
 from minivllm.lora.request import LoRARequest
@@ -35,6 +35,7 @@ from minivllm.lora.seams import slot_writers
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.pauses import avoid_pauses
 from minivllm.worker.cuda_graphs import DecodeOutput, DecodeStep
+from minivllm.worker.step_graphs import StepGraphs
 
 NAME = "python -m benchmarks.host"
 CASES = ("decode", "mixed")
@@ -77,14 +78,15 @@ def engine_beside_nothing(model: str, rows: int, adapters: int) -> LLMEngine:
     manager = runner.lora_manager.manager
     manager.slot_writer = slot_writers["cuda"](manager.wrapped, "cpu")
     manager.slot_writer._scatter = lambda *adapter: None
-    runner.use_paged_attention = True
+    runner.build_attention = paged_attention(runner.config)
     logits = torch.zeros(rows, runner.config.model_config.get_vocab_size())
 
     def captured(step: DecodeStep) -> DecodeStep:
-        return lambda: DecodeOutput(logits, runner.step_output.tokens)
+        return lambda: DecodeOutput(logits, graphs.output.tokens)
 
-    runner.capture_mixed_steps(captured)
-    runner.capture_model(captured)
+    runner.graphs = graphs = StepGraphs(runner, wrapper=captured)
+    graphs.capture_mixed()
+    graphs.capture_decodes()
     engine._ahead = RunAhead(engine)
     engine._around_step = nullcontext  # a GPU's host does not choose among numbers of threads
     avoid_pauses()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 
 
 @dataclass(frozen=True)

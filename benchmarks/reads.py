@@ -17,8 +17,8 @@ import torch
 from benchmarks import reads_beside
 from benchmarks.arguments import SHAPES, each_once, run_as_command, whole
 from benchmarks.report import Report, default_path
+from minivllm.assembly import LLMEngine
 from minivllm.commands.random_adapter import save_random_adapter
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.loading import AdapterLoader
 from minivllm.lora.lora_model import LoRAModel

@@ -23,13 +23,13 @@ from uvicorn.server import ServerState
 from benchmarks.arguments import run_as_command, whole
 from benchmarks.report import Report, default_path
 from minivllm.config import EngineConfig
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine_args import EngineArgs
 from minivllm.models.demo_model import demo_model_path
 from minivllm.server.app import build_app
 from minivllm.server.heads import LimitedHead
 from minivllm.server.settings import ServerSettings
 from minivllm.serving import engine_process
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.pauses import avoid_pauses
 
 NAME = "python -m benchmarks.request_cost"

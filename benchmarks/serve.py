@@ -15,7 +15,7 @@ from benchmarks.measure import Step, gaps, percentiles, run_to_end, token_times
 from benchmarks.options import engine_args, free_memory
 from benchmarks.report import Report
 from benchmarks.step_record import StepRecord, as_text, facts
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader

@@ -26,13 +26,13 @@ from benchmarks.direct import cpu_seconds, make_engine, run_direct
 from benchmarks.options import engine_args, model_folder
 from benchmarks.report import Report, default_path
 from minivllm.config import SchedulerConfig
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.server.app import build_app
 from minivllm.server.run import ServerThread
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.pauses import avoid_pauses
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
 # A step of more tokens takes longer in proportion: that many are as fast as one.

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from benchmarks.measure import Step, run_step
+from minivllm.assembly import LLMEngine
 from minivllm.core.output import SchedulerOutput
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.events import LoRAEvent
 from minivllm.simulate.cost_model import StepWork, work_of
 
@@ -96,12 +96,12 @@ def facts(engine: LLMEngine, ranks: Mapping[int, int]) -> dict[str, object]:
     in_memory, in_slots               ids of the adapters that are there, the one used longest ago first
     ranks                             of adapters 1, 2, ..
     """
-    graphs = engine.runner.mixed_graphs
+    graphs = getattr(engine.runner.graphs, "mixed", None)
     found: dict[str, object] = {
         "max_lora_wait_steps": engine.config.scheduler_config.max_lora_wait_steps,
         "graph_sizes": [] if graphs is None else graphs.sizes,
         "kv_blocks": engine.runner.num_blocks,
-        "blocks_a_page": engine.runner.blocks_a_page,
+        "blocks_a_page": getattr(engine.runner.memory_plan, "blocks_a_page", 0),
     }
     if engine.adapters is None:
         return found

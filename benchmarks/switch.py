@@ -14,7 +14,7 @@ from benchmarks.decode import prompts
 from benchmarks.measure import Step, run_step
 from benchmarks.options import engine_args
 from benchmarks.report import Report
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 

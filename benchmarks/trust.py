@@ -22,8 +22,8 @@ from benchmarks.arguments import number, one_of, run_as_command, whole
 from benchmarks.measure import Step, run_step
 from benchmarks.report import machine
 from benchmarks.serve import add, serve_summary, warm_up
+from minivllm.assembly import LLMEngine
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest

@@ -12,21 +12,20 @@ if os.environ.get("MINIVLLM_LABS"):  # before anything else is imported that mig
     install_from_environment()
 
 if TYPE_CHECKING:
-    from minivllm.engine.async_llm import AsyncLLM
-    from minivllm.engine.llm import LLM
-    from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.assembly import LLM, LLMEngine
     from minivllm.engine.outputs import CompletionOutput, RequestOutput
     from minivllm.engine_args import EngineArgs
     from minivllm.lora.request import LoRARequest
     from minivllm.sampling_params import SamplingParams
+    from minivllm.serving.async_llm import AsyncLLM
 
 # Imported when first asked for: `import minivllm` must not cost what `import torch` costs.
 _EXPORTS = {
-    "LLM": "minivllm.engine.llm",
-    "AsyncLLM": "minivllm.engine.async_llm",
+    "LLM": "minivllm.assembly",
+    "AsyncLLM": "minivllm.serving.async_llm",
     "CompletionOutput": "minivllm.engine.outputs",
     "EngineArgs": "minivllm.engine_args",
-    "LLMEngine": "minivllm.engine.llm_engine",
+    "LLMEngine": "minivllm.assembly",
     "LoRARequest": "minivllm.lora.request",
     "RequestOutput": "minivllm.engine.outputs",
     "SamplingParams": "minivllm.sampling_params",

@@ -4,7 +4,6 @@ import ast
 from pathlib import Path
 
 import house
-import prose
 import pytest
 from code_lines import code_lines, function_lines
 from imports import import_circles
@@ -80,17 +79,16 @@ LAYERS = (
     ("elastic",),
     ("worker",),
     (
-        "distributed.executor",
         "distributed.follower",
         "distributed.leader",
         "distributed.other_ranks",
-        "distributed.rank_runner",
+        "distributed.ranks",
         "distributed.shared_reading",
         "distributed.step_messages",
         "distributed.torchrun",
     ),
     ("simulate",),
-    ("engine", "guards", "serving", "text.answer", "text.chats"),
+    ("engine", "guards", "serving", "text.answer", "text.chats", "assembly", "distributed.rank_process"),
     ("server",),
     ("commands",),
     ("cli",),
@@ -149,11 +147,8 @@ def test_the_lora_package_knows_nothing_of_the_engine():
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_module_stays_small_and_says_what_it_is(path):
-    text = path.read_text()
-
-    assert len(text.splitlines()) <= 340
-    assert ast.get_docstring(ast.parse(text))
+def test_a_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def test_every_module_of_the_subject_names_the_vllm_file_it_stands_for():
@@ -166,7 +161,7 @@ def test_every_module_of_the_subject_names_the_vllm_file_it_stands_for():
 
 
 @pytest.mark.parametrize("rule", house.RULES, ids=lambda rule: rule.__name__)
-def test_the_core_fits_into_two_books(rule):
+def test_the_core_imports_nothing_outwards_and_nothing_goes_round(rule):
     said = house.compare(rule.__name__, rule(), house.owed(rule.__name__))
 
     hint = "`python tests/helpers/house.py` writes what there is into house_debt.toml"
@@ -182,30 +177,6 @@ def test_what_grows_is_new_or_is_settled_is_said():
     assert [sentence.split(":")[0] for sentence in said] == [
         *("long, a.py", "long, new.py", "long, b.py", "long, gone.py")
     ]
-
-
-def test_long_sentences_are_found_in_docstrings_and_in_comments(tmp_path):
-    many, some = " ".join(["word"] * 20), " ".join(["word"] * 19)
-    text = f'''"""First {some}. Second {many}.
-
-name     third {many}, `which counts once (x, y)`
-another  fourth {some}.
-"""
-# Fifth {some}
-# and more.
-# Sixth {some}.
-text = "{many} {many}"
-'''
-    path = tmp_path / "module.py"
-    path.write_text(text)
-
-    found = prose.long_sentences(path)
-
-    assert {start.split()[0]: number for start, number in found.items()} == {
-        "Second": 21,
-        "third": 22,
-        "Fifth": 22,
-    }
 
 
 def test_imports_of_other_rings_are_found_wherever_they_stand():

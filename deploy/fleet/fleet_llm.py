@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 
 from deploy.fleet.replica import Version
 from minivllm.config import EngineConfig
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.streams import OutputKind
 from minivllm.serving.views import EngineView, describe

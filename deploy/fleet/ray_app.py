@@ -18,8 +18,8 @@ from deploy.fleet.fleet_llm import FleetLLM
 from deploy.fleet.replica import Replica
 from deploy.fleet.router import PolicyRouter
 from minivllm.commands.common import register_folder
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.server.app import FLEET_ROUTERS, build_app
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError, QueueFull
 
 ENGINE, SERVER = "engine", "server"

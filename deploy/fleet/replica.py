@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.streams import OutputKind
 from minivllm.serving.wire import Delta, OutputWriter, portable

@@ -34,7 +34,7 @@ BOXES = {
     "prepare": Box(
         A, 1, BLUE, "3  prepare_adapters", "lora/worker_manager.py", "read; layers accept or refuse"
     ),
-    "launch": Box(B, 2, ORANGE, "4  launch_model", "worker/step_runner.py", "all tokens in one pass"),
+    "launch": Box(B, 2, ORANGE, "4  launch_model", "worker/model_runner.py", "all tokens in one pass"),
     "active": Box(
         A, 2, BLUE, "set_active_adapters", "worker_manager.py, slots.py", "copies, then ids to slots"
     ),

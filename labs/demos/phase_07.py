@@ -43,7 +43,7 @@ def demo_7_2() -> Iterator[str]:
             requests = [Request(str(i), [5, 6], GREEDY, adapters[i]) for i in ids]
             two, samples = np.array([2, 2]), np.array([1, 0])
             batch = InputBatch(requests, two, samples)
-            engine.runner.set_active_loras(batch, two, samples, pad_to=5)
+            engine.runner.set_active_loras(batch, two, samples)
             backend = manager.punica_wrapper
             yield f"adapters {ids} run: slots hold {manager.lora_index_to_id}"
             tokens, rows = backend.token_lora_indices.tolist(), backend.sampler_indices.tolist()

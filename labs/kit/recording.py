@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import torch
 
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.recorder import room
 from minivllm.engine.trace import StepRecord

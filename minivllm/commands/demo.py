@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from minivllm.assembly import LLMEngine
 from minivllm.commands.common import checkout_folder, console, print_json
 from minivllm.commands.serve_progress import ServeProgress, say_how_long
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.recorder import room
 from minivllm.engine.trace_plot import draw_trace

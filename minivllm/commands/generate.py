@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.markup import escape
 
+from minivllm.assembly import LLM
 from minivllm.commands.common import console, parse_adapters, print_json, register_folder, resolve_model
-from minivllm.engine.llm import LLM
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.io.resolver import FilesystemResolver
 from minivllm.lora.request import LoRARequest

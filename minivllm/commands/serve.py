@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minivllm.commands.common import checkout_folder, register_folder, resolve_model
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
@@ -19,6 +18,7 @@ from minivllm.progress import Listener
 from minivllm.server.app import build_app
 from minivllm.server.run import DrainingServer, bind
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.pauses import avoid_pauses
 
 # Of the command's options those that `ServerSettings` takes as they are.

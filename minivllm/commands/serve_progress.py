@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 
 # Seconds between plain lines: few enough for a log, soon enough to see that it goes on.
 BETWEEN_LINES = 5.0

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from minivllm.assembly import LLMEngine
 from minivllm.commands.common import console, print_json
 from minivllm.commands.random_adapter import save_random_adapter
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams

@@ -31,6 +31,9 @@ class Scheduler(StepPolicy):
     can_prefetch        whether an adapter could be copied into a slot while a step runs
     may_run             None, or why a waiting request may not join even if there is room
     max_model_len       longest prompt plus answer, in tokens
+    most_tokens_beside_decodes   of a step in which somebody decodes; None = as many as of any. A step that no CUDA
+                        graph holds takes a GPU several times as long as the largest that one does, and everybody who
+                        decodes waits for it, while a prompt in chunks of that size costs hardly more
     """
 
     def __init__(
@@ -44,8 +47,13 @@ class Scheduler(StepPolicy):
         pinned_adapters: Collection[int] = (),
         can_prefetch: Callable[[int], bool] = lambda adapter_id: False,
         may_run: Callable[[Request], str | None] = lambda request: None,
+        most_tokens_beside_decodes: int | None = None,
     ) -> None:
         self.scheduler_config = scheduler_config
+        # As many as decode at a time must fit.
+        if most_tokens_beside_decodes is None or most_tokens_beside_decodes <= scheduler_config.max_num_seqs:
+            most_tokens_beside_decodes = scheduler_config.max_num_batched_tokens
+        self.most_tokens_beside_decodes = most_tokens_beside_decodes
         self.max_model_len = max_model_len
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch

@@ -18,6 +18,7 @@ class StepPolicy:
     """The deciding half of the Scheduler, which keeps what stands here and says what each is."""
 
     scheduler_config: SchedulerConfig
+    most_tokens_beside_decodes: int
     kv_cache: KVCacheManager
     lora: LoRAAdmission
     waiting: WaitingQueue
@@ -115,7 +116,15 @@ class StepPolicy:
         output.total_num_scheduled_tokens += num_new_tokens
 
     def _budget_left(self, output: SchedulerOutput) -> int:
-        return self.scheduler_config.max_num_batched_tokens - output.total_num_scheduled_tokens
+        """Tokens that the step has left; fewer once a request decodes in it (`most_tokens_beside_decodes`).
+
+        The first request tells: requests that decode were admitted before those whose prompts are being computed, but
+        for short prompts.
+        """
+        most = self.scheduler_config.max_num_batched_tokens
+        if output.scheduled and output.scheduled[0].num_new_tokens == 1:
+            most = min(most, self.most_tokens_beside_decodes)
+        return most - output.total_num_scheduled_tokens
 
     def _full(self, output: SchedulerOutput) -> str | None:
         """Why nobody more can join this step, whoever it is."""

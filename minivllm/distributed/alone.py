@@ -18,6 +18,9 @@ class Alone(TensorParallel):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def least(self, number: int) -> int:
+        return number
+
     look_up = staticmethod(F.embedding)
     look_up_own = staticmethod(F.embedding)
 

@@ -1,24 +1,22 @@
-"""A rank that does what rank 0 says: `python -m minivllm.distributed.follower FD`, which `OtherRanks` starts.
+"""A rank that does what rank 0 says.
 
 Stands for `WorkerProc` of vllm/v1/executor/multiproc_executor.py (v0.22.1).
 """
 
 import gc
-import os
 import pickle
-import signal
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from minivllm.config import EngineConfig
-from minivllm.distributed.other_ranks import end_with_parent, is_of_others
-from minivllm.distributed.rank_runner import RankRunner, config_of, join_ranks
+from minivllm.distributed.other_ranks import is_of_others
+from minivllm.distributed.ranks import MakeRunner, config_of, join_ranks, make_rank_runner
 from minivllm.distributed.shared_reading import Seat, stamp_of
 from minivllm.distributed.step_messages import StepMessage, StepReader
 from minivllm.faults import reason
@@ -36,8 +34,9 @@ class Follower:
     adapters   number -> an adapter that was read; it has been told what to do with it by that number
     """
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, make_runner: MakeRunner) -> None:
         self._pipe = pipe
+        self._make_runner = make_runner
         self._reader = StepReader()
         self._pool = ThreadPoolExecutor(PARALLEL_READS, thread_name_prefix="minivllm-reader")
         self.adapters: dict[int, Future[LoRAModel]] = {}
@@ -47,7 +46,7 @@ class Follower:
         """Until rank 0 says so, or is no more. What is raised here it is told."""
         try:
             join()
-            self.runner = RankRunner(config_of(rank, config))
+            self.runner = make_rank_runner(config_of(rank, config), self._make_runner)
             with self.runner.cpu_threads.in_use():
                 self._obey()
         except (EOFError, ConnectionError):
@@ -86,7 +85,12 @@ class Follower:
             self.adapters.pop(number, None)
         self.runner.launch_model(self._reader.read(message))
         if drawn:
-            self.runner.share_tokens(drawn)
+            self._share_tokens(drawn)
+
+    @torch.inference_mode()
+    def _share_tokens(self, rows: int) -> None:
+        """Take what rank 0 has sampled for the first rows of the step launched last; the next step reads it."""
+        self.runner.tp.broadcast(self.runner.graphs.output.tokens[:rows])
 
     def read(self, number: int, lora_request: LoRARequest, stamp: object) -> None:
         """Read an adapter beside the steps, and say whether it could be.   stamp: of its folder, as rank 0 saw it"""
@@ -132,13 +136,13 @@ class ToldPages(OwnPages):
         return self._pages[: max(most, 0)]
 
 
-def follow(pipe: Connection) -> None:
+def follow(pipe: Connection, make_runner: MakeRunner) -> None:
     """Do what rank 0 says, until it says no more."""
     try:
         config, rank, port = pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionError):
         return
-    follower = Follower(pipe)
+    follower = Follower(pipe, make_runner)
     follower._tell("answer", (0, None))
     size = config.parallel_config.tensor_parallel_size
 
@@ -147,17 +151,3 @@ def follow(pipe: Connection) -> None:
             join_ranks(rank, size, config.device, dist.TCPStore("127.0.0.1", port, size, is_master=False))
 
     follower.serve(join, config, rank)
-
-
-def main(descriptor: int) -> None:
-    """It has no signals of its own: when to end, rank 0 says."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-    os.set_inheritable(descriptor, False)
-    follow(Connection(descriptor))
-    os._exit(0)  # without waiting for threads that read, or for collectives that others have left
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from minivllm.faults import EngineDeadError, reason
 from minivllm.processes import start_process
 
-FOLLOWER = "minivllm.distributed.follower"
+RANK_PROCESS = "minivllm.distributed.rank_process"
 # When an error breaks a step here, so long it may take to hear that another rank's end was the cause.
 SECONDS_TO_HEAR = 2.0
 # The first to tell of its end may have been broken off by another's.
@@ -58,7 +58,7 @@ class OtherRanks:
     @classmethod
     def start(cls, number: int) -> "OtherRanks":
         """Start so many processes."""
-        started = [start_process(FOLLOWER) for _ in range(number)]
+        started = [start_process(RANK_PROCESS) for _ in range(number)]
         return cls([pipe for pipe, _ in started], [process for _, process in started])
 
     def begin(self, messages: Sequence[tuple]) -> None:

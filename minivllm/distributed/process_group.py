@@ -31,6 +31,11 @@ class ProcessGroup(TensorParallel):
         _gather(gathered.flatten(0, 1), x.contiguous(), group=self.group)
         return gathered.movedim(0, -2).flatten(-2)  # (..., size * n)
 
+    def least(self, number: int) -> int:
+        least = torch.tensor(number)  # on the host: gloo compares it, whatever the model is on
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
     def broadcast(self, x: torch.Tensor) -> None:
         """Put what rank 0 has there into a contiguous tensor of every process."""
         dist.broadcast(x, 0, self.group)

@@ -92,6 +92,10 @@ class TensorParallel:
         """What all processes have, side by side along the last dimension.   (..., n) -> (..., size * n)"""
         raise NotImplementedError
 
+    def least(self, number: int) -> int:
+        """The least of the numbers that the processes have."""
+        raise NotImplementedError
+
     def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """The rows of a table that processes share out.   ids: (T,) int64   table: (rows of each, H) -> (T, H)"""
         return self.all_reduce(self.look_up_own(ids, table))

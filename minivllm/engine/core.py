@@ -1,19 +1,55 @@
 """One step of the engine. Stands for vllm/v1/engine/core.py (v0.22.1)."""
 
+import time
+from collections.abc import Callable
+from typing import Any
+
+from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
+from minivllm.engine.input_processor import InputProcessor
+from minivllm.engine.metrics import EngineMetrics
+from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine.parts import EngineParts
+from minivllm.engine.parallel_sampling import ParallelSampling
+from minivllm.engine.parts import MakeParts, plain_parts
 from minivllm.faults import told
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
 
-class EngineCore(EngineParts):
+class EngineCore:
     """Takes one step at a time. vLLM: `EngineCore`, which has no outputs.
 
     It serves alone where nothing goes wrong. `GuardedCore` guards it against errors, other threads and Ctrl-C.
+
+    tokenizer   a transformers fast tokenizer; None = prompts come as token ids and answers have no text
+    clock       seconds; everything that has a time has it from here
+    executor    runs steps; `runner` is its model runner in this process
+    adapters    None for an engine without LoRA
+    parallel    the requests for more than one answer
+    listeners   hear of every step that was launched, before its tokens are there; no decision asks them
     """
+
+    make_parts: MakeParts = staticmethod(plain_parts)
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        warm_up: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.tokenizer, self.clock = config, tokenizer, clock
+        parts = self.make_parts(config, tokenizer, warm_up)
+        self.executor, self.runner = parts.executor, parts.executor.runner
+        self.scheduler, self.adapters = parts.scheduler, parts.adapters
+        self.input_processor = InputProcessor(config.model_config, tokenizer)
+        self.output_processor = OutputProcessor(tokenizer, clock)
+        self.parallel = ParallelSampling(self.scheduler, self.output_processor)
+        self.metrics = EngineMetrics()
+        self.listeners: list[Callable[[SchedulerOutput], None]] = []
+        self._left_by: set[int] = set()  # adapters of requests that ended in this call
 
     def step(self) -> list[RequestOutput]:
         """One step; what is new of every request that got a token or ended."""
@@ -66,11 +102,11 @@ class EngineCore(EngineParts):
     # endregion
 
     def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
-        return self.runner.launch_model(scheduled)
+        return self.executor.launch_model(scheduled)
 
     def _sample(self, launched: PendingStep, outputs: list[RequestOutput]) -> Sampled:
         """Request id -> (token, logprobs) of all rows that can be sampled; requests of the others end."""
-        sampled = self.runner.sample_tokens(launched)
+        sampled = self.executor.sample_tokens(launched)
         for request_id, error in launched.errors.items():
             self._fail([request_id], error, outputs)
         return sampled

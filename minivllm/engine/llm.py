@@ -22,8 +22,10 @@ class LLM(Chats):
     Any number of threads may call it: their requests run in one batch.
     """
 
+    engine_class: type[LLMEngine] = LLMEngine
+
     def __init__(self, model: str, **options: Any) -> None:
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **options))
+        self.llm_engine = self.engine_class.from_engine_args(EngineArgs(model=str(model), **options))
         self._shared = SharedEngine(self.llm_engine)
 
     def generate(

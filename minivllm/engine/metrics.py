@@ -154,7 +154,7 @@ def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
 
 
 class EngineReports:
-    """What an engine tells of itself. Its parts are those of `EngineParts`."""
+    """What an engine tells of itself. Its parts are those of `EngineCore`."""
 
     runner: ModelRunner
     scheduler: Scheduler

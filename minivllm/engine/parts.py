@@ -1,67 +1,81 @@
 """What an engine is made of. Stands for `EngineCore.__init__` of vllm/v1/engine/core.py (v0.22.1)."""
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.config import EngineConfig
-from minivllm.core.output import SchedulerOutput
-from minivllm.distributed.executor import make_runner
+from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.input_processor import InputProcessor
-from minivllm.engine.metrics import EngineMetrics
-from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.parallel_sampling import ParallelSampling
-from minivllm.policies.install import install_policies
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.worker.executor import Executor
+from minivllm.worker.model_runner import ModelRunner
 
 
+@dataclass(frozen=True)
 class EngineParts:
-    """Scheduler, model runner, adapters and outputs, made for a configuration.
+    """The parts of an engine that differ from one configuration to another.
 
-    tokenizer   a transformers fast tokenizer; None = prompts come as token ids and answers have no text
-    clock       seconds; everything that has a time has it from here
-    adapters    None for an engine without LoRA
-    parallel    the requests for more than one answer
-    listeners   hear of every step that was launched, before its tokens are there; no decision asks them
+    executor    runs steps
+    scheduler   decides them
+    adapters    the records of adapters; None for an engine without LoRA
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        tokenizer: Any = None,
-        warm_up: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.clock = clock
-        self.runner = make_runner(config)
-        self.runner.row_sampler.masks.tokenizer = tokenizer
-        if warm_up:
-            self.runner.warm_up()
-        self.scheduler = self.runner.make_scheduler(
-            config.scheduler_config,
-            replace(config.cache_config, num_blocks=self.runner.num_blocks),
-            config.lora_config,
-            max_model_len=config.model_config.max_model_len,
-            adapter_identity=self._adapter_identity,
-            can_prefetch=self.runner.can_prefetch_lora,
-        )
-        self.adapters = None
-        if config.lora_config is not None:
-            self.adapters = AdapterRegistry(self.scheduler, self.runner.lora_manager, tokenizer is not None)
-            self.scheduler.may_run = self.adapters.may_run
-            self.scheduler.pinned_adapters = self.adapters.pinned
-        install_policies(config, self.scheduler, self.adapters and self.adapters.manager)
-        self.input_processor = InputProcessor(config.model_config, tokenizer)
-        self.output_processor = OutputProcessor(tokenizer, clock)
-        self.parallel = ParallelSampling(self.scheduler, self.output_processor)
-        self.metrics = EngineMetrics()
-        self.listeners: list[Callable[[SchedulerOutput], None]] = []
-        self._left_by: set[int] = set()  # adapters of requests that ended in this call
+    executor: Executor
+    scheduler: Scheduler
+    adapters: AdapterRegistry | None
 
-    def _adapter_identity(self, adapter_id: int) -> int | None:
-        """A number that stands for the weights behind an id right now; None while they are not in memory."""
-        lora = self.adapters.manager.get_adapter(adapter_id)
-        return lora and lora.load_id
+
+# (configuration, tokenizer or None, whether to warm up) -> the parts.
+MakeParts = Callable[[EngineConfig, Any, bool], EngineParts]
+
+
+def plain_parts(config: EngineConfig, tokenizer: Any, warm_up: bool) -> EngineParts:
+    """The core's own: one runner in this process, no extension. `minivllm.assembly` has the others."""
+    executor = Executor(ModelRunner(config))
+    prepare(executor, tokenizer, warm_up)
+    scheduler = Scheduler(
+        *scheduler_arguments(config, executor.runner), **scheduler_options(config, executor.runner)
+    )
+    return EngineParts(executor, scheduler, make_registry(scheduler, executor.runner, tokenizer))
+
+
+def prepare(executor: Executor, tokenizer: Any, warm_up: bool) -> None:
+    """Tell an executor what answers are texts of, and warm it up if that is wanted."""
+    executor.runner.row_sampler.masks.tokenizer = tokenizer
+    if warm_up:
+        executor.warm_up()
+
+
+def scheduler_arguments(config: EngineConfig, runner: ModelRunner) -> tuple[Any, ...]:
+    """The configurations that a `Scheduler` takes, with the KV blocks that the runner has."""
+    cache_config = replace(config.cache_config, num_blocks=runner.num_blocks)
+    return config.scheduler_config, cache_config, config.lora_config
+
+
+def scheduler_options(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
+    """The options of a `Scheduler` that come from a configuration and a runner."""
+    options = {
+        "max_model_len": config.model_config.max_model_len,
+        "most_tokens_beside_decodes": runner.graphs.most_tokens,
+    }
+    if (worker := runner.lora_manager) is not None:
+        options["adapter_identity"] = lambda adapter_id: identity_of(worker, adapter_id)
+        options["can_prefetch"] = runner.can_prefetch_lora
+    return options
+
+
+def identity_of(worker: LRUCacheWorkerLoRAManager, adapter_id: int) -> int | None:
+    """A number that stands for the weights behind an id right now; None while they are not in memory."""
+    lora = worker.manager.get_adapter(adapter_id)
+    return lora and lora.load_id
+
+
+def make_registry(scheduler: Scheduler, runner: ModelRunner, tokenizer: Any) -> AdapterRegistry | None:
+    """The records of adapters, which the scheduler asks who may run and who is pinned; None without LoRA."""
+    if runner.lora_manager is None:
+        return None
+    adapters = AdapterRegistry(scheduler, runner.lora_manager, tokenizer is not None)
+    scheduler.may_run = adapters.may_run
+    scheduler.pinned_adapters = adapters.pinned
+    return adapters

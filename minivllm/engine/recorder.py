@@ -11,7 +11,7 @@ from minivllm.core.output import MAX_LORAS, NO_BLOCKS, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.parts import EngineParts
+from minivllm.engine.core import EngineCore
 from minivllm.engine.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Recorder:
     trace   the records
     """
 
-    def __init__(self, engine: EngineParts) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.trace = Trace(capacity=10_000, max_bytes=64 * 2**20)
         self._started = engine.clock()
@@ -38,7 +38,7 @@ class Recorder:
         log_step(output, scheduler, adapters.name_of if adapters else str)
 
 
-def room(engine: EngineParts) -> dict[str, int]:
+def room(engine: EngineCore) -> dict[str, int]:
     """What the numbers of a record are out of.
 
     adapters         that memory may hold

@@ -29,7 +29,7 @@ class GuardedCore(EngineCore):
         self._failed_steps = 0  # in a row
         # None = every step is read before the next one is scheduled.
         self._ahead: RunAhead | None = None
-        if self.config.scheduler_config.async_scheduling and self.runner.can_run_ahead:
+        if self.config.scheduler_config.async_scheduling and self.runner.graphs.hold_most_steps:
             self._ahead = RunAhead(self)
         threads = self.runner.cpu_threads
         self._around_step = nullcontext if threads.is_pytorchs else threads.around_step

@@ -12,6 +12,7 @@ from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.engine.core import EngineCore
 from minivllm.engine.outputs import RequestOutput
 from minivllm.guards.refusals import id_in_use
+from minivllm.guards.tokens_ahead import TokensAhead
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
@@ -43,11 +44,13 @@ class RunAhead:
     are made. Whoever they end has a row too many in that next step. Nobody hears of that row, and its blocks are given
     to others only in later steps.
 
-    step   None = the host knows every token
+    tokens   leaves a step's tokens on the device
+    step     None = the host knows every token
     """
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
+        self.tokens = TokensAhead(engine.executor)
         self.step: StepAhead | None = None
         self._check_request = engine.scheduler.check_request
         engine.scheduler.check_request = self.check_request
@@ -60,13 +63,13 @@ class RunAhead:
 
     def before_launch(self, scheduled: SchedulerOutput) -> None:
         """Read tokens that the step cannot look up on the device."""
-        if self.step is not None and not self.engine.runner.takes_stand_ins(scheduled):
+        if self.step is not None and not self.tokens.takes_stand_ins(scheduled):
             self._read(self.step)
 
     def sample(self, launched: PendingStep, outputs: list[RequestOutput]) -> Sampled | None:
         """Answer the step before. Then stand-ins for the step launched now, or None if it is to be sampled."""
         self.answer(outputs)
-        wait = self.engine.runner.leave_tokens(launched)
+        wait = self.tokens.leave(launched)
         if wait is None:
             return None
         ids = [request.request_id for request in launched.requests]

@@ -1,6 +1,7 @@
 """The linear layers of a base model. Stands for vllm/model_executor/layers/linear.py (v0.22.1)."""
 
 import functools
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
@@ -11,6 +12,9 @@ from minivllm.distributed.alone import ALONE
 from minivllm.distributed.summing import Summing
 from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.norm import RMSNorm
+
+# (x (..., K), weight (N, K), bias (N,) or None) -> (..., N)
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class LinearBase(nn.Module):
@@ -54,6 +58,7 @@ class LinearBase(nn.Module):
         self.weight = _parameter(shape, params_dtype, device)
         self.bias = _parameter(shape[:1], params_dtype, device) if bias else None
         self.packed_weight: torch.Tensor | None = None
+        self._product: Product = F.linear
 
     tp_rank, tp_size = property(attrgetter("tp.rank")), property(attrgetter("tp.size"))
 
@@ -78,8 +83,12 @@ class LinearBase(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """x: (T, K) -> (T, N), None: vLLM's second is a bias to be added later, which nobody asks for here"""
         if self.packed_weight is None:
-            return F.linear(x, self.weight, self.bias), None
+            return self._product(x, self.weight, self.bias), None
         return torch.ops.mkldnn._linear_pointwise(x, self.packed_weight, self.bias, "none", [], ""), None
+
+    def compute_with(self, product: Product) -> None:
+        """Have another product than PyTorch's, from now on.   product: (x, weight, bias) -> y, as `F.linear`"""
+        self._product = product
 
     def complete(self, y: torch.Tensor) -> torch.Tensor:
         """The layer's output from what `forward` gives where it is not to be `is_complete`."""

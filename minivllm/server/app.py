@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.server import adapters, completions, errors, live, monitoring, tokens
 from minivllm.server.context import Server
 from minivllm.server.keys import KeyCheck, Keys
@@ -14,6 +13,7 @@ from minivllm.server.limits import Limits
 from minivllm.server.record import AccessLog
 from minivllm.server.settings import ServerSettings
 from minivllm.server.shortcut import Shortcut
+from minivllm.serving.async_llm import AsyncLLM
 
 # Of a server whose engine is several: the page shows one.
 FLEET_ROUTERS = (completions.router, adapters.router, tokens.router, monitoring.router)

@@ -9,7 +9,6 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.types import Receive
 
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.input_processor import Prompt
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
@@ -20,6 +19,7 @@ from minivllm.server.metrics import ServerMetrics
 from minivllm.server.names import ModelNames
 from minivllm.server.record import Record
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 
 
 @dataclass

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.server.engine_metrics import EngineCollector
+from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.views import EngineView
 
 M = TypeVar("M", Counter, Histogram)

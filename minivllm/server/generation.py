@@ -5,13 +5,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Literal, TypeVar
 
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.metrics import Progress, ServerMetrics
 from minivllm.server.record import Record
+from minivllm.serving.async_llm import AsyncLLM
 
 T = TypeVar("T")
 Kind = Literal["delta", "final"]

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.lora.request import LoRARequest
 from minivllm.server.errors import ApiError
 from minivllm.server.keys import Holder
 from minivllm.server.protocol import LoadAdapterRequest
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 
 MOST_NAMES_SHOWN = 8
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
-from minivllm.distributed.executor import when_a_rank_ends
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.guards.refusals import id_in_use
 from minivllm.lora.request import LoRARequest
@@ -33,7 +32,7 @@ class EngineThread(EngineLoop):
             self.is_held_up = lambda: self.reader.is_reading
         self._checking: dict[str, Sink] = {}  # of requests whose adapters are being checked
         # It ends at once, also where nobody asks for a step.
-        when_a_rank_ends(engine.runner, lambda check: self.call(lambda engine: check()))
+        engine.executor.on_death(lambda check: self.call(lambda engine: check()))
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
         self._thread.start()

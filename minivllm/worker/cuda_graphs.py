@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from minivllm.core.output import SchedulerOutput
 from minivllm.worker.decode_buffers import DecodeBuffers
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.row_sampler import PendingStep
@@ -127,7 +128,7 @@ class DecodeGraphs:
         self.max_model_len = max_model_len
         self.wrapper = wrapper
         self.sizes = capture_sizes(buffers.max_rows)
-        self._steps: dict[tuple[int, int], DecodeStep] = {}
+        self.steps: dict[tuple[int, int], DecodeStep] = {}
 
     def capture(self, size: int, with_lora: int) -> None:
         """Capture one size; the backend's metadata must be that of a batch with (or without) adapters.
@@ -142,19 +143,19 @@ class DecodeGraphs:
             hidden_states = self.model(self.output.fill_in(input_ids), positions, attn)  # (P, H)
             return self.output.keep(self.model.compute_logits(hidden_states))
 
-        self._steps[size, with_lora] = self.wrapper(step)
+        self.steps[size, with_lora] = self.wrapper(step)
 
     def padded_size(self, num_rows: int) -> int | None:
         """The smallest size that holds so many rows; None if none does."""
         return smallest_that_holds(self.sizes, num_rows)
 
-    def size_for(self, batch: InputBatch) -> int:
-        """Rows of the graph that can run the batch; 0 if it must run eagerly."""
-        tokens = batch.num_scheduled_tokens
-        # Rows with one token that samples, and idle ones; a prompt has more, or does not sample yet.
-        if (tokens != batch.num_sampled_tokens).any():
-            return 0
-        return self.padded_size(int(tokens.sum())) or 0
+    def size_for(self, output: SchedulerOutput) -> int:
+        """Rows of the graph that can run a step; 0 if there is none: it has a prompt, or too many rows."""
+        return self.padded_size(output.total_num_scheduled_tokens) or 0 if output.only_decodes else 0
+
+    def rows_of(self, size: int) -> int:
+        """P, the rows that a graph of so many tokens samples from: all."""
+        return size
 
     def run(self, batch: InputBatch, size: int, with_lora: int) -> PendingStep:
         """Launch the step of a batch in the graph of so many rows."""
@@ -169,4 +170,4 @@ class DecodeGraphs:
 
     def replay(self, size: int, with_lora: int) -> DecodeOutput:
         """Launch the captured step on what is in the buffers."""
-        return self._steps[size, with_lora]()
+        return self.steps[size, with_lora]()

@@ -1,22 +1,36 @@
 """The LoRA side of a model runner. Stands for vllm/v1/worker/lora_model_runner_mixin.py (v0.22.1)."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
 
+from minivllm.config import LoRAConfig
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from minivllm.worker.dummy_loras import DummyLoRAs
 from minivllm.worker.input_batch import InputBatch
 
+# Dummy adapters at most: more of them take no other path through any kernel, and each takes memory.
+MOST_DUMMIES = 8
 
-class LoRAModelRunnerMixin(DummyLoRAs):
-    """Gives a model runner adapters. vLLM: `LoRAModelRunnerMixin`."""
+
+class LoRAModelRunnerMixin:
+    """Gives a model runner adapters. vLLM: `LoRAModelRunnerMixin`.
+
+    lora_manager        None without LoRA
+    make_lora_manager   (config, device) -> what `lora_manager` becomes
+    """
+
+    lora_manager: LRUCacheWorkerLoRAManager | None = None
+    make_lora_manager: Callable[[Any, Any], LRUCacheWorkerLoRAManager] = LRUCacheWorkerLoRAManager
 
     def load_lora_model(self, model: nn.Module, vllm_config: object, device: torch.device | str) -> nn.Module:
         """Wrap the model's layers, once, and give the model back."""
-        self.lora_manager = LRUCacheWorkerLoRAManager(vllm_config, device)
+        self.lora_manager = self.make_lora_manager(vllm_config, device)
         return self.lora_manager.create_lora_manager(model)
 
     def _manager(self) -> LRUCacheWorkerLoRAManager:
@@ -30,14 +44,11 @@ class LoRAModelRunnerMixin(DummyLoRAs):
         input_batch: InputBatch,
         num_scheduled_tokens: np.ndarray,
         num_sampled_tokens: np.ndarray | None = None,
-        pad_to: int = 0,
     ) -> None:
         """Before every forward pass: adapters into slots, then ids into slots, then the backend's metadata.
 
         num_scheduled_tokens   (P,) int, tokens of each row of the batch
         num_sampled_tokens     (P,) int; None = every row samples one
-        pad_to                 rows of the CUDA graph that the step runs in, 0 = none. Those past the batch are base
-                               rows, in both mappings (`_pad`)
 
         All of it is one call of the manager's `set_active_adapters`, which keeps the order. Ids that are translated
         first would lead to the slots as they were before this step's evictions. It gets adapter *ids*, as a
@@ -53,7 +64,7 @@ class LoRAModelRunnerMixin(DummyLoRAs):
         prompt_mapping, token_mapping, lora_requests = input_batch.make_lora_inputs(
             num_scheduled_tokens, num_sampled_tokens
         )
-        mapping = LoRAMapping(_pad(token_mapping, pad_to), _pad(prompt_mapping, pad_to), is_prefill=True)
+        mapping = LoRAMapping(token_mapping, prompt_mapping, is_prefill=True)
         self._manager().set_active_adapters(lora_requests, mapping)
 
     # endregion
@@ -71,6 +82,78 @@ class LoRAModelRunnerMixin(DummyLoRAs):
     def list_loras(self) -> set[int]:
         return self._manager().list_adapters()
 
+    def can_prefetch_lora(self, lora_id: int) -> bool:
+        """Whether an adapter is in memory, in no slot, and could come into one beside a running step, on a GPU."""
+        manager = self.lora_manager.manager
+        if manager.slot_writer is None or manager.get_adapter(lora_id) is None:
+            return False
+        return lora_id not in manager.list_active_adapters()
 
-def _pad(mapping: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    return mapping + (0,) * (rows - len(mapping))
+    def prefetch_lora(self, lora_id: int) -> None:
+        """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
+        manager = self.lora_manager.manager
+        if self.can_prefetch_lora(lora_id) and manager.has_room_for(lora_id):
+            # What is wrong with the adapter is raised again in the step that it is for.
+            with manager.slot_writer.behind_step(), suppress(Exception):
+                manager.activate_adapter(lora_id)
+
+    # ---- adapters of zeros, for steps that nobody asked for -------------------------------------------------
+
+    @contextmanager
+    def maybe_setup_dummy_loras(
+        self, lora_config: LoRAConfig | None, remove_lora: bool = True
+    ) -> Iterator[None]:
+        """Inside, adapters of zeros with ids 1, 2, ... are in memory: one for each slot, but at most `MOST_DUMMIES`."""
+        if lora_config is None:
+            yield
+            return
+        manager = self.lora_manager.manager
+        listeners, manager.listeners = manager.listeners, []
+        try:
+            for request in _dummy_requests(lora_config):
+                self.lora_manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
+            yield
+            if remove_lora:
+                manager.remove_all_adapters()
+        finally:
+            manager.listeners = listeners
+
+    def select_dummy_loras(
+        self,
+        lora_config: LoRAConfig | None,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray,
+        with_lora: bool = True,
+    ) -> None:
+        """Make the dummy adapters take turns on the rows of a pass; without `with_lora` all are base rows.
+
+        num_scheduled_tokens, num_sampled_tokens   (P,) int
+        """
+        if lora_config is None:
+            return
+        ids = with_lora * (np.arange(len(num_scheduled_tokens)) % len(_dummy_requests(lora_config)) + 1)
+        mapping = LoRAMapping(
+            tuple(ids.repeat(num_scheduled_tokens).tolist()), tuple(ids.repeat(num_sampled_tokens).tolist())
+        )
+        self.lora_manager.set_active_adapters(_dummy_requests(lora_config), mapping)
+
+    @contextmanager
+    def maybe_dummy_run_with_lora(
+        self,
+        lora_config: LoRAConfig | None,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray,
+        remove_lora: bool = True,
+    ) -> Iterator[None]:
+        """Inside, a forward pass runs as a batch over all slots would, on adapters of zeros; for warm-up.
+
+        num_scheduled_tokens, num_sampled_tokens   (P,) int, the rows of the pass; adapters take turns
+        """
+        with self.maybe_setup_dummy_loras(lora_config, remove_lora):
+            self.select_dummy_loras(lora_config, num_scheduled_tokens, num_sampled_tokens)
+            yield
+
+
+def _dummy_requests(lora_config: LoRAConfig) -> list[LoRARequest]:
+    count = min(lora_config.max_loras, MOST_DUMMIES)
+    return [LoRARequest(f"warmup_{slot}", slot + 1, "(warm-up)") for slot in range(count)]

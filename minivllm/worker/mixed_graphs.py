@@ -7,17 +7,14 @@ and reads from the device who they are. So a graph is a whole step, for every mi
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import nn
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cuda_graphs import DecodeOutput, DecodeStep, StepOutput, smallest_that_holds
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.mixed_buffers import MixedBuffers
 from minivllm.worker.row_sampler import PendingStep
-from minivllm.worker.step_runner import StepRunner
 
 # Of a captured step. More sizes would take longer to capture, and a larger one more memory; larger steps are rare.
 # Not that they gain nothing: up to some 2,000 tokens a GPU waits for their launches (docs/simulate.md).
@@ -51,9 +48,7 @@ class MixedGraphs:
     ) -> None:
         self.model, self.buffers, self.output, self.wrapper = model, buffers, output, wrapper
         self.sizes = mixed_sizes(buffers.max_tokens)
-        self._steps: dict[tuple[int, bool], DecodeStep] = {}
-        # Its tokens and samples are the padding, which has to be base rows in both of a backend's mappings.
-        self._padding = Request("padding", [0], SamplingParams())
+        self.steps: dict[tuple[int, bool], DecodeStep] = {}
 
     def capture(self, size: int, with_lora: bool) -> None:
         """Capture one size; the backend's metadata must be that of a padded batch with (or without) adapters.
@@ -67,7 +62,7 @@ class MixedGraphs:
             hidden_states = self.model(input_ids, fields.positions, attn)  # (T, H)
             return self.output.keep(self.model.compute_logits(hidden_states[fields.last_rows]))
 
-        self._steps[size, with_lora] = self.wrapper(step)
+        self.steps[size, with_lora] = self.wrapper(step)
 
     def size_for(self, output: SchedulerOutput) -> int:
         """Tokens of the graph that can run a step; 0 for one without prompts, one too large, or one of many logits."""
@@ -79,16 +74,11 @@ class MixedGraphs:
             return 0
         return smallest_that_holds(self.sizes, output.total_num_scheduled_tokens) or 0
 
-    def padded(self, batch: InputBatch, size: int) -> InputBatch:
-        """The batch with padding as its last row: `size` tokens in all, as many samples as the graph has rows."""
-        tokens, samples = batch.num_scheduled_tokens, batch.num_sampled_tokens
-        return InputBatch(
-            [*batch.requests, self._padding],
-            np.append(tokens, size - tokens.sum()),
-            np.append(samples, self.buffers.rows_of(size) - samples.sum()),
-        )
+    def rows_of(self, size: int) -> int:
+        """P, the rows that a graph of so many tokens samples from."""
+        return self.buffers.rows_of(size)
 
-    def run(self, batch: InputBatch, size: int, with_lora: bool) -> PendingStep:
+    def run(self, batch: InputBatch, size: int, with_lora: int) -> PendingStep:
         """Launch a step in the graph of so many tokens."""
         token_ids: list[int] = []
         last_rows: list[int] = []
@@ -109,34 +99,9 @@ class MixedGraphs:
         starts = np.array([request.num_computed_tokens for request in rows])
         tables = [request.block_ids for request in rows]
         self.buffers.fill(token_ids, counts[counts > 0], starts, tables, last_rows, size)
-        output = self.replay(size, with_lora)
+        output = self.replay(size, with_lora > 0)
         return PendingStep(sampling, *output) if sampling else PendingStep([], None)
 
     def replay(self, size: int, with_lora: bool) -> DecodeOutput:
         """Launch the captured step on what is in the buffers."""
-        return self._steps[size, with_lora]()
-
-
-class GraphedSteps(StepRunner):
-    """Runs the steps of prompts that there is a graph for, and leaves the others to `StepRunner`.
-
-    mixed_graphs   None = no step of prompts runs as a graph
-    """
-
-    mixed_graphs: MixedGraphs | None = None
-
-    def use_mixed_graphs(self, graphs: MixedGraphs) -> None:
-        """From now on they run what they can. A runner without graphs does not pass through here at any step."""
-        self.mixed_graphs = graphs
-        self.launch_model = self._launch_graph_or_model
-
-    @torch.inference_mode()
-    def _launch_graph_or_model(self, output: SchedulerOutput) -> PendingStep:
-        graphs = self.mixed_graphs
-        if graphs is None or not (size := graphs.size_for(output)):
-            return super().launch_model(output)
-        batch = InputBatch.from_scheduler_output(output)
-        if self.lora_manager is not None:
-            padded = graphs.padded(batch, size)
-            self.set_active_loras(padded, padded.num_scheduled_tokens, padded.num_sampled_tokens)
-        return graphs.run(batch, size, self._batch_has_loras() > 0)
+        return self.steps[size, with_lora]()

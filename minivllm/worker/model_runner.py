@@ -1,38 +1,82 @@
 """One model on one device, its KV cache and its adapters. Stands for vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
 
+from collections.abc import Callable
+from functools import cached_property, partial
+from math import prod
+from typing import Any
+
+import numpy as np
 import torch
 
 from minivllm.config import EngineConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request
 from minivllm.distributed.alone import ALONE
 from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.sampler import Sampler
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import get_model
 from minivllm.worker.cpu_threads import cpu_threads
-from minivllm.worker.cuda_graphs import DecodeGraphs
-from minivllm.worker.elastic_memory import ElasticMemory
 from minivllm.worker.gpu_memory import refuse_slots_that_do_not_fit
-from minivllm.worker.prefetch import AdapterPrefetch
-from minivllm.worker.row_sampler import RowSampler
-from minivllm.worker.steps_ahead import StepsAhead
-from minivllm.worker.warm_up import WarmUp
+from minivllm.worker.graphs import NO_GRAPHS, Graphs
+from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.kv_memory import KVMemory
+from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.prompt_logprobs import score_prompts
+from minivllm.worker.row_sampler import PendingStep, RowSampler, Sampled
+from minivllm.worker.warm_up import run_warm_up_steps
+
+# (query_lens, seq_lens, block_tables) -> the metadata that the model's attention takes.
+BuildAttention = Callable[[list[int], list[int], list[list[int]]], Any]
 
 
-class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
-    """One model on one device, its KV cache, and its adapters. vLLM: `GPUModelRunner`.
+class ModelRunner(LoRAModelRunnerMixin):
+    """Runs the steps that a scheduler decides. vLLM: `GPUModelRunner`.
 
-    num_blocks      KV blocks there are, block 0 included, which is never handed out
-    decode_graphs   captured decode steps, once `capture_model` has run; None = every step runs eagerly
+    model          with its linears wrapped, where LoRA is on
+    lora_manager   brings adapters into memory and slots; None without LoRA
+    row_sampler    turns logits into tokens
+    memory_plan    says how many KV blocks there are (`num_blocks`)
+    graphs         steps that were captured; `NO_GRAPHS` until the warm-up, and where every step runs eagerly
+    cpu_threads    how many CPU threads a step computes on
+
+    What differs from one engine to another is given, and the plain part stands where nothing is:
+
+    tp                    this process's part of every layer
+    build_attention       makes the attention's metadata for a step; here it is that of PyTorch's own attention
+    make_lora_manager     (config, device) -> the manager of adapters
+    memory                decides how many KV blocks there are, and allocates them
+    capture               makes `graphs` of a runner that is warm; None = steps are never captured
+    adapters_are_active   called in each step once its adapters are in their slots, before the model runs: other ranks
+                          may begin then, because they follow this one's slot table
     """
 
-    def __init__(self, config: EngineConfig, tp: TensorParallel = ALONE) -> None:
-        self.config = config
-        self.device = config.device
-        model_config = config.model_config
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        tp: TensorParallel = ALONE,
+        build_attention: BuildAttention | None = None,
+        make_lora_manager: Callable[[EngineConfig, str], Any] = LRUCacheWorkerLoRAManager,
+        memory: KVMemory | None = None,
+        capture: Callable[["ModelRunner"], Graphs] | None = None,
+        adapters_are_active: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self.device = config, config.device
+        self.tp = tp
+        self.make_lora_manager = make_lora_manager
+        self.memory = memory or KVMemory()
+        self.graphs = NO_GRAPHS
+        self._capture = capture
+        self._adapters_are_active = adapters_are_active
         self.on_gpu = torch.device(self.device).type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(torch.device(self.device).index or 0)  # Triton launches on the current one
-        self.use_paged_attention = self.on_gpu and model_config.dtype in (torch.float16, torch.bfloat16)
-        self.decode_graphs: DecodeGraphs | None = None
+        model_config, block_size = config.model_config, config.cache_config.block_size
+        self.build_attention = build_attention or partial(
+            AttentionMetadata.build, block_size=block_size, device=self.device, dtype=model_config.dtype
+        )
         self.cpu_threads = cpu_threads(config)
         with self.cpu_threads.in_use():
             self.model = get_model(
@@ -50,7 +94,136 @@ class ModelRunner(ElasticMemory, StepsAhead, WarmUp, AdapterPrefetch):
                 self.model = self.load_lora_model(self.model, config, self.device)
             self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
             self.row_sampler = RowSampler(self.sampler)
-            self.num_blocks = self._num_kv_blocks()
-            self._allocate_kv_cache(self.num_blocks)
-        rows = config.scheduler_config.max_num_seqs
-        self.cpu_threads.measure_on(self.model, rows, model_config.dtype)
+            self.memory_plan = self.memory.plan(self)
+            self.memory.allocate(self, self.memory_plan)
+        self.cpu_threads.measure_on(self.model, config.scheduler_config.max_num_seqs, model_config.dtype)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.memory_plan.num_blocks
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        return [layer for layer in self.model.modules() if isinstance(layer, Attention)]
+
+    @cached_property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's keys and values in all layers, as far as they are this process's."""
+        block_size, itemsize = self.config.cache_config.block_size, self.config.model_config.dtype.itemsize
+        return sum(prod(layer.kv_cache_shape(1, block_size)) for layer in self.attention_layers) * itemsize
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return -(-self.config.model_config.max_model_len // self.config.cache_config.block_size)
+
+    @property
+    def max_sampled_rows(self) -> int:
+        """The most rows that a step may sample."""
+        scheduler = self.config.scheduler_config
+        return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+    def warm_up(self) -> None:
+        """Run steps that nobody asked for, so that the first request does not pay for first calls; then capture."""
+        run_warm_up_steps(self)
+        if self._capture is not None and self.model.supports_cuda_graphs:
+            self.graphs = self._capture(self)
+
+    # ---- a step ---------------------------------------------------------------------------------------------
+
+    def execute_model(self, output: SchedulerOutput) -> Sampled:
+        """One forward pass for the whole batch, whatever adapters it mixes.
+
+        Returns request id -> (token, its logprobs if asked for), for every row that samples.
+        """
+        return self.sample_tokens(self.launch_model(output))
+
+    # region lab 7.3: one mixed step
+    @torch.inference_mode()
+    def launch_model(self, output: SchedulerOutput) -> PendingStep:
+        """Start the forward pass. On a GPU it runs on while the caller does something else.
+
+        The step may have been captured as a CUDA graph (`graphs.find(output)`, None = it was not). The adapters are
+        made active first (`activate`): those of the batch or, where a graph runs it, of the batch with the graph's
+        padding (`graph.padded(batch)`). A graph then runs the batch itself (`graph.run(batch)`). Otherwise the model
+        runs on all tokens of all rows at once. Logits are computed for the rows that sample, and for no other. Last
+        `score_prompts` scores the prompts whose logprobs are asked for.
+
+        Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
+
+        To use: `InputBatch` and its three fields (input_batch.py), `graphs` (graphs.py), `activate(batch)`.
+        `model(input_ids, positions, attn)`: hidden states (T, H); `model.compute_logits` gives the logits of some.
+        `PendingStep(requests that sample, logits)` (row_sampler.py), `score_prompts(self, batch, hidden_states)`
+        (prompt_logprobs.py).
+        """
+        batch = InputBatch.from_scheduler_output(output)
+        graph = self.graphs.find(output)
+        self.activate(graph.padded(batch) if graph else batch)
+        if graph:
+            return graph.run(batch)
+        input_ids, positions, attn, last_rows = self._prepare_inputs(batch)
+        hidden_states = self.model(input_ids, positions, attn)  # (T, H)
+        sampling = [r for r, samples in zip(batch.requests, batch.num_sampled_tokens) if samples]
+        logits = self.model.compute_logits(hidden_states[last_rows]) if sampling else None  # (P, V)
+        score_prompts(self, batch, hidden_states)
+        return PendingStep(sampling, logits)
+
+    def _prepare_inputs(
+        self, batch: InputBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
+        """What the model is given: the rows' new tokens end to end, T in all. Rows without tokens are left out.
+
+        Returns
+            input_ids   (T,) int64, of each row the tokens that follow those computed
+            positions   (T,) int64, of each token in its own request
+            attn        `build_attention` of the rows: new tokens, context lengths with them, and block tables
+            last_rows   (P,) int64, where among the T the last token of each row that samples is
+
+        All of them on `self.device`. To use: `all_token_ids`, `num_computed_tokens` and `block_ids` of a request
+        (core/request.py).
+        """
+        token_ids: list[int] = []
+        positions: list[np.ndarray] = []
+        rows: list[tuple[Request, int]] = []
+        last_rows: list[int] = []
+        for request, tokens, samples in zip(
+            batch.requests, batch.num_scheduled_tokens.tolist(), batch.num_sampled_tokens.tolist()
+        ):
+            if not tokens:
+                continue
+            start = request.num_computed_tokens
+            token_ids += request.all_token_ids[start : start + tokens]
+            positions.append(np.arange(start, start + tokens))
+            rows.append((request, tokens))
+            if samples:
+                last_rows.append(len(token_ids) - 1)
+        attn = self.build_attention(
+            [tokens for _, tokens in rows],
+            [request.num_computed_tokens + tokens for request, tokens in rows],
+            [request.block_ids for request, _ in rows],
+        )
+        return (
+            torch.tensor(token_ids, device=self.device),
+            torch.from_numpy(np.concatenate(positions)).to(self.device),
+            attn,
+            torch.tensor(last_rows, dtype=torch.long, device=self.device),
+        )
+
+    # endregion
+
+    def activate(self, batch: InputBatch) -> None:
+        """Bring the adapters of a batch into their slots, where LoRA is on; then other ranks may begin the step."""
+        if self.lora_manager is not None:
+            self.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
+        self._adapters_are_active()
+
+    @torch.inference_mode()
+    def sample_tokens(self, step: PendingStep) -> Sampled:
+        """Pick the tokens of a step that was launched, and wait for them; returns as `execute_model`.
+
+        Rows that cannot be sampled are left out; `step.errors` has them.
+        """
+        return self.row_sampler.sample_step(step) if step.requests else {}
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop what is kept for a request; call it when the request has ended."""
+        self.row_sampler.forget(request_id)

@@ -18,10 +18,10 @@ from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.fleet_llm import where_last_used
 from deploy.fleet.replica import Replica, Version
 from deploy.fleet.seats import Seats
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.policies.routing import POLICIES
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.errors import MOST_CHARACTERS
+from minivllm.serving.async_llm import AsyncLLM
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 

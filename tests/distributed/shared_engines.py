@@ -7,9 +7,9 @@ from typing import Any
 from lockstep import in_lockstep
 from tiny_engine import greedy, run, tokens_of
 
-from minivllm import LLMEngine
+from minivllm import LLMEngine, assembly
 from minivllm.distributed.tensor_parallel import TensorParallel
-from minivllm.engine import parts
+from minivllm.worker.executor import Executor
 from minivllm.worker.model_runner import ModelRunner
 
 
@@ -21,7 +21,7 @@ def engines_in_lockstep(monkeypatch: Any, size: int, work: Callable[[TensorParal
         mine.tp = tp
         return work(tp)
 
-    monkeypatch.setattr(parts, "make_runner", lambda config: ModelRunner(config, mine.tp))
+    monkeypatch.setattr(assembly, "make_executor", lambda config: Executor(ModelRunner(config, tp=mine.tp)))
     return in_lockstep(size, play)
 
 

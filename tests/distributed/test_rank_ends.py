@@ -44,7 +44,7 @@ def engine(world):
     made.step()
     pids = rank_pids(made)[1:]
     yield made
-    made.runner._end()
+    made.executor.shutdown()
     assert all_end(pids) and not dist.is_initialized()
     until = time.monotonic() + SOON
     while threading.active_count() > threads and time.monotonic() < until:
@@ -121,15 +121,15 @@ class TestARank:
         os.kill(rank_pids(engine)[1], signal.SIGSTOP)
         started = time.monotonic()
 
-        engine.runner._end()
+        engine.executor.shutdown()
 
         assert time.monotonic() < started + SOON
 
 
 def test_another_engine_can_be_started_at_once(world):
     engine = world.engine(**TWO)
-    leave = engine.runner.others.on_death[0]
-    engine.runner.others.on_death[0] = lambda: (time.sleep(0.5), leave())  # as on a machine that is busy
+    leave = engine.executor.others.on_death[0]
+    engine.executor.others.on_death[0] = lambda: (time.sleep(0.5), leave())  # as on a machine that is busy
     engine.add_request("a", PROMPT, greedy(200), lora_request=world.request("qv"))
     engine.step()
     kill_rank(engine, 1)
@@ -140,7 +140,7 @@ def test_another_engine_can_be_started_at_once(world):
 
     another.add_request("b", PROMPT, greedy(8), lora_request=world.request("qv"))
     assert tokens_of(run(another)["b"]) == world.oracle().greedy("qv", PROMPT, 8)
-    another.runner._end()
+    another.executor.shutdown()
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -180,7 +180,7 @@ def test_a_ctrl_c_waits_for_the_step_and_the_next_answers_are_right(world):
         )
 
         assert tokens_of(found[0]) == expected
-    llm.llm_engine.runner._end()
+    llm.llm_engine.executor.shutdown()
 
 
 class TestUnderAnEventLoop:

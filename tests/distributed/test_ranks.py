@@ -9,7 +9,7 @@ from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LoRARequest, SamplingParams
 from minivllm.distributed import shared_reading
-from minivllm.distributed.rank_runner import config_of, device_of
+from minivllm.distributed.ranks import config_of, device_of
 from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -26,7 +26,7 @@ def shared(world):
     """Of two ranks, with four slots; tests that end it stand last."""
     llm = world.llm(tensor_parallel_size=2, max_loras=4, max_cpu_loras=8, threads=1, skip_tokenizer_init=True)
     yield llm
-    llm.llm_engine.runner._end()
+    llm.llm_engine.executor.shutdown()
 
 
 def answers(llm, loras, length=6, prompt=PROMPT):
@@ -53,7 +53,7 @@ class TestAnswers:
 
         assert found == [expected[name] for name in names]
         gc.collect()
-        assert len(shared.llm_engine.runner._reading._number_of) == len(shared.llm_engine.list_loras()) == 8
+        assert len(shared.llm_engine.executor._reading._number_of) == len(shared.llm_engine.list_loras()) == 8
 
     def test_that_are_drawn_or_scored_are_those_of_one_rank(self, world, shared):
         params = SamplingParams(temperature=1.2, seed=3, n=2, max_tokens=7, logprobs=2, prompt_logprobs=1)
@@ -115,7 +115,7 @@ class TestOneProcess:
 
     def test_gives_each_rank_its_share_of_the_cores(self, world, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("minivllm.distributed.rank_runner.available_cores", lambda: 9)
+        monkeypatch.setattr("minivllm.distributed.ranks.available_cores", lambda: 9)
         options = {**OPTIONS, "tensor_parallel_size": 4}
         config = EngineArgs(str(world.base), **options).create_engine_config()
 

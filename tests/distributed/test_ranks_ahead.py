@@ -31,7 +31,8 @@ def ranks(world, monkeypatch):
     engine = world.engine(**OPTIONS, tensor_parallel_size=2, threads=1, warm_up=True)
     pids = rank_pids(engine)[1:]
     engine.told, engine.left = [], 0
-    tell, leave = engine.runner.others.tell, engine.runner.leave_tokens
+    tokens = engine._ahead.tokens
+    tell, leave = engine.executor.others.tell, tokens.leave
 
     def watched(name, *args):
         if name == "launch":
@@ -43,9 +44,9 @@ def ranks(world, monkeypatch):
         engine.left += wait is not None
         return wait
 
-    engine.runner.others.tell, engine.runner.leave_tokens = watched, left
+    engine.executor.others.tell, tokens.leave = watched, left
     yield engine
-    engine.runner._end()
+    engine.executor.shutdown()
     assert all_end(pids) and group_is_left()
 
 
@@ -83,7 +84,8 @@ def test_what_was_announced_is_shared_also_if_the_step_breaks_off_before_it_is_d
     """The others wait for it: whatever came next would be taken for it."""
     drawn = {"a": WISHES["drawn"], "b": WISHES["filtered"]}
     expected = ask(world.engine(**OPTIONS), world, drawn)
-    leave, calls = ranks.runner.leave_tokens, []
+    tokens = ranks._ahead.tokens
+    leave, calls = tokens.leave, []
 
     def broken(step):
         calls.append(step)
@@ -91,7 +93,7 @@ def test_what_was_announced_is_shared_also_if_the_step_breaks_off_before_it_is_d
             raise RuntimeError("in the middle")
         return leave(step)
 
-    ranks.runner.leave_tokens = broken
+    tokens.leave = broken
     for i, (name, wish) in enumerate(drawn.items()):
         params = SamplingParams(**{"max_tokens": 7 + i % 3, "ignore_eos": True} | wish)
         ranks.add_request(
@@ -116,13 +118,14 @@ def test_a_rank_that_is_killed_while_tokens_are_drawn_ends_the_engine(ranks):
         ranks.add_request(str(i), token_ids(4 + i, i), params)
     for _ in range(4):
         ranks.step()
-    share, started = ranks.runner.share_tokens, time.monotonic()
+    group, started = ranks.runner.tp, time.monotonic()
+    broadcast = group.broadcast
 
-    def kill_and_share(rows):
+    def kill_and_broadcast(tokens):
         kill_rank(ranks, 1)
-        share(rows)
+        broadcast(tokens)
 
-    ranks.runner.share_tokens = kill_and_share
+    group.broadcast = kill_and_broadcast
 
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(killed by signal 9\)"):
         while time.monotonic() < started + 5:

@@ -29,7 +29,7 @@ def test_four_have_the_tokens_of_peft(tmp_path_factory, fully):
         lora_request=[world.request(name) for name in names],
     )
 
-    llm.llm_engine.runner._end()
+    llm.llm_engine.executor.shutdown()
     expected = [world.oracle().greedy(name, PROMPT, 6) for name in names]
     assert [tokens_of(output) for output in outputs] == expected
 
@@ -52,7 +52,7 @@ def test_three_have_the_tokens_of_one_on_the_demo_model():
         llm = LLM(base, **options, **more)
         outputs = llm.generate([p for _, p in pairs], greedy(12), use_tqdm=False, lora_request=loras)
         if "tensor_parallel_size" in more:
-            llm.llm_engine.runner._end()
+            llm.llm_engine.executor.shutdown()
         return [tokens_of(output) for output in outputs]
 
     alone = tokens()

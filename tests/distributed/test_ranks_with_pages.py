@@ -38,4 +38,4 @@ def test_tokens_are_those_of_one_rank_while_adapters_come_and_go(tmp_path_factor
     llm, found = answers(tensor_parallel_size=size, fully_sharded_loras=fully)
 
     assert found == alone
-    llm.llm_engine.runner._end()
+    llm.llm_engine.executor.shutdown()

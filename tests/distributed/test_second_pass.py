@@ -84,5 +84,5 @@ def test_captured_steps_leave_nothing_for_the_next_pass(world, monkeypatch):
 
     first, *others = passes(engine, world, requests=4)
 
-    engine.runner._end()
+    engine.executor.shutdown()
     assert others == [first] * 2

@@ -74,7 +74,7 @@ def test_processes_over_gloo_have_the_tokens_of_peft(world, size):
         lora_request=[world.request(name) for name, _ in pairs],
     )
 
-    llm.llm_engine.runner._end()
+    llm.llm_engine.executor.shutdown()
     assert list(map(tokens_of, outputs)) == [world.answer(*pair, 4) for pair in pairs]
 
 

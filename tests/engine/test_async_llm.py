@@ -555,7 +555,7 @@ class TestTheLoop:
         llm = serve(tokenizer=character_tokenizer())
         held, go = set(), threading.Event()
         hold(monkeypatch, llm._client.engine.runner, "launch_model", held, go)
-        hold(monkeypatch, "minivllm.engine.async_llm", "tokenize", held, go)
+        hold(monkeypatch, "minivllm.serving.async_llm", "tokenize", held, go)
 
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(6)))

@@ -11,6 +11,8 @@ from tiny_models import token_ids
 from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from minivllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, parse_device
 from minivllm.worker import gpu_memory
+from minivllm.worker.measured_memory import MeasuredMemory
+from minivllm.worker.warm_up import profile_run
 
 
 @pytest.fixture
@@ -173,26 +175,26 @@ class TestCacheSize:
         runner = self.runner(world, monkeypatch, left=0)
         runner = self.runner(world, monkeypatch, left=7 * runner.kv_block_bytes + 5)
 
-        assert runner._num_kv_blocks() == 7
+        assert MeasuredMemory(captures=False).plan(runner).num_blocks == 7
 
     def test_takes_no_more_than_all_requests_can_fill(self, world, monkeypatch):
         runner = self.runner(world, monkeypatch, left=2**40, max_num_seqs=3, max_model_len=30, block_size=8)
 
-        assert runner._num_kv_blocks() == 3 * 4 + 1
+        assert MeasuredMemory(captures=False).plan(runner).num_blocks == 3 * 4 + 1
 
     def test_is_what_was_asked_for_where_it_was(self, world, monkeypatch):
         runner = self.runner(world, monkeypatch, left=2**40, num_kv_blocks=11)
-        assert runner._num_kv_blocks() == 11
+        assert MeasuredMemory(captures=False).plan(runner).num_blocks == 11
 
         runner = self.runner(world, monkeypatch, left=2**40, kv_cache_memory_bytes=9 * runner.kv_block_bytes)
-        assert runner._num_kv_blocks() == 9
+        assert MeasuredMemory(captures=False).plan(runner).num_blocks == 9
 
     @pytest.mark.parametrize("left", [-(2**30), 0, 100])
     def test_a_gpu_without_room_is_an_error_that_says_what_to_change(self, world, monkeypatch, left):
         runner = self.runner(world, monkeypatch, left=left)
 
         with pytest.raises(ValueError, match="raise it, or lower max_num_batched_tokens or max_loras"):
-            runner._num_kv_blocks()
+            MeasuredMemory(captures=False).plan(runner)
 
     @pytest.mark.parametrize(
         ("options", "tokens", "rows"),
@@ -215,7 +217,7 @@ class TestCacheSize:
             runner.sampler, "forward", lambda logits, *r: seen.update(logits=logits) or sampler(logits, *r)
         )
 
-        runner._profile_run()
+        profile_run(runner)
 
         assert seen["attn"].seq_lens == tokens
         assert len(seen["logits"]) == rows

@@ -8,6 +8,7 @@ from test_mixed_graphs import graphed_engine
 from test_runner_graphs import add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
 
+from minivllm.assembly import paged_attention
 from minivllm.config import LoRAConfig
 from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.linear import LinearBase, RowParallelLinear
@@ -362,7 +363,7 @@ def test_a_warm_up_runs_the_norm_of_long_steps(tmp_path_factory, monkeypatch, la
     monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 19)
     options = {"dtype": "float32", "max_num_batched_tokens": 20, "punica_backend": "paged", "device": DEVICE}
     runner = tiny_world(tmp_path_factory).engine(**options, enforce_eager=True).runner
-    runner.use_paged_attention = runner.on_gpu = True
+    runner.build_attention, runner.on_gpu = paged_attention(runner.config), True
     launched.clear()
 
     runner.warm_up()

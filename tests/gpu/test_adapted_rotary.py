@@ -324,7 +324,6 @@ def test_an_engine_answers_where_attention_adds_what_adapters_add(tmp_path_facto
 def test_an_engine_whose_attention_is_pytorchs_does_so_too(tmp_path_factory, monkeypatch):
     launched, world = watched(monkeypatch), tiny_world(tmp_path_factory)
     engine = world.engine(punica_backend="paged", max_loras=4, dtype="float32", device=DEVICE)
-    engine.runner.use_paged_attention = False
 
     add(engine, world, MIXED)
     outputs = run(engine)

@@ -6,6 +6,7 @@ runs again, through Triton's interpreter, on the buffers it was made for.
 
 import pytest
 from gpu import DEVICE, needs_cuda
+from graphed import graph_steps
 from test_runner_graphs import Rerun, compare_with_eager, watch_replays
 from tiny_engine import greedy, run, tokens_of
 from tiny_set import AdapterSet
@@ -25,8 +26,7 @@ BIASES = {
 def captured(world, backend="auto", **options):
     options = {"dtype": "float32", "max_num_seqs": 8, "max_cpu_loras": 6, "device": DEVICE, **options}
     engine = world.engine(punica_backend=backend, **options)
-    engine.runner.use_paged_attention = True
-    engine.runner.capture_model(Rerun if DEVICE == "cpu" else None)
+    graph_steps(engine.runner, mixed=False, wrapper=Rerun if DEVICE == "cpu" else None)
     watch_replays(engine)
     if DEVICE == "cpu":
         manager = engine.adapters.manager

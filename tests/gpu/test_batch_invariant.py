@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu import DEVICE, needs_cuda
+from graphed import graph_steps
 from nan_guard import Guarded
 from test_elastic_slots import CrowdedWorld
 from test_runner_graphs import Rerun
@@ -27,6 +28,7 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.slots import Slots
 from minivllm.model_options import check_one_order
+from minivllm.worker.invariant_attention import InvariantBuffers
 
 TILES = [tiles for _, _, tiles in FASTEST]
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
@@ -150,8 +152,7 @@ def invariant_engine(world, graphs=False, **options):
     engine = world.engine(**{"dtype": "float32", "device": DEVICE, **options})
     if graphs:
         wrapper = Rerun if DEVICE == "cpu" else None
-        engine.runner.capture_mixed_steps(wrapper)
-        engine.runner.capture_model(wrapper)
+        graph_steps(engine.runner, wrapper=wrapper, decode_buffers=InvariantBuffers, paged=False)
     return engine
 
 

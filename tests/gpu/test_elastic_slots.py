@@ -42,7 +42,7 @@ def elastic_engine(world, **options):
 
 def budget(engine, pages, blocks):
     """Bytes that hold so many pages of adapters and so many KV blocks beside."""
-    return (pages * engine.runner.blocks_a_page + blocks) * engine.runner.kv_block_bytes
+    return (pages * engine.runner.memory_plan.blocks_a_page + blocks) * engine.runner.kv_block_bytes
 
 
 def small_memory(world, pages, blocks):
@@ -97,7 +97,7 @@ def test_an_adapter_takes_pages_for_its_own_rank(world):
 
     manager = engine.runner.lora_manager.manager
     assert sorted(len(pages) for pages in manager.pool.ledger.held.values()) == [1, 2, 2]
-    page_bytes = engine.runner.blocks_a_page * engine.runner.kv_block_bytes
+    page_bytes = engine.runner.memory_plan.blocks_a_page * engine.runner.kv_block_bytes
     assert manager.get_memory_stats()["pages"] == 5 * page_bytes
 
 

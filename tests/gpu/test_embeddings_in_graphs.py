@@ -7,6 +7,7 @@ Triton's interpreter, on the buffers it was made for. The oracle is transformers
 
 import pytest
 from gpu import DEVICE
+from graphed import graph_steps
 from test_runner_graphs import Rerun, watch_replays
 from tiny_adapters import change_json, save_adapter, save_base, stretch_positions
 from tiny_engine import OPTIONS, greedy, run, tokens_of
@@ -65,8 +66,7 @@ def engine(root, backend, **options):
         **options,
     }
     llm = LLMEngine(EngineArgs(model=str(root / "base"), **args).create_engine_config())
-    llm.runner.use_paged_attention = True
-    llm.runner.capture_model(Rerun if DEVICE == "cpu" else None)
+    graph_steps(llm.runner, mixed=False, wrapper=Rerun if DEVICE == "cpu" else None)
     watch_replays(llm)
     return llm
 

@@ -4,16 +4,17 @@ Without a GPU a "captured" step just runs again, through Triton's interpreter, o
 """
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda, no_waiting
+from graphed import graph_steps
 from test_runner_graphs import MIXED, Rerun, add, assert_tokens_are_right
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
+from minivllm.assembly import make_scheduler
 from minivllm.core.request import Request
 from minivllm.worker import mixed_graphs
 from minivllm.worker.mixed_graphs import mixed_sizes
@@ -27,7 +28,7 @@ def world(tmp_path_factory):
 def watch_replays(engine):
     """`engine.replayed` lists the (tokens, with LoRA) of every step of prompts that ran as a graph."""
     engine.replayed = []
-    graphs = engine.runner.mixed_graphs
+    graphs = engine.runner.graphs.mixed
     replay = graphs.replay
 
     def watched(size, with_lora):
@@ -47,11 +48,7 @@ def graphed_engine(world, decode_graphs=False, **options):
         **options,
     }
     engine = world.engine(**options)
-    engine.runner.use_paged_attention = True
-    wrapper = Rerun if DEVICE == "cpu" else None
-    engine.runner.capture_mixed_steps(wrapper)
-    if decode_graphs:
-        engine.runner.capture_model(wrapper)
+    graph_steps(engine.runner, decodes=decode_graphs, wrapper=Rerun if DEVICE == "cpu" else None)
     watch_replays(engine)
     return engine
 
@@ -77,12 +74,7 @@ def test_no_step_that_somebody_decodes_in_is_too_large_for_a_graph(world, monkey
     """Prompts of 30 tokens that come one step after the other: alone they would be eager, beside a decode chunked."""
     monkeypatch.setattr(mixed_graphs, "MOST_TOKENS", 16)
     engine = graphed_engine(world, max_num_batched_tokens=64)
-    engine.scheduler = bounded = engine.runner.make_scheduler(
-        engine.config.scheduler_config,
-        replace(engine.config.cache_config, num_blocks=engine.runner.num_blocks),
-        engine.config.lora_config,
-        max_model_len=engine.config.model_config.max_model_len,
-    )
+    engine.scheduler = bounded = make_scheduler(engine.config, engine.runner)
     prompts = [token_ids(30, seed) for seed in range(3)]
     outputs = []
     for number, prompt in enumerate(prompts):
@@ -142,7 +134,7 @@ def test_a_step_of_base_prompts_runs_without_a_trace_of_lora(world):
 
 def test_steps_that_are_too_large_or_want_many_logits_run_eagerly(world):
     engine = graphed_engine(world, max_num_batched_tokens=60)
-    graphs = engine.runner.mixed_graphs
+    graphs = engine.runner.graphs.mixed
     graphs.sizes = [size for size in graphs.sizes if size < 60]
     wishes = {"large": (token_ids(50, 1), {}), "logprobs": (token_ids(9, 2), {"prompt_logprobs": 1})}
 
@@ -159,7 +151,7 @@ def test_a_row_that_is_sampled_is_drawn_from_the_graphs_logits(world):
     for with_graphs in (True, False):
         engine = graphed_engine(world)
         if not with_graphs:
-            engine.runner.mixed_graphs = None
+            engine.runner.graphs.mixed = None
         params = SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=5, ignore_eos=True)
         engine.add_request("a", token_ids(6, 1), params)
         answers.append(tokens_of(run(engine)["a"]))
@@ -207,10 +199,10 @@ def test_on_a_gpu_graphs_give_the_logits_of_eager_steps(world, dtype, backend):
     runner, launch = engine.runner, engine.runner.launch_model
 
     def launch_twice(output):
-        graphs, runner.mixed_graphs = runner.mixed_graphs, None
+        graphs, runner.graphs.mixed = runner.graphs.mixed, None
         eager = launch(output)
         eager_logits = None if eager.logits is None else eager.logits[: len(eager.requests)].clone()
-        runner.mixed_graphs = graphs
+        runner.graphs.mixed = graphs
         launched = launch(output)
         assert [r.request_id for r in launched.requests] == [r.request_id for r in eager.requests]
         if eager_logits is not None:

@@ -8,6 +8,8 @@ from tiny_models import token_ids, transformers_model
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.layers.fused_moe import FusedMoE, product_by_expert
+from minivllm.worker.graphs import NO_GRAPHS
+from minivllm.worker.model_runner import ModelRunner
 
 NUM_EXPERTS = 13
 
@@ -106,15 +108,13 @@ def engine_of(folder, variant, **options):
 
 @pytest.mark.parametrize(("variant", "captured"), [("mistral-one-kv-head", 1), ("mixtral", 0)])
 def test_steps_of_a_sparse_model_are_not_captured(tmp_path, variant, captured):
-    runner = engine_of(tmp_path, variant, dtype="float32").runner
-    runner.use_paged_attention = True
     captures = []
-    runner.capture_model = lambda: captures.append(True)
-    runner.capture_mixed_steps = lambda: None
+    plain = engine_of(tmp_path, variant, dtype="float32").runner
+    runner = ModelRunner(plain.config, capture=lambda runner: captures.append(runner) or NO_GRAPHS)
 
     runner.warm_up()
 
-    assert len(captures) == captured
+    assert captures == [runner] * captured
 
 
 @needs_cuda
@@ -129,5 +129,5 @@ def test_an_engine_that_has_warmed_up_answers_in_half_precision(tmp_path, varian
         engine.add_request(str(i), prompt, greedy(12))
     outputs = run(engine)
 
-    assert (engine.runner.decode_graphs is None) == (variant != "phi3-fused")
+    assert (engine.runner.graphs is NO_GRAPHS) == (variant != "phi3-fused")
     assert [len(tokens_of(outputs[str(i)])) for i in range(3)] == [12] * 3

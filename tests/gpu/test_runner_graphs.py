@@ -6,6 +6,7 @@ Without a GPU a "captured" step just runs again, through Triton's interpreter, o
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda
+from graphed import graph_steps
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
@@ -36,17 +37,16 @@ def paged_engine(world, graphs=True, **options):
     """
     options = {"dtype": "float32", "max_num_seqs": 6, "max_loras": 4, "device": DEVICE, **options}
     engine = world.engine(**options)
-    engine.runner.use_paged_attention = True
     engine.replayed = []
+    graph_steps(engine.runner, decodes=graphs, mixed=False, wrapper=Rerun if DEVICE == "cpu" else None)
     if graphs:
-        engine.runner.capture_model(Rerun if DEVICE == "cpu" else None)
         watch_replays(engine)
     return engine
 
 
 def watch_replays(engine):
     engine.replayed = []
-    graphs = engine.runner.decode_graphs
+    graphs = engine.runner.graphs.decodes
     replay = graphs.replay
 
     def watched(size, with_lora):
@@ -59,12 +59,12 @@ def watch_replays(engine):
 def compare_with_eager(engine, tolerance):
     """Run every step twice, first eagerly, and hold the graph's logits against those. Prompts have no graphs here."""
     runner, launch = engine.runner, engine.runner.launch_model
-    runner.mixed_graphs = None
+    runner.graphs.mixed = None
 
     def launch_twice(output):
-        graphs, runner.decode_graphs = runner.decode_graphs, None
+        graphs, runner.graphs.decodes = runner.graphs.decodes, None
         eager = launch(output)
-        runner.decode_graphs = graphs
+        runner.graphs.decodes = graphs
         launched = launch(output)
         rows = len(eager.requests)
         assert [r.request_id for r in launched.requests] == [r.request_id for r in eager.requests]
@@ -160,7 +160,7 @@ def test_without_lora_there_is_one_set_of_graphs(world):
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, [None] * 3)
-    assert engine.runner.decode_graphs._steps.keys() == {(size, False) for size in (1, 2, 4, 6)}
+    assert engine.runner.graphs.decodes.steps.keys() == {(size, False) for size in (1, 2, 4, 6)}
 
 
 @pytest.mark.nightly_without_gpu
@@ -318,4 +318,4 @@ def test_on_a_gpu_the_cache_takes_what_is_left_and_no_more_than_is_useful(world)
 def test_no_graph_has_more_rows_than_a_step_may_have_tokens(world):
     engine = paged_engine(world, max_num_batched_tokens=3, max_num_seqs=6)
 
-    assert engine.runner.decode_graphs.sizes == [1, 2, 3]
+    assert engine.runner.graphs.decodes.sizes == [1, 2, 3]

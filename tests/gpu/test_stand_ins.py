@@ -22,7 +22,7 @@ def ahead_engine(world, **options):
     engine = graphed_engine(world, decode_graphs=True, **options)
     engine._ahead = RunAhead(engine)
     engine.sent = []
-    for graphs in (engine.runner.decode_graphs, engine.runner.mixed_graphs):
+    for graphs in (engine.runner.graphs.decodes, engine.runner.graphs.mixed):
         note_token_ids(graphs.buffers, engine.sent)
     return engine
 
@@ -87,7 +87,7 @@ def test_a_preempted_request_ends_with_a_stand_in_when_it_comes_back(world):
 @pytest.mark.nightly_without_gpu
 def test_a_step_that_no_graph_can_run_is_given_the_tokens(world):
     engine = ahead_engine(world, max_num_batched_tokens=60)
-    engine.runner.mixed_graphs.sizes = [32]
+    engine.runner.graphs.mixed.sizes = [32]
     engine.add_request("a", token_ids(6, 1), greedy(8))
     engine.step()
     engine.step()

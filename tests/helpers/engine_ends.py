@@ -3,7 +3,7 @@
 import os
 import signal
 
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 
 
 def parent_pid(engine: LLMEngine) -> int:

@@ -8,9 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from code_lines import code_lines, function_lines
 from imports import import_circles
-from prose import long_sentences
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minivllm"
@@ -26,20 +24,14 @@ BESIDE_A = ("options/", "io/", "gpu/", "vllm/", "ops/triton_ops/", "checks.py", 
 # calls an engine from event loops, which no step enters.
 BESIDE_WORKER = (
     *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
-    *("dummy_loras", "elastic_memory", "prefetch", "warm_up", "openmp", "token_masks"),
-    *("block_tables", "mixed_buffers", "mixed_graphs", "steps_ahead", "invariant_runner", "runners"),
+    *("measured_memory", "shared_memory", "step_graphs", "openmp", "token_masks"),
+    *("block_tables", "mixed_buffers", "mixed_graphs", "invariant_attention"),
 )
-BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling", "async_llm")
+BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling")
 
 # What the core never imports.
 OUTSIDE = tuple(f"minivllm.lora.{name}" for name in ("options", "io", "gpu", "vllm", "reports"))
 COMPOSITION_ROOT = PACKAGE / "lora" / "__init__.py"
-
-MOST_CODE = {"book A": 1500, "book B": 1600}
-MOST_LINES = {"book A": 200, "book B": 250}
-MOST_CHECKS = 300
-LONGEST_FUNCTION = 40
-LONGEST_STARTER = 130
 
 
 def books() -> dict[str, list[Path]]:
@@ -58,59 +50,6 @@ def books() -> dict[str, list[Path]]:
             if path.stem not in beside
         ],
     }
-
-
-def length_of_books() -> Excess:
-    lines = {book: sum(map(code_lines, files)) for book, files in books().items()}
-    return {book: {"lines of code": n} for book, n in lines.items() if n > MOST_CODE[book]}
-
-
-def long_files() -> Excess:
-    """Of the books by all their lines, `checks.py` by its lines of code."""
-    found = {}
-    for book, files in books().items():
-        for path in files:
-            lines = len(path.read_text(encoding="utf-8").splitlines())
-            if lines > MOST_LINES[book]:
-                found[name_of(path)] = {"lines": lines}
-    checks = PACKAGE / "lora" / "checks.py"
-    if checks.exists() and code_lines(checks) > MOST_CHECKS:
-        found[name_of(checks)] = {"lines of code": code_lines(checks)}
-    return found
-
-
-def long_functions() -> Excess:
-    """Of the books and of `checks.py`."""
-    found: Excess = {}
-    checks = PACKAGE / "lora" / "checks.py"
-    for path in [*(path for files in books().values() for path in files), *[checks] * checks.exists()]:
-        for function, lines in function_lines(path).items():
-            if lines > LONGEST_FUNCTION:
-                found.setdefault(name_of(path), {})[function] = lines
-    return found
-
-
-def long_starters() -> Excess:
-    """As they are generated: what learners add does not count."""
-    from labs.kit.regions import read_engine, starter
-
-    found = {}
-    for exercise in read_engine().values():
-        lines = len(starter(exercise.text, exercise.module).splitlines())
-        if lines > LONGEST_STARTER:
-            found[name_of(exercise.starter)] = {"lines": lines}
-    return found
-
-
-def hard_sentences() -> Excess:
-    """Of docstrings and comments: those of more words than are read at once.
-
-    In the books, and in what stands around them on a plain adapter's way: configs, refusals, guards.
-    """
-    files = [path for files in books().values() for path in files]
-    files += [PACKAGE / name for name in ("config.py", "sampling_params.py", "lora/checks.py")]
-    files += sorted((PACKAGE / "guards").glob("*.py"))
-    return {name_of(path): found for path in files if (found := long_sentences(path))}
 
 
 def imports_outwards() -> Excess:
@@ -174,9 +113,7 @@ def compare(rule: str, found: Excess, debt: Excess) -> list[str]:
     return said
 
 
-RULES = (
-    *(length_of_books, long_files, long_functions, long_starters, hard_sentences, imports_outwards, circles),
-)
+RULES = (imports_outwards, circles)
 
 
 def as_toml(rule: str, excess: Excess) -> str:

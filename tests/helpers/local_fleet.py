@@ -11,10 +11,10 @@ from tiny_server import BASE_NAME, served, tokenizer_with_template
 
 from deploy.fleet.fleet_llm import FleetLLM
 from deploy.fleet.replica import Replica
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.server.app import FLEET_ROUTERS, build_app
 from minivllm.server.run import ServerThread
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 
 
 class LocalEngines:

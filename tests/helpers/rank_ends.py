@@ -12,7 +12,7 @@ from minivllm import LLMEngine
 
 def rank_pids(engine: LLMEngine) -> list[int]:
     """Of all ranks, by rank."""
-    return [os.getpid(), *(process.pid for process in engine.runner.others.processes)]
+    return [os.getpid(), *(process.pid for process in engine.executor.others.processes)]
 
 
 def kill_rank(engine: LLMEngine, rank: int) -> None:
@@ -21,13 +21,13 @@ def kill_rank(engine: LLMEngine, rank: int) -> None:
 
 def misinform_others(engine: LLMEngine) -> None:
     """From now on the other ranks get places that no context has: their steps raise an IndexError."""
-    write = engine.runner._writer.write
+    write = engine.executor._writer.write
 
     def misinform(output: object) -> object:
         message = write(output)
         return message._replace(starts=[10**6] * len(message.starts))
 
-    engine.runner._writer.write = misinform
+    engine.executor._writer.write = misinform
 
 
 def is_there(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from minivllm.guards.run_ahead import RunAhead
+from minivllm.worker.step_graphs import StepGraphs
 
 # Name -> what `SamplingParams` are given.
 WISHES = {
@@ -23,11 +24,11 @@ def run_ahead(engine):
 
     `engine.ahead.left` counts the steps that were left unread when the next one was scheduled.
     """
-    runner = engine.runner
+    engine.runner.graphs = StepGraphs(engine.runner, wrapper=lambda step: step)  # of which none is captured
     engine._ahead = RunAhead(engine)
+    tokens = engine._ahead.tokens
     engine.ahead = SimpleNamespace(left=0, fail_next=False)
-    runner.takes_stand_ins = lambda output: False
-    leave = runner.leave_tokens
+    leave = tokens.leave
 
     def leave_tokens(step):
         wait = leave(step)
@@ -41,5 +42,5 @@ def run_ahead(engine):
 
         return wait and wait_or_fail
 
-    runner.leave_tokens = leave_tokens
+    tokens.leave = leave_tokens
     return engine

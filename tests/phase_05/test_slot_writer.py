@@ -23,7 +23,7 @@ from minivllm.config import LoRAConfig
 from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.worker.prefetch import AdapterPrefetch
+from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 
 def make_manager(slots=3, memory=8, backend="grouped", place=None):
@@ -177,7 +177,7 @@ def test_an_adapter_of_another_dtype_is_converted():
 
 
 def runner_of(manager):
-    runner = AdapterPrefetch()
+    runner = LoRAModelRunnerMixin()
     runner.lora_manager = SimpleNamespace(manager=manager)
     return runner
 

@@ -77,6 +77,7 @@ class World:
         num_blocks=150,
         enable_prefix_caching=True,
         max_model_len=None,
+        most_tokens_beside_decodes=None,
     ):
         self.max_loras = max_loras
         self.config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_lora_wait_steps)
@@ -97,6 +98,7 @@ class World:
             adapter_identity=self.loads.get,
             pinned_adapters=set(),
             may_run=self.may_run,
+            most_tokens_beside_decodes=most_tokens_beside_decodes,
         )
 
     @property

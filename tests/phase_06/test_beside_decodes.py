@@ -1,16 +1,12 @@
-"""A step in which somebody decodes may have fewer tokens than others (policies/step_size.py)."""
+"""A step in which somebody decodes may have fewer tokens than others."""
 
 import random
 
 from scheduler_model import World
 
-from minivllm.policies.step_size import install_step_size
-
 
 def world_of(most, **options):
-    world = World(**{"max_num_seqs": 4, **options})
-    install_step_size(world.scheduler, most)
-    return world
+    return World(**{"max_num_seqs": 4, "most_tokens_beside_decodes": most, **options})
 
 
 def tokens(output):

@@ -2,14 +2,17 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hand_made_steps import lora, make_output, make_request
 from rows import assert_rows_equal
 
-import minivllm.worker.step_runner as step_runner
-from minivllm.worker.cuda_graphs import DecodeGraphs, DecodeOutput
+import minivllm.worker.model_runner as model_runner
+from minivllm.worker.graphs import NO_GRAPHS, Graphs
+from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.row_sampler import PendingStep
 
 pytestmark = pytest.mark.lab("7.3")
 
@@ -31,46 +34,48 @@ class NotingModel:
         return hidden_states
 
 
-class NotingGraphs(DecodeGraphs):
-    """Captured steps of 4 rows, which compute nothing."""
+class NotingGraphs(Graphs):
+    """One captured step, of decodes; it computes nothing."""
 
     def __init__(self, log):
         self.log = log
-        self.buffers = SimpleNamespace(fill=lambda *rows: None)
 
-    def padded_size(self, num_rows):
-        return 4 if num_rows <= 4 else None
+    def find(self, output):
+        return self if output.only_decodes else None
 
-    def replay(self, size, with_lora):
-        self.log.append("replay" if with_lora else "replay without adapters")
-        return DecodeOutput(torch.zeros(size, 2), torch.zeros(size, dtype=torch.int64))
+    def padded(self, batch):
+        requests = [*batch.requests, make_request("padding", [0])]
+        one = np.ones(1, dtype=np.int64)
+        return InputBatch(
+            requests,
+            np.append(batch.num_scheduled_tokens, one),
+            np.append(batch.num_sampled_tokens, one),
+        )
+
+    def run(self, batch):
+        self.log.append(f"replay {batch.req_ids}")
+        return PendingStep(batch.requests, torch.zeros(len(batch.requests) + 1, 2))
 
 
 class Runner(ModelRunner):
-    """A model runner around the noting model. `log`: what happened, in order; `pad_to`: of each activation."""
+    """A model runner around the noting model. `log`: what happened, in order; `batches`: of each activation."""
 
     def __init__(self, *, with_lora=True, with_graphs=False):
-        self.log, self.pad_to, self.batches = [], [], []
-        self.device, self.use_paged_attention = "cpu", False
+        self.log, self.batches = [], []
+        self.device = "cpu"
         self.config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=4), model_config=SimpleNamespace(dtype=torch.float64)
         )
         self.model = NotingModel(self.log)
-        self.lora_manager = (
-            SimpleNamespace(
-                manager=SimpleNamespace(punica_wrapper=SimpleNamespace(no_lora=False, reaches_ends=True))
-            )
-            if with_lora
-            else None
-        )
-        self.decode_graphs = NotingGraphs(self.log) if with_graphs else None
+        self.lora_manager = SimpleNamespace() if with_lora else None
+        self.graphs = NotingGraphs(self.log) if with_graphs else NO_GRAPHS
+        self._adapters_are_active = lambda: None
 
-    def set_active_loras(self, input_batch, num_scheduled_tokens, num_sampled_tokens=None, pad_to=0):
+    def set_active_loras(self, input_batch, num_scheduled_tokens, num_sampled_tokens=None):
         self.log.append("adapters")
-        self.pad_to.append(pad_to)
         self.batches.append((input_batch.req_ids, list(num_scheduled_tokens), list(num_sampled_tokens)))
 
-    def _build_attention(self, query_lens, seq_lens, block_tables):
+    def build_attention(self, query_lens, seq_lens, block_tables):
         return SimpleNamespace(query_lens=query_lens, seq_lens=seq_lens, block_tables=block_tables)
 
 
@@ -180,7 +185,7 @@ def test_what_the_model_is_given_are_indices(mixed):
 def test_prompts_are_scored_by_the_hidden_states_of_all_rows(mixed, monkeypatch):
     """For whoever asked for logprobs of the prompt, a chunk that does not sample among them."""
     scored = []
-    monkeypatch.setattr(step_runner, "score_prompts", lambda *given: scored.append(given))
+    monkeypatch.setattr(model_runner, "score_prompts", lambda *given: scored.append(given))
     runner = Runner()
 
     runner.launch_model(mixed)
@@ -213,8 +218,9 @@ def test_adapters_are_in_their_slots_before_the_pass(mixed):
     assert runner.log == ["adapters", "forward", "logits of 2"], (
         "prompt and decode sample, the chunk does not"
     )
-    assert runner.batches == [(["prompt", "chunk", "decode"], [3, 3, 1], [1, 0, 1])]
-    assert runner.pad_to == [0], "no graph runs it, so nothing is padded"
+    assert runner.batches == [(["prompt", "chunk", "decode"], [3, 3, 1], [1, 0, 1])], (
+        "no graph runs it, so nothing is padded"
+    )
 
 
 def test_a_batch_of_base_rows_makes_its_adapters_active_too():
@@ -240,18 +246,20 @@ def test_decodes_are_replayed_with_their_adapters_padded_to_the_graph():
 
     step = runner.launch_model(make_output(*((r, 1) for r in requests)))
 
-    assert runner.log == ["adapters", "replay"]
-    assert runner.pad_to == [4], "two rows in a graph of four"
+    assert runner.log == ["adapters", "replay ['of 0', 'of 2']"], "the graph pads its inputs itself"
+    assert runner.batches == [(["of 0", "of 2", "padding"], [1, 1, 1], [1, 1, 1])], (
+        "two rows in a graph of three"
+    )
     assert [r.request_id for r in step.requests] == ["of 0", "of 2"]
 
 
-def test_a_graph_without_adapters_is_enough_for_base_rows():
+def test_base_rows_alone_are_made_active_too_before_a_graph_runs():
+    """The graph is told by the backend whether the batch has adapters, and it has those of the last step until then."""
     runner = Runner(with_graphs=True)
-    runner.lora_manager.manager.punica_wrapper.no_lora = True
 
     runner.launch_model(make_output((request("base", 0, [1, 2], computed=2, answer=[7]), 1)))
 
-    assert runner.log == ["adapters", "replay without adapters"]
+    assert runner.log == ["adapters", "replay ['base']"]
 
 
 def test_a_batch_with_a_prompt_is_not_replayed(mixed):

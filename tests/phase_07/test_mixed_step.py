@@ -9,7 +9,7 @@ from recorded import RecordedWorld
 from tiny_models import token_ids
 
 from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.step_runner import StepRunner
+from minivllm.worker.model_runner import ModelRunner
 
 lab = pytest.mark.lab("7.3")
 
@@ -75,9 +75,9 @@ def test_what_the_model_is_given_lies_on_the_runners_device():
     """On the device "meta", which has shapes only, as a stand-in for a GPU. Nobody samples here."""
     request = make_request("chunk", [5, 6, 7], block_ids=[1])
     batch = InputBatch.from_scheduler_output(make_output((request, 2)))
-    runner = SimpleNamespace(device=torch.device("meta"), _build_attention=lambda *lists: lists)
+    runner = SimpleNamespace(device=torch.device("meta"), build_attention=lambda *lists: lists)
 
-    input_ids, positions, attn, last_rows = StepRunner._prepare_inputs(runner, batch)
+    input_ids, positions, attn, last_rows = ModelRunner._prepare_inputs(runner, batch)
 
     made = [(tensor.device.type, tensor.dtype, len(tensor)) for tensor in (input_ids, positions, last_rows)]
     assert made == [("meta", torch.int64, 2), ("meta", torch.int64, 2), ("meta", torch.int64, 0)]

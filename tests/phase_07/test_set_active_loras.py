@@ -85,17 +85,6 @@ def test_the_manager_hears_of_every_step_though_it_is_like_the_last(runner):
 
 
 @lab
-def test_rows_past_the_batch_are_base_rows(runner):
-    batch = batch_of([(make_request("a", [1], lora(3)), 1), (make_request("b", [1], lora(5)), 1)])
-
-    runner.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens, pad_to=4)
-
-    _, mapping = runner.lora_manager.only_call()
-    assert mapping.index_mapping == (3, 5, 0, 0), "two rows in a graph of four"
-    assert mapping.prompt_mapping == (3, 5, 0, 0), "two rows in a graph of four"
-
-
-@lab
 def test_a_batch_without_adapters_tells_the_manager_so(runner):
     """Else the backend would go on with the last step's rows."""
     batch = batch_of([(make_request("a", [1, 2]), 2)])

@@ -4,11 +4,11 @@ import pytest
 from openai import OpenAI
 
 from minivllm.commands.serve import adapters_of, api_keys, pair
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine_args import EngineArgs
 from minivllm.server.app import build_app
 from minivllm.server.run import ServerThread, bind
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 
 QUESTION = [{"role": "user", "content": "How many employees live in Oslo?"}]
 

@@ -7,7 +7,7 @@ from schemathesis.checks import not_a_server_error
 from tiny_engine import tiny_world
 from tiny_server import client_of, serving
 
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.assembly import LLMEngine
 
 
 @pytest.fixture(scope="module")

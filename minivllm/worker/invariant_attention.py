@@ -1,13 +1,13 @@
 """Attention in one order for every batch. Stands for VLLM_BATCH_INVARIANT in vllm/v1/attention/backends (v0.22.1)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from minivllm.config import EngineConfig
 from minivllm.layers.paged_attention import TiledAttentionMetadata
 from minivllm.worker.decode_buffers import DecodeBuffers
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.model_runner import BuildAttention
 
 
 class InvariantBuffers(DecodeBuffers):
@@ -30,18 +30,20 @@ class InvariantBuffers(DecodeBuffers):
         torch.sub(self.seq_lens, 1, out=self.tiles[3])
 
 
-class InvariantRunner(ModelRunner):
-    """Sees to attention where `batch_invariant` is asked for; to linears `make_batch_invariant` sees.
+def build_invariant_attention(config: EngineConfig) -> BuildAttention:
+    """What makes the metadata of attention where `batch_invariant` is asked for; of linears see `make_batch_invariant`.
 
     Kernels for decodes cut contexts into parts by how many requests there are, and prompts have another kernel. Here
     one kernel takes all. For each query it goes through the context from its beginning, and splits nothing.
     """
+    arch = config.model_config.architecture
 
-    decode_buffers = InvariantBuffers
-
-    def _build_attention(self, query_lens: list[int], *rows: Any) -> TiledAttentionMetadata:
+    def build(query_lens: list[int], *rows: list) -> TiledAttentionMetadata:
         from minivllm.layers.triton_ops.mixed_attention import queries_per_tile  # Triton is not everywhere
 
-        arch, block_size = self.config.model_config.architecture, self.config.cache_config.block_size
         tile_tokens = queries_per_tile(arch.num_attention_heads // arch.num_key_value_heads)
-        return TiledAttentionMetadata.build(query_lens, *rows, block_size, tile_tokens, self.device)
+        return TiledAttentionMetadata.build(
+            query_lens, *rows, config.cache_config.block_size, tile_tokens, config.device
+        )
+
+    return build

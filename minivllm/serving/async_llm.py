@@ -8,8 +8,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
+from minivllm.assembly import LLMEngine
 from minivllm.engine.input_processor import Prompt
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.trace import StepRecord
 from minivllm.engine_args import EngineArgs

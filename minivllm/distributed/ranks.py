@@ -1,7 +1,8 @@
-"""The model runner of one rank among several. Stands for vllm/v1/worker/gpu_worker.py (v0.22.1)."""
+"""One rank among several: how it joins the others. Stands for vllm/v1/worker/gpu_worker.py (v0.22.1)."""
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from minivllm.config import EngineConfig
 from minivllm.distributed.peer_group import make_group
+from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.worker.cpu_threads import available_cores
 from minivllm.worker.model_runner import ModelRunner
 
@@ -19,24 +21,17 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _LEAVING = threading.Lock()
 
 
-class RankRunner(ModelRunner):
-    """A `ModelRunner` that has its part of every layer, and as many KV blocks as all others."""
+# (config, tp, adapters_are_active) -> the runner of one rank; `assembly` has it.
+MakeRunner = Callable[[EngineConfig, TensorParallel, Callable[[], None]], ModelRunner]
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._group = make_group(config.device, config.parallel_config)
-        super().__init__(config, self._group)
-        dist.all_reduce(torch.zeros(1))  # every rank has its model by now
 
-    @torch.inference_mode()
-    def share_tokens(self, rows: int) -> None:
-        """Have on every rank what rank 0 took for the first rows of the step launched last; the next step reads it."""
-        self._group.broadcast(self.step_output.tokens[:rows])
-
-    def _kv_memory(self) -> int:
-        """What the rank with the least can give."""
-        least = torch.tensor(super()._kv_memory())
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+def make_rank_runner(
+    config: EngineConfig, make_runner: MakeRunner, adapters_are_active: Callable[[], None] = lambda: None
+) -> ModelRunner:
+    """A runner that has its part of every layer, and as many KV blocks as all others."""
+    runner = make_runner(config, make_group(config.device, config.parallel_config), adapters_are_active)
+    dist.all_reduce(torch.zeros(1))  # every rank has its model by now
+    return runner
 
 
 def join_ranks(rank: int, size: int, device: str, store: dist.Store | None = None) -> None:

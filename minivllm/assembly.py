@@ -1,0 +1,126 @@
+"""The one place where an engine is put together: from a configuration to parts, which constructors are given.
+
+Stands for `EngineCore.__init__` of vllm/v1/engine/core.py (v0.22.1) and for the choices that vLLM makes by flags all
+over its code. The core never imports this file, nor any extension; only this file knows every extension.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from minivllm.config import PAGED_BACKENDS, EngineConfig
+from minivllm.core.scheduler import Scheduler
+from minivllm.distributed.alone import ALONE
+from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.engine import llm, llm_engine
+from minivllm.engine.parts import (
+    EngineParts,
+    make_registry,
+    prepare,
+    scheduler_arguments,
+    scheduler_options,
+)
+from minivllm.policies.install import install_policies
+from minivllm.worker.executor import Executor
+from minivllm.worker.kv_memory import KVMemory
+from minivllm.worker.model_runner import BuildAttention, ModelRunner
+
+
+def make_parts(config: EngineConfig, tokenizer: Any, warm_up: bool) -> EngineParts:
+    """The parts that a configuration asks for. FileNotFoundError and ValueError say what cannot be served."""
+    executor = make_executor(config)
+    prepare(executor, tokenizer, warm_up)
+    scheduler = make_scheduler(config, executor.runner)
+    adapters = make_registry(scheduler, executor.runner, tokenizer)
+    install_policies(config, scheduler, adapters and adapters.manager)
+    return EngineParts(executor, scheduler, adapters)
+
+
+class LLMEngine(llm_engine.LLMEngine):
+    """The core's engine, made of whatever its configuration asks for. vLLM: `LLMEngine`."""
+
+    make_parts = staticmethod(make_parts)
+
+
+class LLM(llm.LLM):
+    """The core's `LLM` around such an engine. vLLM: `LLM`."""
+
+    engine_class = LLMEngine
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """One runner in this process, or one that has other ranks run each step too."""
+    if config.parallel_config.tensor_parallel_size == 1:
+        return Executor(make_model_runner(config))
+    from minivllm.distributed.leader import start_ranks
+
+    return start_ranks(config, make_model_runner)
+
+
+def make_model_runner(
+    config: EngineConfig,
+    tp: TensorParallel = ALONE,
+    adapters_are_active: Callable[[], None] = lambda: None,
+) -> ModelRunner:
+    """The runner that a configuration asks for. Parameters as of `ModelRunner`."""
+    options = {} if torch.device(config.device).type == "cpu" else _gpu_parts(config)
+    if config.lora_config is not None and config.lora_config.backend_on(config.device) in PAGED_BACKENDS:
+        from minivllm.lora.gpu.elastic_manager import ElasticWorkerLoRAManager
+        from minivllm.worker.shared_memory import SharedMemory
+
+        options["make_lora_manager"] = ElasticWorkerLoRAManager
+        options["memory"] = SharedMemory(options.get("memory", KVMemory()))
+    if config.model_config.batch_invariant:
+        from minivllm.worker.invariant_attention import build_invariant_attention
+
+        options["build_attention"] = build_invariant_attention(config)
+    return ModelRunner(config, tp=tp, adapters_are_active=adapters_are_active, **options)
+
+
+def _gpu_parts(config: EngineConfig) -> dict[str, object]:
+    """What a runner on a GPU has in the place of the plain parts: `memory`, and for 16 bits paged attention, `capture`.
+
+    Steps in float32, which nobody serves, have PyTorch's attention and run eagerly.
+    """
+    from minivllm.worker.measured_memory import MeasuredMemory
+
+    is_paged = config.model_config.dtype in (torch.float16, torch.bfloat16)
+    captures = is_paged and not config.model_config.enforce_eager
+    parts: dict[str, object] = {"memory": MeasuredMemory(captures)}
+    if is_paged:
+        parts["build_attention"] = paged_attention(config)
+    if captures:
+        from minivllm.worker.step_graphs import StepGraphs
+
+        buffers = {}
+        if config.model_config.batch_invariant:
+            from minivllm.worker.invariant_attention import InvariantBuffers
+
+            buffers["decode_buffers"] = InvariantBuffers
+        parts["capture"] = partial(StepGraphs.of_all_steps, **buffers)
+    return parts
+
+
+def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
+    """The scheduler that goes with a runner's memory."""
+    arguments, options = scheduler_arguments(config, runner), scheduler_options(config, runner)
+    if blocks_a_page := getattr(runner.memory_plan, "blocks_a_page", 0):
+        from minivllm.elastic.scheduler import ElasticScheduler
+
+        manager = runner.lora_manager.manager
+        return ElasticScheduler(*arguments, manager=manager, blocks_a_page=blocks_a_page, **options)
+    return Scheduler(*arguments, **options)
+
+
+def paged_attention(config: EngineConfig) -> BuildAttention:
+    """Attention that reads the KV cache where it lies, by kernels for GPUs."""
+    from minivllm.layers.paged_attention import PagedAttentionMetadata
+
+    return partial(
+        PagedAttentionMetadata.build,
+        block_size=config.cache_config.block_size,
+        device=config.device,
+        max_seq_len=config.model_config.max_model_len,
+    )
