@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
-from minivllm.engine.async_llm import AsyncLLM
 from minivllm.lora.io.by_name import find_by_name
 from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
@@ -17,6 +16,7 @@ from minivllm.server.paths import below_root
 from minivllm.server.protocol import LoadAdapterRequest
 from minivllm.server.served import ServedNames
 from minivllm.server.settings import ServerSettings
+from minivllm.serving.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
