@@ -22,7 +22,7 @@ from minivllm.engine.parts import (
     scheduler_arguments,
     scheduler_options,
 )
-from minivllm.policies.install import install_policies
+from minivllm.policies.install import evict_as_configured, scheduling_policy
 from minivllm.worker.executor import Executor
 from minivllm.worker.kv_memory import KVMemory
 from minivllm.worker.model_runner import BuildAttention, ModelRunner
@@ -34,7 +34,8 @@ def make_parts(config: EngineConfig, tokenizer: Any, warm_up: bool) -> EnginePar
     prepare(executor, tokenizer, warm_up)
     scheduler = make_scheduler(config, executor.runner)
     adapters = make_registry(scheduler, executor.runner, tokenizer)
-    install_policies(config, scheduler, adapters and adapters.manager)
+    if adapters is not None:
+        evict_as_configured(config.lora_config, adapters.manager)
     return EngineParts(executor, scheduler, adapters)
 
 
@@ -106,6 +107,8 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
 def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
     """The scheduler that goes with a runner's memory."""
     arguments, options = scheduler_arguments(config, runner), scheduler_options(config, runner)
+    tiers = runner.lora_manager and runner.lora_manager.manager
+    options["policy"] = scheduling_policy(config.scheduler_config, tiers)
     if blocks_a_page := getattr(runner.memory_plan, "blocks_a_page", 0):
         from minivllm.elastic.scheduler import ElasticScheduler
 

@@ -1,6 +1,7 @@
 """Who is in memory and who is in a slot. Stands for the caches of vllm/lora/model_manager.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+from collections.abc import Callable
 from operator import attrgetter
 
 from minivllm.config import LoRAConfig
@@ -21,14 +22,18 @@ class AdapterTiers:
 
     def __init__(self, lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
-        self._registered_adapters: LRUCache[LoRAModel] = LRUCache(self.capacity)  # id -> weights
-        self._active_adapters: LRUCache[int] = LRUCache(self.lora_slots)  # id -> slot
+        self.use_caches(LRUCache)
         self.pinned_adapters: set[int] = set()
         self.in_use: frozenset[int] = frozenset()
         self.listeners: list[Listener] = []
 
     capacity = property(attrgetter("lora_config.max_cpu_loras"))
     lora_slots = property(attrgetter("lora_config.max_loras"))
+
+    def use_caches(self, make_cache: Callable[[int], LRUCache]) -> None:
+        """Have both tiers, which are empty, evict as other caches do.   make_cache: capacity -> a cache"""
+        self._registered_adapters: LRUCache[LoRAModel] = make_cache(self.capacity)  # id -> weights
+        self._active_adapters: LRUCache[int] = make_cache(self.lora_slots)  # id -> slot
 
     def __len__(self) -> int:
         return len(self._registered_adapters)

@@ -72,6 +72,8 @@ class LLMEngine(AdapterCalls, EngineReports):
         )
         if params.n > 1 or self.parallel.parents:
             self.parallel.claim(request_id, params.n, self._undelivered)
+        if self._ahead is not None:
+            self._ahead.check_id(request_id)
         self.scheduler.check_request(request)
         if lora_request is not None:
             self.adapters.check_slots(lora_request)

@@ -52,14 +52,11 @@ class RunAhead:
         self.engine = engine
         self.tokens = TokensAhead(engine.executor)
         self.step: StepAhead | None = None
-        self._check_request = engine.scheduler.check_request
-        engine.scheduler.check_request = self.check_request
 
-    def check_request(self, request: Request) -> None:
-        """As the scheduler's, which no longer knows a request whose last token is still to be read."""
-        if self.step is not None and request.request_id in {r.request_id for r in self.step.answered}:
-            raise id_in_use(request.request_id)
-        self._check_request(request)
+    def check_id(self, request_id: str) -> None:
+        """ValueError for the id of a request whose last token is still to be read: the scheduler no longer knows it."""
+        if self.step is not None and request_id in {request.request_id for request in self.step.answered}:
+            raise id_in_use(request_id)
 
     def before_launch(self, scheduled: SchedulerOutput) -> None:
         """Read tokens that the step cannot look up on the device."""

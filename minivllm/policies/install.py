@@ -1,16 +1,12 @@
-"""An engine takes the policies that its configuration names. The simulator's engines take the same objects."""
+"""The policies that a configuration names. The simulator's engines take the same objects."""
 
 from functools import partial
 
-from minivllm.config import EngineConfig
-from minivllm.core.scheduler import Scheduler
+from minivllm.config import LoRAConfig, SchedulerConfig
+from minivllm.core.scheduler import SchedulingPolicy
 from minivllm.lora.tiers import AdapterTiers
 from minivllm.policies import keeping, scheduling
-from minivllm.policies.keeping import install_keeping
-from minivllm.policies.scheduling import install_scheduling
-
-# By these an engine goes whose configuration names no other, and they are its own code.
-DEFAULTS = ("fcfs", "lru")
+from minivllm.policies.keeping import use_eviction_policy
 
 
 def rank_in(tiers: AdapterTiers | None, adapter_id: int) -> int:
@@ -19,11 +15,15 @@ def rank_in(tiers: AdapterTiers | None, adapter_id: int) -> int:
     return adapter.rank if adapter is not None else 0
 
 
-def install_policies(config: EngineConfig, scheduler: Scheduler, tiers: AdapterTiers | None) -> None:
-    """Have the scheduler and the tiers, which are empty, go by the configured policies.   tiers: None without LoRA"""
-    rank_of = partial(rank_in, tiers)
-    if config.scheduler_config.policy not in DEFAULTS:
-        install_scheduling(scheduler, scheduling.POLICIES[config.scheduler_config.policy](rank_of))
-    if tiers is not None and config.lora_config.eviction_policy not in DEFAULTS:
-        make = keeping.POLICIES[config.lora_config.eviction_policy]
-        install_keeping(tiers, lambda: make(rank_of))  # what there is to read grows with the rank
+def scheduling_policy(config: SchedulerConfig, tiers: AdapterTiers | None) -> SchedulingPolicy:
+    """The order that is configured, for one engine.   tiers: None without LoRA"""
+    return scheduling.POLICIES[config.policy](partial(rank_in, tiers))
+
+
+def evict_as_configured(config: LoRAConfig, tiers: AdapterTiers) -> None:
+    """Have the tiers, which are empty, evict by the configured policy."""
+    if config.eviction_policy != "lru":  # which is their own
+        make = keeping.POLICIES[config.eviction_policy]
+        use_eviction_policy(
+            tiers, lambda: make(partial(rank_in, tiers))
+        )  # what there is to read grows with the rank

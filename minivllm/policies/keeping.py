@@ -121,7 +121,6 @@ POLICIES: dict[str, Callable[[Callable[[int], float]], KeepPolicy]] = {
 }
 
 
-def install_keeping(tiers: AdapterTiers, make: Callable[[], KeepPolicy]) -> None:
-    """Have both tiers, which are empty, forget whom a policy names, each its own."""
-    tiers._registered_adapters = PolicyCache(tiers.capacity, make())
-    tiers._active_adapters = PolicyCache(tiers.lora_slots, make())
+def use_eviction_policy(tiers: AdapterTiers, make: Callable[[], KeepPolicy]) -> None:
+    """Have both tiers, which are empty, evict the adapter that a policy names, each its own."""
+    tiers.use_caches(lambda capacity: PolicyCache(capacity, make()))

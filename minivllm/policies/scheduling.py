@@ -1,31 +1,20 @@
 """Who waits in which place of the line. vLLM (v0.22.1) has "fcfs" and "priority" (vllm/v1/core/sched/request_queue.py).
 
 A policy is called in every step in which somebody waits, and names waiting requests in the order in which they are
-asked whether they can join: `Scheduler.line` is one. It may look at all that the scheduler knows, and changes nothing.
-The scheduler asks until the step is full. Adapters that wait too long for a slot get one, whatever the order.
+asked whether they can join: `first_come_first_served` is one. It may look at all that the scheduler knows, and changes
+nothing. The scheduler asks until the step is full. Adapters that wait too long for a slot get one, whatever the order.
 """
 
 import heapq
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler
-from minivllm.core.step_policy import StepPolicy
+from minivllm.core.scheduler import Scheduler, SchedulingPolicy, first_come_first_served
 from minivllm.policies.fairness import VirtualTokenCounter
-
-SchedulingPolicy = Callable[[Scheduler, SchedulerOutput], Iterator[Request]]
-
-fcfs = StepPolicy.line
 
 # How many later requests may go before one, where a policy promises it.
 PATIENCE = 64
-
-
-def install_scheduling(scheduler: Scheduler, policy: SchedulingPolicy) -> None:
-    """Have the scheduler ask in the policy's order from now on."""
-    scheduler.line = partial(policy, scheduler)
 
 
 def is_full(scheduler: Scheduler, output: SchedulerOutput) -> bool:
@@ -102,7 +91,7 @@ def prompt_length(scheduler: Scheduler, request: Request) -> float:
 
 # Name -> what makes a policy for one engine, whose adapters' ranks it is told.
 POLICIES: dict[str, Callable[[Callable[[int], int]], SchedulingPolicy]] = {
-    "fcfs": lambda ranks: fcfs,
+    "fcfs": lambda ranks: first_come_first_served,
     "adapter-affine": lambda ranks: BoundedOvertaking(adapter_is_absent),
     "rank-aware": lambda ranks: BoundedOvertaking(RankDiffers(ranks)),
     "shortest-first": lambda ranks: BoundedOvertaking(prompt_length),

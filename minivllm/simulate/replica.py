@@ -14,9 +14,8 @@ from minivllm.elastic.scheduler import ElasticScheduler
 from minivllm.lora.gpu.page_pool import PAGE_RANKS
 from minivllm.lora.request import LoRARequest
 from minivllm.policies.install import rank_in
-from minivllm.policies.keeping import install_keeping
+from minivllm.policies.keeping import use_eviction_policy
 from minivllm.policies.prefetching import Waiting
-from minivllm.policies.scheduling import install_scheduling
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.adapters import AdapterSize, RecordedWorker
 from minivllm.simulate.cost_model import CostModel, Held, StepWork, work_of
@@ -81,6 +80,7 @@ class Replica:
             max_model_len=config.max_model_len,
             adapter_identity=self._adapter_identity,
             can_prefetch=self._can_prefetch,
+            policy=config.scheduling and config.scheduling(partial(rank_in, self.manager)),
         )
         self.reader = Reader(
             self.worker,
@@ -92,10 +92,8 @@ class Replica:
         )
         if config.reads_beside:
             self.scheduler.may_run = self.reader.may_run
-        if config.scheduling is not None:
-            install_scheduling(self.scheduler, config.scheduling(partial(rank_in, self.manager)))
         if config.keeping is not None:
-            install_keeping(self.manager, lambda: config.keeping(self._read_seconds))
+            use_eviction_policy(self.manager, lambda: config.keeping(self._read_seconds))
         self.prefetching = config.prefetching and config.prefetching()
         self.inbox: list[tuple[Request, Served]] = []
         self.served: dict[str, Served] = {}
