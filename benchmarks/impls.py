@@ -30,9 +30,9 @@ from minivllm.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
 )
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
+from minivllm.vllm.layers import LoRAMapping
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 

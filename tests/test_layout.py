@@ -46,6 +46,7 @@ LAYERS = (
         "lora.peft_helper",
         "lora.lru_cache",
         "lora.events",
+        "lora.stats",
     ),
     (
         "lora.module_weights",
@@ -67,13 +68,15 @@ LAYERS = (
         "lora.replace",
         "lora.adaptable",
         "lora.wrapped_modules",
+        "lora.memory_stats",
+        "lora.event_log",
         "lora.tiers",
         "lora.adapter_slots",
         "lora.model_manager",
     ),
-    ("lora.reports", "lora.loading", "lora.worker_manager"),
-    ("lora.options", "lora.io", "lora.gpu", "lora.vllm"),
-    ("lora", "economics"),
+    ("lora.loading", "lora.worker_manager"),
+    ("lora.options", "lora.io", "lora.gpu"),
+    ("lora", "economics", "vllm"),
     ("guards.refusals", "guards.turns"),
     ("core", "policies"),
     ("elastic",),
@@ -152,7 +155,7 @@ def test_a_module_says_what_it_is(path):
 
 
 def test_every_module_of_the_subject_names_the_vllm_file_it_stands_for():
-    ours = {"lora/lru_cache.py", "lora/vllm/paths/stats.py", "lora/seams.py"}
+    ours = {"lora/lru_cache.py", "lora/seams.py"}
     for path in [p for folder in ("lora", "core", "worker") for p in (PACKAGE / folder).rglob("*.py")]:
         if path.name == "__init__.py" or str(path.relative_to(PACKAGE)) in ours:
             continue
@@ -182,18 +185,15 @@ def test_what_grows_is_new_or_is_settled_is_said():
 def test_imports_of_other_rings_are_found_wherever_they_stand():
     text = """
 from typing import TYPE_CHECKING
-from minivllm.lora import seams, reports
+from minivllm.lora import seams, gpu
 from minivllm.lora.options_of_old import these
 if TYPE_CHECKING:
-    import minivllm.lora.gpu.kernels
+    import minivllm.vllm.kernels
 def late():
     from minivllm.lora.io.hub import fetch
-def __getattr__(name):
-    from minivllm.lora import vllm
 """
 
-    rings = ("gpu", "io", "reports", "vllm")
-    assert house.outward(text) == [f"minivllm.lora.{ring}" for ring in rings]
+    assert house.outward(text) == ["minivllm.lora.gpu", "minivllm.lora.io", "minivllm.vllm"]
 
 
 def test_circles_of_imports_are_found_wherever_the_imports_stand(tmp_path):

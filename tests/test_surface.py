@@ -9,6 +9,8 @@ import inspect
 
 import pytest
 
+import minivllm.vllm  # noqa: F401
+
 
 def attributes(names):
     return dict.fromkeys(names.split())

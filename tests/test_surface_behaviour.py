@@ -14,7 +14,6 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead
 from minivllm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import (
@@ -22,11 +21,12 @@ from minivllm.lora.model_manager import (
     LoRAModelManager,
     LRUCacheLoRAModelManager,
 )
-from minivllm.lora.punica_wrapper import get_punica_wrapper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.utils import from_layer_logits_processor
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from minivllm.models.interfaces import SupportsLoRA
+from minivllm.vllm.layers import LoRAMapping
+from minivllm.vllm.punica_selector import get_punica_wrapper
+from minivllm.vllm.utils import from_layer_logits_processor
 
 VOCAB, DTYPE = 40, torch.float64
 

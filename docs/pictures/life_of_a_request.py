@@ -61,8 +61,8 @@ AROUND = (
     ("lora/options/", "experts, ends, bias, ..."),
     ("lora/io/", "hub, resolvers, .bin"),
     ("lora/gpu/", "Triton, slot writer"),
-    ("lora/vllm/", "vLLM's further names"),
-    ("lora/reports.py", "counts, bytes, log"),
+    ("vllm/", "vLLM's further names"),
+    ("lora/stats.py", "counts, bytes, log"),
     ("guards/, text/", "threads, Ctrl-C; words"),
 )
 

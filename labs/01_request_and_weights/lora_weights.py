@@ -2,7 +2,7 @@
 
 from minivllm.labs import Todo
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -18,8 +18,14 @@ class PackedLoRALayerWeights:
     parts   one entry a slice, None where the adapter leaves that slice alone. A part of E experts has A (E, r, K)
             and B (E, N, r)
 
-    vLLM stores four lists, which are made of the parts for who asks (`minivllm.lora.vllm.weight_names`).
+    vLLM stores four lists, `lora_alphas`, `lora_a`, `lora_b` and `scaling`; here they are made of the parts.
     """
+
+    is_packed: ClassVar[bool] = True  # vLLM: the same name
+    lora_alphas = property(lambda self: [part and part.lora_alpha for part in self.parts])
+    lora_a = property(lambda self: [part and part.lora_a for part in self.parts])
+    lora_b = property(lambda self: [part and part.lora_b for part in self.parts])
+    scaling = property(lambda self: [part and part.scaling for part in self.parts])
 
     def __init__(
         self,

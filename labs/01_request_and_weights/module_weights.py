@@ -3,7 +3,7 @@
 from minivllm.labs import Todo
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -21,6 +21,8 @@ class LoRALayerWeights:
     scaling       factor on B·A that is not yet in B; 1 once `optimize` has folded it. None = lora_alpha / rank
     beside        what an option found beside A and B, by the option's name, ready for a slot: (rows, columns) each
     """
+
+    is_packed: ClassVar[bool] = False  # vLLM: the same name
 
     module_name: str
     rank: int
@@ -43,6 +45,14 @@ class LoRALayerWeights:
         raise Todo("lab 1.4: fold the scaling into B, once")
 
     # endregion
+
+    @property
+    def input_dim(self) -> int:
+        return self.lora_a.shape[1]
+
+    @property
+    def output_dim(self) -> int:
+        return self.lora_b.shape[0]
 
     @property
     def parts(self) -> list["LoRALayerWeights"]:
@@ -70,6 +80,15 @@ class LoRALayerWeights:
         for i, part in enumerate(parts):
             part.beside = {kind: t.split(heights, dim=1)[i] for kind, t in self.beside.items()}  # (1, N)
         return parts
+
+    @classmethod
+    def create_dummy_lora_weights(
+        cls, module_name: str, input_dim: int, output_dim: int, rank: int, dtype: torch.dtype, device: str
+    ) -> Self:
+        """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
+        lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
+        lora_b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
+        return cls(module_name, rank, 1, lora_a, lora_b, scaling=1)
 
     @classmethod
     def from_config(cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None) -> Self:

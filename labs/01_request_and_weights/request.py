@@ -3,6 +3,7 @@
 from minivllm.labs import Todo
 import os
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from minivllm.sentences import in_one_sentence
@@ -48,3 +49,8 @@ class LoRARequest:
         raise Todo("lab 1.1: refuse what names no adapter")
 
     # endregion
+
+    # vLLM's short names.
+    name = property(attrgetter("lora_name"))
+    adapter_id = property(attrgetter("lora_int_id"))
+    path = property(attrgetter("lora_path"))

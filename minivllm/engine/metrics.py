@@ -7,7 +7,7 @@ from enum import Enum
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.lora.reports import LoRAStats
+from minivllm.lora.stats import LoRAStats
 from minivllm.worker.model_runner import ModelRunner
 
 

@@ -47,6 +47,26 @@ class LoRAModel:
         """The weights of one module, None where the adapter leaves it alone."""
         return self.loras.get(module_name)
 
+    def check_lora_name(self, lora_name: str) -> bool:
+        """Whether the adapter has weights for a module. vLLM: the same name."""
+        return lora_name in self.loras
+
+    def clone(self, lora_model_id: int) -> "LoRAModel":
+        """The same tensors under another id, and a load_id of its own. vLLM: the same name."""
+        twin = type(self)(lora_model_id, self.rank, self.loras.copy())
+        twin.name, twin.beside, twin.is_accepted = self.name, self.beside.copy(), self.is_accepted
+        return twin
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """A, B and what comes beside them, of all modules."""
+        return [tensor for weights in self.loras.values() for tensor in weights.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tensors keep; an A that parts of a fused module share counts once."""
+        return storage_bytes(self.tensors)
+
     @classmethod
     def from_lora_tensors(
         cls,
@@ -110,3 +130,8 @@ class LoRAModel:
         for file in of_options:
             seams.folder_files[file.name](file, lora, device, dtype)
         return lora
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors keep allocated: each piece of memory once, all of it, however many views of it there are."""
+    return sum(storage.nbytes() for storage in {tensor.untyped_storage() for tensor in tensors})

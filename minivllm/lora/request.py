@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from minivllm.sentences import in_one_sentence
@@ -62,3 +63,8 @@ class LoRARequest:
             )
 
     # endregion
+
+    # vLLM's short names.
+    name = property(attrgetter("lora_name"))
+    adapter_id = property(attrgetter("lora_int_id"))
+    path = property(attrgetter("lora_path"))

@@ -52,9 +52,6 @@ slot_writers: dict[str, Callable[..., Any]] = {}
 # Name under which an option keeps something beside A and B -> what refuses it, called with (wrapped layer, weights).
 beside_checks: dict[str, Callable[..., None]] = {}
 
-# Called once with each new model manager; what it gives hears of every event (`LoRAEvent`). No decision asks it.
-listeners: list[Callable[[Any], Callable[[Any], None]]] = []
-
 # Called with (model manager, whether requests are text). What it gives says what prompts of an adapter that is not
 # plain may be: see `minivllm.lora.options.traits`.
 traits_readers: list[Callable[[Any, bool], Any]] = []

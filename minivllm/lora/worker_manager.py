@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from minivllm.faults import as_fault, put_down_to
 from minivllm.lora.loading import AdapterLoader
 from minivllm.lora.mapping import LoRAMapping
+from minivllm.lora.model_manager import LoRAModelManager
 from minivllm.lora.request import LoRARequest
 
 
@@ -120,3 +121,43 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
     def list_adapters(self) -> set[int]:
         """Ids of the adapters in memory."""
         return set(self.manager.list_adapters())
+
+    def remove_all_adapters(self) -> None:
+        self.manager.remove_all_adapters()
+
+    def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
+        """Register an adapter of zeros under the request's id, without reading anything. False if it is known."""
+        if lora_request.lora_int_id in self.list_adapters():
+            return False
+        dummy = self.manager.create_dummy_lora(lora_request.lora_int_id, rank)
+        dummy.name = lora_request.lora_name
+        return self.manager.add_adapter(dummy)
+
+
+class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
+    """Loads what a step needs and forgets everything else. vLLM: `WorkerLoRAManager`."""
+
+    _manager_cls = LoRAModelManager
+
+    def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
+        """Load first, forget second: a bad adapter costs no good one its place."""
+        wanted = self._distinct(requests)
+        loaded = []
+        for adapter_id in wanted.keys() - self.list_adapters():
+            with put_down_to(adapter_id):
+                loaded.append(self._timed_load(wanted[adapter_id]))
+        for adapter_id in self.list_adapters() - wanted.keys():
+            self.remove_adapter(adapter_id)
+        for lora in loaded:
+            self.manager.add_adapter(lora)
+        # vLLM goes through a set, too, and its tests know the order: adapters 6, 7, 8 get slots 1, 2, 0.
+        for adapter_id in set(wanted):
+            with put_down_to(adapter_id):
+                self.manager.activate_adapter(adapter_id)
+
+    def add_adapter(self, lora_request: LoRARequest) -> bool:
+        """Load and activate. False if it was there already."""
+        if lora_request.lora_int_id in self.list_adapters():
+            return False
+        self.manager.add_adapter(self._timed_load(lora_request))
+        return self.manager.activate_adapter(lora_request.lora_int_id)

@@ -152,3 +152,17 @@ class WrappedModules:
             raise
 
     # endregion
+
+    def dummy(self, lora_id: int, rank: int) -> LoRAModel:
+        """An adapter of zeros over everything that is wrapped."""
+        loras = {}
+        for name, module in self.modules.items():
+            dtype = module.slots.a[0].dtype
+            for target, part in (module.targets or {name: 0}).items():
+                width, height = module.part_shape(part)
+                if not module.targets:  # one name for all slices together
+                    height = sum(height for _, height in module.slice_sizes)
+                loras[target] = LoRALayerWeights.create_dummy_lora_weights(
+                    target, width, height, rank, dtype, "cpu"
+                )
+        return LoRAModel(lora_id, rank, loras)

@@ -15,7 +15,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.lora.utils import from_layer
+from minivllm.vllm.utils import from_layer
 
 
 @pytest.mark.parametrize("seed", [0, 1])

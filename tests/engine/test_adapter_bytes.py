@@ -7,7 +7,7 @@ from tiny_adapters import save_adapter, save_base
 from tiny_engine import TinyWorld, tiny_world
 
 from minivllm import LoRARequest
-from minivllm.lora.reports import storage_bytes
+from minivllm.lora.lora_model import storage_bytes
 
 # Adapters that lie in memory in different ways: A's shared by the parts of a fused linear, B's scaled or not (what is
 # not scaled stays a piece of the file's B), experts packed into one tensor.

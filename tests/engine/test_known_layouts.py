@@ -20,7 +20,6 @@ from minivllm.lora.gpu.slot_writer import SlotWriter, _pieces
 from minivllm.lora.io import known_layouts
 from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.lora.loading import AdapterLoader
-from minivllm.lora.reports import adapter_bytes
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
 # Names of adapters of a tiny world whose files hold A's and B's of linears alone: all of them.
@@ -174,7 +173,7 @@ def test_adapters_of_a_layout_share_no_memory_and_leave_nothing_behind(loaders, 
 
     for name, weights in lora.loras.items():
         assert all(map(torch.equal, weights.tensors, kept[name]))
-    assert adapter_bytes(lora) == sum(t.nbytes for weights in lora.loras.values() for t in weights.tensors)
+    assert lora.nbytes == sum(t.nbytes for weights in lora.loras.values() for t in weights.tensors)
     assert_same(loaders.plain._load_adapter(request), loaders.known._load_adapter(request))
 
 

@@ -89,14 +89,14 @@ def test_a_step_says_which_requests_ran_out_of_blocks(world, caplog):
 
 def test_below_the_level_nothing_is_put_into_words(world, monkeypatch):
     from minivllm.engine import recorder
-    from minivllm.lora import reports
+    from minivllm.lora import event_log
 
     class Unworded(dict):
         def get(self, kind, default):
             level, sentence = super().get(kind, default)
             return level, sentence and _Unformatted(sentence)
 
-    monkeypatch.setattr(reports, "SENTENCES", Unworded(reports.SENTENCES))
+    monkeypatch.setattr(event_log, "SENTENCES", Unworded(event_log.SENTENCES))
     monkeypatch.setattr(recorder, "_log_request", None)
     engine = world.engine(max_loras=1)
 

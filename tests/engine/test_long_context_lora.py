@@ -15,8 +15,8 @@ from tiny_oracle import Oracle
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.config import LoRAConfig
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.lora.layers import LinearScalingRotaryEmbeddingWithLoRA
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.vllm.layers import LinearScalingRotaryEmbeddingWithLoRA
 
 POSITIONS = 48
 # Each adapter's context_length, and the factor that follows from it.

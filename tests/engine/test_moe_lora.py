@@ -26,10 +26,10 @@ from tiny_moe import (
 )
 
 from minivllm import LoRARequest
-from minivllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.models import registry
 from minivllm.models.mixtral import MixtralForCausalLM
 from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from minivllm.vllm.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
 # PEFT says it of patterns for parameters, which it honours all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")

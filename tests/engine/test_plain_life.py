@@ -16,7 +16,6 @@ from life import Calls, FirstProduct
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LLM, LLMEngine, LoRARequest
-from minivllm.lora import seams
 from minivllm.lora.events import LoRAEvent
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -29,7 +28,15 @@ MOST_FUNCTIONS = {ADDING: 60}
 
 # Below minivllm/: options, GPU, vLLM's names, sources, reports. The steps may be counted (engine/metrics.py).
 AROUND = (
-    *("lora/options/", "lora/gpu/", "lora/vllm/", "lora/io/", "lora/ops/triton_ops/", "lora/reports.py"),
+    *(
+        "lora/options/",
+        "lora/gpu/",
+        "vllm/",
+        "lora/io/",
+        "lora/ops/triton_ops/",
+        "lora/stats.py",
+        "lora/event_log.py",
+    ),
     *("engine/recorder.py", "engine/trace.py", "engine/trace_plot.py"),
     *("worker/cuda_graphs.py", "worker/decode_buffers.py", "worker/gpu_memory.py"),
 )
@@ -51,12 +58,8 @@ def live(folders: tuple[Path, Path, Path], target_modules: list[str] | None) -> 
     Nobody counts what happens to adapters but a list, and nobody records the steps.
     """
     heard: list[LoRAEvent] = []
-    listeners = list(seams.listeners)
-    seams.listeners[:] = [lambda manager: heard.append]
-    try:
-        engine = make_engine(folders[0], target_modules)
-    finally:
-        seams.listeners[:] = listeners
+    engine = make_engine(folders[0], target_modules)
+    engine.adapters.manager.listeners[:] = [heard.append]
     engine.listeners.clear()
     stretches = live_in(engine, *folders[1:])
     assert [event.adapter_id for event in heard if event.kind == "load"] == [1, 2, 1]
@@ -168,14 +171,13 @@ def test_a_slot_for_the_two_ends_adds_their_forward_alone(folders, life):
 
 
 WITHOUT_FACADE = """
-import json, sys, types
-sys.modules["minivllm.lora.vllm"] = types.ModuleType("minivllm.lora.vllm")
+import json, sys
 from minivllm import LLM, LoRARequest, SamplingParams
 base, adapter = sys.argv[1:]
 llm = LLM(base, device="cpu", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=32, num_kv_blocks=40)
 greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 [output] = llm.generate([[5, 6, 7, 8]], greedy, lora_request=LoRARequest("mine", 1, adapter), use_tqdm=False)
-loaded = [name for name in sys.modules if name.startswith("minivllm.lora.vllm.")]
+loaded = [name for name in sys.modules if name.startswith("minivllm.vllm")]
 print(json.dumps([output.outputs[0].token_ids, loaded]))
 """
 

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from minivllm.engine.metrics import EngineMetrics, SchedulerStats
 from minivllm.engine.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
 from minivllm.engine.trace_plot import draw_trace
-from minivllm.lora.reports import LoRAStats
+from minivllm.lora.stats import LoRAStats
 from minivllm.palette import adapter_colours
 
 

@@ -17,9 +17,9 @@ from minivllm.lora.gpu import folded_backend, paged_backend, readers
 from minivllm.lora.gpu.ops import paged_tuning
 from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
 from minivllm.lora.gpu.ops.paged_tuning import MOST_NORM_TOKENS, norm_kernel
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
+from minivllm.vllm.layers import LoRAMapping
 
 INNER, WIDTH, SLOTS, EPS = 48, 40, 3, 1e-3
 CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3}

@@ -16,10 +16,10 @@ from minivllm.layers.linear import LinearBase, QKVParallelLinear
 from minivllm.layers.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.lora.gpu import folded_backend, paged_backend, readers
 from minivllm.lora.gpu.ops.adapted_rotary_op import adapted_rotary
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
+from minivllm.vllm.layers import LoRAMapping
 
 WIDTH, HEADS, KV_HEADS, SIZE, SLOTS, BLOCK, SCALE = 48, 6, 2, 20, 3, 4, 0.2
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.float64: 1e-12}

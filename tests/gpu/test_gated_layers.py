@@ -7,9 +7,9 @@ from gpu import DEVICE
 from minivllm.config import LoRAConfig
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import MergedColumnParallelLinear
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
+from minivllm.vllm.layers import LoRAMapping
 
 WIDTH, INNER, RANK, SLOTS = 48, 40, 8, 3
 

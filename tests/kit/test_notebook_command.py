@@ -129,7 +129,7 @@ def serve(checkout):
 
 WHOSE = """
 import inspect, os, sys
-from minivllm.lora.ops.torch_ops import bgmv_shrink
+from minivllm.vllm.torch_ops import bgmv_shrink
 print(sys.executable)
 print(os.path.relpath(inspect.getsourcefile(bgmv_shrink), ".."))
 """

@@ -13,7 +13,7 @@ from minivllm.lora.names import (
     is_in_target_modules,
     parse_fine_tuned_lora_name,
 )
-from minivllm.lora.utils import is_base_embedding_weights, is_supported_lora_module
+from minivllm.vllm.utils import is_base_embedding_weights, is_supported_lora_module
 
 UP = "model.layers.0.mlp.up_proj"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -9,7 +9,6 @@ import torch
 from adapter_folders import good_config, good_tensors, load, write
 
 from minivllm import scattered_reads
-from minivllm.lora.reports import adapter_bytes
 from minivllm.lora.weights_files import read_weights
 from minivllm.scattered_reads import Part, read_parts
 
@@ -131,7 +130,7 @@ def test_an_adapter_keeps_no_more_memory_than_its_weights_take(alpha, tmp_path):
         weights.optimize()
 
     tensors = [tensor for weights in lora.loras.values() for tensor in weights.tensors]
-    assert adapter_bytes(lora) <= sum(tensor.nbytes for tensor in tensors) + 8 * len(tensors)
+    assert lora.nbytes <= sum(tensor.nbytes for tensor in tensors) + 8 * len(tensors)
 
 
 def test_adapters_read_one_after_the_other_have_memory_of_their_own(tmp_path):

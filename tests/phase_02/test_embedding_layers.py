@@ -15,9 +15,9 @@ from rows import assert_rows_equal
 from minivllm.config import LoRAConfig
 from minivllm.distributed.alone import ALONE
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
-from minivllm.lora.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.punica_wrapper import get_punica_wrapper
+from minivllm.vllm.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
+from minivllm.vllm.punica_selector import get_punica_wrapper
 
 VOCAB, HIDDEN, RANK, SLOTS = 23, 12, 5, 5
 BROKEN = 0  # where a base row's -1 ends up when it is clamped

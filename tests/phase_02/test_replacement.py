@@ -20,7 +20,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.lora.layers import (
+from minivllm.vllm.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -30,7 +30,7 @@ from minivllm.lora.layers import (
     RowParallelLinearWithLoRA,
     VocabParallelEmbeddingWithLoRA,
 )
-from minivllm.lora.utils import from_layer, get_supported_lora_modules, replace_submodule
+from minivllm.vllm.utils import from_layer, get_supported_lora_modules, replace_submodule
 
 CONFIG = LoRAConfig(max_lora_rank=4, max_loras=2)
 WRAPPERS = [

@@ -20,7 +20,8 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.lora.layers import (
+from minivllm.lora.replace import from_layer
+from minivllm.vllm.layers import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
@@ -28,7 +29,6 @@ from minivllm.lora.layers import (
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from minivllm.lora.replace import from_layer
 
 WIDTH, NARROW = 24, 10
 SHAPES = {

@@ -21,8 +21,7 @@ from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.options.dummies import dummy_adapter
-from minivllm.lora.reports import slot_bytes
+from minivllm.lora.memory_stats import slot_bytes
 
 
 @pytest.fixture
@@ -307,7 +306,7 @@ def test_a_shared_module_keeps_its_weights_whichever_of_its_names_the_adapter_us
 
 
 def test_a_dummy_adapter_targets_everything_and_changes_nothing(wrapped):
-    dummy = dummy_adapter(wrapped, 5, rank=4)
+    dummy = wrapped.dummy(5, rank=4)
 
     assert (dummy.id, dummy.rank) == (5, 4)
     assert dummy.loras.keys() == targets_of(wrapped).keys()

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from minivllm.lora.layers import LoRAMapping
-from minivllm.lora.punica_wrapper import PunicaWrapperCPU, PunicaWrapperLoops, get_punica_wrapper
+from minivllm.vllm.layers import LoRAMapping
+from minivllm.vllm.punica_selector import PunicaWrapperCPU, PunicaWrapperLoops, get_punica_wrapper
 
 # The first two run the product that a CPU serves with.
 GRADED = [pytest.param(name, marks=pytest.mark.lab("3.6")) for name in ("grouped", "scattered grouped")]

@@ -20,7 +20,7 @@ from slot_labels import labels_of
 from torch.overrides import TorchFunctionMode
 
 from minivllm.lora.ops.by_run import expand_runs, shrink_runs
-from minivllm.lora.ops.torch_ops import (
+from minivllm.vllm.torch_ops import (
     bgmv_expand,
     bgmv_expand_slice,
     bgmv_shrink,

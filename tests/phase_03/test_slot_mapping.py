@@ -6,9 +6,9 @@ import pytest
 import torch
 from per_token import choose, random_slots
 
-from minivllm.lora.layers import LoRAMapping, LoRAMappingType
 from minivllm.lora.mapping import compute_runs, slots_of
-from minivllm.lora.punica_wrapper import convert_mapping
+from minivllm.vllm.layers import LoRAMapping, LoRAMappingType
+from minivllm.vllm.punica_selector import convert_mapping
 
 
 @pytest.mark.lab("3.1")

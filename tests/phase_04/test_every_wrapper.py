@@ -17,10 +17,10 @@ from minivllm.layers.linear import (
     RowParallelLinear,
 )
 from minivllm.lora import layers
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from minivllm.lora.punica_wrapper import get_punica_wrapper
-from minivllm.lora.utils import from_layer
+from minivllm.vllm.layers import LoRAMapping
+from minivllm.vllm.punica_selector import get_punica_wrapper
+from minivllm.vllm.utils import from_layer
 
 WIDTH, RANK, SLOTS = 24, 6, 4
 BACKENDS = {

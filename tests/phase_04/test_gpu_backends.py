@@ -8,10 +8,10 @@ from guarded import DTYPES, TOLERANCE, assert_rows_close, exact_expand, exact_sh
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.gpu import folded_backend, triton_backend
-from minivllm.lora.layers import LoRAMapping
 from minivllm.lora.ops.triton_ops import tuning
-from minivllm.lora.punica_wrapper import get_punica_wrapper
 from minivllm.lora.replace import from_layer
+from minivllm.vllm.layers import LoRAMapping
+from minivllm.vllm.punica_selector import get_punica_wrapper
 
 SLOTS, RANK, WIDTH = 3, 8, 40
 LINEARS = {

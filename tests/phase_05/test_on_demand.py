@@ -17,7 +17,7 @@ from small_model import (
 from tiers_model import TwoTiers
 
 from minivllm.faults import adapter_at_fault
-from minivllm.lora.layers import LoRAMapping
+from minivllm.vllm.layers import LoRAMapping
 
 pytestmark = pytest.mark.lab("5.7")
 

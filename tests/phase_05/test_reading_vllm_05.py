@@ -3,7 +3,7 @@
 import pytest
 from small_model import Folders, assert_memory, assert_slots, make_adapter, make_manager, make_worker
 
-from minivllm.lora.layers import LoRAMapping
+from minivllm.vllm.layers import LoRAMapping
 
 
 @pytest.fixture

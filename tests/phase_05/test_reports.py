@@ -16,7 +16,7 @@ from small_model import (
 )
 from tiers_model import TwoTiers
 
-from minivllm.lora import reports
+from minivllm.lora import stats
 from minivllm.lora.events import LoRAEvent
 
 
@@ -134,7 +134,7 @@ def test_events_tell_what_happened_in_order_and_once(folders):
 
 
 def test_of_events_that_nobody_asks_for_the_last_are_kept(folders, monkeypatch):
-    monkeypatch.setattr(reports, "MOST_EVENTS", 2)
+    monkeypatch.setattr(stats, "MOST_EVENTS", 2)
     worker = make_worker(slots=1, memory=2)
     for wanted in (1, 2):
         worker.set_active_adapters(folders.requests(wanted), None)

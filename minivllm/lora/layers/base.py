@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from operator import attrgetter
 
+import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.distributed.adapter_share import EVERYTHING, Share
 from minivllm.lora.backend import Backend
 from minivllm.lora.layers.accepting import AcceptsWeights, LayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.slots import Slots
+
+Sides = list[torch.Tensor | None]  # A or B of each slice, None where it has no adapter
 
 
 class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
@@ -40,6 +44,7 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
     weight = property(attrgetter("base_layer.weight"))
     lora_a_stacked = property(attrgetter("slots.a"))
     lora_b_stacked = property(attrgetter("slots.b"))
+    punica_wrapper = property(attrgetter("backend"))  # vLLM's name
 
     def part_shape(self, part: int) -> tuple[int, int]:
         """How wide the A of a part must be, and how tall its B."""
@@ -59,7 +64,43 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         """Empty a slot."""
         self.slots.clear(slot)
 
+    def set_lora(self, index: int, lora_a: object, lora_b: object) -> None:
+        """`write`, of A (r, K) and B (N_i, r), or lists of n, None where a slice has no adapter. vLLM's name."""
+        sides = self.slice_lora_a(as_list(lora_a)), self.slice_lora_b(as_list(lora_b))
+        parts = [
+            None if a is None or b is None else LoRALayerWeights("", a.shape[-2], 1, a, b, 1)
+            for a, b in zip(*sides, strict=True)
+        ]
+        self.write(index, PackedLoRALayerWeights.from_parts("", 0, parts))
+
+    def reset_lora(self, index: int) -> None:
+        """`clear`. vLLM: the same name."""
+        self.clear(index)
+
+    def slice_lora_a(self, lora_a: Sides | torch.Tensor) -> Sides | torch.Tensor:
+        """This rank's part of each A; of one A for a layer of one slice, as it came. vLLM: the same name."""
+        if not isinstance(lora_a, list):
+            return self.share.of_a(0, lora_a)
+        return [None if a is None else self.share.of_a(i, a) for i, a in enumerate(lora_a)]
+
+    def slice_lora_b(self, lora_b: Sides | torch.Tensor) -> Sides | torch.Tensor:
+        """This rank's part of each B, likewise. vLLM: the same name."""
+        if not isinstance(lora_b, list):
+            return self.share.of_b(0, lora_b)
+        return [None if b is None else self.share.of_b(i, b) for i, b in enumerate(lora_b)]
+
     # ---- being wrapped --------------------------------------------------------------------------------------
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """`takes`. vLLM: the same name."""
+        return cls.takes(source_layer, len(packed_modules_list))
 
     @classmethod
     def place_of(cls, name: str) -> str:
@@ -78,3 +119,8 @@ class BaseLayerWithLoRA(AcceptsWeights, nn.Module):
         """Hand the slots to the backend that does the arithmetic, which may move them."""
         self.backend = punica_wrapper
         self.slots = punica_wrapper.place(self.slots, None)
+
+
+def as_list(weights: object) -> Sides:
+    """One entry a slice."""
+    return weights if isinstance(weights, list) else [weights]

@@ -30,6 +30,8 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         base_layer.is_complete = False  # `forward` sums terms once, with what adapters have added to each
 
     bias = property(attrgetter("base_layer.bias"))
+    tp_size = property(attrgetter("base_layer.tp_size"))
+    tp_rank = property(attrgetter("base_layer.tp_rank"))
 
     def set_mapping(self, punica_wrapper: Backend) -> None:
         self.backend = punica_wrapper

@@ -14,6 +14,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from minivllm.lora.layers.base import Sides, as_list
 from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 
@@ -78,6 +79,19 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
         """A merged linear of three slices or more, a model's own kind too, unless its checkpoint names two parts."""
         is_wide = isinstance(layer, MergedColumnParallelLinear) and len(layer.output_sizes) >= 3
         return is_wide and parts in (0, 1, len(layer.output_sizes))
+
+    def slice_lora_a(self, lora_a: Sides) -> Sides:
+        """As in the parent class; an A for all of the layer once for each slice."""
+        lora_a = as_list(lora_a)
+        return super().slice_lora_a(lora_a * self.n_slices if len(lora_a) == 1 else lora_a)
+
+    def slice_lora_b(self, lora_b: Sides) -> Sides:
+        """As in the parent class; a B for all of the layer as one for each slice."""
+        lora_b = as_list(lora_b)
+        if len(lora_b) == 1:
+            heights = [height for _, height in self.slice_sizes]
+            lora_b = [None] * self.n_slices if lora_b[0] is None else list(lora_b[0].split(heights))
+        return super().slice_lora_b(lora_b)
 
 
 # At most one of them fits a layer.

@@ -4,7 +4,6 @@ from minivllm.lora.options import (
     bias,
     bias_tensors,
     context_length,
-    dummies,
     expert_weights,
     fully_sharded,
     long_context,
@@ -22,7 +21,6 @@ from minivllm.lora.seams import beside_checks, model_options, wrappers
 __all__ = [
     "bias_tensors",
     "context_length",
-    "dummies",
     "expert_weights",
     "fully_sharded",
     "new_embeddings",

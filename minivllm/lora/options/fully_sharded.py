@@ -31,6 +31,17 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         super().__init__(base_layer)
         self.tp = base_layer.tp
 
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """Where `fully_sharded_loras` is on; the plain class takes the layer otherwise. vLLM: the same name."""
+        return lora_config.fully_sharded_loras and cls.takes(source_layer, len(packed_modules_list))
+
     def set_mapping(self, punica_wrapper: Backend) -> None:
         if self.tp.size == 1:
             super().set_mapping(punica_wrapper)

@@ -14,15 +14,15 @@ from minivllm.lora.layers.linear import (
 from minivllm.lora.mapping import LoRAMapping, LoRAMappingType
 from minivllm.lora.options.embedding import VocabParallelEmbeddingWithLoRA
 from minivllm.lora.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
-from minivllm.lora.options.logits import LogitsProcessorWithLoRA
-from minivllm.lora.options.long_context import LinearScalingRotaryEmbeddingWithLoRA
-from minivllm.lora.vllm.sharded import (
+from minivllm.lora.options.fully_sharded import (
     ColumnParallelLinearWithShardedLoRA,
     MergedColumnParallelLinearWithShardedLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithShardedLoRA,
 )
+from minivllm.lora.options.logits import LogitsProcessorWithLoRA
+from minivllm.lora.options.long_context import LinearScalingRotaryEmbeddingWithLoRA
 
 __all__ = [
     "BaseLayerWithLoRA",

@@ -7,7 +7,7 @@ import torch
 from minivllm.lora.gpu.folded_backend import FoldedBackend
 from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.ops.triton_ops import lora_expand, lora_shrink
-from minivllm.lora.vllm.punica_wrapper import PunicaWrapperBase, Stacked
+from minivllm.vllm.punica_wrapper import PunicaWrapperBase, Stacked
 
 
 class PunicaWrapperGPU(PunicaWrapperBase, TritonBackend):

@@ -4,7 +4,7 @@ import torch
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.gpu import refuse_without_gpu
-from minivllm.lora.vllm.punica_wrapper import (
+from minivllm.vllm.punica_wrapper import (
     PunicaWrapperABC,
     PunicaWrapperBase,
     PunicaWrapperCPU,
@@ -37,7 +37,7 @@ def get_punica_wrapper(
         return kind(max_num_batched_tokens, max_batches, device)
     refuse_without_gpu(name, device)
     # Triton is not everywhere.
-    from minivllm.lora.vllm.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
+    from minivllm.vllm.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
 
     gpu_kind = PunicaWrapperFolded if name == "folded" else PunicaWrapperGPU
     return gpu_kind(max_num_batched_tokens, max_batches, device, config.max_loras)

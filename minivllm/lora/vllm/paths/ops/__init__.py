@@ -1,1 +1,0 @@
-"""vLLM's path to a module of the arithmetic, see the folder above."""

@@ -1,0 +1,29 @@
+"""vLLM's further names, signatures and paths (v0.22.1, vllm/lora/) over ours: `import minivllm.vllm` brings them.
+
+Short aliases that readers of vLLM expect stand in our classes themselves. What is here are subclasses and functions of
+vLLM's that nothing of ours uses, and modules that lie elsewhere here. No class of ours changes by the import.
+
+After it `minivllm.lora.utils`, `.punica_wrapper`, `.punica_wrapper.punica_gpu`, `.ops.torch_ops` and `.resolver` can be
+imported, and `minivllm.lora.layers` has all of vLLM's layers. Where Triton is missing, `.punica_gpu` is, too.
+"""
+
+import importlib.util
+import sys
+
+import minivllm.lora.io.resolver
+from minivllm.vllm import layers, punica_selector, torch_ops, utils
+
+__all__ = ["layers", "punica_selector", "torch_ops", "utils"]
+
+# vLLM's path -> where its names are.
+PATHS = {
+    "minivllm.lora.utils": utils,
+    "minivllm.lora.punica_wrapper": punica_selector,
+    "minivllm.lora.ops.torch_ops": torch_ops,
+    "minivllm.lora.resolver": minivllm.lora.io.resolver,
+}
+if importlib.util.find_spec("triton"):
+    from minivllm.vllm import punica_gpu
+
+    PATHS["minivllm.lora.punica_wrapper.punica_gpu"] = punica_gpu
+sys.modules.update(PATHS)
