@@ -198,7 +198,7 @@ def test_prompts_are_scored_by_the_hidden_states_of_all_rows(mixed, monkeypatch)
 def test_prompts_are_scored_in_a_step_that_samples_nothing(monkeypatch):
     """A prompt of 9 tokens and a budget of 4: its first 8 logprobs come from chunks that sample nothing."""
     scored = []
-    monkeypatch.setattr(step_runner, "score_prompts", lambda *given: scored.append(given[1:]))
+    monkeypatch.setattr(model_runner, "score_prompts", lambda *given: scored.append(given[1:]))
     chunk = make_request("chunk", range(10, 19), lora(1), [101], prompt_logprobs=1)
 
     step = Runner().launch_model(make_output((chunk, 4)))
