@@ -20,7 +20,7 @@ from benchmarks.report import Report, default_path
 from minivllm.assembly import LLMEngine
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.engine_args import EngineArgs
-from minivllm.lora.loading import AdapterLoader
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.openmp import set_num_threads
@@ -63,7 +63,7 @@ def write_files(folder: Path, adapters: int, rank: int) -> tuple[str, list[LoRAR
     return str(model), [LoRARequest(str(n), n + 1, str(folder / str(n))) for n in range(adapters)]
 
 
-def loader_of(model: str, rank: int) -> AdapterLoader:
+def source_of(model: str, rank: int) -> AdapterSource:
     """What an engine reads adapters by."""
     args = EngineArgs(
         model=model,
@@ -94,13 +94,13 @@ def bring_in_or_out(requests: Sequence[LoRARequest], is_cold: bool) -> None:
 
 
 def read_all(
-    loader: AdapterLoader, requests: Sequence[LoRARequest], memory: Memory, threads: int
+    source: AdapterSource, requests: Sequence[LoRARequest], memory: Memory, threads: int
 ) -> dict[str, float]:
     """Read all, so many at a time, each on one thread."""
 
     def read(request: LoRARequest) -> tuple[float, float]:
         started = time.perf_counter()
-        lora = loader._load_adapter(request)
+        lora = source.load(request)
         read_at = time.perf_counter()
         memory.move_in(lora)
         return read_at - started, time.perf_counter() - read_at
@@ -123,7 +123,7 @@ def read_all(
 def run(options: Namespace, result: Report, folder: Path) -> None:
     """A row for files in the page cache and on disk, memory kept and new, and each number of threads: medians."""
     model, requests = write_files(folder, options.adapters, options.rank)
-    loader = loader_of(model, options.rank)
+    source = source_of(model, options.rank)
     nbytes = os.path.getsize(Path(requests[0].lora_path, "adapter_model.safetensors"))
     found: dict[tuple[str, str, int], list[dict[str, float]]] = {}
     for _ in range(options.rounds):
@@ -133,7 +133,7 @@ def run(options: Namespace, result: Report, folder: Path) -> None:
                     memory = Memory(nbytes, threads, is_kept)
                     bring_in_or_out(requests, is_cold)
                     case = "disk" if is_cold else "page cache", "kept" if is_kept else "new", threads
-                    found.setdefault(case, []).append(read_all(loader, requests, memory, threads))
+                    found.setdefault(case, []).append(read_all(source, requests, memory, threads))
     for (files, memory, threads), rounds in found.items():
         medians: dict[str, Any] = {
             name: round(statistics.median(each[name] for each in rounds), 2) for name in rounds[0]

@@ -24,7 +24,7 @@ from minivllm.economics import shapes_of
 from minivllm.lora.gpu.page_locked import PageLockedMemory
 from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.io.known_layouts import KnownLayouts
-from minivllm.lora.loading import AdapterLoader, reading_parameters
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.wrapped_modules import WrappedModules
@@ -43,15 +43,12 @@ class Writer(SlotWriter):
         self.on_gpu, self.memory = True, PageLockedMemory(lambda piece: lambda: None, lambda: None)
 
 
-def loader_of(model: Path) -> AdapterLoader:
+def source_of(model: Path) -> AdapterSource:
     """What an engine with a GPU reads and stages by, of a model that has only shapes."""
-    loader = AdapterLoader(None, "cpu")
     config = LoRAConfig(max_loras=1, max_lora_rank=max(RANKS))
-    loader.manager = shapes_of(ModelArchitecture.from_folder(model), config, dtype=torch.bfloat16)
-    loader.manager.slot_writer = Writer(loader.manager.wrapped)
-    loader.reading = reading_parameters(loader.manager)
-    KnownLayouts.of(loader)
-    return loader
+    manager = shapes_of(ModelArchitecture.from_folder(model), config, dtype=torch.bfloat16)
+    manager.slot_writer = Writer(manager.wrapped)
+    return KnownLayouts(AdapterSource(manager))
 
 
 def write_files(folder: Path, shape: str) -> tuple[Path, list[LoRARequest]]:
@@ -90,7 +87,7 @@ def steps_beside(python_ms: float, wait_ms: float) -> Iterator[list[float]]:
             thread.join()
 
 
-def read_all(loader: AdapterLoader, requests: Sequence[LoRARequest], threads: int) -> dict[str, float]:
+def read_all(source: AdapterSource, requests: Sequence[LoRARequest], threads: int) -> dict[str, float]:
     """Read and stage all, so many at a time. Medians: ms, ms of the thread's CPU, and how often it had to wait.
 
     The files are in memory. What a thread waits for is the interpreter's lock.
@@ -99,9 +96,9 @@ def read_all(loader: AdapterLoader, requests: Sequence[LoRARequest], threads: in
 
     def read(request: LoRARequest) -> list[float]:
         marks = [_mark()]
-        lora = loader._load_adapter(request)
+        lora = source.load(request)
         marks.append(_mark())
-        loader.manager._stage(lora)
+        source.manager._stage(lora)
         marks.append(_mark())
         held.append(lora)
         return [b - a for first, second in pairwise(marks) for a, b in zip(first, second)]
@@ -123,13 +120,13 @@ def _mark() -> tuple[float, float, int]:
 def run(options: Namespace, result: Report, folder: Path, shape: str = "llama-8b") -> None:
     """A row beside steps and one without, for each number of threads: medians. A round before is not counted."""
     model, kinds = write_files(folder, shape)
-    loader, requests = loader_of(model), [kinds[number % len(kinds)] for number in range(options.adapters)]
+    source, requests = source_of(model), [kinds[number % len(kinds)] for number in range(options.adapters)]
     found: dict[tuple[bool, int], list[dict[str, float]]] = {}
     for number in range(1 + options.rounds):
         for is_beside in (True, False):
             for threads in options.threads:
                 with steps_beside(*(PYTHON_MS, WAIT_MS) if is_beside else (0, 0)) as steps:
-                    row = read_all(loader, requests, threads)
+                    row = read_all(source, requests, threads)
                 if number:
                     row["step_ms"] = statistics.median(steps or [0])
                     found.setdefault((is_beside, threads), []).append(row)

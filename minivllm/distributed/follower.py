@@ -99,7 +99,7 @@ class Follower:
 
     def _read(self, lora_request: LoRARequest, stamp: object) -> LoRAModel:
         worker = self.runner.lora_manager
-        lora = worker._load_adapter(lora_request)
+        lora = worker.source.load(lora_request)
         if stamp != stamp_of(lora_request):
             raise ValueError("its files have changed while they were read; load it again")
         worker.manager._stage(lora)

@@ -12,10 +12,11 @@ from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.distributed.other_ranks import OtherRanks, wait_for_ends
 from minivllm.distributed.ranks import MakeRunner, config_of, join_ranks, leave_ranks, make_rank_runner
-from minivllm.distributed.shared_reading import SharedReading
+from minivllm.distributed.shared_reading import SharedSource
 from minivllm.distributed.step_messages import StepWriter
 from minivllm.distributed.torchrun import is_by_torchrun, meet_others
 from minivllm.guards.turns import no_interrupts
+from minivllm.lora.loading import AdapterSource
 from minivllm.worker.executor import Executor
 from minivllm.worker.row_sampler import PendingStep, all_take_likeliest
 
@@ -41,7 +42,13 @@ class LeadingExecutor(Executor):
             runner = make_rank_runner(config_of(0, config), make_runner, self._send)
         super().__init__(runner)
         others.on_death.append(runner.tp.release)
-        self._reading = None if runner.lora_manager is None else SharedReading(runner.lora_manager, others)
+        self._reading: SharedSource | None = None
+        if runner.lora_manager is not None:
+            runner.lora_manager.read_through(self._shared_source)
+
+    def _shared_source(self, source: AdapterSource) -> SharedSource:
+        self._reading = SharedSource(source, self.others)
+        return self._reading
 
     def warm_up(self) -> None:
         self.others.tell("warm_up")

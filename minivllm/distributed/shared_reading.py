@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from minivllm.distributed.other_ranks import OtherRanks
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 
 class Seat(NamedTuple):
@@ -27,41 +27,41 @@ class Seat(NamedTuple):
     pages: tuple[int, ...] = ()
 
 
-class SharedReading:
-    """Stands where rank 0 reads adapters, in whatever thread, and has the others read them at the same time.
+class SharedSource(AdapterSource):
+    """Where rank 0 gets adapters from: it has the other ranks read them at the same time as its own source.
 
     Each has its own part of the weights in memory. Rank 0 decides which of them are in which slot.
     """
 
-    def __init__(self, worker: LRUCacheWorkerLoRAManager, others: OtherRanks) -> None:
-        self._others = others
+    def __init__(self, source: AdapterSource, others: OtherRanks) -> None:
+        self.source, self._others = source, others
         self._numbers = itertools.count(1)
         # Adapter -> the number that the others know it by.
         self._number_of: weakref.WeakKeyDictionary[LoRAModel, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # numbers that nobody here has any more
         self._seats: dict[int, Seat] = {}  # by adapter id, that the others know
-        self._manager = worker.manager
-        self._pool = getattr(worker.manager.punica_wrapper, "pool", None)
-        self._load, worker._load_adapter = worker._load_adapter, self.load
+        self.manager, self.reading = source.manager, source.reading
+        self._pool = getattr(self.manager.punica_wrapper, "pool", None)
 
-    def load(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
-        """As `AdapterLoader._load_adapter`; also ValueError when another rank cannot read it."""
-        if shapes_only:
-            return self._load(lora_request, shapes_only=True)
+    def check(self, lora_request: LoRARequest) -> LoRAModel:
+        return self.source.check(lora_request)
+
+    def load(self, lora_request: LoRARequest) -> LoRAModel:
+        """As `AdapterSource.load`, in any thread; also ValueError when another rank cannot read it."""
         if lora_request.lora_tensors is None:
             try:
                 folder = get_adapter_absolute_path(lora_request.lora_path)
             except Exception:  # whatever it is, it is raised again here, and told
-                return self._load(lora_request)
+                return self.source.load(lora_request)
             # One folder for all, whatever a name may lead to by and by.
             lora_request = replace(lora_request, lora_path=folder)
         number = next(self._numbers)
         answer = self._others.ask(number, "read", lora_request, stamp_of(lora_request))
         try:
-            lora = self._load(lora_request)
+            lora = self.source.load(lora_request)
             for rank, said in answer.result().items():
                 refusal = f"adapter '{lora_request.lora_name}' cannot be loaded on rank {rank}: {said}"
-                self._manager.tell("refuse", lora_request.lora_int_id, reason=refusal)
+                self.manager.tell("refuse", lora_request.lora_int_id, reason=refusal)
                 raise ValueError(refusal)
         except BaseException:
             self._dropped.append(number)
@@ -73,7 +73,7 @@ class SharedReading:
     def news(self) -> tuple[dict[int, Seat] | None, list[int]]:
         """For the others' next step: the seats by adapter id if they are others than last time, and what they may
         forget."""
-        adapters, slots = self._manager._registered_adapters, self._manager._active_adapters
+        adapters, slots = self.manager._registered_adapters, self.manager._active_adapters
         pages = self._pool.ledger.held if self._pool is not None else {}
         seats = {
             i: Seat(slot, self._number_of[adapters[i]], tuple(pages.get(slot, ())))

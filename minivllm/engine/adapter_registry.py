@@ -4,8 +4,10 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
+from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterTraits
 from minivllm.engine.adapter_pins import AdapterPins
@@ -28,7 +30,19 @@ class AdapterRegistry(AdapterPins):
     ) -> None:
         super().__init__(scheduler, worker)
         self.loading: set[int] = set()
+        self._is_read: Callable[[Request], str | None] | None = None
         self._traits_readers = [reader(self.manager, with_tokenizers) for reader in traits_readers]
+
+    def may_join(self, request: Request) -> str | None:
+        """None, or why a waiting request may not be admitted, even if there is room: the scheduler asks."""
+        return self.may_run(request) or (self._is_read and self._is_read(request))
+
+    def wait_for_reads(self, is_read: Callable[[Request], str | None] | None) -> None:
+        """Have requests wait until their adapter was read beside the steps.
+
+        is_read   None, or why a request that may run otherwise has to wait; None instead: steps read adapters
+        """
+        self._is_read = is_read
 
     # ---- naming ---------------------------------------------------------------------------------------------
 

@@ -76,6 +76,6 @@ def make_registry(scheduler: Scheduler, runner: ModelRunner, tokenizer: Any) -> 
     if runner.lora_manager is None:
         return None
     adapters = AdapterRegistry(scheduler, runner.lora_manager, tokenizer is not None)
-    scheduler.may_run = adapters.may_run
+    scheduler.may_run = adapters.may_join
     scheduler.pinned_adapters = adapters.pinned
     return adapters

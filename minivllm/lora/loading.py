@@ -1,11 +1,7 @@
-"""From a request to an adapter that fits the model. Stands for `_load_adapter` of vllm/lora/worker_manager.py
-(v0.22.1)."""
+"""From a request to an adapter that fits the model. Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1)."""
 
 import time
 from typing import Any
-
-import torch
-from torch import nn
 
 import minivllm.lora.seams as seams
 from minivllm.faults import as_fault, reason
@@ -19,51 +15,42 @@ from minivllm.lora.weights_files import weights_bytes
 from minivllm.sentences import LONGEST_NAME, one_sentence
 
 
-class AdapterLoader:
-    """Reads adapters for the model that it wraps; the half of vLLM's `WorkerLoRAManager` that no step asks.
+class AdapterSource:
+    """Where a worker manager gets adapters from: folders, which are read when they are asked for.
 
-    vllm_config   read of it: `.lora_config`, `.model_config.get_vocab_size()`, `.scheduler_config.max_num_seqs` and
-                  `.max_num_batched_tokens`
-    manager       of memory and slots, once `create_lora_manager` was called
-    reading       how adapters are read for its model, see `reading_parameters`; likewise
+    A seam: others wrap one, and are given to the worker manager in its place (`LRUCacheWorkerLoRAManager.read_through`).
+    `KnownLayouts` reads files laid out like one before, `SharedSource` has other ranks read, too, and `AdapterReader`
+    reads beside the steps.
+
+    manager   of the model that adapters are for
+    reading   how they are read for it, see `reading_parameters`
     """
 
-    _manager_cls = LRUCacheLoRAModelManager
-    manager: LRUCacheLoRAModelManager
+    def __init__(self, manager: LRUCacheLoRAModelManager) -> None:
+        self.manager = manager
+        self.reading = reading_parameters(manager)
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        device: torch.device | str,
-        embedding_modules: dict[str, str] | None = None,
-    ) -> None:
-        self.vllm_config = vllm_config
-        self.device = device
+    def check(self, lora_request: LoRARequest) -> LoRAModel:
+        """The adapter without its numbers; raises what loading would raise, but for what only the numbers tell.
 
-    def create_lora_manager(self, model: nn.Module, vllm_config: object | None = None) -> nn.Module:
-        """Wrap the model's layers and return the model."""
-        config, scheduler = self.vllm_config, self.vllm_config.scheduler_config
-        self.manager = self._adapter_manager = self._manager_cls(
-            model,
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            config.model_config.get_vocab_size(),
-            config.lora_config,
-            self.device,
-        )
-        self.reading = reading_parameters(self.manager)
-        return model
+        NaN and Inf are not seen: the config and the header of the weights file are all that is read.
+        """
+        return self._load(lora_request, shapes_only=True)
 
-    def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
-        """Read an adapter folder and check all of it; nothing in the engine has changed when this raises.
+    def load(self, lora_request: LoRARequest) -> LoRAModel:
+        """Read an adapter and check all of it; nothing in the engine has changed when this raises.
 
         Of weights above `READ_AT_ONCE` bytes the shapes are checked before the numbers are read.
 
         FileNotFoundError: no folder, no config, no weights. ValueError: everything else. Both name the adapter, in one
         sentence.
-
-        shapes_only   from the config and the header of the weights file alone: NaN and Inf are not seen
         """
+        started = time.perf_counter()
+        lora = self._load(lora_request, shapes_only=False)
+        lora.load_seconds = time.perf_counter() - started
+        return lora
+
+    def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         try:
             folder = get_adapter_absolute_path(lora_request.lora_path)
             if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
@@ -74,12 +61,8 @@ class AdapterLoader:
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(refusal))
             raise refusal from error
 
-    def check_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        """The adapter without its numbers; raises what loading would raise, but for what only the numbers tell."""
-        return self._load_adapter(lora_request, shapes_only=True)
-
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
-        """As `_load_adapter`, but errors do not name the adapter yet."""
+        """As `load` and `check`, but errors do not name the adapter yet."""
         lora_config = self.manager.lora_config
         options = self.reading | {"shapes_only": shapes_only}
         longest = getattr(getattr(self.manager.model, "config", None), "max_position_embeddings", None)
@@ -94,18 +77,6 @@ class AdapterLoader:
         fit(lora)
         lora.name = lora_request.lora_name
         return lora
-
-    def _timed_load(self, lora_request: LoRARequest) -> LoRAModel:
-        """As `_load_adapter`; told is a "load" with its seconds."""
-        started = time.perf_counter()
-        lora = self._load_adapter(lora_request)
-        self.manager.tell("load", lora.id, seconds=time.perf_counter() - started, name=lora_request.lora_name)
-        return lora
-
-    def _load_if_missing(self, request: LoRARequest) -> None:
-        """Read an adapter into memory unless it is there; `load_inplace` is not looked at."""
-        if self.manager.get_adapter(request.lora_int_id) is None:
-            self.manager.add_adapter(self._timed_load(request))
 
 
 def reading_parameters(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:

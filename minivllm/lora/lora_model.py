@@ -30,6 +30,7 @@ class LoRAModel:
     is_accepted   whether its weights have the form in which slots take them (`WrappedModules.accept`)
     load_id   a number that no other load ever had: the key of whatever remembers results, such as the prefix cache.
               Names and ids may come back with other weights. A load_id does not.
+    load_seconds   how long it took to read
     """
 
     def __init__(self, lora_model_id: int, rank: int, loras: dict[str, LoRALayerWeights]) -> None:
@@ -42,6 +43,7 @@ class LoRAModel:
         self.beside: dict[str, Any] = {}
         self.is_accepted = False
         self.load_id = next(_load_ids)
+        self.load_seconds = 0.0
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
         """The weights of one module, None where the adapter leaves it alone."""

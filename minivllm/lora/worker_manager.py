@@ -1,18 +1,74 @@
 """From requests to adapters in slots. Stands for vllm/lora/worker_manager.py (v0.22.1)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
 
 from minivllm.faults import as_fault, put_down_to
-from minivllm.lora.loading import AdapterLoader
+from minivllm.lora.loading import AdapterSource
+from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
-from minivllm.lora.model_manager import LoRAModelManager
+from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
 
 
-class LRUCacheWorkerLoRAManager(AdapterLoader):
-    """Loads what a step needs and keeps the rest until there is no room. vLLM: the same name."""
+class LRUCacheWorkerLoRAManager:
+    """Loads what a step needs and keeps other adapters until there is no room. vLLM: the same name.
 
+    vllm_config   read of it: `.lora_config`, `.model_config.get_vocab_size()`, `.scheduler_config.max_num_seqs` and
+                  `.max_num_batched_tokens`
+    manager       of memory and slots, once `create_lora_manager` was called
+    source        where adapters come from, likewise
+    """
+
+    _manager_cls = LRUCacheLoRAModelManager
+    manager: LRUCacheLoRAModelManager
+    source: AdapterSource
     _last_step: tuple | None = None  # requests, mapping, and the `residents` as they were after it
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device | str,
+        embedding_modules: dict[str, str] | None = None,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.device = device
+
+    def create_lora_manager(self, model: nn.Module, vllm_config: object | None = None) -> nn.Module:
+        """Wrap the model's layers and return the model."""
+        config, scheduler = self.vllm_config, self.vllm_config.scheduler_config
+        self.manager = self._adapter_manager = self._manager_cls(
+            model,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            config.model_config.get_vocab_size(),
+            config.lora_config,
+            self.device,
+        )
+        self.source = AdapterSource(self.manager)
+        return model
+
+    def read_through(self, wrap: Callable[[AdapterSource], AdapterSource]) -> None:
+        """From now on get adapters from another source.   wrap: gives it, around the one of before"""
+        self.source = wrap(self.source)
+
+    def check_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        """The adapter without its numbers; raises what loading would raise, but for what only the numbers tell."""
+        return self.source.check(lora_request)
+
+    def _load(self, lora_request: LoRARequest) -> LoRAModel:
+        """Read an adapter; listeners hear of a "load" with its seconds."""
+        lora = self.source.load(lora_request)
+        self.manager.tell("load", lora.id, seconds=lora.load_seconds, name=lora_request.lora_name)
+        return lora
+
+    def _load_if_missing(self, request: LoRARequest) -> None:
+        """Read an adapter into memory unless it is there; `load_inplace` is not looked at."""
+        if self.manager.get_adapter(request.lora_int_id) is None:
+            self.manager.add_adapter(self._load(request))
 
     def _distinct(self, requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
         """One request for each adapter by id, in the order of ids, since a set has no order.
@@ -56,7 +112,7 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
 
         What is raised on the way is noted to be the adapter's (`put_down_to`).
 
-        To use: `_load_if_missing(request)` (loading.py); `activate_adapter(id)`, True if it copied, and
+        To use: `_load_if_missing(request)`; `activate_adapter(id)`, True if it copied, and
         `tell(kind, id)` of the manager (adapter_slots.py, tiers.py); `with put_down_to(id)` (faults.py).
         """
         for adapter_id, request in self._claim(requests).items():
@@ -102,7 +158,7 @@ class LRUCacheWorkerLoRAManager(AdapterLoader):
         adapter_id = lora_request.lora_int_id
         known = manager.get_adapter(adapter_id) is not None
         if known and lora_request.load_inplace:
-            manager.replace_adapter(self._timed_load(lora_request))
+            manager.replace_adapter(self._load(lora_request))
         else:
             self._load_if_missing(lora_request)
         manager.touch_adapter(adapter_id)
@@ -145,7 +201,7 @@ class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
         loaded = []
         for adapter_id in wanted.keys() - self.list_adapters():
             with put_down_to(adapter_id):
-                loaded.append(self._timed_load(wanted[adapter_id]))
+                loaded.append(self._load(wanted[adapter_id]))
         for adapter_id in self.list_adapters() - wanted.keys():
             self.remove_adapter(adapter_id)
         for lora in loaded:
@@ -159,5 +215,5 @@ class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
         """Load and activate. False if it was there already."""
         if lora_request.lora_int_id in self.list_adapters():
             return False
-        self.manager.add_adapter(self._timed_load(lora_request))
+        self.manager.add_adapter(self._load(lora_request))
         return self.manager.activate_adapter(lora_request.lora_int_id)

@@ -11,7 +11,7 @@ from functools import partial
 from minivllm.core.request import Request
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.lora.io.known_layouts import KnownLayouts
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.openmp import set_num_threads
@@ -31,19 +31,18 @@ class Read:
 
     record   the adapter's when it began, for requests that wait: an adapter that comes anew has another one, and so
              has each order to reload. None: somebody is about to load it
-    future   the adapter, and the seconds that reading took
+    future   the adapter
     """
 
     request: LoRARequest
     record: Adapter | None
-    future: "Future[tuple[LoRAModel, float]]"
+    future: "Future[LoRAModel]"
 
 
-class AdapterReader:
-    """Reads what waiting requests need, in threads of its own. The step that admits them finds it in memory's stead.
+class AdapterReader(AdapterSource):
+    """Reads what waiting requests need, in threads of its own, before the step that admits them asks for it.
 
-    It stands in three places of an engine: the scheduler asks it who `may_run`, and the worker has it check and load.
-    All but the reading itself is done in the engine's thread, and so is a check or a load that nobody began here:
+    It stands around the worker's source, and the registry asks it who `may_run`. All but the reading itself is done in the engine's thread, and so is a check or a load that nobody began here:
     nothing can get stuck.
 
     most        adapters that are read at the same time, and that may have been read for requests that still wait
@@ -53,18 +52,17 @@ class AdapterReader:
     def __init__(self, engine: LLMEngine, most: int, read_done: Callable[[], object]) -> None:
         self.scheduler, self.worker, self.registry = engine.scheduler, engine.adapters.worker, engine.adapters
         self.most, self._read_done = most, read_done
-        KnownLayouts.of(self.worker)  # which stays when this is closed
         self._reads: dict[int, Read] = {}  # by adapter id
         # Each would else have as many threads as there are cores, and steps would wait for theirs.
         alone = partial(set_num_threads, 1)
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="minivllm-reader", initializer=alone)
-        self._may_run = self.scheduler.may_run
-        self.scheduler.may_run = self.may_run
-        self._load, self.worker._timed_load = self.worker._timed_load, self.load
         self._checkers = ThreadPoolExecutor(PARALLEL_CHECKS, thread_name_prefix="minivllm-checker")
         self._checks: dict[tuple[LoRARequest, bool], Future[LoRAModel]] = {}  # under way
         self._checked: tuple[LoRARequest, Future[LoRAModel]] | None = None
-        self._check, self.worker.check_adapter = self.worker.check_adapter, self.check
+        self.source = self.worker.source
+        self.manager, self.reading = self.source.manager, self.source.reading
+        self.worker.read_through(lambda source: self)
+        self.registry.wait_for_reads(self.may_run)
 
     def close(self) -> None:
         """The engine reads by itself again."""
@@ -72,17 +70,15 @@ class AdapterReader:
             pool.shutdown(wait=False, cancel_futures=True)
         self._reads.clear()
         self.registry.loading.clear()
-        self.scheduler.may_run, self.worker._timed_load = self._may_run, self._load
-        self.worker.check_adapter = self._check
+        self.worker.read_through(lambda source: self.source)
+        self.registry.wait_for_reads(None)
 
     @property
     def is_reading(self) -> bool:
         return any(not read.future.done() for read in self._reads.values())
 
     def may_run(self, request: Request) -> str | None:
-        """As `AdapterRegistry.may_run`; LOADING while the request's adapter is being read, which begins here."""
-        if reason := self._may_run(request):
-            return reason
+        """None, or LOADING while the request's adapter is being read, which begins here."""
         adapter_id = request.adapter_id
         if not adapter_id or self.worker.manager.get_adapter(adapter_id) is not None:
             return None
@@ -95,16 +91,14 @@ class AdapterReader:
         return None if read.future.done() else LOADING
 
     def load(self, lora_request: LoRARequest) -> LoRAModel:
-        """As `AdapterLoader._timed_load`, of what was read here if it is that."""
+        """As `AdapterSource.load`, of what was read here if it is that."""
         read = self._reads.get(lora_request.lora_int_id)
         if read is None or not self._is_for(read, lora_request):
-            return self._load(lora_request)
+            return self.source.load(lora_request)
         self._forget(read)
         if read.future.cancelled():  # it had not begun
-            return self._load(lora_request)
-        lora, seconds = read.future.result()
-        self.worker.manager.tell("load", lora.id, seconds=seconds, name=lora_request.lora_name)
-        return lora
+            return self.source.load(lora_request)
+        return read.future.result()
 
     def check_ahead(self, lora_request: LoRARequest) -> "Future[LoRAModel] | None":
         """Have an adapter checked that the engine is about to examine. None if it need not be: it is known."""
@@ -112,7 +106,7 @@ class AdapterReader:
             return None
         key = lora_request, lora_request.load_inplace
         if (check := self._checks.get(key)) is None:
-            check = self._checks[key] = self._checkers.submit(self._check, lora_request)
+            check = self._checks[key] = self._checkers.submit(self.source.check, lora_request)
             check.add_done_callback(lambda check: self._checks.pop(key, None))
         return check
 
@@ -126,13 +120,13 @@ class AdapterReader:
             self._checked = None
 
     def check(self, lora_request: LoRARequest) -> LoRAModel:
-        """As `AdapterLoader.check_adapter`, of what was checked or read here if it is that."""
+        """As `AdapterSource.check`, of what was checked or read here if it is that."""
         if self._checked is not None and self._checked[0] is lora_request:
             return self._checked[1].result()
         read = self._reads.get(lora_request.lora_int_id)
         if read is not None and read.future.done() and self._is_for(read, lora_request):
-            return read.future.result()[0]
-        return self._check(lora_request)
+            return read.future.result()
+        return self.source.check(lora_request)
 
     def begin_ahead(self, lora_request: LoRARequest) -> "Future[None] | None":
         """Have an adapter read that somebody is about to load (`end_ahead`). None if it need not be read.
@@ -162,7 +156,7 @@ class AdapterReader:
         return read.request == lora_request and (read.record is None or read.record is record)
 
     def _begin(self, lora_request: LoRARequest, record: Adapter | None = None) -> Read:
-        read = Read(lora_request, record, self._pool.submit(self._timed_read, lora_request))
+        read = Read(lora_request, record, self._pool.submit(self._read_and_stage, lora_request))
         read.future.add_done_callback(lambda future: self._read_done())
         self._reads[lora_request.lora_int_id] = read
         self.registry.loading.add(lora_request.lora_int_id)
@@ -186,8 +180,9 @@ class AdapterReader:
         del self._reads[read.request.lora_int_id]
         self.registry.loading.discard(read.request.lora_int_id)
 
-    def _timed_read(self, lora_request: LoRARequest) -> tuple[LoRAModel, float]:
+    def _read_and_stage(self, lora_request: LoRARequest) -> LoRAModel:
         started = time.perf_counter()
-        lora = self.worker._load_adapter(lora_request)
-        self.worker.manager._stage(lora)  # here, not in the step that takes it: on a GPU it is one more copy
-        return lora, time.perf_counter() - started
+        lora = self.source.load(lora_request)
+        self.manager._stage(lora)  # here, not in the step that takes it: on a GPU it is one more copy
+        lora.load_seconds = time.perf_counter() - started
+        return lora

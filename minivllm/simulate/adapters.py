@@ -34,6 +34,8 @@ class AdapterRecord:
     id: int
     load_id: int
     rank: int
+    name: str = ""
+    load_seconds: float = 0.0
     beside: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,8 +99,10 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
         self.taken: list[int] = []
         self._load_ids = itertools.count(1)
         self._in_slots: tuple[list[int], frozenset[int]] | None = None
+        self.source = self
 
-    def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> AdapterRecord:
+    def load(self, lora_request: LoRARequest) -> AdapterRecord:
+        """As `AdapterSource.load`."""
         adapter_id = lora_request.lora_int_id
         if adapter_id in self.done:
             self.done.remove(adapter_id)

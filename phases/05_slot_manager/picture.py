@@ -10,6 +10,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
 from minivllm.labs import ROOT
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -24,20 +25,21 @@ COLUMN, WIDTH, ROW = 1.5, 1.22, 0.62
 WORDS = {"load": "read", "activate": "copy", "evict": "evict", "drop": "drop"}
 
 
-class Worker(LRUCacheWorkerLoRAManager):
+class Zeros(AdapterSource):
     """Adapters of zeros instead of folders: the picture is of who is where."""
 
-    def _load_adapter(self, lora_request: LoRARequest, shapes_only: bool = False) -> LoRAModel:
+    def load(self, lora_request: LoRARequest) -> LoRAModel:
         return self.manager.create_dummy_lora(lora_request.lora_int_id, 1)
 
 
-def make_worker() -> Worker:
+def make_worker() -> LRUCacheWorkerLoRAManager:
     config = EngineConfig(
         ModelConfig(str(ROOT / "benchmarks" / "shapes" / "tiny"), dtype="float32"),
         lora_config=LoRAConfig(max_loras=SLOTS, max_cpu_loras=MEMORY),
     )
-    worker = Worker(config, "cpu")
+    worker = LRUCacheWorkerLoRAManager(config, "cpu")
     worker.create_lora_manager(LlamaForCausalLM(config.model_config.architecture, torch.float32))
+    worker.read_through(lambda source: Zeros(source.manager))
     return worker
 
 
@@ -51,7 +53,7 @@ def draw_box(axes: Axes, x: float, y: float, name: str | None, *, is_used: bool)
     axes.text(x + WIDTH / 2, y, name or "", ha="center", va="center", fontsize=9.5, **text)
 
 
-def draw_step(axes: Axes, x: float, number: int, names: list[str], worker: Worker) -> None:
+def draw_step(axes: Axes, x: float, number: int, names: list[str], worker: LRUCacheWorkerLoRAManager) -> None:
     """A column: what the step wants, both tiers after it, and what the manager did for it."""
     requests = [LoRARequest(name, NAMES.index(name), name) for name in names]
     worker.set_active_adapters(requests, None)

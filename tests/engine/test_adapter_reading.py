@@ -48,13 +48,11 @@ class Disk:
     def __init__(self, llm, monkeypatch):
         self.go = threading.Event()
         self.reading, self.most_at_once, self.threads = 0, 0, []
-        worker = llm._client.engine.adapters.worker
-        self._read, self._lock = worker._load_adapter, threading.Lock()
-        monkeypatch.setattr(worker, "_load_adapter", self.read)
+        source = llm._client.reader.source
+        self._read, self._lock = source.load, threading.Lock()
+        monkeypatch.setattr(source, "load", self.read)
 
-    def read(self, lora_request, shapes_only=False):
-        if shapes_only:
-            return self._read(lora_request, shapes_only)
+    def read(self, lora_request):
         with self._lock:
             self.reading += 1
             self.most_at_once = max(self.most_at_once, self.reading)
@@ -79,15 +77,14 @@ def slow(serve, monkeypatch):
 def test_whoever_reads_computes_on_one_thread(serve, world, monkeypatch):
     before = torch.get_num_threads()
     llm, threads = serve(), []
-    worker = llm._client.engine.adapters.worker
-    read = worker._load_adapter
+    source = llm._client.reader.source
+    read = source.load
 
-    def note(lora_request, shapes_only=False):
-        if not shapes_only:
-            threads.append(torch.get_num_threads())
-        return read(lora_request, shapes_only)
+    def note(lora_request):
+        threads.append(torch.get_num_threads())
+        return read(lora_request)
 
-    monkeypatch.setattr(worker, "_load_adapter", note)
+    monkeypatch.setattr(source, "load", note)
     asyncio.run(collect(llm, "a", 3, world.request("qv")))
 
     assert threads == [1]
@@ -217,7 +214,7 @@ def test_the_next_is_read_beside_the_step_that_takes_what_was_read(world, slow):
         begun.append(len(llm._client.engine.adapters.loading))
         return load(lora_request)
 
-    llm._client.engine.adapters.worker._timed_load = note
+    llm._client.reader.load = note
 
     async def main():
         tasks = [asyncio.create_task(collect(llm, n, 6, world.request(n))) for n in world.names[:2]]
@@ -348,16 +345,15 @@ class Header:
 
     def __init__(self, llm, monkeypatch):
         self.go, self.threads = threading.Event(), []
-        worker = llm._client.engine.adapters.worker
-        read = worker._load_adapter
+        source = llm._client.reader.source
+        read = source.check
 
-        def load(lora_request, shapes_only=False):
-            if shapes_only:
-                self.threads.append(threading.current_thread().name.partition("_")[0])
-                assert self.go.wait(30)
-            return read(lora_request, shapes_only)
+        def check(lora_request):
+            self.threads.append(threading.current_thread().name.partition("_")[0])
+            assert self.go.wait(30)
+            return read(lora_request)
 
-        monkeypatch.setattr(worker, "_load_adapter", load)
+        monkeypatch.setattr(source, "check", check)
 
 
 class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:

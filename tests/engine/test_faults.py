@@ -118,14 +118,14 @@ class TestOneAdapter:
         engine = world.engine(max_loras=3)
         tenants(engine, world, [None, "qv", "all", "mlp"])
         worker = engine.runner.lora_manager
-        load = worker._load_adapter
+        load = worker.source.load
 
         def loaded(request, **kwargs):
             if request.lora_name == "all":
                 raise error
             return load(request, **kwargs)
 
-        monkeypatch.setattr(worker, "_load_adapter", loaded)
+        monkeypatch.setattr(worker.source, "load", loaded)
 
         outputs = run(engine)
 

@@ -19,7 +19,7 @@ from minivllm.lora.gpu.page_locked import PageLockedMemory
 from minivllm.lora.gpu.slot_writer import SlotWriter, _pieces
 from minivllm.lora.io import known_layouts
 from minivllm.lora.io.known_layouts import KnownLayouts
-from minivllm.lora.loading import AdapterLoader
+from minivllm.lora.loading import AdapterSource
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
 # Names of adapters of a tiny world whose files hold A's and B's of linears alone: all of them.
@@ -38,22 +38,24 @@ def world(tmp_path_factory):
 
 
 class Loaders:
-    """A model's loader (`plain`), and one beside it that knows layouts (`reader`)."""
+    """A model's plain source (`plain`), and one around it that knows layouts (`known`).
+
+    left   paths that `known` has left to the other
+    """
 
     def __init__(self, engine):
-        self.plain = engine.adapters.worker
-        self.manager = self.plain.manager
-        self.known = AdapterLoader(self.plain.vllm_config, "cpu")
-        self.known.manager, self.known.reading = self.manager, self.plain.reading
-        self.reader = KnownLayouts.of(self.known)
-        self.left = []  # to the loader
-        read = self.reader._read
+        self.manager = engine.adapters.manager
+        self.plain = AdapterSource(self.manager)
+        beneath = AdapterSource(self.manager)
+        self.known = KnownLayouts(beneath)
+        self.left = []
+        read = beneath._read
 
         def note(lora_request, folder, shapes_only):
             self.left.append(lora_request.lora_path)
             return read(lora_request, folder, shapes_only)
 
-        self.reader._read = note
+        beneath._read = note
 
     def both(self, folder, shapes_only=False):
         """What each makes of a folder."""
@@ -63,7 +65,7 @@ class Loaders:
 
 def outcome(loader, request, shapes_only=False):
     try:
-        return loader._load_adapter(request, shapes_only)
+        return loader.check(request) if shapes_only else loader.load(request)
     except (ValueError, FileNotFoundError) as error:
         return type(error), str(error)
 
@@ -144,9 +146,9 @@ def where(name):
 def test_a_layout_is_worked_out_once(loaders, world, tmp_path, monkeypatch):
     worked_out = []
     monkeypatch.setattr(
-        loaders.reader,
+        loaders.known,
         "_work_out",
-        lambda *args, f=loaders.reader._work_out: worked_out.append(1) or f(*args),
+        lambda *args, f=loaders.known._work_out: worked_out.append(1) or f(*args),
     )
     for seed in range(3):
         loaders.both(like(tmp_path / str(seed), world.path("all"), seed))
@@ -164,17 +166,17 @@ def test_a_layout_is_worked_out_once(loaders, world, tmp_path, monkeypatch):
 def test_adapters_of_a_layout_share_no_memory_and_leave_nothing_behind(loaders, world, tmp_path):
     first, second = (like(tmp_path / str(seed), world.path("qv"), seed) for seed in range(2))
     request = LoRARequest("first", 1, str(first))
-    lora = loaders.known._load_adapter(request)
+    lora = loaders.known.load(request)
     kept = {name: [t.clone() for t in weights.tensors] for name, weights in lora.loras.items()}
 
-    for weights in loaders.known._load_adapter(LoRARequest("second", 2, str(second))).loras.values():
+    for weights in loaders.known.load(LoRARequest("second", 2, str(second))).loras.values():
         for tensor in weights.tensors:
             tensor.fill_(float("nan"))
 
     for name, weights in lora.loras.items():
         assert all(map(torch.equal, weights.tensors, kept[name]))
     assert lora.nbytes == sum(t.nbytes for weights in lora.loras.values() for t in weights.tensors)
-    assert_same(loaders.plain._load_adapter(request), loaders.known._load_adapter(request))
+    assert_same(loaders.plain.load(request), loaders.known.load(request))
 
 
 @pytest.mark.parametrize("variant, adapters", [("llama-llama3-rope", OTHERS), ("phi3-fused", FUSED)])
@@ -203,7 +205,7 @@ def test_spoiled_adapters_get_the_same_sentences(loaders, world, tmp_path, monke
             continue
         folder = tmp_path / str(number)
         shutil.copytree(source, folder)
-        loaders.known._load_adapter(LoRARequest("good", 1, str(source)))
+        loaders.known.load(LoRARequest("good", 1, str(source)))
         WAYS[way](rng, folder)
 
         shapes_only = rng.random() < 0.3
@@ -231,7 +233,7 @@ NUMBERS = {
 def test_numbers_are_judged_as_the_loader_does(world, case, tmp_path):
     (side, value, alpha), is_refused = NUMBERS[case], not case.startswith("large")
     loaders = Loaders(world.engine(dtype="float32"))
-    loaders.known._load_adapter(LoRARequest("good", 1, str(world.path("qv"))))
+    loaders.known.load(LoRARequest("good", 1, str(world.path("qv"))))
     folder = like(tmp_path / "adapter", world.path("qv"), 3)
     configure(folder, lora_alpha=alpha)
     tensors = tensors_of(folder)
@@ -299,9 +301,9 @@ def test_no_more_than_so_many_layouts_are_kept_those_used_last(loaders, world, t
     for name in ["qv", "all", "mlp", "qv", "patterns"]:
         assert_same(*loaders.both(world.path(name)))
 
-    kept = list(loaders.reader._layouts.values())
+    kept = list(loaders.known._layouts.values())
     assert [len(layout.judged.loras) for layout in kept] == [
-        len(loaders.plain.check_adapter(LoRARequest("x", 1, str(world.path(n)))).loras)
+        len(loaders.plain.check(LoRARequest("x", 1, str(world.path(n)))).loras)
         for n in ("mlp", "qv", "patterns")
     ]
     assert all(t.is_meta for layout in kept for t in layout.shapes)
@@ -311,14 +313,14 @@ def test_many_threads_read_what_one_reads(loaders, world, tmp_path, monkeypatch)
     monkeypatch.setattr(known_layouts, "MOST_LAYOUTS", 2)
     folders = [like(tmp_path / str(seed), world.path(PLAIN[seed % 4]), seed) for seed in range(8)]
     requests = [LoRARequest(f"adapter {n}", n + 1, str(folder)) for n, folder in enumerate(folders)]
-    expected, faults = [loaders.plain._load_adapter(request) for request in requests], []
+    expected, faults = [loaders.plain.load(request) for request in requests], []
 
     def read(seed):
         rng = random.Random(seed)
         for _ in range(40):
             number = rng.randrange(len(requests))
             try:
-                assert_same(expected[number], loaders.known._load_adapter(requests[number]))
+                assert_same(expected[number], loaders.known.load(requests[number]))
             except BaseException as error:
                 faults.append(error)
 

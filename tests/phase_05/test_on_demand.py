@@ -236,14 +236,14 @@ def test_preparing_lets_ctrl_c_through(folders, monkeypatch):
 
 def fail_load(monkeypatch, worker, adapter_id, error):
     """Have one adapter's loading raise something that no folder is to blame for."""
-    load = worker._load_adapter
+    load = worker.source.load
 
     def loaded(lora_request, **kwargs):
         if lora_request.lora_int_id == adapter_id:
             raise error
         return load(lora_request, **kwargs)
 
-    monkeypatch.setattr(worker, "_load_adapter", loaded)
+    monkeypatch.setattr(worker.source, "load", loaded)
 
 
 def test_preparing_evicts_from_memory_nothing_that_the_step_needs(folders, monkeypatch):

@@ -5,11 +5,12 @@ vLLM 0.22.1 goes through the names of every file (`from_local_checkpoint`, vllm/
 
 import hashlib
 import os
+import time
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch._utils import _unflatten_dense_tensors
@@ -17,7 +18,7 @@ from torch._utils import _unflatten_dense_tensors
 import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_modules
 from minivllm.lora.limits import HEADER_BYTES
-from minivllm.lora.loading import AdapterLoader
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import is_left_out
@@ -96,37 +97,40 @@ class Header(NamedTuple):
     size: int
 
 
-class KnownLayouts:
-    """Stands where a loader reads adapters. What is plain in a safetensors file goes to its last place at once.
+class KnownLayouts(AdapterSource):
+    """Reads files that are laid out like one before by a dozen calls instead of thousands, around another source.
 
-    A layout is worked out by the loader's own functions, from shapes. Whoever reads such a file again makes a dozen
-    calls instead of thousands, so the interpreter's lock is free for others. Whatever is unusual is left to the
-    loader: options, other formats, a file that cannot be read, weights that are refused. So sentences are the same.
+    A layout is worked out by that source's own functions, from shapes. So the interpreter's lock is free for others
+    while a file is read into its last place. Whatever is unusual is left to the other source: options, other formats,
+    a file that cannot be read, weights that are refused. So sentences are the same.
 
     Any thread may read.
     """
 
-    @classmethod
-    def of(cls, loader: AdapterLoader) -> Self:
-        """The loader's own; it has one from the first call on."""
-        reads = getattr(loader._read, "__self__", None)
-        return reads if isinstance(reads, cls) else cls(loader)
-
-    def __init__(self, loader: AdapterLoader) -> None:
-        self.loader, self.manager = loader, loader.manager
-        self._layouts: dict[
-            Hashable, Layout | None
-        ] = {}  # the one used longest ago is the first; None = unusual
+    def __init__(self, source: AdapterSource) -> None:
+        self.source = source
+        self.manager, self.reading = source.manager, source.reading
+        # The one used longest ago is the first; None = unusual.
+        self._layouts: dict[Hashable, Layout | None] = {}
         self._turn = Lock()
-        self._read, loader._read = loader._read, self.read
 
-    def read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
-        """As `AdapterLoader._read`. What has numbers is accepted, and staged where there is a GPU."""
-        lora = None
-        if lora_request.lora_tensors is None:
-            with suppress(Exception):  # whatever it is, the loader finds it, too, and says it
-                lora = self._read_known(lora_request, folder, shapes_only)
-        return self._read(lora_request, folder, shapes_only) if lora is None else lora
+    def check(self, lora_request: LoRARequest) -> LoRAModel:
+        lora = self._read_if_known(lora_request, shapes_only=True)
+        return self.source.check(lora_request) if lora is None else lora
+
+    def load(self, lora_request: LoRARequest) -> LoRAModel:
+        """As `AdapterSource.load`; staged, too, where there is a GPU."""
+        started = time.perf_counter()
+        if (lora := self._read_if_known(lora_request, shapes_only=False)) is None:
+            return self.source.load(lora_request)
+        lora.load_seconds = time.perf_counter() - started
+        return lora
+
+    def _read_if_known(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel | None:
+        if lora_request.lora_tensors is None and os.path.isdir(lora_request.lora_path):
+            with suppress(Exception):  # whatever it is, the source finds it, too, and says it
+                return self._read_known(lora_request, lora_request.lora_path, shapes_only)
+        return None
 
     def _read_known(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel | None:
         helper = PEFTHelper.from_local_dir(folder)
@@ -162,8 +166,8 @@ class KnownLayouts:
         return layout
 
     def _work_out(self, path: Path, file: BinaryIO, header: Header, helper: PEFTHelper) -> Layout | None:
-        """As the loader does it. ValueError for what it refuses."""
-        options = dict(self.loader.reading)
+        """As the source does it. ValueError for what it refuses."""
+        options = dict(self.reading)
         expected, most_tensors = options.pop("expected_lora_modules"), options.pop("most_tensors")
         file.seek(0)
         stored = find_safetensors(path, file, most_tensors)
@@ -177,7 +181,7 @@ class KnownLayouts:
         ):
             return None
         metas = {n: torch.empty(stored[n].shape, dtype=stored[n].dtype, device="meta") for n in in_order}
-        names = sorted(metas)  # in which the loader goes through them
+        names = sorted(metas)  # in which the source goes through them
         lora = LoRAModel.from_lora_tensors(1, {n: metas[n] for n in names}, helper, "meta", **options)
         check_modules(lora.loras, sorted(expected))
         shapes = [metas[name] for name in in_order]
@@ -192,7 +196,7 @@ class KnownLayouts:
         return Layout(header.nbytes, shapes, judged, lora)
 
     def _fill(self, layout: Layout, file: BinaryIO, lora_request: LoRARequest) -> LoRAModel | None:
-        """None for numbers that the loader has to judge one by one."""
+        """None for numbers that the source has to judge one by one."""
         dtype, writer = self.manager.lora_dtype, self.manager.slot_writer
         nbytes = layout.numbers * dtype.itemsize
         pool = new_memory(nbytes) if writer is None else writer.take(nbytes)
