@@ -1,4 +1,7 @@
-"""From a request to an adapter that fits the model. Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1)."""
+"""From a request to an adapter that fits the model.
+
+Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1).
+"""
 
 import time
 from typing import Any
@@ -18,8 +21,7 @@ from minivllm.sentences import LONGEST_NAME, one_sentence
 class AdapterSource:
     """Where a worker manager gets adapters from: folders, which are read when they are asked for.
 
-    A seam: others wrap one, and are given to the worker manager in its place (`LRUCacheWorkerLoRAManager.read_through`).
-    `KnownLayouts` reads files laid out like one before, `SharedSource` has other ranks read, too, and `AdapterReader`
+    A seam: others wrap one, and are given to the worker manager in its place (`read_through`). `KnownLayouts` reads files laid out like one before, `SharedSource` has other ranks read, too, and `AdapterReader`
     reads beside the steps.
 
     manager   of the model that adapters are for

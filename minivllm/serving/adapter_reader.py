@@ -42,8 +42,8 @@ class Read:
 class AdapterReader(AdapterSource):
     """Reads what waiting requests need, in threads of its own, before the step that admits them asks for it.
 
-    It stands around the worker's source, and the registry asks it who `may_run`. All but the reading itself is done in the engine's thread, and so is a check or a load that nobody began here:
-    nothing can get stuck.
+    It stands around the worker's source, and the registry asks it who `may_run`. All but the reading itself is done in
+    the engine's thread, and so is a check or a load that nobody began here: nothing can get stuck.
 
     most        adapters that are read at the same time, and that may have been read for requests that still wait
     read_done   is called in a reading thread: the engine may be waiting
