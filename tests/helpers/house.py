@@ -35,11 +35,11 @@ BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_samplin
 OUTSIDE = tuple(f"minivllm.lora.{name}" for name in ("options", "io", "gpu", "vllm", "reports"))
 COMPOSITION_ROOT = PACKAGE / "lora" / "__init__.py"
 
-MOST_CODE = {"book A": 1500, "book B": 1600}
+MOST_CODE = {"book A": 1500, "book B": 1800}
 MOST_LINES = {"book A": 200, "book B": 250}
 MOST_CHECKS = 300
-LONGEST_FUNCTION = 40
-LONGEST_STARTER = 130
+LONGEST_FUNCTION = 45
+LONGEST_STARTER = 170
 
 
 def books() -> dict[str, list[Path]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from code_lines import DOCUMENTED
 
-MOST_WORDS = 20
+MOST_WORDS = 30
 
 # A name, or several, and two spaces or more before what is said of it.
 _ENTRY = re.compile(r"\S+(?:, \S+)* {2,}(?=\S)")
