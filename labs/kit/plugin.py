@@ -23,16 +23,21 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if config.stash[IS_SHORT]:
         config.option.tbstyle = "native"  # it will not be shown, and is quick to make
-    if active():
-        steady_hypothesis()
+    steady_hypothesis()
 
 
 def steady_hypothesis() -> None:
-    """The same examples in every run, however slow the machine: grades must not change by chance."""
-    from hypothesis import settings
+    """The same examples in every run, however slow the machine: neither grades nor tests may change by chance."""
+    from hypothesis import HealthCheck, settings
 
     settings.register_profile(
-        "labs", deadline=None, derandomize=True, database=None, report_multiple_bugs=False, print_blob=False
+        "labs",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=True,
+        database=None,
+        report_multiple_bugs=False,
+        print_blob=False,
     )
     settings.load_profile("labs")
 

@@ -39,8 +39,11 @@ class Request:
     lora_request        None for the base model
     arrival_time        seconds, on the caller's clock; order of arrival is that of `add_request`
     adapter_generation  which (re)load of its adapter it belongs to; a later one waits until all requests
-                        of earlier ones are finished. Who comes later is of no earlier one
+                        of earlier ones are finished. It never falls from one arrival to the next: a reload concerns
+                        only requests that arrive after its order
     eos_token_ids       end-of-sequence ids of the model
+    follows             a request with the same prompt that computes it first, so that this one finds it in the
+                        prefix cache; None: it waits for no other request
     block_ids           KV blocks, in the order of the tokens they hold
     num_cached_tokens   prompt tokens found in the prefix cache when it was first admitted
     prompt_logprobs     of its prompt's tokens, as far as they are computed; [] where nobody asks for them
@@ -55,6 +58,7 @@ class Request:
     arrival_time: float = 0.0
     adapter_generation: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    follows: "Request | None" = field(default=None, repr=False)
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     stop_reason: int | str | None = field(default=None, init=False)

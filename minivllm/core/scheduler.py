@@ -24,6 +24,7 @@ class Scheduler:
 
     waiting     by arrival; a preempted request goes back to its place
     running     by admission, so that prompts in the making come after all who already answer
+    followers   request id -> requests that are in neither queue until that one has computed the prompt they share
     in_flight   adapter id, 0 for base -> generation -> how many unfinished requests, waiting or running, are of it
 
     adapter_identity    see `PrefixCache`
@@ -79,7 +80,10 @@ class Scheduler:
             self._num_arrived += 1
         self.requests[request.request_id] = request
         self.in_flight.setdefault(request.adapter_id, Counter())[request.adapter_generation] += 1
-        self.waiting.add(request)
+        if self._is_prompt_pending(request.follows):
+            self.followers.setdefault(request.follows.request_id, []).append(request)
+        else:
+            self.waiting.add(request)
 
     def check_request(self, request: Request) -> None:
         """ValueError if its id is in use, LoRA is off, or an empty KV cache would not hold it."""
@@ -114,6 +118,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.in_flight: dict[int, Counter[int]] = {}
         self.running: list[Request] = []
+        self.followers: dict[str, list[Request]] = {}
         self._prefetched: list[int] = []  # by the step before
 
     def has_unfinished_requests(self) -> bool:
@@ -149,6 +154,8 @@ class Scheduler:
             self.kv_cache.cache_blocks(request, num_computed_tokens)
             request.num_computed_tokens = num_computed_tokens
             self.num_computed_tokens += num_new_tokens
+            if self.followers and not self._is_prompt_pending(request):
+                self._queue_followers(request)
             if samples:
                 self._append_tokens(request, sampled[request.request_id])
                 answered.append(request)
@@ -306,17 +313,29 @@ class Scheduler:
         return None
 
     def _finish(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+        held = self.followers.get(request.follows.request_id, []) if request.follows else []
         if request in self.waiting:
             self.waiting.remove(request)
         else:
-            self.running.remove(request)
+            (held if request in held else self.running).remove(request)
         del self.requests[request.request_id]
+        self._queue_followers(request)
         self.in_flight[request.adapter_id] -= Counter([request.adapter_generation])  # which drops zeros
         if not self.in_flight[request.adapter_id]:
             del self.in_flight[request.adapter_id]
         self.kv_cache.free(request)
         request.status = status
         request.error = error
+
+    def _is_prompt_pending(self, request: Request | None) -> bool:
+        """Whether the request has still to compute a part of its prompt; False for one that has ended, and for None."""
+        is_unfinished = request is not None and request.request_id in self.requests
+        return is_unfinished and request.num_computed_tokens < request.num_prompt_tokens
+
+    def _queue_followers(self, request: Request) -> None:
+        """The prompt that they share is computed, or the request has ended: they queue, in the places they came to."""
+        for follower in self.followers.pop(request.request_id, ()):
+            self.waiting.add(follower)
 
 
 # A waiting request at a time, in the order in which they are asked whether they can join a step.

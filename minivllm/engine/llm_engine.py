@@ -77,12 +77,17 @@ class LLMEngine(AdapterCalls, EngineReports):
         self.scheduler.check_request(request)
         if lora_request is not None:
             self.adapters.check_slots(lora_request)
-            request.lora_request, request.adapter_generation = self.adapters.register(
-                lora_request, f"request '{request_id}'", traits
-            )
-        if params.n > 1:
-            self.parallel.add(request, text, traits.tokenizer)
-        else:
-            self.scheduler.add_request(request)
-            self.output_processor.add_request(request, text, traits.tokenizer)
+        parent = self.parallel.new_parent(request) if params.n > 1 else None
+        requests = [request] if parent is None else parent.children
+        states = [self.output_processor.new_state(own, text, traits.tokenizer) for own in requests]
+        # Whatever may be refused has been. From here on the engine changes.
+        if lora_request is not None:
+            known, generation = self.adapters.register(lora_request, f"request '{request_id}'", traits)
+            for own in requests:
+                own.lora_request, own.adapter_generation = known, generation
+        if parent is not None:
+            self.parallel.add(parent)
+        for own in requests:
+            self.scheduler.add_request(own)
+        self.output_processor.add_states(states)
         return request_id

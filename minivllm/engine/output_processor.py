@@ -1,7 +1,7 @@
 """From tokens to what a caller sees. Stands for vllm/v1/engine/output_processor.py (v0.22.1)."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,15 @@ class OutputProcessor:
         self.clock = clock
         self.states: dict[str, RequestState] = {}
 
-    def add_request(self, request: Request, prompt: str | None, tokenizer: Any = None) -> None:
-        """Begin to keep what is known of a request.   tokenizer: its adapter's own; None = the model's"""
+    def new_state(self, request: Request, prompt: str | None, tokenizer: Any = None) -> RequestState:
+        """What is kept of a request, for `add_states`.   tokenizer: its adapter's own; None = the model's"""
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         answer = None if tokenizer is None else Answer(request, tokenizer)
-        metrics = RequestMetrics(request.arrival_time)
-        self.states[request.request_id] = RequestState(request, prompt, answer, metrics)
+        return RequestState(request, prompt, answer, RequestMetrics(request.arrival_time))
+
+    def add_states(self, states: Iterable[RequestState]) -> None:
+        """Begin to keep them, all or none: an interrupt may come between any two lines."""
+        self.states.update({state.request.request_id: state for state in states})
 
     def mark_scheduled(self, request_id: str) -> None:
         """The request is admitted, for the first time or after a preemption."""

@@ -6,7 +6,6 @@ output of the parent, with the answers of all its children.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -21,14 +20,10 @@ class ParentRequest:
     """A request for n answers. vLLM: `ParentRequest`.
 
     request   as the caller gave it; no scheduler knows it
-    begun     how many of its children, the first of them, are in the engine, or were
     latest    the last output of each child
     """
 
     request: Request
-    prompt: str | None
-    tokenizer: Any
-    begun: int = 0
     children: list[Request] = field(init=False)
     latest: list[RequestOutput | None] = field(init=False)
 
@@ -44,12 +39,6 @@ class ParentRequest:
     def request_ids(self) -> list[str]:
         """Its children's."""
         return [child.request_id for child in self.children]
-
-    @property
-    def failed(self) -> bool:
-        """Whether its first child ended with an error; others that have not begun then never do."""
-        first = self.latest[0]
-        return first is not None and first.error is not None
 
     def merged(self, outputs: Sequence[RequestOutput]) -> RequestOutput:
         """The parent's output after some of its children's. The same outputs may be given again."""
@@ -72,8 +61,7 @@ class ParentRequest:
         """One child's answer so far; of its deltas those in `outputs`."""
         latest, request_id = self.latest[index], self.children[index].request_id
         if latest is None:
-            never = self.failed and index >= self.begun
-            return CompletionOutput(index, "", [], finish_reason="error" if never else None)
+            return CompletionOutput(index, "", [])
         new = [output.outputs[0] for output in outputs if output.request_id == request_id]
         return replace(
             latest.outputs[0],
@@ -86,9 +74,9 @@ class ParentRequest:
 class ParallelSampling:
     """All parents whose children are in an engine.
 
-    Where a prompt fills a KV block that others can find, the first child begins alone, and the others when it has its
-    first token. So the prompt is computed once. A Ctrl-C may come between any two lines: what has not been done then
-    is done by the next call of the same method.
+    Where a prompt fills a KV block that others can find, the first child computes it alone and the others follow it
+    (`Request.follows`), so that the prompt is computed once. All children are added together, though: they have the
+    parent's place in the queue and its generation of the adapter, whatever arrives before the last of them runs.
     """
 
     def __init__(self, scheduler: Scheduler, output_processor: OutputProcessor) -> None:
@@ -97,28 +85,18 @@ class ParallelSampling:
         self.parents: dict[str, ParentRequest] = {}  # by the ids of their children
         self._told: list[str] = []  # parents whose last output was merged in the last call
 
-    def add(self, request: Request, prompt: str | None, tokenizer: Any) -> None:
-        """Begin a request for more than one answer. Arguments as in `OutputProcessor.add_request`."""
-        parent = ParentRequest(request, prompt, tokenizer)
-        self.parents.update(dict.fromkeys(parent.request_ids, parent))
+    def new_parent(self, request: Request) -> ParentRequest:
+        """A request for more than one answer with its children, for `add`; nothing has changed yet."""
+        parent = ParentRequest(request)
         cache = self.scheduler.kv_cache
-        is_shared = cache.enable_caching and request.num_prompt_tokens > cache.block_size
-        self._begin(parent, 1 if is_shared else len(parent.children))
+        if cache.enable_caching and request.num_prompt_tokens > cache.block_size:
+            for child in parent.children[1:]:
+                child.follows = parent.children[0]
+        return parent
 
-    def begin_others(self, outputs: Iterable[RequestOutput]) -> None:
-        """Begin the children that waited for these outputs of the first ones, unless these are errors."""
-        for output in outputs:
-            parent = self.parents.get(output.request_id)
-            if parent is not None and output.error is None:
-                self._begin(parent, len(parent.children))
-
-    def _begin(self, parent: ParentRequest, count: int) -> None:
-        while parent.begun < count:
-            child = parent.children[parent.begun]
-            if child.request_id not in self.output_processor.states:
-                self.scheduler.add_request(child)
-                self.output_processor.add_request(child, parent.prompt, parent.tokenizer)
-            parent.begun += 1
+    def add(self, parent: ParentRequest) -> None:
+        """From now on outputs of its children are the parent's. The caller adds the children to the scheduler."""
+        self.parents.update(dict.fromkeys(parent.request_ids, parent))
 
     def merged(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Outputs of requests as their callers know them: one for all of a parent's children.

@@ -52,8 +52,6 @@ class GuardedCore(EngineCore):
                     self._failed_steps = 0
                 except BaseException as error:
                     self._end_who_is_at_fault(as_fault(error))
-                if self.parallel.parents:
-                    self.parallel.begin_others(self._undelivered)
                 self._settle_what_was_left()
                 # In one line each: a Ctrl-C may come between any two.
                 if of is None:

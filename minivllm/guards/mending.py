@@ -19,7 +19,6 @@ def mend(engine: EngineCore, undelivered: Collection[RequestOutput]) -> None:
     """
     requests = rewind(engine.output_processor, undelivered)
     reset(engine.scheduler, requests)
-    engine.parallel.begin_others(undelivered)
     engine.runner.row_sampler.forget_all_but(request.request_id for request in requests)
     if engine.adapters is not None:
         mend_adapters(engine.adapters)

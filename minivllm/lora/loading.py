@@ -21,8 +21,8 @@ from minivllm.sentences import LONGEST_NAME, one_sentence
 class AdapterSource:
     """Where a worker manager gets adapters from: folders, which are read when they are asked for.
 
-    A seam: others wrap one, and are given to the worker manager in its place (`read_through`). `KnownLayouts` reads files laid out like one before, `SharedSource` has other ranks read, too, and `AdapterReader`
-    reads beside the steps.
+    A seam: others wrap one, and are given to the worker manager in its place (`read_through`). `KnownLayouts` reads
+    files laid out like one before, `SharedSource` has other ranks read, too, and `AdapterReader` reads beside the steps.
 
     manager   of the model that adapters are for
     reading   how they are read for it, see `reading_parameters`

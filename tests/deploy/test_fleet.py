@@ -3,17 +3,19 @@
 import asyncio
 import random
 import threading
-import time
 from dataclasses import replace
 
 import httpx
 import openai
 import pytest
+from far_engine import hold_after
 from local_fleet import copied, fleet
+from patience import PATIENCE, wait_until
 from pydantic import ValidationError
 from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, Answers, client_of, served, tokenizer_with_template
 
+from deploy.fleet import fleet_llm
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.fleet_llm import where_last_used
 from deploy.fleet.replica import Replica, Version
@@ -37,8 +39,9 @@ def answers(world):
 
 
 @pytest.fixture
-def both(world):
+def both(world, monkeypatch):
     """Server and engines."""
+    monkeypatch.setattr(fleet_llm, "SECONDS_TO_ANSWER", PATIENCE)
     with fleet(world, "qv", "all", lora_root=str(world.folder), allow_runtime_lora=True) as both:
         yield both
 
@@ -61,7 +64,7 @@ def client(server):
 
 @pytest.fixture
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=30) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         yield http
 
 
@@ -81,15 +84,26 @@ def test_every_engine_answers_for_every_name_as_peft_does(client, answers):
         assert texts == [answers.text(name, "a tale")] * 2
 
 
-def test_a_stream_brings_an_answer_in_pieces(client, answers):
-    stream = client.completions.create(
-        model="all", prompt="a tale", stream=True, **{**GREEDY, "max_tokens": 20}
+@pytest.fixture
+def go(engines, tmp_path):
+    """A file: without it no engine hands out more than two tokens."""
+    for each in engines.replicas:
+        each.llm._client.call(hold_after, 3, tmp_path / "go").result(PATIENCE)
+    yield tmp_path / "go"
+    (tmp_path / "go").touch()
+
+
+def test_a_stream_brings_an_answer_in_pieces(client, answers, go):
+    stream = iter(
+        client.completions.create(model="all", prompt="a tale", stream=True, **{**GREEDY, "max_tokens": 20})
     )
 
-    pieces = [chunk.choices[0].text for chunk in stream]
+    first = next(stream).choices[0].text
+    go.touch()
+    rest = "".join(chunk.choices[0].text for chunk in stream)
 
-    assert len(pieces) > 1
-    assert "".join(pieces) == answers.text("all", "a tale", 20)
+    assert first and rest
+    assert first + rest == answers.text("all", "a tale", 20)
 
 
 def test_a_name_that_nobody_knows_is_404_and_an_engines_refusal_is_one_sentence(client, http):
@@ -116,7 +130,7 @@ def test_what_is_read_again_answers_for_all_engines_and_never_mixed(client, http
     askers = [threading.Thread(target=ask_on) for _ in range(3)]
     for asker in askers:
         asker.start()
-    wait_for(lambda: len(seen) > 5)
+    wait_until(lambda: len(seen) > 5)
     reloaded = order(http, "load", "moving", world.path("patterns"), load_inplace=True)
     after = [text_of(client, "moving", max_tokens=12) for _ in range(4)]
     stop.set()
@@ -128,13 +142,6 @@ def test_what_is_read_again_answers_for_all_engines_and_never_mixed(client, http
     assert set(seen) <= set(texts.values())
     assert texts["mlp"] in seen
     assert after == [texts["patterns"]] * 4
-
-
-def wait_for(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def test_an_engine_that_an_order_did_not_reach_carries_it_out_before_it_answers(
@@ -173,7 +180,7 @@ def test_an_unloaded_adapter_is_nobodys_and_its_name_is_free(client, http, answe
     after = http.post("/v1/completions", json={"model": "leaving", "prompt": "x"})
 
     assert (unloaded.status_code, after.status_code) == (200, 404)
-    wait_for(lambda: not any("leaving" in each.llm.adapter_names for each in engines.replicas))
+    wait_until(lambda: not any("leaving" in each.llm.adapter_names for each in engines.replicas))
     order(http, "load", "leaving", world.path("patterns")).raise_for_status()
     assert [text_of(client, "leaving") for _ in range(2)] == [answers.text("patterns", "a tale")] * 2
 
@@ -192,12 +199,17 @@ def test_when_an_engine_ends_its_requests_get_an_error_and_the_others_answers(cl
     assert texts == [answers.text("all", "a tale")] * 2
 
 
-def test_an_engine_that_ends_in_the_middle_of_a_stream_ends_it_with_an_error(client, engines):
+def test_an_engine_that_ends_in_the_middle_of_a_stream_ends_it_with_an_error(client, engines, go):
     stream = client.completions.create(model="all", prompt="x", stream=True, **{**GREEDY, "max_tokens": 400})
     chunks = iter(stream)
     next(chunks)
-    for each in engines.replicas:
-        each.llm.shutdown()
+    ends = [threading.Thread(target=each.llm.shutdown) for each in engines.replicas]
+    for end in ends:
+        end.start()
+    wait_until(lambda: all(each.llm._client._stopping for each in engines.replicas))
+    go.touch()
+    for end in ends:
+        end.join()
 
     with pytest.raises(openai.APIError, match="shut down"):
         list(chunks)
@@ -215,7 +227,7 @@ def test_whoever_leaves_ends_its_request_in_the_engine(client, engines):
     next(iter(stream))
     stream.close()
 
-    wait_for(lambda: not any(each.llm._open for each in engines.replicas))
+    wait_until(lambda: not any(each.llm._open for each in engines.replicas))
 
 
 def test_a_fleets_numbers_are_sums_and_an_adapter_is_where_it_was_used_last(client, http):

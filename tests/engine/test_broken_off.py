@@ -113,7 +113,7 @@ def test_a_request_that_ran_out_of_memory_when_it_was_queued_is_not_in_the_engin
 ):
     engine = world.engine()
     engine.add_request("a", PROMPT, greedy(6))
-    raise_once(monkeypatch, engine.output_processor, "add_request", error)
+    raise_once(monkeypatch, engine.output_processor, "add_states", error)
     with pytest.raises(error):
         engine.add_request("b", PROMPT, greedy(6), lora_request=world.request(1))
 

@@ -3,11 +3,13 @@
 from contextlib import suppress
 
 import pytest
+from running_ahead import run_ahead
 from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
-from minivllm import SamplingParams
+from minivllm import LoRARequest, SamplingParams
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParallelSampling
@@ -136,6 +138,110 @@ class TestAnswers:
 
         assert found.prompt_logprobs == expected.prompt_logprobs
         assert answers_of(found) == alone(world, LONG, [7, 8])
+
+
+def policy(world, step, tenant, **changes):
+    """As a trainer's next policy comes: the same id, another name and another folder."""
+    return LoRARequest(f"policy-{step}", 9, str(world.path(tenant)), **changes)
+
+
+class TestBesideAReload:
+    """All answers to one prompt are of the weights that were there when it was asked, and keep nobody waiting."""
+
+    @pytest.mark.parametrize("order", ["request", "add_lora"])
+    @pytest.mark.parametrize("steps", range(5))
+    def test_they_are_of_the_weights_before_it(self, world, steps, order):
+        engine = world.engine(max_num_batched_tokens=8)  # the prompt takes three steps
+        engine.add_request("old", LONG, drawn(n=3), lora_request=policy(world, 1, "qv"))
+        outputs = [output for _ in range(steps) for output in engine.step()]
+        if order == "add_lora":
+            engine.add_lora(policy(world, 2, "all", load_inplace=True))
+        is_ordered_here = order == "request"
+
+        new = policy(world, 2, "all", load_inplace=is_ordered_here)
+        engine.add_request("new", SHORT, greedy(4), lora_request=new)
+        engine.add_request("base", SHORT, greedy(4))
+
+        outputs = run(engine)
+        assert answers_of(outputs["old"]) == alone(world, LONG, [7, 8, 9], "qv")
+        assert tokens_of(outputs["new"]) == world.oracle().greedy("all", SHORT, 4)
+        assert tokens_of(outputs["base"]) == world.oracle().greedy(None, SHORT, 4)
+        assert_nothing_is_left(engine)
+
+    @pytest.mark.parametrize("max_tokens", [1, 3])
+    @pytest.mark.parametrize("change", ["reload", "unload"])
+    def test_they_are_of_the_weights_before_it_though_the_first_has_its_tokens_unread(
+        self, world, change, max_tokens
+    ):
+        """The scheduler is through with a request of one token when the step is launched."""
+        expected = alone(world, LONG, [7, 8, 9], "qv", max_tokens=max_tokens)
+        engine = run_ahead(world.engine())
+        engine.add_request(
+            "old", LONG, drawn(n=3, max_tokens=max_tokens), lora_request=policy(world, 1, "qv")
+        )
+        engine.step()
+        if change == "reload":
+            engine.add_lora(policy(world, 2, "all", load_inplace=True))
+        else:
+            engine.remove_lora(9)
+
+        outputs = run(engine)
+
+        assert answers_of(outputs["old"]) == expected
+        assert engine.list_loras() == ({9} if change == "reload" else set())
+        assert_nothing_is_left(engine)
+
+    def test_ordered_while_one_was_preempted_they_keep_their_weights(self, world):
+        """Blocks for two of the three at a time, and slots for one adapter."""
+        engine = world.engine(max_loras=1, max_cpu_loras=1, num_kv_blocks=14, max_num_batched_tokens=8)
+        engine.add_request("old", LONG, drawn(n=3, max_tokens=12), lora_request=policy(world, 1, "qv"))
+        engine.add_request("other", SHORT, greedy(12), lora_request=world.request("mlp"))
+        outputs = []
+        for _ in range(40):
+            outputs += engine.step() if not engine.scheduler.num_preemptions else []
+        engine.add_request("new", SHORT, greedy(4), lora_request=policy(world, 2, "all", load_inplace=True))
+
+        outputs = run(engine) | {output.request_id: output for output in outputs if output.finished}
+
+        assert answers_of(outputs["old"]) == alone(world, LONG, [7, 8, 9], "qv", max_tokens=12)
+        assert tokens_of(outputs["other"]) == world.oracle().greedy("mlp", SHORT, 12)
+        assert tokens_of(outputs["new"]) == world.oracle().greedy("all", SHORT, 4)
+
+
+class TestTheirPlaceInTheQueue:
+    @pytest.mark.parametrize("adapter", [None, "qv"])
+    @pytest.mark.parametrize("prompt", [SHORT, LONG[:12]], ids=["short", "long"])
+    def test_is_the_one_they_came_to(self, world, prompt, adapter):
+        engine, ended = world.engine(max_num_seqs=2), []
+        engine.add_request("first", prompt, drawn(n=2, max_tokens=4), lora_request=world.request(adapter))
+        for i in range(20):
+            engine.add_request(str(i), SHORT, greedy(4), lora_request=world.request(adapter))
+
+        while engine.has_unfinished_requests():
+            ended += [output.request_id for output in engine.step() if output.finished]
+
+        # One row is free while the first answer computes the prompt, and somebody else may have it.
+        assert ended.index("first") <= 2
+        assert len(ended) == 21
+
+    def test_is_kept_by_those_that_wait_when_the_first_fails(self, world, monkeypatch):
+        engine = world.engine(max_num_seqs=2)
+        engine.add_request("beside", SHORT, greedy(9))
+        engine.add_request("a", LONG, drawn(n=3))
+        sample = engine.runner.row_sampler.sample
+
+        def sampled(requests, logits):
+            if any(request.request_id == "0_a" for request in requests):
+                raise ValueError("cannot be drawn")
+            return sample(requests, logits)
+
+        monkeypatch.setattr(engine.runner.row_sampler, "sample", sampled)
+        output = run(engine)["a"]
+
+        expected = alone(world, LONG, [7, 8, 9])
+        assert answers_of(output) == [[], *expected[1:]]
+        assert [completion.finish_reason for completion in output.outputs] == ["error", "length", "length"]
+        assert_nothing_is_left(engine)
 
 
 class TestOutputs:
@@ -316,10 +422,9 @@ class TestACtrlC:
     @pytest.mark.parametrize(
         ("owner", "name"),
         [
-            (ParallelSampling, "begin_others"),
-            (ParallelSampling, "_begin"),
-            (Scheduler, "add_request"),
-            (OutputProcessor, "add_request"),
+            (Scheduler, "schedule"),
+            (Scheduler, "update_from_output"),
+            (Scheduler, "_queue_followers"),
             (ParallelSampling, "merged"),
             (EngineCore, "_finish"),
             (EngineCore, "_settle_what_was_left"),
@@ -339,9 +444,38 @@ class TestACtrlC:
                         heard[i] += completion.delta_token_ids
                     finished += [output] if output.finished else []
 
-        assert len(calls) >= at or name in ("_begin", "add_request")
+        assert len(calls) >= at
         assert heard == expected
         assert [answers_of(output) for output in finished] == [expected]
+        assert_nothing_is_left(engine)
+
+    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+    @pytest.mark.parametrize(
+        ("owner", "name", "at"),
+        [
+            (OutputProcessor, "new_state", 2),
+            (AdapterRegistry, "register", 1),
+            (ParallelSampling, "add", 1),
+            *((Scheduler, "add_request", at) for at in (1, 2, 3)),
+            (OutputProcessor, "add_states", 1),
+        ],
+        ids=lambda x: getattr(x, "__name__", x),
+    )
+    def test_while_they_are_added_adds_all_of_them_or_none(self, world, monkeypatch, owner, name, at, after):
+        engine = world.engine()
+        calls = self.interrupt(monkeypatch, owner, name, at, after)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request("a", LONG, drawn(n=3), lora_request=world.request("qv"))
+        monkeypatch.undo()
+
+        outputs = run(engine)
+
+        is_in = name == "add_states" and after
+        assert len(calls) == at
+        assert outputs.keys() == ({"a"} if is_in else set())
+        engine.add_request("a", LONG, drawn(n=3), lora_request=world.request("qv"))
+        outputs |= run(engine)
+        assert answers_of(outputs["a"]) == alone(world, LONG, [7, 8, 9], "qv")
         assert_nothing_is_left(engine)
 
     def test_on_the_way_out_tells_with_the_next_what_it_had_to_tell(self, world, monkeypatch):
@@ -365,7 +499,7 @@ class TestACtrlC:
         engine = world.engine()
         engine.add_request("a", LONG, drawn(n=3, max_tokens=1), lora_request=world.request("qv"))
         engine.remove_lora(1)
-        self.interrupt(monkeypatch, ParallelSampling, "begin_others", at=1)
+        self.interrupt(monkeypatch, Scheduler, "_queue_followers", at=1)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         loads, prepare = [], engine.runner.lora_manager.prepare_adapters

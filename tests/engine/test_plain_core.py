@@ -26,7 +26,7 @@ def test_serves_base_and_adapters_in_one_batch_as_the_guarded_one_does(world):
                 lora_request, "the test", core.adapters.examine(lora_request)
             )
         core.scheduler.add_request(request)
-        core.output_processor.add_request(request, None)
+        core.output_processor.add_states([core.output_processor.new_state(request, None)])
 
     found, expected = answers(core), answers(guarded)
 

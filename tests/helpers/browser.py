@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -45,6 +46,7 @@ class Tab:
         self.page = browser.new_page(
             viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
         )
+        self.page.set_default_timeout(1000 * PATIENCE)
         self.troubles: list[str] = []
         self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
         self.page.on("console", lambda said: said.type == "error" and self.troubles.append(said.text))
@@ -64,9 +66,9 @@ class Tab:
             "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
 
-    def until(self, condition: str, seconds: float = 20.0) -> None:
+    def until(self, condition: str) -> None:
         """Wait until an expression of the page's scripts is true. Pages forbid what playwright does for this."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + PATIENCE
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"{condition} has not become true; {self.troubles}"
             self.page.wait_for_timeout(20)

@@ -1,10 +1,13 @@
 """What tests do to an engine in another process. Functions go there by name, so they stand in a module of their own."""
 
+import itertools
 import logging
 import os
 import signal
 import time
 from pathlib import Path
+
+from patience import wait_until
 
 from minivllm import LLMEngine
 
@@ -39,9 +42,13 @@ def steps_taken(engine: LLMEngine) -> int:
 
 def wait_for(engine: LLMEngine, file: Path) -> None:
     """Hold the engine up until there is such a file."""
-    until = time.monotonic() + 30
-    while not file.exists() and time.monotonic() < until:
-        time.sleep(0.005)
+    wait_until(file.exists)
+
+
+def hold_after(engine: LLMEngine, steps: int, file: Path) -> None:
+    """The engine takes so many steps from now on, and hands out nothing of the last one until there is such a file."""
+    left = itertools.count(steps - 1, -1)
+    engine.listeners.append(lambda scheduled: next(left) <= 0 and wait_for(engine, file))
 
 
 def break_steps(engine: LLMEngine) -> None:

@@ -1,9 +1,12 @@
 """A server around a tiny engine, in a thread of this process on a port of its own."""
 
-from collections.abc import Iterator
+import itertools
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from openai import OpenAI
+from patience import PATIENCE
 from tiny_engine import AdapterFolders, TinyWorld, character_tokenizer
 
 from minivllm.lora.io.resolver import stable_id
@@ -50,6 +53,37 @@ def serving(
             yield server
     finally:
         llm.shutdown()
+
+
+@contextmanager
+def held_up(server: ServerThread, after_steps: int = 0) -> Iterator[Callable[[], None]]:
+    """Inside, the engine takes so many steps; then it does nothing until the block ends, or calls what it is given.
+
+    The outputs of the last of these steps do not come before that.
+    """
+    client = server.server.state.llm._client
+    has_begun, is_over = threading.Event(), threading.Event()
+    left = itertools.count(after_steps - 1, -1)
+
+    def wait(_: object) -> None:
+        has_begun.set()
+        is_over.wait(PATIENCE)
+
+    def step(scheduled: object) -> None:
+        if next(left) <= 0:
+            wait(scheduled)
+
+    if after_steps:
+        client.engine.listeners.append(step)
+    else:
+        client.call(wait)
+        assert has_begun.wait(PATIENCE)
+    try:
+        yield is_over.set
+    finally:
+        is_over.set()
+        if after_steps:
+            client.call(lambda engine: engine.listeners.remove(step))
 
 
 def client_of(server: ServerThread, key: str = "none", **options: object) -> OpenAI:

@@ -2,8 +2,17 @@
 
 import pytest
 from checkout import Checkout
+from hypothesis import HealthCheck, settings
 
 from labs.kit.plugin import todo_of
+
+
+def test_examples_are_the_same_in_every_run_and_none_is_judged_by_a_clock():
+    chosen = settings()
+
+    assert chosen.derandomize and chosen.database is None
+    assert chosen.deadline is None and HealthCheck.too_slow in chosen.suppress_health_check
+
 
 MARKED = """
 import pytest

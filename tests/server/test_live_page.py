@@ -1,11 +1,9 @@
 """The page of a server: what it is fed with, what it costs, and what can be done on it in a real browser."""
 
-import asyncio
 import json
 import random
 import shutil
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,10 +11,12 @@ from dataclasses import asdict
 import httpx
 import pytest
 from browser import SCREENS, Tab, open_browser
+from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
-from tiny_server import BASE_NAME, Answers, serving
+from tiny_server import BASE_NAME, Answers, held_up, serving
 
 from minivllm.labs import Overlay, Source
+from minivllm.server import run
 from minivllm.server.live import latencies, live_page, message, whose_phases
 from minivllm.server.page import build_page, run_of
 
@@ -61,18 +61,11 @@ def tab(browser, server):
 
 def ask(server, model, **more):
     body = {"model": model, "prompt": f"ask {model}", **ASK, **more}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
 
 
 def listeners(server):
     return len(server.server.state.llm._client.engine.listeners)
-
-
-def wait_for(condition, seconds=20):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -84,7 +77,7 @@ def events_of(server, **headers):
             if line.startswith("data: "):
                 yield json.loads(line.removeprefix("data: "))
 
-    with httpx.stream("GET", f"{server.url}/events", headers=headers, timeout=60) as response:
+    with httpx.stream("GET", f"{server.url}/events", headers=headers, timeout=PATIENCE) as response:
         assert response.status_code == 200, response.read()
         yield messages(response)
 
@@ -124,33 +117,34 @@ def test_each_step_is_told_once_and_in_order(server):
 
 
 def test_who_has_gone_costs_no_step_anything(server):
-    wait_for(lambda: listeners(server) == 1)  # the recorder; pages of other tests have gone
+    wait_until(lambda: listeners(server) == 1)  # the recorder; pages of other tests have gone
 
     with events_of(server) as events, events_of(server) as others:
         next(events), next(others)
         assert listeners(server) == 3
 
-    wait_for(lambda: listeners(server) == 1)
+    wait_until(lambda: listeners(server) == 1)
 
 
-def test_a_server_that_ends_does_not_wait_for_pages(world):
+def test_a_server_that_ends_does_not_wait_for_pages(world, monkeypatch):
+    monkeypatch.setattr(run, "SECONDS_TO_FLUSH", 10 * PATIENCE)  # uvicorn would wait for so long
     with serving(world, "qv") as server, events_of(server) as events:
         next(events)
-        started = time.monotonic()
         server.server.drain()
         assert list(events) == []
-        server._thread.join(20)
+        server._thread.join(PATIENCE)
 
         assert not server._thread.is_alive()
-        assert time.monotonic() - started < 4  # uvicorn would wait for 5 s
 
 
 def test_a_key_opens_the_events_and_none_is_needed_for_the_page(world):
     keys = {"api_keys": ("master",), "adapter_keys": {"qv": "only-qv"}}
     with serving(world, "qv", **keys) as server:
-        page = httpx.get(server.url)
-        without = httpx.get(f"{server.url}/events")
-        of_one = httpx.get(f"{server.url}/events", headers={"authorization": "Bearer only-qv"})
+        page = httpx.get(server.url, timeout=PATIENCE)
+        without = httpx.get(f"{server.url}/events", timeout=PATIENCE)
+        of_one = httpx.get(
+            f"{server.url}/events", headers={"authorization": "Bearer only-qv"}, timeout=PATIENCE
+        )
         with events_of(server, authorization="Bearer master") as events:
             assert next(events)["hello"]["adapters"] == ["qv"]
 
@@ -159,10 +153,10 @@ def test_a_key_opens_the_events_and_none_is_needed_for_the_page(world):
 
 
 def test_the_page_may_not_be_framed_or_kept(server):
-    headers = httpx.get(server.url).headers
+    headers = httpx.get(server.url, timeout=PATIENCE).headers
 
     assert headers["x-frame-options"] == "DENY" and headers["cache-control"] == "no-store"
-    assert "/events" not in httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    assert "/events" not in httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE).json()["paths"]
 
 
 def test_nothing_in_a_name_ends_its_message(server):
@@ -214,20 +208,15 @@ def choose(tab, *models):
             box.set_checked(wanted)
 
 
-def hold_up(server, seconds):
-    """The engine takes no step for so long."""
-    held = server.server.state.llm.call(lambda engine: time.sleep(seconds))
-    threading.Thread(target=asyncio.run, args=(held,)).start()
-
-
 def test_the_playground_streams_from_base_and_adapters_in_one_batch(tab, server, world):
     choose(tab, BASE_NAME, "qv", "all")
     tab.page.fill("textarea", "Who are you?")
     tab.page.fill("input[type=number]", "9")
     steps = server.server.state.llm._client.engine.metrics.steps
 
-    hold_up(server, seconds=0.5)
-    tab.page.click("#ask")
+    with held_up(server):  # until all have asked
+        tab.page.click("#ask")
+        wait_until(lambda: len(server.server.state.llm._open) == 3)
     tab.page.wait_for_selector("#ask:not([disabled])")
 
     cards = tab.page.locator(".answer")
@@ -282,7 +271,7 @@ def test_adapters_are_loaded_pinned_and_unloaded(tab, server):
 
 
 def test_a_burst_asks_every_model_six_times(tab, server):
-    counts = httpx.get(f"{server.url}/metrics").text
+    counts = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
     models = tab.page.evaluate("live.models")
 
     tab.page.fill("textarea", "hi")
@@ -290,7 +279,7 @@ def test_a_burst_asks_every_model_six_times(tab, server):
     tab.until("document.querySelector('#playground .said').textContent.startsWith('The burst is over')")
 
     assert f"{6 * len(models)} requests served." in tab.page.inner_text("#playground .said")
-    after = httpx.get(f"{server.url}/metrics").text
+    after = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
     for model in models:
         assert requests_of(after, model) == requests_of(counts, model) + 6
 
@@ -302,7 +291,7 @@ def requests_of(metrics, model):
 
 def test_a_hostile_adapter_is_a_text(tab, server):
     body = {"lora_name": HOSTILE, "lora_path": HOSTILE}
-    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body).status_code == 200
+    assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=PATIENCE).status_code == 200
     try:
         assert ask(server, HOSTILE).status_code == 200
         tab.until(f"page.trace.colours.has({json.dumps(HOSTILE)})")
@@ -317,24 +306,24 @@ def test_a_hostile_adapter_is_a_text(tab, server):
         assert tab.page.locator("img").count() == 0
         assert tab.troubles == []
     finally:
-        httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": HOSTILE})
+        httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": HOSTILE}, timeout=PATIENCE)
 
 
 def test_a_hidden_page_listens_to_nothing_and_wakes_up_again(tab, server):
-    wait_for(lambda: listeners(server) == 2)
+    wait_until(lambda: listeners(server) == 2)
     hide = "(is) => { Object.defineProperty(document, 'hidden', { configurable: true, get: () => is }); " + (
         "document.dispatchEvent(new Event('visibilitychange')); }"
     )
 
     tab.page.evaluate(hide, True)
-    wait_for(lambda: listeners(server) == 1)
+    wait_until(lambda: listeners(server) == 1)
     assert ask(server, "qv").status_code == 200
     time.sleep(2.5)  # longer than a page waits before it asks a lost server again
     assert listeners(server) == 1
     assert tab.page.inner_text("#live [role=status] >> nth=0") == "asleep"
     tab.page.evaluate(hide, False)
 
-    wait_for(lambda: listeners(server) == 2)
+    wait_until(lambda: listeners(server) == 2)
     newest = server.server.state.llm._client.engine.metrics.steps - 1
     tab.until(f"page.trace.at(page.trace.length - 1)?.step === {newest}")
 

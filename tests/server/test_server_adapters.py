@@ -1,18 +1,22 @@
 """Adapters that come and go over HTTP while requests are in flight."""
 
 import asyncio
+import math
 import shutil
 import threading
 import time
+from functools import partial
 
 import httpx
 import pytest
+from patience import PATIENCE, wait_until
 from tiny_adapters import ADAPTERS, save_adapter
 from tiny_engine import tiny_world
 from tiny_oracle import Oracle
-from tiny_server import BASE_NAME, Answers, client_of, serving
+from tiny_server import BASE_NAME, Answers, client_of, held_up, serving
 
 from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
+from minivllm.server.names import ModelNames
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
@@ -51,7 +55,7 @@ def client(server):
 
 @pytest.fixture
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=30) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         yield http
 
 
@@ -185,19 +189,30 @@ def test_requests_in_flight_end_as_they_began_when_their_adapter_is_unloaded(htt
     assert text_of(client, "leaving") == answers.text("patterns", "a tale")
 
 
+class Steps:
+    """Of an engine: it takes `left` more, and then only hears calls."""
+
+    def __init__(self, engine):
+        self.left, self._step = math.inf, engine.step
+
+    def __call__(self, **options):
+        if not self.left:
+            time.sleep(0.001)
+            return []
+        self.left -= 1
+        return self._step(**options)
+
+
 @pytest.fixture
-def slow_steps(server):
-    """Each step takes long until this is cleared."""
-    slow, listeners = threading.Event(), server.server.state.llm._client.engine.listeners
-    slow.set()
-    listeners.append(lambda scheduled: slow.is_set() and time.sleep(0.05))
-    yield slow
-    slow.clear()
-    listeners.pop()
+def steps(server, monkeypatch):
+    engine = server.server.state.llm._client.engine
+    monkeypatch.setattr(engine, "step", Steps(engine))
+    return engine.step
 
 
-def test_a_name_can_be_loaded_again_once_its_requests_have_ended(http, client, slow_steps):
+def test_a_name_can_be_loaded_again_once_its_requests_have_ended(http, client, steps):
     order(http, "load", "busy", "mlp").raise_for_status()
+    steps.left = 3
     stream = client.completions.create(
         model="busy", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 200}
     )
@@ -205,7 +220,7 @@ def test_a_name_can_be_loaded_again_once_its_requests_have_ended(http, client, s
     order(http, "unload", "busy").raise_for_status()
 
     too_early = order(http, "load", "busy", "patterns", load_inplace=True)
-    slow_steps.clear()
+    steps.left = math.inf
     for _ in stream:
         pass
     later = order(http, "load", "busy", "patterns")
@@ -219,15 +234,15 @@ def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, ht
     order(http, "load", "temporary", "mlp").raise_for_status()
     llm = server.server.state.llm
     held, let_go = threading.Event(), threading.Event()
-    holder = threading.Thread(target=lambda: asyncio.run(llm.beside(lambda: (held.set(), let_go.wait(30)))))
+    wait = partial(let_go.wait, PATIENCE)
+    holder = threading.Thread(target=lambda: asyncio.run(llm.beside(lambda: (held.set(), wait()))))
     holder.start()
-    held.wait(30)
+    assert held.wait(PATIENCE)
     late = []
     body = {"model": "temporary", "prompt": "is read after the unload"}
     asking = threading.Thread(target=lambda: late.append(http.post("/v1/completions", json=body)))
     asking.start()
-    while llm._tokenizing._executor._work_queue.empty():
-        time.sleep(0.001)
+    wait_until(lambda: not llm._tokenizing._executor._work_queue.empty())
 
     gone = order(http, "unload", "temporary")
     let_go.set()
@@ -278,19 +293,17 @@ def test_adapters_are_described(http, client):
     assert set(found) == {"name", "path", "state", "slot", "pinned", "bytes", "last_used"}
 
 
-def test_many_loads_of_one_name_at_once_serve_it_once(server, http):
-    responses = []
-    let_go = threading.Event()
-    llm = server.server.state.llm
-    threads = [threading.Thread(target=lambda: asyncio.run(llm.call(lambda engine: let_go.wait(30))))]
-    threads += [
+def test_many_loads_of_one_name_at_once_serve_it_once(server, http, monkeypatch):
+    responses, asked, load = [], [], ModelNames.load
+    monkeypatch.setattr(ModelNames, "load", lambda self, order: asked.append(order) or load(self, order))
+    threads = [
         threading.Thread(target=lambda: responses.append(order(http, "load", "twin", "mlp").status_code))
         for _ in range(8)
     ]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)  # all are with the server, and the engine has heard of none
-    let_go.set()
+    with held_up(server):  # it hears of none before the server has heard of all
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(asked) == 8)
     for thread in threads:
         thread.join()
 
@@ -298,7 +311,7 @@ def test_many_loads_of_one_name_at_once_serve_it_once(server, http):
 
 
 def test_nothing_changes_where_that_is_not_allowed(world):
-    with serving(world, "qv") as server, httpx.Client(base_url=server.url) as http:
+    with serving(world, "qv") as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         responses = [order(http, "load", "x", world.path("all"))]
         responses += [order(http, what, "qv") for what in ("unload", "pin", "unpin")]
 

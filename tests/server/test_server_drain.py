@@ -1,6 +1,5 @@
 """The end of a server: requests that run are finished, new ones are told to go elsewhere."""
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -10,8 +9,9 @@ import time
 
 import httpx
 import pytest
+from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
-from tiny_server import Answers, client_of, serving
+from tiny_server import Answers, client_of, held_up, serving
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
@@ -27,17 +27,18 @@ def drain(server):
 
 
 def test_a_stream_that_runs_is_finished_and_a_new_one_is_refused(world):
-    with serving(world, "qv", drain_seconds=30) as server, client_of(server) as client:
-        stream = client.completions.create(model="qv", prompt="last", max_tokens=100, stream=True, **GREEDY)
-        text = next(iter(stream)).choices[0].text
-        let_go = threading.Event()
-        hold_up(server, let_go)
-        drain(server)
-        refused = httpx.post(f"{server.url}/v1/completions", json={"model": "qv", "prompt": "x"})
-        health = httpx.get(f"{server.url}/health")
-        let_go.set()
+    asked = {"model": "qv", "prompt": "last", "max_tokens": 100, "stream": True, **GREEDY}
+    with serving(world, "qv", drain_seconds=PATIENCE) as server, client_of(server) as client:
+        with held_up(server, after_steps=4):
+            stream = client.completions.create(**asked)
+            text = next(iter(stream)).choices[0].text
+            drain(server)
+            refused = httpx.post(
+                f"{server.url}/v1/completions", json={"model": "qv", "prompt": "x"}, timeout=PATIENCE
+            )
+            health = httpx.get(f"{server.url}/health", timeout=PATIENCE)
         text += "".join(chunk.choices[0].text for chunk in stream)
-        server._thread.join(30)
+        server._thread.join(PATIENCE)
 
         assert not server._thread.is_alive()
     assert text == Answers(world).text("qv", "last", 100)
@@ -48,13 +49,17 @@ def test_a_stream_that_runs_is_finished_and_a_new_one_is_refused(world):
 def test_who_takes_longer_than_allowed_is_cut_off_with_an_error(world):
     body = {"model": "qv", "prompt": "long", "max_tokens": 120, "n": 8, "ignore_eos": True, "stream": True}
     with serving(world, "qv", drain_seconds=0.05) as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        with (
+            held_up(server, after_steps=4) as let_go,
+            httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response,
+        ):
             lines = response.iter_lines()
             next(lines)
-            hold_up(server, threading.Event(), seconds=0.5)
             drain(server)
+            wait_until(lambda: server.server.state.llm._client._stopping)
+            let_go()
             events = [line for line in lines if line]
-        server._thread.join(30)
+        server._thread.join(PATIENCE)
 
         assert not server._thread.is_alive()
     assert events[-1] == "data: [DONE]"
@@ -70,21 +75,21 @@ def test_who_still_waits_to_be_tokenized_is_told_that_the_engine_has_ended(world
     with serving(world, "qv", drain_seconds=0.05) as server:
         llm = server.server.state.llm
         waiting = noted_calls(llm._tokenizing)
-        llm._tokenizing._executor.submit(let_go.wait, 30)
+        llm._tokenizing._executor.submit(let_go.wait, PATIENCE)
         asked = (("completions", body), ("chat/completions", chat))
         threads = [
             threading.Thread(
-                target=lambda r=r, b=b: answers.append(httpx.post(f"{server.url}/v1/{r}", json=b))
+                target=lambda r=r, b=b: answers.append(
+                    httpx.post(f"{server.url}/v1/{r}", json=b, timeout=PATIENCE)
+                )
             )
             for r, b in asked
         ]
         for thread in threads:
             thread.start()
-        while len(waiting) < (2 if prompt == "text" else 3):
-            time.sleep(0.001)
+        wait_until(lambda: len(waiting) == (2 if prompt == "text" else 3))
         drain(server)
-        while llm._client.error is None:
-            time.sleep(0.001)
+        wait_until(lambda: llm._client.error is not None)
         let_go.set()
         for thread in threads:
             thread.join()
@@ -97,12 +102,6 @@ def noted_calls(executor):
     noted, run = [], executor.run
     executor.run = lambda function: noted.append(function) or run(function)
     return noted
-
-
-def hold_up(server, let_go, seconds=30.0):
-    """The engine takes no step until it is let go, or for so long."""
-    held = server.server.state.llm.call(lambda engine: let_go.wait(seconds))
-    threading.Thread(target=asyncio.run, args=(held,)).start()
 
 
 @pytest.mark.parametrize(
@@ -130,16 +129,19 @@ def test_a_signal_ends_the_command_when_its_requests_have_ended(world, number):
 
         def ask():
             body = {"model": "qv", "prompt": "bye", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE))
 
         thread = threading.Thread(target=ask)
         thread.start()
-        while 'running_lora_adapters="qv"' not in httpx.get(f"{url}/metrics").text and not answers:
+        while (
+            'running_lora_adapters="qv"' not in httpx.get(f"{url}/metrics", timeout=PATIENCE).text
+            and not answers
+        ):
             time.sleep(0.005)
         process.send_signal(number)
         thread.join()
 
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

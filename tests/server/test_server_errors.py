@@ -7,6 +7,7 @@ import threading
 
 import httpx
 import pytest
+from patience import PATIENCE
 from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, serving
 
@@ -92,7 +93,7 @@ def ids_alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 
@@ -215,8 +216,10 @@ def test_a_prompt_that_is_refused_while_another_streams_is_told_in_the_stream(se
     ids=["echo", "text", "chat", "tokenize"],
 )
 def test_a_server_of_token_ids_alone_says_so_where_text_is_asked_for(ids_alone, route, change):
-    refused = httpx.post(f"{ids_alone.url}{route}", json={**COMPLETION, **change})
-    served = httpx.post(f"{ids_alone.url}/v1/completions", json={**COMPLETION, "prompt": [5, 6]})
+    refused = httpx.post(f"{ids_alone.url}{route}", json={**COMPLETION, **change}, timeout=PATIENCE)
+    served = httpx.post(
+        f"{ids_alone.url}/v1/completions", json={**COMPLETION, "prompt": [5, 6]}, timeout=PATIENCE
+    )
 
     assert "tokenizer" in assert_is_an_error(refused, 400)["message"]
     assert served.json()["usage"]["completion_tokens"] == 2

@@ -4,6 +4,7 @@ import hmac
 
 import httpx
 import pytest
+from patience import PATIENCE
 from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, serving
 
@@ -28,7 +29,7 @@ def server(world, tmp_path_factory):
 
 def client(server, key=None, scheme="Bearer"):
     headers = {} if key is None else {"authorization": f"{scheme} {key}"}
-    return httpx.Client(base_url=server.url, headers=headers)
+    return httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("key", ["master", "master-2"])
@@ -61,6 +62,7 @@ def test_another_scheme_and_two_headers_are_no_key(server):
     twice = httpx.get(
         f"{server.url}/v1/models",
         headers=[("authorization", "Bearer wrong"), ("authorization", "Bearer master")],
+        timeout=PATIENCE,
     )
 
     assert (basic.status_code, twice.status_code) == (401, 401)

@@ -7,6 +7,7 @@ import signal
 import httpx
 import pytest
 from far_engine import process_id
+from patience import PATIENCE
 from tiny_engine import tiny_world
 from tiny_server import Answers, client_of, serving
 
@@ -26,11 +27,11 @@ def server(world):
 
 
 def post(server, route, **body):
-    return httpx.post(f"{server.url}/v1/{route}", json=body, timeout=30)
+    return httpx.post(f"{server.url}/v1/{route}", json=body, timeout=PATIENCE)
 
 
 def adapters(server):
-    found = httpx.get(f"{server.url}/v1/adapters").json()["data"]
+    found = httpx.get(f"{server.url}/v1/adapters", timeout=PATIENCE).json()["data"]
     return {adapter["name"]: adapter for adapter in found}
 
 
@@ -51,7 +52,7 @@ def test_adapters_are_loaded_pinned_and_unloaded_there(world, server):
 
 
 def test_a_page_sees_steps_as_they_happen(server):
-    with httpx.stream("GET", f"{server.url}/events", timeout=30) as events:
+    with httpx.stream("GET", f"{server.url}/events", timeout=PATIENCE) as events:
         lines = (line.removeprefix("data: ") for line in events.iter_lines() if line.startswith("data: "))
         hello = json.loads(next(lines))["hello"]
         post(server, "completions", model="qv", prompt="seen", max_tokens=6, temperature=0, ignore_eos=True)
@@ -66,13 +67,13 @@ def test_a_page_sees_steps_as_they_happen(server):
 def test_its_end_is_told_to_whoever_waits_and_to_whoever_comes(world):
     body = {"model": "qv", "prompt": "long", "max_tokens": 120, "n": 8, "ignore_eos": True, "stream": True}
     with serving(world, "qv", in_a_process=True) as server:
-        pid = server.server.state.llm._client.call(process_id).result(10)
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=5) as response:
+        pid = server.server.state.llm._client.call(process_id).result(PATIENCE)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
             lines = response.iter_lines()
             next(lines)
             os.kill(pid, signal.SIGKILL)
             events = [line for line in lines if line]
-        health = httpx.get(f"{server.url}/health")
+        health = httpx.get(f"{server.url}/health", timeout=PATIENCE)
         refused = post(server, "completions", model="qv", prompt="x")
 
     assert events[-1] == "data: [DONE]"

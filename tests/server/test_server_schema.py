@@ -3,6 +3,7 @@
 import hypothesis
 import pytest
 import schemathesis
+from patience import PATIENCE
 from schemathesis.checks import not_a_server_error
 from tiny_engine import tiny_world
 from tiny_server import client_of, serving
@@ -37,7 +38,7 @@ def search(server, examples):
             if known and isinstance(case.body, dict):
                 case.body |= {"model": "qv"} if "model" in case.body else {}
                 case.body |= {"lora_name": "qv"} if "lora_name" in case.body else {}
-            response = case.call(timeout=60)
+            response = case.call(timeout=PATIENCE)
             statuses.add(response.status_code)
             case.validate_response(response, checks=[not_a_server_error])
 

@@ -6,6 +6,7 @@ import re
 
 import httpx
 import pytest
+from patience import PATIENCE
 from starlette.middleware.exceptions import ExceptionMiddleware
 from tiny_engine import tiny_world
 from tiny_server import serving
@@ -177,7 +178,9 @@ def test_the_server_has_fastapi_answer_only_what_is_wrong(server, monkeypatch, r
 
     monkeypatch.setattr(ExceptionMiddleware, "__call__", note)
     url = f"{server.url}/v1/{route}"
-    answers = [httpx.post(url, json=sent, timeout=30).status_code for sent in (body, {**body, "other": 1})]
+    answers = [
+        httpx.post(url, json=sent, timeout=PATIENCE).status_code for sent in (body, {**body, "other": 1})
+    ]
 
     assert answers[0] == 200
     assert asked == [f"/v1/{route}"]
@@ -186,7 +189,7 @@ def test_the_server_has_fastapi_answer_only_what_is_wrong(server, monkeypatch, r
 def answer(server, route, content, content_type):
     """Status, headers and text, without what is another one for every request."""
     headers = {"content-type": content_type}
-    found = httpx.post(f"{server.url}/v1/{route}", content=content, headers=headers, timeout=30)
+    found = httpx.post(f"{server.url}/v1/{route}", content=content, headers=headers, timeout=PATIENCE)
     events = found.text.split("\n\n")
     told = [without_id(event.removeprefix("data: ")) for event in events if event]
     kept = {k: v for k, v in found.headers.items() if k not in ("date", "content-length")}
