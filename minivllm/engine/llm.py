@@ -1,5 +1,6 @@
 """Many prompts at once, from Python. Stands for vllm/entrypoints/llm.py (v0.22.1)."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,8 @@ class LLM(Chats):
     Any number of threads may call it: their requests run in one batch.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **options))
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **options))
         self._shared = SharedEngine(self.llm_engine)
 
     def generate(

@@ -12,7 +12,7 @@ from minivllm.faults import as_fault, reason
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.lora.names import find_adapter_folder
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import weights_bytes
@@ -65,7 +65,7 @@ class AdapterLoader:
         shapes_only   from the config and the header of the weights file alone: NaN and Inf are not seen
         """
         try:
-            folder = get_adapter_absolute_path(lora_request.lora_path)
+            folder = find_adapter_folder(lora_request.lora_path)
             if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
                 self._read(lora_request, folder, shapes_only=True)
             return self._read(lora_request, folder, shapes_only)
