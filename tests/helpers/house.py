@@ -35,7 +35,7 @@ BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_samplin
 OUTSIDE = tuple(f"minivllm.lora.{name}" for name in ("options", "io", "gpu", "vllm", "reports"))
 COMPOSITION_ROOT = PACKAGE / "lora" / "__init__.py"
 
-MOST_CODE = {"book A": 1500, "book B": 1800}
+MOST_CODE = {"book A": 1600, "book B": 1900}
 MOST_LINES = {"book A": 200, "book B": 250}
 MOST_CHECKS = 300
 LONGEST_FUNCTION = 45
