@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -152,7 +153,7 @@ class LoRAConfig:
 class ModelConfig:
     """Which base model, in which precision, with how long a context. vLLM: `ModelConfig`.
 
-    model           a Hugging Face folder: config.json and safetensors
+    model           a Hugging Face folder: config.json and safetensors. A path of pathlib becomes its text
     dtype           "auto" = the checkpoint's on a GPU; float32 on a CPU, where it is the fastest.
                     `EngineConfig`, which knows the device, settles it
     max_model_len   longest prompt plus answer in tokens; None = what the model was made for
@@ -167,7 +168,7 @@ class ModelConfig:
                     costs time in steps that others wait for, too
     """
 
-    model: str
+    model: str | os.PathLike[str]
     dtype: str | torch.dtype = "auto"
     max_model_len: int | None = None
     seed: int = 0
@@ -191,6 +192,8 @@ class ModelConfig:
             raise ValueError(
                 f"load_format {shown(self.load_format)} is not supported; use one of {', '.join(LOAD_FORMATS)}"
             )
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         require_text(model=self.model)
         folder = Path(self.model).expanduser()
         if not is_folder(folder):

@@ -1,5 +1,6 @@
 """All options of an engine as one flat list. Stands for vllm/engine/arg_utils.py (v0.22.1)."""
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,7 +26,7 @@ OPTION_NAMES = {
 class EngineArgs:
     """Every option of `LLM` and of the command line; config.py says what each means. vLLM: `EngineArgs`."""
 
-    model: str
+    model: str | os.PathLike[str]
     dtype: str = ModelConfig.dtype
     device: str = EngineConfig.device
     max_model_len: int | None = ModelConfig.max_model_len

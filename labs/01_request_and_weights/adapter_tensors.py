@@ -70,7 +70,8 @@ def to_weights(
 
     dtype   None = leave
 
-    The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled at once.
+    The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled here, once it is
+    converted: a bias of 16 bits that is scaled in 16 bits has other numbers than PEFT's.
 
     ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
     numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.

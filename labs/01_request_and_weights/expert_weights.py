@@ -17,7 +17,8 @@ def pack_moe(
     loras             w1, w2, w3 (gate, down, up) of expert 0, then of expert 1, and so on; None for what has no
                       adapter, but not for all
     module_name       of the result
-    is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1
+    is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1.
+                      It is None where the first one is, and an adapter on an up is left out
 
     A part keeps the scaling that its experts share, for `optimize` to fold in. Where they differ each expert is
     optimized first, and the part's scaling is 1. A part that no expert has is None. `rank` is the largest of all.

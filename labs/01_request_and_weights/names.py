@@ -1,11 +1,14 @@
 """Names of adapter tensors and modules. Stands for the name functions of vllm/lora/utils.py (v0.22.1)."""
 
 from minivllm.labs import Todo
+import logging
 import os
 from typing import Protocol
 
 import minivllm.lora.seams as seams
 from minivllm.lora.checks import unsupported
+
+logger = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
 
@@ -62,12 +65,14 @@ def is_in_target_modules(
     return not names.isdisjoint(target_modules)
 
 
-def get_adapter_absolute_path(lora_path: str) -> str:
-    """The local folder that an adapter's path stands for. vLLM: the same name.
+def find_adapter_folder(lora_path: str) -> str:
+    """The local folder that an adapter's path stands for.
 
     An absolute path comes back as it is, whether it exists or not; `~` and relative paths are expanded. Where there
     is no such path the sources are asked (`seams.sources`), such as a hub. A path that nobody knows comes back
     unchanged, so that the error that follows names what the user wrote.
+
+    FileNotFoundError says why a source cannot give the folder of a path that is its kind of path.
     """
     if os.path.isabs(lora_path):
         return lora_path
@@ -77,3 +82,13 @@ def get_adapter_absolute_path(lora_path: str) -> str:
         return os.path.abspath(lora_path)
     found = (source(lora_path) for source in seams.sources)
     return next((folder for folder in found if folder), lora_path)
+
+
+def get_adapter_absolute_path(lora_path: str) -> str:
+    """As `find_adapter_folder`, but where a source fails the path comes back unchanged, and the reason is logged. vLLM:
+    the same name."""
+    try:
+        return find_adapter_folder(lora_path)
+    except FileNotFoundError as error:
+        logger.warning("%s", error)
+        return lora_path

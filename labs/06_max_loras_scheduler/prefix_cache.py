@@ -30,7 +30,7 @@ def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: 
     identity    0 for base, else the number of this *load* of the adapter. In vLLM 0.22.1 it is the
                 adapter's name, and other weights under it are served stale keys and values
 
-    Equal arguments give equal keys; any difference gives another key.
+    Equal arguments give equal keys; any difference gives another key. That a block is the first is a difference, too.
     """
     raise Todo("lab 6.5: whose keys and values these are")
 

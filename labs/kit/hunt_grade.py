@@ -1,12 +1,15 @@
 """Grades hunts: the learner's test on sound and broken engines, then the learner's fix on the incident's tests."""
 
 import difflib
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs.kit.forks import NO_END, Job, Outcome, run
+from labs.kit.forks import SKIPPED, Job, Outcome, run
 from labs.kit.hunt import Hunt, read_hunts
+from labs.kit.hunt_rules import source_reading
+from labs.kit.limits import NO_END
 from minivllm.labs import ROOT, LabError, Source, compile_source
 
 SECONDS = 15.0  # that a test of a learner's may compute, on one engine
@@ -56,11 +59,17 @@ def grade_hunt(hunt: Hunt, is_right: bool = False) -> HuntGrade:
 
 
 def grade_test(hunt: Hunt, path: Path, limit: float = SECONDS) -> tuple[list[str], float]:
-    """What is wrong with a test for a hunt, and the seconds that its runs took together.
+    """What is wrong with a test for a hunt, and the seconds that it took to find out.
 
     It passes on the sound engine. It fails on the broken one and its variants. It passes with other faults.
     limit   seconds that it may compute on one engine
     """
+    if found := source_reading(path.read_text(encoding="utf-8")):
+        line, what = found
+        return [
+            f"{path.name}:{line}: {what} reads how the engine is written; a test of a hunt asks what the engine does, "
+            "so that it holds for every form of the mistake"
+        ], 0.0
     problems, seconds = _judge([_job(SOUND, {}, path), _job(BROKEN, hunt.broken(), path)], limit)
     if problems:
         return problems, seconds
@@ -77,17 +86,19 @@ def _job(engine: str, sources: dict[str, Source], path: Path) -> Job:
 
 
 def _judge(jobs: Iterable[Job], limit: float | None) -> tuple[list[str], float]:
-    """What is wrong with the outcomes, each sentence once, and the seconds of all."""
-    said, seconds = [], 0.0
-    for job, outcome in run(jobs, limit=limit):
-        said.append(problem_of(job.key, outcome))
-        seconds += outcome.seconds
-    return [text for text in dict.fromkeys(said) if text], seconds
+    """What is wrong with the outcomes, each sentence once, and the seconds that they took: several run at a time."""
+    began = time.monotonic()
+    said = [problem_of(job.key, outcome) for job, outcome in run(jobs, limit=limit)]
+    return [text for text in dict.fromkeys(said) if text], time.monotonic() - began
 
 
 def problem_of(engine: str, outcome: Outcome) -> str | None:
     """Why this is not what a right test does on that engine; None if it is."""
     failed = [result for result in outcome.of("failed", "todo") if "::" in result.test]
+    skipped = [r for r in outcome.results if r.outcome == "skipped" or r.message.startswith(SKIPPED)]
+    if skipped and engine != FIX:
+        name, why = skipped[0].test.rpartition("::")[2], skipped[0].message.removeprefix(f"{SKIPPED}: ")
+        return f"{name or skipped[0].test} is skipped on {engine}, and must run there: {why}"
     must_fail = engine in (BROKEN, VARIANT)
     endless = next((result.message for result in failed if NO_END in result.message), outcome.trouble)
     if endless and (endless != outcome.trouble or not failed):

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import NamedTuple
 
-from labs.kit.forks import NO_END, Job, Outcome, run
+from labs.kit.forks import Job, Outcome, run
+from labs.kit.limits import NO_END
 from labs.kit.mutants import Mutant, mutants_of
 from labs.kit.regions import Exercise
 from minivllm.labs import LabError

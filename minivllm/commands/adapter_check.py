@@ -16,7 +16,7 @@ from minivllm.faults import as_fault, reason
 from minivllm.lora.limits import READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.names import PEFT_PREFIX, get_adapter_absolute_path
+from minivllm.lora.names import PEFT_PREFIX, find_adapter_folder
 from minivllm.lora.options.new_embeddings import find_new_embeddings, put_beside, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
@@ -80,7 +80,11 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
 
 
 def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
-    adapter = AdapterOnDisk(get_adapter_absolute_path(path))
+    adapter = AdapterOnDisk(path)
+    with adapter.noting():
+        adapter.folder = find_adapter_folder(path)
+    if adapter.problems:
+        return adapter
     positions = config.model_config.architecture.max_position_embeddings
     with adapter.noting():
         adapter.helper = PEFTHelper.from_local_dir(adapter.folder, positions)

@@ -29,9 +29,9 @@ def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: 
     identity    0 for base, else the number of this *load* of the adapter. In vLLM 0.22.1 it is the
                 adapter's name, and other weights under it are served stale keys and values
 
-    Equal arguments give equal keys; any difference gives another key.
+    Equal arguments give equal keys; any difference gives another key. That a block is the first is a difference, too.
     """
-    digest = blake2b(parent or bytes(16), digest_size=16)
+    digest = blake2b(b"first" if parent is None else b"after" + parent, digest_size=16)
     digest.update(array("q", [identity, *token_ids]).tobytes())
     return digest.digest()
 

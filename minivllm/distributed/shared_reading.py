@@ -12,7 +12,7 @@ from typing import NamedTuple
 from minivllm.distributed.other_ranks import OtherRanks
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.lora.names import find_adapter_folder
 from minivllm.lora.request import LoRARequest
 
 
@@ -50,7 +50,7 @@ class SharedSource(AdapterSource):
         """As `AdapterSource.load`, in any thread; also ValueError when another rank cannot read it."""
         if lora_request.lora_tensors is None:
             try:
-                folder = get_adapter_absolute_path(lora_request.lora_path)
+                folder = find_adapter_folder(lora_request.lora_path)
             except Exception:  # whatever it is, it is raised again here, and told
                 return self.source.load(lora_request)
             # One folder for all, whatever a name may lead to by and by.

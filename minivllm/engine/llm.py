@@ -1,5 +1,6 @@
 """Many prompts at once, from Python. Stands for vllm/entrypoints/llm.py (v0.22.1)."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +25,8 @@ class LLM(Chats):
 
     engine_class: type[LLMEngine] = LLMEngine
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self.llm_engine = self.engine_class.from_engine_args(EngineArgs(model=str(model), **options))
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        self.llm_engine = self.engine_class.from_engine_args(EngineArgs(model, **options))
         self._shared = SharedEngine(self.llm_engine)
 
     def generate(

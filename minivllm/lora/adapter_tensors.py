@@ -85,7 +85,8 @@ def to_weights(
 
     dtype   None = leave
 
-    The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled at once.
+    The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled here, once it is
+    converted: a bias of 16 bits that is scaled in 16 bits has other numbers than PEFT's.
 
     ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
     numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.
@@ -103,12 +104,13 @@ def to_weights(
             check_numbers(module, pair, lora.scaling, dtype)
         lora.module_name = module
         lora.lora_a, lora.lora_b = pair.pop("lora_A"), pair.pop("lora_B")  # (r, K), (N, r)
-        lora.beside = {kind: tensor * lora.scaling for kind, tensor in pair.items()}  # (1, N)
+        lora.beside = pair  # (1, N)
         loras[module] = lora
     convert = partial(torch.Tensor.to, device=device, dtype=dtype)
     for lora in loras.values():
         if not lora.lora_a.is_meta:
             lora.replace_tensors(convert)
+        lora.beside = {kind: tensor * lora.scaling for kind, tensor in lora.beside.items()}
     return loras
 
 

@@ -11,7 +11,7 @@ from minivllm.faults import as_fault, reason
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.lora.names import find_adapter_folder
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import weights_bytes
@@ -22,7 +22,7 @@ class AdapterSource:
     """Where a worker manager gets adapters from: folders, which are read when they are asked for.
 
     A seam: others wrap one, and are given to the worker manager in its place (`read_through`). `KnownLayouts` reads
-    files laid out like one before, `SharedSource` has other ranks read, too, and `AdapterReader` reads beside the steps.
+    files laid out like one before, `SharedSource` has other ranks read, too, `AdapterReader` reads beside the steps.
 
     manager   of the model that adapters are for
     reading   how they are read for it, see `reading_parameters`
@@ -54,7 +54,7 @@ class AdapterSource:
 
     def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         try:
-            folder = get_adapter_absolute_path(lora_request.lora_path)
+            folder = find_adapter_folder(lora_request.lora_path)
             if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
                 self._read(lora_request, folder, shapes_only=True)
             return self._read(lora_request, folder, shapes_only)

@@ -40,7 +40,8 @@ part_names: dict[str, tuple[str, ...]] = {}
 # with (request, LoRAConfig, the model's longest context) and the parameters of `LoRAModel.from_local_checkpoint`.
 request_readers: dict[str, Callable[..., Any]] = {}
 
-# What makes a local folder of a path that is none, such as a hub id; the first answer counts.
+# What makes a local folder of a path that is none, such as a hub id; the first answer counts. None: it is no path of
+# this source's kind. FileNotFoundError says why the source cannot give the folder of one that is.
 sources: list[Callable[[str], str | None]] = []
 
 # Name of a punica backend -> what makes it.

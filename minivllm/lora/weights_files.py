@@ -34,6 +34,10 @@ def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
     FileNotFoundError: no such folder, or no config in it. ValueError names a config that cannot be read or parsed, is
     beyond our limits (`limits`), or is no JSON object.
     """
+    if os.path.exists(lora_dir) and not os.path.isdir(lora_dir):
+        raise FileNotFoundError(
+            f"'{lora_dir}' is a file, and an adapter is a folder; give the folder that has its adapter_config.json"
+        )
     if not os.path.isdir(lora_dir):
         raise FileNotFoundError(f"adapter folder '{lora_dir}' does not exist")
     path = os.path.join(lora_dir, "adapter_config.json")

@@ -12,6 +12,8 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
+from ends import threads_end
+from patience import PATIENCE
 from rank_ends import all_end, group_is_left, is_there, kill_rank, misinform_others, rank_pids
 from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
@@ -23,7 +25,7 @@ from minivllm.serving.errors import EngineDeadError
 pytestmark = pytest.mark.nightly
 
 PROMPT = [5, 6, 7, 8, 9]
-SOON = 5  # seconds
+SOON = 50  # seconds: ten times as long as it takes at most where nothing else runs
 OPEN_FILES: list[int] = []  # after each engine; gloo keeps some of the first one's for all that follow
 TWO = {"tensor_parallel_size": 2, "threads": 1}
 
@@ -45,11 +47,9 @@ def engine(world):
     pids = rank_pids(made)[1:]
     yield made
     made.executor.shutdown()
-    assert all_end(pids) and not dist.is_initialized()
-    until = time.monotonic() + SOON
-    while threading.active_count() > threads and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threading.active_count() <= threads
+    all_end(pids)
+    assert not dist.is_initialized()
+    threads_end(threads)
     del made
     gc.collect()
     OPEN_FILES.append(len(os.listdir("/proc/self/fd")))
@@ -153,7 +153,8 @@ def test_of_four_ranks_the_one_that_was_killed_is_named(world, rank):
     kill_rank(engine, rank)
 
     dies(engine, rf"rank {rank} of 4 has ended \(killed by signal 9\)")
-    assert all_end(pids) and group_is_left()
+    all_end(pids)
+    group_is_left()
 
 
 def test_a_model_that_cannot_be_divided_is_refused_and_nothing_is_left(world):
@@ -190,7 +191,7 @@ class TestUnderAnEventLoop:
         pids = asyncio.run(made.call(rank_pids))
         yield made
         made.shutdown()
-        assert all_end(pids)
+        all_end(pids)
 
     @staticmethod
     async def ends(coroutine):
@@ -228,7 +229,7 @@ class TestUnderAnEventLoop:
 
         os.kill(pids[0], signal.SIGKILL)
 
-        assert all_end(pids)
+        all_end(pids)
 
     def test_answers_are_those_of_peft(self, world, llm):
         async def main():
@@ -258,7 +259,7 @@ def test_a_script_is_run_by_torchrun(world, tmp_path):
     script.write_text(SCRIPT)
 
     with by_torchrun(script, world.base, world.path("qv")) as done:
-        stdout, stderr = done.communicate(timeout=100)
+        stdout, stderr = done.communicate(timeout=PATIENCE)
 
     assert done.returncode == 0, stderr
     assert f"TOKENS {world.oracle().greedy('qv', PROMPT, 8)}" in stdout
@@ -301,8 +302,8 @@ def test_a_rank_of_torchruns_that_is_killed_ends_the_others(world, tmp_path, ran
                 break
         os.kill(pids[rank], signal.SIGKILL)
 
-        assert all_end(list(pids.values()), 2 * SOON)
-        launcher.communicate(timeout=100)
+        all_end(list(pids.values()))
+        launcher.communicate(timeout=PATIENCE)
         assert launcher.returncode != 0
 
 

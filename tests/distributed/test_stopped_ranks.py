@@ -3,10 +3,11 @@
 import os
 import signal
 import subprocess
-import time
+from collections import Counter
 from multiprocessing import Pipe
 
 import pytest
+from patience import PATIENCE, wait_until
 
 from minivllm.distributed import other_ranks
 from minivllm.distributed.other_ranks import OtherRanks, is_stopped
@@ -24,30 +25,30 @@ def pipe():
 def sleeper(pipe):
     """A process that reads nothing and does nothing; the only one that has the pipe's other end."""
     _, theirs = pipe
-    with subprocess.Popen(["sleep", "60"], pass_fds=[theirs.fileno()]) as process:
+    with subprocess.Popen(["sleep", "3600"], pass_fds=[theirs.fileno()]) as process:
         theirs.close()
         yield process
         process.kill()
 
 
 @pytest.fixture
-def others(pipe, sleeper, monkeypatch):
-    """It as the only rank beside this one; looked at often, and seldom enough that it may be continued meanwhile."""
+def unwatched(pipe, sleeper, monkeypatch):
+    """It as the only rank beside this one. Ten looks in a row that find it stopped are too many."""
     monkeypatch.setattr(other_ranks, "SECONDS_BETWEEN_LOOKS", 0.02)
     monkeypatch.setattr(other_ranks, "SECONDS_STOPPED", 0.2)
     monkeypatch.setattr(other_ranks, "SECONDS_TO_STOP", 0.0)
     others = OtherRanks([pipe[0]], [sleeper])
-    others._thread.start()
     yield others
     others.close()
-    others._thread.join(5)
 
 
-def comes_true(condition):
-    until = time.monotonic() + 5
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.005)
-    return condition()
+@pytest.fixture
+def others(unwatched):
+    """And it is looked at."""
+    unwatched._thread.start()
+    yield unwatched
+    unwatched.close()
+    unwatched._thread.join(PATIENCE)
 
 
 def test_a_rank_that_is_stopped_and_not_continued_has_ended(sleeper, others):
@@ -56,7 +57,7 @@ def test_a_rank_that_is_stopped_and_not_continued_has_ended(sleeper, others):
 
     sleeper.send_signal(signal.SIGSTOP)
 
-    assert comes_true(lambda: deaths)
+    wait_until(lambda: deaths)
     assert "rank 1 of 2 has ended (stopped by a signal and not continued for 0.2 s)" in str(deaths[0])
     assert sleeper.returncode == -signal.SIGKILL
     with pytest.raises(EngineDeadError, match="stopped by a signal"):
@@ -67,21 +68,30 @@ def test_whoever_tells_it_more_than_a_pipe_holds_hears_of_its_end(sleeper, other
     sleeper.send_signal(signal.SIGSTOP)
 
     with pytest.raises(EngineDeadError, match="stopped by a signal"):
-        until = time.monotonic() + 10
-        while time.monotonic() < until:  # what is told between its end and the hearing of it is lost
-            others.tell("launch", bytes(100_000))
+        # What is told between its end and the hearing of it is lost.
+        wait_until(lambda: others.tell("launch", bytes(100_000)))
 
 
-def test_a_rank_that_is_continued_has_its_time_anew(sleeper, others, monkeypatch):
-    monkeypatch.setattr(other_ranks, "SECONDS_STOPPED", 1.0)
+def test_a_rank_that_is_continued_has_its_time_anew(sleeper, unwatched):
+    looks = Counter()
+
+    def look(times):
+        for _ in range(times):
+            unwatched._look_for_the_stopped(looks)
+
     for _ in range(4):
         sleeper.send_signal(signal.SIGSTOP)
-        assert comes_true(lambda: is_stopped(sleeper.pid))
-        time.sleep(0.3)  # 1.2 s in all
+        wait_until(lambda: is_stopped(sleeper.pid))
+        look(9)
         sleeper.send_signal(signal.SIGCONT)
-        time.sleep(0.1)
+        wait_until(lambda: not is_stopped(sleeper.pid))
+        look(1)
 
-    assert others.error is None and sleeper.poll() is None
+    assert unwatched.error is None and sleeper.poll() is None
+    sleeper.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(sleeper.pid))
+    look(10)
+    assert unwatched.error is not None and sleeper.poll() is not None
 
 
 def test_whoever_sleeps_or_has_ended_is_not_stopped(sleeper):

@@ -194,6 +194,19 @@ def test_12_what_is_no_adapter_is_never_acknowledged(world, folder, spoil):
     assert tokens_of(run(engine)["b"]) == world.oracle().greedy("all", PROMPT, 4)
 
 
+def test_12_an_adapter_whose_folder_has_gone_since_is_not_acknowledged_again(world, folder):
+    engine = world.engine(max_loras=1, max_cpu_loras=1)
+    mine = LoRARequest("mine", 7, str(folder))
+    assert engine.add_lora(mine)
+    ask(engine, world, "all")
+    shutil.rmtree(folder)
+
+    with pytest.raises(FileNotFoundError, match="mine"):
+        engine.add_lora(mine)
+
+    assert 7 not in engine.list_loras()
+
+
 def test_14_a_bad_adapter_costs_no_good_one_its_place(world, folder):
     engine = world.engine(max_loras=1, max_cpu_loras=1)
     ask(engine, world, "all")

@@ -32,6 +32,20 @@ def pretend_gpus(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
+class TestModel:
+    def test_may_be_a_path_as_its_text_may(self, world, config_only):
+        of_args = EngineArgs(world.base, **OPTIONS).create_engine_config().model_config
+
+        assert of_args.model == str(world.base)
+        assert ModelConfig(config_only) == ModelConfig(str(config_only))
+
+    @pytest.mark.parametrize("make", [EngineArgs, LLM])
+    def test_of_another_kind_is_refused(self, make):
+        with pytest.raises(ValueError, match="model must be text, got 5"):
+            made = make(5)
+            made.create_engine_config()
+
+
 class TestDevice:
     @pytest.mark.parametrize(
         ("gpus", "asked", "device"),

@@ -140,7 +140,10 @@ class TestCopy:
         engine = world.engine()
         engine.add_request("base", PROMPT, greedy(4))
 
-        with pytest.raises(FileNotFoundError, match=f"adapter 'sql': adapter folder '{ID}' does not exist"):
+        reason = "the Hugging Face hub did not give it: .*HF_HUB_OFFLINE"
+        with pytest.raises(
+            FileNotFoundError, match=f"adapter 'sql': adapter folder '{ID}' does not exist, and {reason}"
+        ):
             engine.add_request("a", PROMPT, greedy(4), lora_request=LoRARequest("sql", 7, ID))
 
         assert tokens_of(run(engine)["base"]) == world.oracle().greedy(None, PROMPT, 4)
@@ -256,6 +259,19 @@ def hub(world, monkeypatch):
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+class TestRefusal:
+    def test_names_the_error_of_a_hub_that_cannot_be_reached(self, world, connections):
+        with pytest.raises(FileNotFoundError, match=f"'{ID}' does not exist.*did not give it: .*not known"):
+            world.engine().add_lora(LoRARequest("sql", 7, ID))
+        assert connections
+
+    def test_names_what_the_hub_answered(self, world, hub):
+        with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' does not exist.*404") as refusal:
+            answer(world, "nobody/nothing")
+
+        assert len(str(refusal.value)) <= 500
 
 
 class TestDownload:

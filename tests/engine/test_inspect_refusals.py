@@ -228,6 +228,10 @@ def without_b(folder):
 # What is done to a good folder -> what is said of it.
 DAMAGED = {
     "no folder": (shutil.rmtree, ["adapter folder '", "adapter' does not exist"]),
+    "a file": (
+        lambda f: f.rename(f.with_name("was")) and f.touch(),
+        ["adapter' is a file", "give the folder"],
+    ),
     "no config": (lambda f: (f / CONFIG).unlink(), ["has no adapter_config.json"]),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), ["has no weights file", WEIGHTS]),
     "config is no JSON": (write(CONFIG, b"{"), [CONFIG, "is not valid JSON"]),
@@ -532,14 +536,13 @@ def test_good_adapters_fit(world, name):
     assert report["parameters"] == sum(tensor.numel() for tensor in tensors.values())
 
 
-def test_an_id_that_the_hub_does_not_have_is_named_with_the_reason(world, monkeypatch, caplog):
+def test_an_id_that_the_hub_does_not_have_is_named_with_the_reason(world, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
-    assert_refused(world, "nobody/nothing", ["adapter folder 'nobody/nothing' does not exist"])
-
-    assert "the Hugging Face hub did not give it" in caplog.text
+    reason = ["the Hugging Face hub did not give it", "HF_HUB_OFFLINE"]
+    assert_refused(world, "nobody/nothing", ["adapter folder 'nobody/nothing' does not exist", *reason])
 
 
 def test_of_a_pickle_a_process_prints_the_verdict_and_nothing_else(world, tmp_path):

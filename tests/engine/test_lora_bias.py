@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engine import greedy, snapshot
-from tiny_set import AdapterSet
+from tiny_engine import greedy, run, snapshot
+from tiny_set import AdapterSet, assert_logits, watch_logits
 
 from minivllm import SamplingParams
 from minivllm.lora.gpu.slot_writer import SlotWriter
@@ -103,6 +103,26 @@ def test_every_backend_gives_them(variant, backend, tmp_path_factory):
     engine = world.engine(bias_enabled=True, max_loras=4, punica_backend=backend)
 
     world.assert_serves(engine, world.workload(1, rows=2), max_tokens=4, tolerance=BACKENDS[backend])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_stored_in_16_bits_are_converted_before_they_are_scaled(llama, tmp_path, dtype):
+    """As PEFT does it: a product in 16 bits would be rounded once more, and move logits and tokens."""
+    folder = shutil.copytree(llama.path("bias"), tmp_path / "16 bits")
+    edit(folder, **{name: t.to(dtype) for name, t in load_file(folder / "adapter_model.safetensors").items()})
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 10', '"lora_alpha": 11'))
+    oracle, prompt = llama.make_oracle(None), [5, 9, 60, 3]
+    oracle.load("16 bits", folder)
+    engine, params = llama.engine(bias_enabled=True), greedy(1)
+
+    with watch_logits(engine, [params]) as seen:
+        lora_request = llama.request("bias", lora_path=str(folder))
+        engine.add_request("a", prompt, params, lora_request=lora_request)
+        run(engine)
+
+    expected = oracle.logits("16 bits", [prompt])[0, -1:]
+    assert_logits(torch.stack(seen[0]), expected, 1e-10, f"{dtype}")
 
 
 def test_a_slot_that_had_a_bias_serves_an_adapter_without(llama):

@@ -2,12 +2,13 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable
 
+import pytest
 import torch.distributed as dist
+from patience import wait_until
 
 from minivllm import LLMEngine
+from minivllm.serving.errors import EngineDeadError
 
 
 def rank_pids(engine: LLMEngine) -> list[int]:
@@ -30,6 +31,13 @@ def misinform_others(engine: LLMEngine) -> None:
     engine.executor._writer.write = misinform
 
 
+def dies_in_a_step(engine: LLMEngine, match: str) -> None:
+    """Step the engine until it has ended; from then on every step says so."""
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=match):
+            wait_until(lambda: engine.step() and False)
+
+
 def is_there(pid: int) -> bool:
     """Whether a process runs; one that has ended and that nobody has waited for does not."""
     try:
@@ -39,18 +47,11 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def all_end(pids: list[int], seconds: float = 5) -> bool:
-    """Whether they do, within so many seconds."""
-    return _comes(lambda: not any(map(is_there, pids)), seconds)
+def all_end(pids: list[int]) -> None:
+    """Wait until these processes have ended."""
+    wait_until(lambda: not any(map(is_there, pids)))
 
 
-def group_is_left(seconds: float = 5) -> bool:
-    """Whether this process leaves its group of torch.distributed; when a rank has ended, a thread of its own does."""
-    return _comes(lambda: not dist.is_initialized(), seconds)
-
-
-def _comes(is_so: Callable[[], bool], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < until:
-        time.sleep(0.01)
-    return is_so()
+def group_is_left() -> None:
+    """Wait until this process has left its group of torch.distributed: once a rank has ended, a thread does that."""
+    wait_until(lambda: not dist.is_initialized())

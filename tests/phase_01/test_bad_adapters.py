@@ -55,7 +55,9 @@ class TestFilesThatAreNotThere:
         assert_refused(tmp_path / "nowhere", "nowhere' does not exist", error=FileNotFoundError)
 
     def test_a_file_instead_of_a_folder(self, folder):
-        assert_refused(folder / WEIGHTS, f"{WEIGHTS}' does not exist", error=FileNotFoundError)
+        words = f"{WEIGHTS}' is a file", "give the folder that has its adapter_config.json"
+
+        assert_refused(folder / WEIGHTS, *words, error=FileNotFoundError)
 
     @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "\ud800"], ids=["null", "too long", "surrogate"])
     def test_a_name_that_no_folder_can_have(self, name):

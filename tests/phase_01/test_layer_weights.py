@@ -333,6 +333,26 @@ class TestPackMoe:
             assert tensors[2] is tensors[0], "the very tensor: a copy would take memory, and nobody reads it"
         assert packed.scaling[0] == 5 and packed.scaling[2] == 1
 
+    @pytest.mark.parametrize("missing", ["w1 w3", "w1"], ids=["on w2 alone", "on w2 and an up"])
+    def test_experts_that_are_not_gated_may_have_adapters_without_the_first_part(self, missing):
+        loras = experts(3, {(e, part) for e in range(3) for part in missing.split()})
+
+        packed = pack_moe(loras, is_non_gated_moe=True)
+
+        assert [part is None for part in packed.parts] == [True, False, True], "only w2 has an adapter"
+        for expert, lora in enumerate(loras[1::3]):
+            assert_rows_equal(
+                packed.lora_a[1][expert, : lora.rank], lora.lora_a, what=f"A of expert {expert}"
+            )
+            assert_rows_equal(packed.lora_b[1][expert, :, : lora.rank], lora.lora_b, what=f"B of {expert}")
+        assert packed.rank == max(lora.rank for lora in loras[1::3])
+
+    def test_an_adapter_on_an_up_that_the_experts_do_not_have_is_none(self):
+        loras = experts(2, {(e, part) for e in range(2) for part in ("w1", "w2")})
+
+        with pytest.raises(ValueError, match=r"mlp\.experts: "):
+            pack_moe(loras, is_non_gated_moe=True)
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     def test_keeps_the_dtype(self, dtype):
         packed = pack_moe(experts(2, {(1, "w1")}, dtype))

@@ -131,6 +131,21 @@ def test_the_callers_tensors_are_all_still_there():
 
 
 @pytest.mark.lab("1.6")
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_a_bias_of_16_bits_is_scaled_in_the_dtype_it_is_converted_to(stored):
+    """A product in 16 bits is rounded once more, and PEFT multiplies after it has converted."""
+    tensors = good_tensors()
+    tensors[f"{PREFIX}{Q}.lora_B.bias"] = bias = torch.linspace(-1, 1, 10).to(stored)
+    config = good_config(lora_bias=True, r=3, lora_alpha=7)
+
+    lora = from_tensors(tensors, config=config, dtype=torch.float32)
+
+    (found,) = lora.loras[Q].beside.values()
+    assert found.dtype == torch.float32
+    assert_rows_equal(found, 7 / 3 * bias[None].double(), tolerance=1e-6, what=f"bias of {Q}")
+
+
+@pytest.mark.lab("1.6")
 def test_the_same_tensor_with_and_without_the_prefix_is_refused():
     tensors = good_tensors()
     tensors[f"{Q}.lora_A.weight"] = tensors[A] + 1

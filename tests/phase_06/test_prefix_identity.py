@@ -1,6 +1,7 @@
 """Whose keys and values a cached block holds (lab 6.5; incident 7)."""
 
 import random
+from array import array
 from itertools import product
 
 import pytest
@@ -134,13 +135,19 @@ def test_nothing_is_found_when_the_prefix_cache_is_off():
 
 
 def test_keys_differ_whenever_identity_parent_or_tokens_do():
-    parents = [None, *(hash_block_tokens(None, [i], 0) for i in range(3))]
+    parents = [None, bytes(16), bytes(15) + b"\1", *(hash_block_tokens(None, [i], 0) for i in range(3))]
     blocks = [t for n in (1, 2) for t in product((-1, 0, 1, 256, 2**40), repeat=n)]
 
     keys = [hash_block_tokens(p, t, i) for p in parents for t in blocks for i in (0, 1, 2, 256)]
 
     distinct = len(set(keys))
-    assert distinct == 4 * 30 * 4, f"{4 * 30 * 4} blocks that differ have {distinct} keys"
+    assert distinct == 6 * 30 * 4, f"{6 * 30 * 4} blocks that differ have {distinct} keys"
+
+
+def test_the_first_blocks_numbers_do_not_pass_for_a_parent_and_a_shorter_block():
+    parent = array("q", [7, 40]).tobytes()
+
+    assert hash_block_tokens(None, [40, 2, 50], 7) != hash_block_tokens(parent, [50], 2)
 
 
 def test_every_byte_of_the_parent_counts():

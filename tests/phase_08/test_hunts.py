@@ -2,11 +2,15 @@
 
 import re
 import sys
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
 
+from labs.kit import hunt_grade
+from labs.kit.forks import Job, Outcome, Result
 from labs.kit.hunt import PHASE, read_hunts
+from labs.kit.hunt_rules import source_reading
 from labs.kit.mutants import picked
 from minivllm.labs import LabError, engine_file
 
@@ -147,12 +151,101 @@ def test_the_incidents_own_test_fails_with_the_fault(checkout, chosen):
     assert sorted(lines) == sorted(f"{number} True" for number in chosen)
 
 
+MENDED = ["8.4", "8.8", "8.12", "8.13"]  # half a fix of these was taken once
+
+
+def statements(lines):
+    """The lines of some code, each statement's together."""
+    least = min((len(line) - len(line.lstrip()) for line in lines), default=0)
+    found = []
+    for line in lines:
+        begins = line[least : least + 1].strip() and not line[least:].startswith(
+            ("except", "else", "elif", "finally")
+        )
+        if begins or not found:
+            found.append([])
+        found[-1].append(line)
+    return found
+
+
+def mended_in_part(fault):
+    """The fault with one of its statements mended: taken out, put back, or as it was. For each, if it has several."""
+    halves = []
+    for number, edit in enumerate(fault.edits):
+        old, new = edit.old.splitlines(True), edit.new.splitlines(True)
+        for kind, i, j, k, stop in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+            put, taken = statements(new[k:stop]), statements(old[i:j])
+            ways = {
+                "equal": [],
+                "insert": [[one for one in put if one is not mended] for mended in put],
+                "delete": [[mended] for mended in taken],
+                "replace": [taken],
+            }[kind]
+            for way in ways:
+                text = "".join([*new[:k], *(line for one in way for line in one), *new[stop:]])
+                edits = [*fault.edits[:number], edit._replace(new=text), *fault.edits[number + 1 :]]
+                halves.append(type(fault)(fault.name, fault.what, [e for e in edits if e.old != e.new]))
+    return halves if len(halves) > 1 else []
+
+
+def test_statements_of_a_fault_are_mended_one_at_a_time():
+    fault = HUNTS["8.13"].faults[0]
+
+    halves = mended_in_part(fault)
+
+    left = [[edit.new for edit in half.edits] for half in halves]
+    assert len(left) == 4
+    assert ["self.active = len" in "".join(text) for text in left] == [True, False, True, True]
+    assert ["tiles.roll" in "".join(text) for text in left] == [True, True, False, True]
+    assert ['getattr(self, "active"' in "".join(text) for text in left] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [MENDED, pytest.param([n for n in HUNTS if n not in MENDED], marks=pytest.mark.nightly)],
+    ids=["those that took half a fix", "all others"],
+)
+def test_a_fix_of_one_part_of_a_fault_is_refused(checkout, chosen):
+    """Unless the faults' file says that it is right, and why: `right_alone`, by the statement's number."""
+    sys_path = str(Path(__file__).parent)
+    code = (
+        "import sys\n"
+        f"sys.path[:0] = [{sys_path!r}, {str(ROOT / 'tests/kit')!r}]\n"
+        "from test_hunts import mended_in_part\n"
+        "from labs.kit.forks import run\n"
+        "from labs.kit.hunt import read_hunts\n"
+        "from labs.kit.hunt_grade import incident_job\n"
+        "jobs = []\n"
+        f"for hunt in (read_hunts()[number] for number in {chosen}):\n"
+        "    for n, half in enumerate(mended_in_part(hunt.faults[0])):\n"
+        "        right = str(n) in hunt._sealed.get('right_alone', {})\n"
+        "        jobs.append(incident_job(hunt, (hunt.number, n, right), half.sources()))\n"
+        "for job, outcome in run(jobs):\n"
+        "    print(*job.key[:2], 'right' if outcome.passed == job.key[2] else 'WRONG')\n"
+    )
+
+    lines = ask(checkout, code)
+
+    assert len(lines) > len(chosen) / 4
+    assert [line for line in lines if not line.endswith("right")] == []
+
+
 WRONG = {
     "always_passes": ("assert True", "passes on the broken engine"),
     "always_fails": ("assert False, 'no'", "fails on the sound engine"),
     "fails_on_everything": (
-        "from minivllm.labs import active\n    assert not active()",
+        "import sys\n    assert not [f for f in sys.meta_path if type(f).__name__ == 'Overlay' and f.sources]",
         "fails on another fault",
+    ),
+    "asks_for_the_engine": (
+        "from minivllm.labs import active\n    assert not active()",
+        "the import of minivllm.labs.active reads how the engine is written",
+    ),
+    "is_skipped": ("import pytest\n    pytest.skip('not today')", "is skipped on the sound engine"),
+    "is_skipped_where_it_would_fail": (
+        "import pytest, sys\n    if [f for f in sys.meta_path if type(f).__name__ == 'Overlay' and f.sources]:\n"
+        "        pytest.xfail('broken')",
+        "is skipped on the broken engine",
     ),
     "never_ends": ("while True:\n        pass", "no end after"),
     "cannot_be_read": ("import nothing_of_this_name", "fails on the sound engine"),
@@ -180,6 +273,74 @@ def judged(checkout):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_test_that_is_wrong_is_told_why(judged, name):
     assert WRONG[name][1] in judged[name]
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("import inspect\nassert 'roll' not in inspect.getsource(LoRAKernelMeta)", ".getsource"),
+        ("from inspect import getsourcelines as lines", "the import of inspect.getsourcelines"),
+        ("import linecache", "the import of linecache"),
+        ("import dis", "the import of dis"),
+        ("import ast", "the import of ast"),
+        ("import importlib.util\nimportlib.util.find_spec('minivllm')", "the import of importlib.util"),
+        ("__import__('dis').dis(slot_runs)", "the import of dis"),
+        ("assert b'x' in slot_runs.__code__.co_code", ".__code__"),
+        ("code = getattr(slot_runs, '__code__')", "'__code__'"),
+        ("open(mapping.__file__).read()", ".__file__"),
+        ("text = open('minivllm/lora/mapping.py').read()", "the file 'minivllm/lora/mapping.py'"),
+        ("import labs.kit.hunt", "the import of labs.kit.hunt"),
+        ("import minivllm.labs", "the import of minivllm.labs"),
+        ("exec('import ' + 'd' + 'is')", "exec"),
+    ],
+)  # fmt: skip
+def test_a_test_that_reads_source_is_refused_with_its_line(tmp_path, code, what):
+    path = tmp_path / "test_reading.py"
+    path.write_text(f"import pytest\n\n{code}\n")
+
+    [problem], seconds = hunt_grade.grade_test(HUNTS["8.17"], path)
+
+    line = 3 + code.count("\n") * (what != "the import of importlib.util")
+    assert problem.startswith(f"test_reading.py:{line}: {what} reads how the engine is written; ")
+    assert seconds == 0
+
+
+@each
+def test_no_right_test_reads_source(hunt):
+    assert source_reading(hunt.starter) is None
+    assert source_reading(reference(hunt).read_text()) is None
+
+
+def test_the_seconds_of_a_grade_are_those_that_one_waits(monkeypatch):
+    """Many engines are tried, several at a time: what their runs took together is more."""
+    clock = iter([100.0, 107.5])
+    outcome = Outcome([Result("test_x.py::test_x", "passed")], seconds=7.0)
+    monkeypatch.setattr(hunt_grade.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(hunt_grade, "run", lambda jobs, limit: [(job, outcome) for job in jobs])
+
+    problems, seconds = hunt_grade._judge([Job(hunt_grade.SOUND, "8.17", {})] * 4, 15)
+
+    assert (problems, seconds) == ([], 7.5)
+
+
+def test_a_test_of_kernels_runs_by_hand_as_the_hunt_says(checkout):
+    """On a machine without a GPU they need Triton's interpreter, which nobody but `lab` had chosen."""
+    path = checkout.root / "labs" / PHASE / "test_by_hand.py"
+    path.write_text(
+        "from minivllm.lora.ops.triton_ops.lora_shrink_op import shrink\n"
+        "import torch\nfrom hunting import SmallLinear\n\npytest_plugins = 'hunt_world'\n\n"
+        "def test_rows():\n"
+        "    layer = SmallLinear(backend='triton', dtype=torch.float32)\n"
+        "    x = torch.ones(3, 16)\n"
+        "    torch.testing.assert_close(layer.rows(x, [1, 0, 2]), layer.answer(x, [1, 0, 2]))\n"
+    )
+
+    sound = checkout.pytest(str(path.relative_to(checkout.root)))
+    broken = checkout.lab("hunt", "17", "--", "pytest", "-p", "no:cacheprovider", str(path))
+    path.unlink()
+
+    assert sound.returncode == 0, sound.stdout
+    assert broken.returncode == 0, broken.stdout
 
 
 def test_a_hunt_is_done_with_a_right_test_and_then_a_right_fix(checkout):

@@ -1,11 +1,8 @@
 """Adapters by Hugging Face id. Stands for the download in `get_adapter_absolute_path`, vllm/lora/utils.py (v0.22.1)."""
 
-import logging
 import os
 
 import minivllm.lora.seams as seams
-
-logger = logging.getLogger(__name__)
 
 # What of a repository on the hub is an adapter's, and what of it the engine cannot do without. Not the base model
 # that some put beside it, nor the trainer's checkpoints.
@@ -20,7 +17,7 @@ ADAPTER_FILES = [
 
 
 def hub_folder(path: str) -> str | None:
-    """The local copy of a hub id's adapter; None for what is no id, and where the hub fails, with the reason logged."""
+    """The local copy of a hub id's adapter; None for what is no id. FileNotFoundError says why the hub fails."""
     if not looks_like_hub_id(path):
         return None
 
@@ -31,12 +28,8 @@ def hub_folder(path: str) -> str | None:
     # HTTPError: the transport's own, which the hub lets through (a proxy that refuses, a connection cut).
     # OSError: no network, offline without a copy. ValueError: not a hub id, or the answer was not the hub's.
     except (HTTPError, OSError, ValueError) as error:
-        logger.warning(
-            "'%s' is no local folder, and the Hugging Face hub did not give it: %s",
-            path,
-            error.__cause__ or error,
-        )
-        return None
+        missing = f"adapter folder '{path}' does not exist, and the Hugging Face hub did not give it"
+        raise FileNotFoundError(f"{missing}: {error.__cause__ or error}") from error
 
 
 def _from_hub(hub_id: str) -> str:

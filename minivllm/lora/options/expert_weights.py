@@ -16,7 +16,8 @@ def pack_moe(
     loras             w1, w2, w3 (gate, down, up) of expert 0, then of expert 1, and so on; None for what has no
                       adapter, but not for all
     module_name       of the result
-    is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1
+    is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1.
+                      It is None where the first one is, and an adapter on an up is left out
 
     A part keeps the scaling that its experts share, for `optimize` to fold in. Where they differ each expert is
     optimized first, and the part's scaling is 1. A part that no expert has is None. `rank` is the largest of all.
@@ -24,13 +25,15 @@ def pack_moe(
 
     Raises ValueError, naming the module, for a length that is no multiple of 3, and where nothing has an adapter.
     """
+    if is_non_gated_moe:
+        loras = [None if i % 3 == 2 else lora for i, lora in enumerate(loras)]
     if len(loras) % 3 or all(lora is None for lora in loras):
         raise ValueError(
             f"{module_name}: expected w1, w2 and w3 of each expert, at least one of them with an adapter, got "
             f"{len(loras)} parts, {sum(lora is not None for lora in loras)} of them with an adapter"
         )
     parts = [_stack_experts(loras[part::3]) for part in range(3)]
-    if is_non_gated_moe:
+    if is_non_gated_moe and parts[0] is not None:
         parts[2] = copy(parts[0])
         parts[2].scaling = 1
     rank = max(part.rank for part in parts if part is not None)

@@ -1,0 +1,9 @@
+"""For tests of hunts that are run by hand, as `lab hunt N` shows it; `lab hunt N --check` does the same by itself."""
+
+import os
+
+import torch
+
+# Triton's interpreter stands for a GPU that is not there. It is chosen before a test's file imports Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
