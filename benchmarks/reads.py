@@ -79,7 +79,7 @@ def source_of(model: str, rank: int) -> AdapterSource:
         max_lora_rank=rank,
         warm_up=False,
     )
-    return LLMEngine.from_engine_args(args).adapters.worker
+    return LLMEngine.from_engine_args(args).adapters.worker.source
 
 
 def bring_in_or_out(requests: Sequence[LoRARequest], is_cold: bool) -> None:

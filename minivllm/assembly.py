@@ -22,7 +22,6 @@ from minivllm.engine.parts import (
     scheduler_arguments,
     scheduler_options,
 )
-from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.policies.install import evict_as_configured, scheduling_policy
 from minivllm.worker.executor import Executor
 from minivllm.worker.kv_memory import KVMemory
@@ -78,10 +77,7 @@ def make_model_runner(
         from minivllm.worker.invariant_attention import build_invariant_attention
 
         options["build_attention"] = build_invariant_attention(config)
-    runner = ModelRunner(config, tp=tp, adapters_are_active=adapters_are_active, **options)
-    if runner.lora_manager is not None:
-        runner.lora_manager.read_through(KnownLayouts)
-    return runner
+    return ModelRunner(config, tp=tp, adapters_are_active=adapters_are_active, **options)
 
 
 def _gpu_parts(config: EngineConfig) -> dict[str, object]:

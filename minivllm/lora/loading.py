@@ -4,6 +4,7 @@ Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1).
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import minivllm.lora.seams as seams
@@ -51,6 +52,10 @@ class AdapterSource:
         lora = self._load(lora_request, shapes_only=False)
         lora.load_seconds = time.perf_counter() - started
         return lora
+
+    def reading_by(self, wrap: "Callable[[AdapterSource], AdapterSource]") -> "AdapterSource":
+        """This source, its files read by another that is put around the one which reads them: here around this one."""
+        return wrap(self)
 
     def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         try:

@@ -11,6 +11,7 @@ from functools import partial
 from minivllm.core.request import Request
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
@@ -59,7 +60,8 @@ class AdapterReader(AdapterSource):
         self._checkers = ThreadPoolExecutor(PARALLEL_CHECKS, thread_name_prefix="minivllm-checker")
         self._checks: dict[tuple[LoRARequest, bool], Future[LoRAModel]] = {}  # under way
         self._checked: tuple[LoRARequest, Future[LoRAModel]] | None = None
-        self.source = self.worker.source
+        # What it knows by then stays when this is closed.
+        self.source = self.worker.source.reading_by(KnownLayouts.around)
         self.manager, self.reading = self.source.manager, self.source.reading
         self.worker.read_through(lambda source: self)
         self.registry.wait_for_reads(self.may_run)

@@ -43,7 +43,7 @@ class Clocks:
 
 @pytest.mark.parametrize("is_kept", (True, False))
 def test_every_adapter_is_read_and_moved_once(world, monkeypatch, is_kept):
-    worker = world.engine().adapters.worker
+    source = world.engine().adapters.worker.source
     requests = [world.request(name) for name in ("qv", "mlp", "all")]
     sizes = [os.path.getsize(Path(request.lora_path, "adapter_model.safetensors")) for request in requests]
     memory, moved = reads.Memory(2 * max(sizes), 2, is_kept), []
@@ -52,7 +52,7 @@ def test_every_adapter_is_read_and_moved_once(world, monkeypatch, is_kept):
     monkeypatch.setattr(reads, "time", Clocks())
     before = torch.get_num_threads()
 
-    row = reads.read_all(worker, requests, memory, threads=2)
+    row = reads.read_all(source, requests, memory, threads=2)
 
     assert sorted(moved) == ["all", "mlp", "qv"]
     assert row["adapters_per_second"] == pytest.approx(3 / 0.001)

@@ -10,6 +10,7 @@ from tiny_engine import tiny_world
 from minivllm import EngineArgs, LLMEngine
 from minivllm.economics import slot_memory
 from minivllm.worker.gpu_memory import room_for_slots
+from minivllm.worker.measured_memory import MeasuredMemory
 from minivllm.worker.model_runner import ModelRunner
 
 OPTIONS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "block_size": 4, "warm_up": False}
@@ -58,10 +59,10 @@ def test_the_kv_cache_gets_what_slots_leave_byte_for_byte(world, monkeypatch):
     few, many = (config(world, max_loras=n, max_num_seqs=500) for n in (1, 40))
     gpu = StandInGPU(monkeypatch, total=8 * 2**20)
 
-    with_few = RunnerOnStandIn(few)
+    with_few = RunnerOnStandIn(few, memory=MeasuredMemory(captures=False))
     before, blocks_with_few = gpu.at_profile_run, with_few.num_blocks
     del with_few
-    with_many = RunnerOnStandIn(many)
+    with_many = RunnerOnStandIn(many, memory=MeasuredMemory(captures=False))
 
     slots = [slot_memory(c.model_config.architecture, c.lora_config).slots for c in (few, many)]
     # They are there when the profile run starts.
@@ -80,7 +81,7 @@ def test_slots_that_leave_no_room_for_two_blocks_are_named(world, monkeypatch):
     with pytest.raises(
         ValueError, match=r"weights, LoRA slots .* or lower max_num_batched_tokens or max_loras"
     ):
-        RunnerOnStandIn(config(world, max_loras=40))
+        RunnerOnStandIn(config(world, max_loras=40), memory=MeasuredMemory(captures=False))
 
 
 @pytest.mark.parametrize(

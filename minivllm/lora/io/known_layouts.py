@@ -114,6 +114,11 @@ class KnownLayouts(AdapterSource):
         self._layouts: dict[Hashable, Layout | None] = {}
         self._turn = Lock()
 
+    @classmethod
+    def around(cls, source: AdapterSource) -> "KnownLayouts":
+        """Of a source that is one already, itself."""
+        return source if isinstance(source, cls) else cls(source)
+
     def check(self, lora_request: LoRARequest) -> LoRAModel:
         lora = self._read_if_known(lora_request, shapes_only=True)
         return self.source.check(lora_request) if lora is None else lora
