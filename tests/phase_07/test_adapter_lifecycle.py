@@ -457,6 +457,32 @@ class TestReloadThatFails:
         assert world.worker.memory == {1: "newest"}
 
     @lab
+    def test_leaves_the_adapter_known_by_the_folder_that_serves(self, world, error):
+        world.worker.disk["/bad"] = error
+        bad = LoRARequest("bad", 1, "/bad", load_inplace=True)
+        world.ask("new", bad, running=False)
+
+        world.registry.settle()
+
+        assert world.registry.adapters[1].request.lora_path == "/one", "nothing was read from /bad"
+        assert world.registry.examine(world.lora()).name == "one", "who names it is refused"
+        with pytest.raises(ValueError, match="lora_int_id 1 belongs to adapter 'one' at '/one'"):
+            world.registry.examine(LoRARequest("bad", 1, "/bad"))
+
+    @lab
+    def test_goes_back_to_no_folder_that_a_reload_has_replaced(self, world, error):
+        world.ask("new", LoRARequest("two", 1, "/two", load_inplace=True), running=False)
+        world.registry.settle()
+        world.end("new")
+        world.worker.memory.clear()
+
+        world.registry.could_not_be_read(1)
+
+        assert 1 not in world.registry.adapters, (
+            "/two cannot be read any more, and requests would get what /one held before the reload"
+        )
+
+    @lab
     def test_that_is_cut_short_is_done_by_the_next_settling(self, world):
         new = world.order_reload("new", weights=KeyboardInterrupt())
 
