@@ -1,11 +1,14 @@
 """What one forward pass is given, and what is made of what it gives (lab 7.3): a model that only takes notes."""
 
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hand_made_steps import lora, make_output, make_request
 from rows import assert_rows_equal
+from small_engine import SmallWorld
+from torch import nn
 
 import minivllm.worker.step_runner as step_runner
 from minivllm.worker.cuda_graphs import DecodeGraphs, DecodeOutput
@@ -14,13 +17,23 @@ from minivllm.worker.model_runner import ModelRunner
 pytestmark = pytest.mark.lab("7.3")
 
 
-class NotingModel:
-    """Its hidden state of a token is (token id, position); its logits are hidden states."""
+class NotingModel(nn.Module):
+    """Its hidden state of a token is (token id, position); its logits are hidden states.
 
-    def __init__(self, log):
-        self.log = log
+    Whatever else it is asked for is a real model's.
+    """
 
-    def __call__(self, input_ids, positions, attn):
+    def __init__(self, log, real):
+        super().__init__()
+        self.log, self.real = log, real
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("real"), name)
+
+    def forward(self, input_ids, positions, attn):
         self.log.append("forward")
         assert len(input_ids) == len(positions), f"{len(input_ids)} token ids, {len(positions)} positions"
         self.input_ids, self.positions, self.attn = input_ids, positions, attn
@@ -47,23 +60,22 @@ class NotingGraphs(DecodeGraphs):
 
 
 class Runner(ModelRunner):
-    """A model runner around the noting model. `log`: what happened, in order; `pad_to`: of each activation."""
+    """An engine's runner but for its model, which takes notes, and its adapters, which are not loaded.
+
+    log      what happened, in order
+    pad_to   of each activation
+    """
 
     def __init__(self, *, with_lora=True, with_graphs=False):
+        vars(self).update(vars(self.real))
         self.log, self.pad_to, self.batches = [], [], []
-        self.device, self.use_paged_attention = "cpu", False
-        self.config = SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=4), model_config=SimpleNamespace(dtype=torch.float64)
-        )
-        self.model = NotingModel(self.log)
-        self.lora_manager = (
-            SimpleNamespace(
-                manager=SimpleNamespace(punica_wrapper=SimpleNamespace(no_lora=False, reaches_ends=True))
-            )
-            if with_lora
-            else None
-        )
+        self.model = NotingModel(self.log, self.real.model)
         self.decode_graphs = NotingGraphs(self.log) if with_graphs else None
+        self.lora_manager = copy(self.real.lora_manager) if with_lora else None
+        if with_lora:
+            manager = self.lora_manager.manager = copy(self.lora_manager.manager)
+            manager.punica_wrapper = copy(manager.punica_wrapper)
+            manager.punica_wrapper.no_lora = False
 
     def set_active_loras(self, input_batch, num_scheduled_tokens, num_sampled_tokens=None, pad_to=0):
         self.log.append("adapters")
@@ -72,6 +84,14 @@ class Runner(ModelRunner):
 
     def _build_attention(self, query_lens, seq_lens, block_tables):
         return SimpleNamespace(query_lens=query_lens, seq_lens=seq_lens, block_tables=block_tables)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(tmp_path_factory):
+    """Whose runner all of them are but for what they note."""
+    engine = SmallWorld(tmp_path_factory.mktemp("model")).engine()
+    Runner.real = engine.runner
+    return engine
 
 
 def request(name, adapter_id, prompt, *, computed=0, answer=()):
