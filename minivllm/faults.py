@@ -20,6 +20,10 @@ class Refusal(ValueError):
     """Raised on purpose, before anything has changed: a ValueError of a narrower kind, for who tells kinds apart."""
 
 
+class RuntimeRefusal(RuntimeError):
+    """As `Refusal`, where callers expect a RuntimeError: what is asked for is right, and cannot be done now."""
+
+
 def is_fault(error: BaseException) -> bool:
     """Whether an error may be put down to the request, the adapter or the step that raised it.
 
@@ -45,9 +49,12 @@ def is_expected(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether it is what the engine raises on purpose. What Python or PyTorch raise anywhere is of narrower kinds:
-    RecursionError and torch.OutOfMemoryError are RuntimeErrors, too."""
-    return type(error) in (TypeError, ValueError, RuntimeError) or isinstance(error, OSError | Refusal)
+    """Whether it is what the engine raises on purpose.
+
+    A plain RuntimeError is not: PyTorch raises it wherever memory is short, also in the middle of a change.
+    """
+    refusals = OSError | Refusal | RuntimeRefusal
+    return type(error) in (TypeError, ValueError) or isinstance(error, refusals)
 
 
 def reason(error: BaseException) -> str:

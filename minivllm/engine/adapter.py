@@ -4,6 +4,7 @@ Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which 
 """
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from minivllm.lora.request import LoRARequest
@@ -31,35 +32,57 @@ class AdapterTraits(NamedTuple):
 BASE = AdapterTraits()
 
 
+class AdapterVersion(NamedTuple):
+    """What an order to load an adapter, or to load it again, says of it. A reload that fails brings back the last one.
+
+    request   as steps load it: its name, its folder, without `load_inplace`
+    folder    where its path led when it was registered or reloaded; a link may lead elsewhere by now
+    traits    without its tokenizer
+    names     by which requests may name it
+    """
+
+    request: LoRARequest
+    folder: str
+    traits: AdapterTraits
+    names: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Adapter:
     """The record of an adapter that requests may name. It is kept while the adapter is not in memory, so it is small.
 
     `AdapterRegistry` alone changes it.
 
-    request      as steps load it: its name, its folder, without `load_inplace`
+    version      what new requests get; one object, so that a change of it is never half done
     owner        what brought it: a request id, or "add_lora"
-    folder       where its path led when it was registered or reloaded; a link may lead elsewhere by now
-    traits       without its tokenizer
-    names        by which requests may name it
     generation   of new requests. Each reload that is ordered begins one
     reloads      generation -> the order of the reload that begins it, while it is to come
+    before       generation -> the version before its reload was ordered, until weights of that generation, or of a
+                 later one, have been read
     failures     generation -> what its reload raised, while requests of it do not know
     was_read     whether it has ever been in memory
     leaving      whether it is being unloaded
     """
 
-    request: LoRARequest
+    version: AdapterVersion
     owner: str
-    folder: str
-    traits: AdapterTraits
-    names: tuple[str, ...] = ()
     generation: int = 0
     reloads: dict[int, LoRARequest] = field(default_factory=dict)
+    before: dict[int, AdapterVersion] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
     was_read: bool = False
     leaving: bool = False
 
+    request = property(attrgetter("version.request"))
+    folder = property(attrgetter("version.folder"))
+    traits = property(attrgetter("version.traits"))
+    names = property(attrgetter("version.names"))
+
     @property
     def id(self) -> int:
-        return self.request.lora_int_id
+        return self.version.request.lora_int_id
+
+    @property
+    def current_generation(self) -> int:
+        """The newest one that no reload is to come for: whatever is read now is of its version."""
+        return min(self.reloads, default=self.generation + 1) - 1

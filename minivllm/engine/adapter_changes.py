@@ -8,7 +8,7 @@ from dataclasses import replace
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter import Adapter
+from minivllm.engine.adapter import Adapter, AdapterVersion
 from minivllm.faults import as_fault
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -97,20 +97,24 @@ class AdapterChanges:
     def _reload(self, adapter: Adapter, generation: int) -> None:
         """Have the worker read it again (`add_adapter`); nobody who runs may lose a place to it (`_spare_who_runs`).
 
-        What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room.
+        What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room. Once
+        it is read, versions before it are of no use any more (`_note_read`).
 
         After any error (`as_fault`) the worker still has the old weights. The error is kept in `failures` for the
         requests of this generation. The adapter's own is then at least the one after it: whoever comes next does not
-        share their fate.
+        share their fate. The record goes back to the version before the order (`_go_back`), or it would name a folder
+        that was never read.
         """
         if adapter.id not in self.manager.list_adapters():
             return
         self._spare_who_runs()
         try:
             self.worker.add_adapter(adapter.reloads[generation])
+            self._note_read(adapter, generation)
         except BaseException as error:
             adapter.failures[generation] = as_fault(error)
             adapter.generation = max(generation + 1, adapter.generation)
+            self._go_back(adapter, generation)
 
     def _in_flight(self, adapter: Adapter, before: int | None = None) -> bool:
         """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
@@ -122,6 +126,41 @@ class AdapterChanges:
         return any(before is None or generation < before for generation in generations)
 
     # endregion
+
+    def _note_read(self, adapter: Adapter, generation: int) -> None:
+        """Weights of this generation are in memory: nobody goes back to a version before them."""
+        adapter.was_read = True
+        if adapter.before:
+            adapter.before = {g: version for g, version in adapter.before.items() if g > generation}
+
+    def _go_back(self, adapter: Adapter, generation: int) -> bool:
+        """The version that this generation began with cannot be read. False if none is known that came before it.
+
+        The record takes the version before, with those of its names that no other adapter has taken meanwhile. Where
+        another reload has been ordered since, the record is of that one, and a failure of it leads further back.
+        """
+        version = adapter.before.get(generation)
+        later = min((g for g in adapter.before if g > generation), default=None)
+        if version is not None and later is None:
+            free = (name for name in version.names if self.by_name.get(name, adapter.id) == adapter.id)
+            self._set_version(adapter, version._replace(names=tuple(free)))
+        elif version is not None:
+            adapter.before[later] = version
+        elif later is not None:
+            del adapter.before[later]
+        adapter.before.pop(generation, None)
+        return version is not None
+
+    def _go_back_from_unread(self, adapter: Adapter) -> bool:
+        """As `_go_back`, of the version that was to be read now: a reload of it may have been left to this reading."""
+        current = adapter.current_generation
+        return self._go_back(adapter, max((g for g in adapter.before if g <= current), default=current))
+
+    def _set_version(self, adapter: Adapter, version: AdapterVersion) -> None:
+        old, adapter.version = adapter.version, version
+        for name in set(old.names).difference(version.names):
+            self.by_name.pop(name, None)
+        self.by_name |= dict.fromkeys(version.names, adapter.id)
 
     def failures(self) -> dict[tuple[int, int], BaseException]:
         """(adapter id, generation) -> error of the reloads that have failed, but for those that were `answered_for`."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.adapter_changes import AdapterChanges
-from minivllm.faults import as_fault
+from minivllm.faults import RuntimeRefusal, as_fault, is_fault
 from minivllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
@@ -23,37 +23,58 @@ class AdapterPins(AdapterChanges):
     def pin_lora(self, adapter_id: int) -> bool:
         """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
 
-        ValueError for an unknown id, RuntimeError when every slot is pinned already.
+        While a reload waits for requests, what is not in memory is left to their steps: the newest weights are not
+        theirs. ValueError for an unknown id, RuntimeError when every slot is pinned already. After any error it is
+        as it was.
         """
         if adapter_id not in self.adapters:
             raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
         pins = self.pinned | {adapter_id}
         if len(pins) > self.manager.lora_slots:
-            raise RuntimeError(
+            raise RuntimeRefusal(
                 f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
                 f"(adapters {sorted(pins - {adapter_id})}); unpin one or raise max_loras"
             )
-        adapter = self.adapters[adapter_id]
-        if self._has_memory_for(adapter):
-            self._pin(adapter)
+        adapter, was_pinned = self.adapters[adapter_id], adapter_id in self.pinned
         self.pinned.add(adapter_id)
+        try:
+            if self._has_memory_for(adapter):
+                self._pin(adapter)
+        except BaseException:
+            if not was_pinned:
+                self._drop_pin(adapter_id)
+            raise
         return True
 
     def _pin(self, adapter: Adapter) -> None:
-        """Read it if need be, and pin it if there is a slot."""
+        """Read it if need be, and pin it if there is a slot. A pin of what a reload waits for reads nothing."""
         if adapter.id not in self.manager.list_adapters():
-            self.worker.add_adapter(adapter.request)
-            adapter.was_read = True
+            if adapter.reloads:
+                return
+            self._read(adapter)
         if self.manager.has_room_for(adapter.id):
             self.worker.pin_adapter(adapter.id)
             self.manager.tell("pin", adapter.id, self.manager.list_active_adapters()[adapter.id])
 
+    def _drop_pin(self, adapter_id: int) -> None:
+        self.manager.unpin_adapter(adapter_id)
+        self.pinned.discard(adapter_id)
+
+    def _read(self, adapter: Adapter) -> None:
+        """Read what new requests get. If that fails and no request waits for it, the record goes back (`_go_back`)."""
+        try:
+            self.worker.add_adapter(adapter.request)
+        except BaseException as error:
+            if is_fault(error) and not self._in_flight(adapter):
+                self._go_back_from_unread(adapter)
+            raise
+        self._note_read(adapter, adapter.current_generation)
+
     def unpin_lora(self, adapter_id: int) -> bool:
         """Let the adapter be evicted again. False if it was not pinned."""
         was_pinned = adapter_id in self.pinned
-        self.manager.unpin_adapter(adapter_id)
+        self._drop_pin(adapter_id)
         if was_pinned:
-            self.pinned.remove(adapter_id)
             self.manager.tell("unpin", adapter_id)
         return was_pinned
 
@@ -67,7 +88,7 @@ class AdapterPins(AdapterChanges):
                 self._pin(adapter)
             except BaseException as error:
                 as_fault(error)
-                self.pinned.remove(adapter.id)
+                self._drop_pin(adapter.id)
                 logger.warning("adapter '%s' could not be pinned: %s", adapter.request.lora_name, error)
 
     def prepare(self, lora_requests: Iterable[LoRARequest | None]) -> dict[int, BaseException]:
@@ -80,5 +101,5 @@ class AdapterPins(AdapterChanges):
         requests = [request for request in lora_requests if request is not None]
         failures = self.worker.prepare_adapters(requests)
         for adapter_id in {request.lora_int_id for request in requests} - failures.keys():
-            self.adapters[adapter_id].was_read = True
+            self._note_read(self.adapters[adapter_id], self.adapters[adapter_id].current_generation)
         return failures

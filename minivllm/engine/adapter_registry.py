@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter import Adapter, AdapterTraits
+from minivllm.engine.adapter import Adapter, AdapterTraits, AdapterVersion
 from minivllm.engine.adapter_pins import AdapterPins
+from minivllm.faults import RuntimeRefusal
 from minivllm.guards.refusals import all_pinned, is_leaving
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
@@ -119,12 +120,13 @@ class AdapterRegistry(AdapterPins):
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
         if adapter is None:
-            adapter = Adapter(as_steps_load_it(lora_request), owner, folder_of(lora_request), traits)
+            request = as_steps_load_it(lora_request)
+            adapter = Adapter(AdapterVersion(request, folder_of(lora_request), traits), owner)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
             adapter = self._with_order(adapter, lora_request, traits)
         if name not in adapter.names:
-            adapter.names += (name,)
+            adapter.version = adapter.version._replace(names=(*adapter.names, name))
         # All of a change at once: an interrupt may come between any two lines.
         self.adapters[adapter_id] = adapter
         for old in set(before).difference(adapter.names):
@@ -140,17 +142,19 @@ class AdapterRegistry(AdapterPins):
             request = replace(request, lora_name=adapter.request.lora_name)
         else:
             names = ()
+        version = AdapterVersion(request, folder_of(order), traits, names)
+        ordered = self._with_reload(adapter, at_once)
         return replace(
-            self._with_reload(adapter, at_once),
-            request=request,
-            folder=folder_of(order),
-            traits=traits,
-            names=names,
+            ordered, version=version, before={**adapter.before, ordered.generation: adapter.version}
         )
 
     def named(self, name: str) -> LoRARequest | None:
-        """The adapter of that name; None if none has it."""
-        return self.adapters[self.by_name[name]].request if name in self.by_name else None
+        """The adapter of that name, under that name; None if none has it."""
+        if name not in self.by_name:
+            return None
+        request = self.adapters[self.by_name[name]].request
+        # The one it was loaded under may be another adapter's by now.
+        return request if request.lora_name == name else replace(request, lora_name=name)
 
     def name_of(self, adapter_id: int) -> str:
         adapter = self.adapters.get(adapter_id)
@@ -175,6 +179,23 @@ class AdapterRegistry(AdapterPins):
         elif not self._in_flight(adapter):
             self._forget(adapter)
 
+    def could_not_be_read(self, adapter_id: int) -> None:
+        """A step's adapter could not be brought in, and the requests of that step have ended.
+
+        If a reload was left to this step, that reload has failed, and the record goes back. Otherwise there is nothing
+        to go back to, and the adapter is forgotten once no request uses it.
+        """
+        adapter = self.adapters.get(adapter_id)
+        if adapter is None or adapter_id in self.manager.list_adapters():
+            return
+        if not (self._go_back_from_unread(adapter) and adapter.was_read):
+            self.release_unused(adapter_id)
+
+    def _go_back(self, adapter: Adapter, generation: int) -> bool:
+        for reader in self._traits_readers:
+            reader.forget(adapter.id)
+        return super()._go_back(adapter, generation)
+
     def _forget(self, adapter: Adapter) -> None:
         for reader in self._traits_readers if adapter.traits.added_tokens else ():
             reader.forget(adapter.id)
@@ -184,22 +205,28 @@ class AdapterRegistry(AdapterPins):
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.
 
         With `load_inplace` it is read again: at once, or when the requests that use it have finished. In the latter
-        case the answer is False. RuntimeError when all that memory holds is pinned or in use.
+        case the answer is False. RuntimeError when all that memory holds is pinned or in use. After an error the
+        adapter is known as before.
         """
         request, generation = self.register(lora_request, "add_lora", self.examine(lora_request))
         adapter = self.adapters[request.lora_int_id]
         try:
             self.settle()
-            if error := adapter.failures.pop(generation, None):
+            if error := adapter.failures.get(generation):
+                if not self._in_flight(adapter):  # else requests have yet to end with it
+                    self.answered_for((adapter.id, generation))
                 raise error
             if generation in adapter.reloads:
                 return False
             if not self._has_memory_for(adapter):
-                raise RuntimeError(
+                if lora_request.load_inplace:
+                    self._go_back(adapter, generation)
+                raise RuntimeRefusal(
                     f"adapter '{request.lora_name}' cannot be loaded: the {self.manager.capacity} adapters in "
                     "memory are all pinned or in use; unpin one, wait, or raise max_cpu_loras"
                 )
-            return self.worker.add_adapter(request)
+            self._read(adapter)
+            return True
         finally:
             if not adapter.was_read:
                 self.release_unused(adapter.id)

@@ -142,8 +142,10 @@ class EngineCore:
         return [r.request_id for r in of_adapter if generation in (None, r.adapter_generation)]
 
     def _fail_adapter(self, adapter_id: int, error: BaseException, outputs: list[RequestOutput]) -> None:
-        self._fail(self._users(adapter_id), error, outputs)
-        self.adapters.release_unused(adapter_id)
+        """End the requests that run with the adapter: those of its earliest generation, since no others may run."""
+        earliest = min(self.scheduler.in_flight.get(adapter_id, ()), default=None)
+        self._fail(self._users(adapter_id, earliest), error, outputs)
+        self.adapters.could_not_be_read(adapter_id)
 
     def _fail(self, request_ids: list[str], error: BaseException, outputs: list[RequestOutput]) -> None:
         sentence = told(error, request_ids)

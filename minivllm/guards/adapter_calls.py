@@ -3,6 +3,7 @@
 from typing import Any
 
 from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.faults import RuntimeRefusal
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
@@ -18,7 +19,7 @@ class AdapterCalls(GuardedCore):
         """Load an adapter ahead of its first request. vLLM: `add_lora`."""
         return self._adapters().add_lora(lora_request)
 
-    @in_turn(on_threads=True)
+    @in_turn(on_threads=True, refuses=False)
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
         return self._adapters().remove_lora(lora_id)
@@ -28,7 +29,7 @@ class AdapterCalls(GuardedCore):
         """Keep an adapter in its slot. vLLM: `pin_lora`."""
         return self._adapters().pin_lora(lora_id)
 
-    @in_turn(on_threads=True)
+    @in_turn(on_threads=True, refuses=False)
     def unpin_lora(self, lora_id: int) -> bool:
         """Let a pinned adapter be evicted again."""
         return self._adapters().unpin_lora(lora_id)
@@ -39,7 +40,7 @@ class AdapterCalls(GuardedCore):
 
     def _adapters(self) -> AdapterRegistry:
         if self.adapters is None:
-            raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
+            raise RuntimeRefusal("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
         return self.adapters
 
     @in_one_sentence

@@ -64,7 +64,7 @@ class GuardedCore(EngineCore):
             self._undelivered[:0] = outputs
             raise
 
-    @in_turn()
+    @in_turn(refuses=False)
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""
         parents = [request_ids] if isinstance(request_ids, str) else list(request_ids)

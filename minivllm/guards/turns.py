@@ -76,17 +76,21 @@ class Turns:
         return IN_THE_MIDDLE.format(self.what)
 
 
-def in_turn(on_threads: bool = False) -> Callable[[Callable], Callable]:
+def in_turn(on_threads: bool = False, refuses: bool = True) -> Callable[[Callable], Callable]:
     """Decorates a method of an engine: a call takes its turn (`Turns.take`), and refuses in one sentence.
 
     on_threads   it computes, on as many CPU threads as a step does
+    refuses      it may refuse what it is asked. If False, any error has come in the middle of a change
     """
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
             try:
-                with self._turns.take(), self.runner.cpu_threads.in_use() if on_threads else nullcontext():
+                with (
+                    self._turns.take(refuses),
+                    self.runner.cpu_threads.in_use() if on_threads else nullcontext(),
+                ):
                     return method(self, *args, **options)
             except REFUSALS as error:
                 raise_in_one_sentence(error)

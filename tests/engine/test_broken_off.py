@@ -252,5 +252,125 @@ def test_an_adapter_that_was_being_dropped_is_read_anew_into_its_slot(world, mon
     assert answer(engine, world.request(1)) == expected(4)
 
 
+# As PyTorch's "can't allocate memory" is: of the type by which the engine says that something cannot be done now.
+ERRORS = [KeyboardInterrupt, MemoryError, RuntimeError, ValueError]
+by_error = pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
+
+
+class TestAPin:
+    @by_error
+    @pytest.mark.parametrize("where", ["add_adapter", "pin_adapter", "tell"])
+    def test_that_broke_off_is_no_pin(self, world, monkeypatch, expected, error, where):
+        """Neither the registry nor the manager has it: with one slot pinned for nobody, one adapter fits no more."""
+        engine = world.engine(max_loras=2)
+        engine.add_lora(world.request(1))
+        for adapter_id in (2, 3, 4, 5):
+            engine.add_lora(world.request(adapter_id))
+        assert 1 not in engine.list_loras()
+        owner = engine.adapters.worker if where != "tell" else engine.adapters.manager
+        if where == "tell":
+            raise_at_event(monkeypatch, owner, "pin", error)
+        else:
+            raise_once(monkeypatch, owner, where, error)
+
+        with pytest.raises(error):
+            engine.pin_lora(1)
+
+        assert not engine.adapters.manager.pinned_adapters and not engine.adapters.pinned
+        for adapter_id in (2, 3):
+            engine.add_request(str(adapter_id), PROMPT, greedy(6), lora_request=world.request(adapter_id))
+        outputs = run(engine)
+        assert tokens_of(outputs["2"]) == expected(2) and tokens_of(outputs["3"]) == expected(3)
+        assert engine.pin_lora(1) and engine.adapters.manager.pinned_adapters == {1}
+
+    def test_that_waited_and_broke_off_is_dropped_in_both_places(self, world, monkeypatch, caplog, expected):
+        engine = world.engine(max_loras=2)
+        engine.add_lora(world.request(2))
+        for adapter_id in (1, 3):
+            engine.add_request(str(adapter_id), PROMPT, greedy(6), lora_request=world.request(adapter_id))
+        engine.step()
+        engine.pin_lora(2)
+        raise_at_event(monkeypatch, engine.adapters.manager, "pin", RuntimeError)
+
+        outputs = run(engine)
+
+        assert "could not be pinned" in caplog.text
+        assert not engine.adapters.manager.pinned_adapters and not engine.adapters.pinned
+        assert tokens_of(outputs["1"]) == expected(1) and tokens_of(outputs["3"]) == expected(3)
+
+    def test_one_too_many_is_refused_and_disturbs_nobody(self, world, monkeypatch):
+        engine = world.engine(max_loras=1)
+        for adapter_id in (1, 2):
+            engine.add_lora(world.request(adapter_id))
+        engine.pin_lora(1)
+        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request(1))
+        engine.step()
+        blocks = engine.scheduler.requests["a"].block_ids
+
+        with pytest.raises(RuntimeError, match="all 1 slots are pinned"):
+            engine.pin_lora(2)
+        engine.step()
+
+        assert engine.scheduler.requests["a"].block_ids is blocks
+
+
+@by_error
+@pytest.mark.parametrize("where", ["finish_requests", "_finish"])
+def test_an_abort_that_broke_off_leaks_nothing(world, monkeypatch, expected, error, where):
+    engine = world.engine()
+    for name in ("a", "b", "c"):
+        engine.add_request(name, PROMPT, greedy(6), lora_request=world.request(1))
+    engine.step()
+    raise_once(monkeypatch, engine.scheduler, where, error)
+    with pytest.raises(error):
+        engine.abort_request(["a", "b"])
+
+    outputs = run(engine)
+
+    assert outputs.keys() == {"c"} and tokens_of(outputs["c"]) == expected(1)
+    pool = engine.scheduler.kv_cache.block_pool
+    assert pool.get_num_free_blocks() == pool.num_usable_blocks
+    assert not engine.scheduler.requests and not engine.scheduler.in_flight
+
+
+@by_error
+def test_an_unload_that_broke_off_with_any_error_is_done_by_the_next_call(world, monkeypatch, error):
+    engine = world.engine()
+    engine.add_lora(world.request(1))
+    raise_once(monkeypatch, engine.runner.lora_manager, "remove_adapter", error)
+    with pytest.raises(error):
+        engine.remove_lora(1)
+
+    engine.unpin_lora(3)
+
+    assert engine.list_loras() == set() and not engine.adapters.adapters
+
+
+def test_an_engine_without_adapters_refuses_calls_about_them_and_disturbs_nobody(world):
+    engine = world.engine(enable_lora=False)
+    engine.add_request("a", PROMPT, greedy(6))
+    engine.step()
+    blocks = engine.scheduler.requests["a"].block_ids
+
+    with pytest.raises(RuntimeError, match="LoRA is not enabled"):
+        engine.add_lora(world.request(1))
+    engine.step()
+
+    assert engine.scheduler.requests["a"].block_ids is blocks
+
+
+def raise_at_event(monkeypatch, manager, kind, error):
+    """A listener raises when it hears of the next event of this kind."""
+    tell, raised = manager.tell, []
+
+    def telling(heard, *args, **more):
+        if heard == kind and not raised:
+            raised.append(True)
+            raise error
+        tell(heard, *args, **more)
+
+    monkeypatch.setattr(manager, "tell", telling)
+
+
 def _interrupt():
     raise KeyboardInterrupt

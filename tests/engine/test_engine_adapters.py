@@ -539,6 +539,89 @@ class TestPin:
             world.engine().pin_lora(1)
 
 
+class TestPinWhileAReloadWaits:
+    """Requests that came before the reload have their weights, and what comes after it keeps the slot."""
+
+    def policy(self, world, step, tenant, **changes):
+        return LoRARequest(f"policy-{step}", 9, str(world.path(tenant)), **changes)
+
+    def assert_both_are_right_and_the_pin_holds(self, engine, world, outputs, old="qv", new="all"):
+        assert tokens_of(outputs["old"]) == world.oracle().greedy(old, PROMPT, 6)
+        assert tokens_of(outputs["new"]) == world.oracle().greedy(new, PROMPT, 6)
+        assert engine.debug_info()["pinned"] == [9]
+        assert engine.adapters.manager.pinned_adapters == {9}
+        for name in ("mlp", "patterns", "all"):
+            engine.add_lora(world.request(name))
+        assert 9 in engine.adapters.manager.lora_index_to_id
+
+    def test_reads_nothing_for_the_requests_before_it(self, world):
+        engine = world.engine()
+        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
+        new = self.policy(world, 2, "all", load_inplace=True)
+        engine.add_request("new", PROMPT, greedy(6), lora_request=new)
+
+        assert engine.pin_lora(9)
+
+        self.assert_both_are_right_and_the_pin_holds(engine, world, run(engine))
+
+    def test_that_was_ordered_before_it_reads_nothing_either(self, world):
+        """It waits for room in memory, which comes when the reload is ordered already."""
+        engine = world.engine(max_loras=2, max_cpu_loras=2)
+        engine.add_lora(self.policy(world, 1, "qv"))
+        for name in ("mlp", "patterns"):
+            engine.add_request(name, PROMPT, greedy(9), lora_request=world.request(name))
+        engine.step()
+        assert engine.list_loras() == {3, 4}
+        engine.pin_lora(9)
+        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
+        new = self.policy(world, 2, "all", load_inplace=True)
+        engine.add_request("new", PROMPT, greedy(6), lora_request=new)
+
+        outputs = run(engine)
+
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 6)
+        assert engine.adapters.manager.pinned_adapters == {9}
+
+    @pytest.mark.parametrize("reread", [True, False])
+    def test_does_not_change_the_weights_of_a_request_that_was_preempted(self, world, reread):
+        """Half of its answer is there. Its adapter has made way for another one, in slot and in memory."""
+        engine = world.engine(max_loras=1, max_cpu_loras=1, max_lora_wait_steps=2)
+        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
+        engine.add_request("other", PROMPT, greedy(6), lora_request=world.request("mlp"))
+        while 9 in engine.list_loras() or not engine.list_loras():
+            assert engine.step() is not None
+        assert engine.scheduler.requests["old"].num_output_tokens > 0
+        new = self.policy(world, 2, "all", load_inplace=True)
+        engine.add_request("new", PROMPT, greedy(6), lora_request=new)
+        if reread:
+            engine.abort_request("other")
+
+        engine.pin_lora(9)
+
+        outputs = run(engine)
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 6)
+        assert engine.adapters.manager.pinned_adapters == {9}
+
+    def test_holds_after_a_reload_that_fails(self, world, folder):
+        spoil(folder)
+        engine = world.engine()
+        engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "all"))
+        engine.add_request(
+            "new", PROMPT, greedy(6), lora_request=LoRARequest("policy-2", 9, str(folder), load_inplace=True)
+        )
+        engine.pin_lora(9)
+
+        outputs = run(engine)
+
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("all", PROMPT, 6)
+        assert "NaN" in outputs["new"].error
+        assert engine.adapters.manager.pinned_adapters == {9}
+        engine.add_request("later", PROMPT, greedy(6), lora_request="policy-1")
+        assert tokens_of(run(engine)["later"]) == world.oracle().greedy("all", PROMPT, 6)
+
+
 class TestOverflow:
     """An adapter may be finite and still too much: then its own answers are lost, and no others."""
 

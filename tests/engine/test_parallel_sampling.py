@@ -1,9 +1,11 @@
 """n > 1: several answers to one prompt are those that n requests with these seeds get, in one output."""
 
+import shutil
 from contextlib import suppress
 
 import pytest
 from running_ahead import run_ahead
+from safetensors.torch import load_file, save_file
 from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
@@ -167,6 +169,26 @@ class TestBesideAReload:
         assert tokens_of(outputs["new"]) == world.oracle().greedy("all", SHORT, 4)
         assert tokens_of(outputs["base"]) == world.oracle().greedy(None, SHORT, 4)
         assert_nothing_is_left(engine)
+
+    def test_that_fails_they_are_answered_and_so_is_who_comes_after(self, world, tmp_path):
+        bad = shutil.copytree(world.path("qv"), tmp_path / "bad")
+        weights = load_file(bad / "adapter_model.safetensors")
+        save_file(
+            {name: weight * float("nan") for name, weight in weights.items()},
+            bad / "adapter_model.safetensors",
+        )
+        engine = world.engine(max_num_batched_tokens=8)
+        engine.add_request("old", LONG, drawn(n=3), lora_request=policy(world, 1, "qv"))
+        engine.step()
+        engine.add_lora(LoRARequest("policy-2", 9, str(bad), load_inplace=True))
+        engine.add_request("new", LONG, drawn(n=3), lora_request="policy-2")
+
+        outputs = run(engine)
+        engine.add_request("after", SHORT, greedy(4), lora_request="policy-1")
+
+        assert answers_of(outputs["old"]) == alone(world, LONG, [7, 8, 9], "qv")
+        assert [completion.finish_reason for completion in outputs["new"].outputs] == ["error"] * 3
+        assert tokens_of(run(engine)["after"]) == world.oracle().greedy("qv", SHORT, 4)
 
     @pytest.mark.parametrize("max_tokens", [1, 3])
     @pytest.mark.parametrize("change", ["reload", "unload"])

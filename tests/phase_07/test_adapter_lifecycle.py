@@ -1,46 +1,59 @@
 """Reloads and unloads while requests run: what waits for whom, and what becomes of the rest (lab 7.5)."""
 
-from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
+from hand_made_steps import make_request
 from small_engine import SmallWorld
+from torch import nn
 
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import RELOAD_PENDING
+from minivllm.core.request import RequestStatus
+from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import BASE, AdapterTraits
 from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.layers.linear import RowParallelLinear
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.sampling_params import SamplingParams
 
 lab = pytest.mark.lab("7.5")
 
 
-class StandInTiers(SimpleNamespace):
-    @property
-    def kept(self):
-        return self.in_use | self.pinned_adapters
+class OneLayer(nn.Module):
+    """A model to be wrapped."""
+
+    supports_lora = True
+    packed_modules_mapping = {}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.proj = RowParallelLinear(4, 4, bias=False)
 
 
-class StandInWorker:
-    """A worker manager whose adapters are words: `disk` has path -> weights, `memory` id -> the weights that were read.
+class WordWorker(LRUCacheWorkerLoRAManager):
+    """A worker manager whose disk is a dict of words: path -> weights. `memory` has id -> the weights that were read.
 
     An error on the disk is raised when it is read; `read` are the requests that it was read for, `in_use` is what the
     manager was told of at each reading.
     """
 
     def __init__(self):
-        self.disk, self.memory, self.in_use = {}, {}, []
-        self.calls, self.read = [], []
-        self.manager = StandInTiers(
-            list_adapters=lambda: self.memory,
-            get_adapter=lambda adapter_id: None,
-            capacity=4,
-            lora_slots=2,
-            in_use=frozenset(),
-            pinned_adapters=frozenset(),
-            tell=lambda *event, **more: None,
+        config = SimpleNamespace(
+            lora_config=LoRAConfig(max_lora_rank=1, max_loras=2, max_cpu_loras=4),
+            model_config=SimpleNamespace(get_vocab_size=lambda: 8),
+            scheduler_config=SchedulerConfig(),
         )
+        super().__init__(config, "cpu")
+        self.create_lora_manager(OneLayer())
+        self.disk, self.calls, self.read, self.in_use = {}, [], [], []
+        self.words = {}
+
+    @property
+    def memory(self):
+        return {adapter_id: self.words[adapter_id] for adapter_id in self.manager.list_adapters()}
 
     def check_adapter(self, request):
         return LoRAModel(request.lora_int_id, 1, {})
@@ -49,24 +62,28 @@ class StandInWorker:
         self.calls.append(f"read {request.lora_path}")
         self.read.append(request)
         self.in_use.append(self.manager.in_use)
-        weights = self.disk[request.lora_path]
+        weights, adapter_id = self.disk[request.lora_path], request.lora_int_id
         if isinstance(weights, BaseException):
             raise weights
-        if request.load_inplace or request.lora_int_id not in self.memory:
-            self.memory[request.lora_int_id] = weights
+        if adapter_id not in self.memory:
+            self.words[adapter_id] = weights
+            self.manager.add_adapter(LoRAModel(adapter_id, 1, {}))
+        elif request.load_inplace:
+            self.words[adapter_id] = weights
+            self.manager.replace_adapter(LoRAModel(adapter_id, 1, {}))
         return True
 
     def remove_adapter(self, adapter_id):
         self.calls.append(f"remove {adapter_id}")
-        return self.memory.pop(adapter_id, None) is not None
+        return super().remove_adapter(adapter_id)
 
 
 class World:
-    """A registry over stand-ins, with adapter 1 in memory, read from /one when it held "old"."""
+    """A registry with a scheduler and a worker, with adapter 1 in memory, read from /one when it held "old"."""
 
     def __init__(self):
-        self.worker = StandInWorker()
-        self.scheduler = SimpleNamespace(in_flight=defaultdict(Counter), requests={}, running=[])
+        self.worker = WordWorker()
+        self.scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=50), LoRAConfig(max_loras=2))
         self.registry = AdapterRegistry(self.scheduler, self.worker)
         self.worker.disk = {"/one": "old", "/two": "two"}
         self.registry.add_lora(self.lora(1))
@@ -82,20 +99,18 @@ class World:
         lora_request, generation = self.registry.register(
             lora_request or self.lora(), f"request '{request_id}'", BASE
         )
-        request = SimpleNamespace(
-            adapter_id=lora_request.lora_int_id, adapter_generation=generation, lora_request=lora_request
-        )
-        self.scheduler.requests[request_id] = request
-        self.scheduler.in_flight[request.adapter_id][generation] += 1
+        request = make_request(request_id, [1, 2], lora_request)
+        request.adapter_generation = generation
+        self.scheduler.add_request(request)
         if running:
+            self.scheduler.waiting.remove(request, joins=True)
             self.scheduler.running.append(request)
+            request.status = RequestStatus.RUNNING
         return generation
 
     def end(self, request_id):
         """The request has finished, and the engine says so."""
-        request = self.scheduler.requests.pop(request_id)
-        self.scheduler.in_flight[request.adapter_id] -= Counter([request.adapter_generation])
-        self.scheduler.running = [r for r in self.scheduler.running if r is not request]
+        [request] = self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_STOPPED)
         self.registry.request_ended(request.adapter_id)
 
     def order_reload(self, request_id, weights="new"):
@@ -104,7 +119,9 @@ class World:
         return self.ask(request_id, self.lora(load_inplace=True), running=False)
 
     def may_run(self, generation):
-        return self.registry.may_run(SimpleNamespace(adapter_id=1, adapter_generation=generation)) is None
+        request = make_request("asks", [1], self.lora())
+        request.adapter_generation = generation
+        return self.registry.may_run(request) is None
 
 
 @pytest.fixture
@@ -198,7 +215,7 @@ def test_base_requests_may_always_run(world):
     world.ask("old")
     world.order_reload("new")
 
-    assert world.registry.may_run(SimpleNamespace(adapter_id=0, adapter_generation=0)) is None
+    assert world.registry.may_run(make_request("base", [1])) is None
 
 
 class PanicException(BaseException):
@@ -321,7 +338,7 @@ class TestReload:
     @lab
     def test_of_what_is_not_in_memory_is_left_to_the_step_that_needs_it(self, world):
         """Memory may be full of adapters that run; a step waits for room, this would raise."""
-        world.worker.memory.clear()
+        world.worker.manager.remove_all_adapters()
         new = world.order_reload("new")
 
         world.registry.settle()
@@ -455,6 +472,32 @@ class TestReloadThatFails:
         world.end("new")
         world.end("newer")
         assert world.worker.memory == {1: "newest"}
+
+    @lab
+    def test_leaves_the_adapter_known_by_the_folder_that_serves(self, world, error):
+        world.worker.disk["/bad"] = error
+        bad = LoRARequest("bad", 1, "/bad", load_inplace=True)
+        world.ask("new", bad, running=False)
+
+        world.registry.settle()
+
+        assert world.registry.adapters[1].request.lora_path == "/one", "nothing was read from /bad"
+        assert world.registry.examine(world.lora()).name == "one", "who names it is refused"
+        with pytest.raises(ValueError, match="lora_int_id 1 belongs to adapter 'one' at '/one'"):
+            world.registry.examine(LoRARequest("bad", 1, "/bad"))
+
+    @lab
+    def test_goes_back_to_no_folder_that_a_reload_has_replaced(self, world, error):
+        world.ask("new", LoRARequest("two", 1, "/two", load_inplace=True), running=False)
+        world.registry.settle()
+        world.end("new")
+        world.worker.memory.clear()
+
+        world.registry.could_not_be_read(1)
+
+        assert 1 not in world.registry.adapters, (
+            "/two cannot be read any more, and requests would get what /one held before the reload"
+        )
 
     @lab
     def test_that_is_cut_short_is_done_by_the_next_settling(self, world):

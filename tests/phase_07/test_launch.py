@@ -1,5 +1,6 @@
 """What one forward pass is given, and what is made of what it gives (lab 7.3): a model that only takes notes."""
 
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 from hand_made_steps import lora, make_output, make_request
 from rows import assert_rows_equal
+from small_engine import SmallWorld
+from torch import nn
 
 import minivllm.worker.model_runner as model_runner
 from minivllm.worker.graphs import NO_GRAPHS, Graphs
@@ -17,13 +20,23 @@ from minivllm.worker.row_sampler import PendingStep
 pytestmark = pytest.mark.lab("7.3")
 
 
-class NotingModel:
-    """Its hidden state of a token is (token id, position); its logits are hidden states."""
+class NotingModel(nn.Module):
+    """Its hidden state of a token is (token id, position); its logits are hidden states.
 
-    def __init__(self, log):
-        self.log = log
+    Whatever else it is asked for is a real model's.
+    """
 
-    def __call__(self, input_ids, positions, attn):
+    def __init__(self, log, real):
+        super().__init__()
+        self.log, self.real = log, real
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("real"), name)
+
+    def forward(self, input_ids, positions, attn):
         self.log.append("forward")
         assert len(input_ids) == len(positions), f"{len(input_ids)} token ids, {len(positions)} positions"
         self.input_ids, self.positions, self.attn = input_ids, positions, attn
@@ -58,18 +71,20 @@ class NotingGraphs(Graphs):
 
 
 class Runner(ModelRunner):
-    """A model runner around the noting model. `log`: what happened, in order; `batches`: of each activation."""
+    """An engine's runner but for its model, which takes notes, and its adapters, which are not loaded.
+
+    log       what happened, in order
+    batches   of each activation: request ids, tokens and samples
+    """
 
     def __init__(self, *, with_lora=True, with_graphs=False):
+        vars(self).update(vars(self.real))
         self.log, self.batches = [], []
-        self.device = "cpu"
-        self.config = SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=4), model_config=SimpleNamespace(dtype=torch.float64)
-        )
-        self.model = NotingModel(self.log)
-        self.lora_manager = SimpleNamespace() if with_lora else None
+        self.model = NotingModel(self.log, self.real.model)
         self.graphs = NotingGraphs(self.log) if with_graphs else NO_GRAPHS
-        self._adapters_are_active = lambda: None
+        self.lora_manager = copy(self.real.lora_manager) if with_lora else None
+        # The real one is an attribute, which would hide the method below.
+        del self.build_attention
 
     def set_active_loras(self, input_batch, num_scheduled_tokens, num_sampled_tokens=None):
         self.log.append("adapters")
@@ -77,6 +92,14 @@ class Runner(ModelRunner):
 
     def build_attention(self, query_lens, seq_lens, block_tables):
         return SimpleNamespace(query_lens=query_lens, seq_lens=seq_lens, block_tables=block_tables)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine(tmp_path_factory):
+    """Whose runner all of them are but for what they note."""
+    engine = SmallWorld(tmp_path_factory.mktemp("model")).engine()
+    Runner.real = engine.runner
+    return engine
 
 
 def request(name, adapter_id, prompt, *, computed=0, answer=()):

@@ -1,7 +1,5 @@
 """One forward pass for a batch that mixes adapters, base, prompts, chunks and decodes (lab 7.3)."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hand_made_steps import make_output, make_request
@@ -9,7 +7,6 @@ from recorded import RecordedWorld
 from tiny_models import token_ids
 
 from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.model_runner import ModelRunner
 
 lab = pytest.mark.lab("7.3")
 
@@ -71,13 +68,13 @@ def test_every_row_gets_the_token_of_its_own_adapter(world, steps):
 
 
 @lab
-def test_what_the_model_is_given_lies_on_the_runners_device():
+def test_what_the_model_is_given_lies_on_the_runners_device(runner):
     """On the device "meta", which has shapes only, as a stand-in for a GPU. Nobody samples here."""
     request = make_request("chunk", [5, 6, 7], block_ids=[1])
     batch = InputBatch.from_scheduler_output(make_output((request, 2)))
-    runner = SimpleNamespace(device=torch.device("meta"), build_attention=lambda *lists: lists)
+    runner.device, runner.build_attention = torch.device("meta"), lambda *lists: lists
 
-    input_ids, positions, attn, last_rows = ModelRunner._prepare_inputs(runner, batch)
+    input_ids, positions, attn, last_rows = runner._prepare_inputs(batch)
 
     made = [(tensor.device.type, tensor.dtype, len(tensor)) for tensor in (input_ids, positions, last_rows)]
     assert made == [("meta", torch.int64, 2), ("meta", torch.int64, 2), ("meta", torch.int64, 0)]

@@ -1,21 +1,24 @@
 """What the runner asks of the adapter manager before a forward pass (lab 7.2)."""
 
+from copy import copy
+
 import numpy as np
 import pytest
 from hand_made_steps import lora, make_output, make_request
 from rows import assert_rows_equal
 from small_engine import SmallWorld
 
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 lab = pytest.mark.lab("7.2")
 
 
-class RecordingManager:
-    """Stands in for the worker's adapter manager."""
+class RecordingManager(LRUCacheWorkerLoRAManager):
+    """A worker's adapter manager that makes nothing active, and notes what it was asked for."""
 
-    def __init__(self):
+    def __init__(self, real):
+        vars(self).update(vars(real))
         self.calls = []
 
     def set_active_adapters(self, requests, mapping):
@@ -27,10 +30,15 @@ class RecordingManager:
         return self.calls[0]
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return SmallWorld(tmp_path_factory.mktemp("model")).engine()
+
+
 @pytest.fixture
-def runner():
-    runner = LoRAModelRunnerMixin()
-    runner.lora_manager = RecordingManager()
+def runner(engine):
+    runner = copy(engine.runner)
+    runner.lora_manager = RecordingManager(runner.lora_manager)
     return runner
 
 
@@ -97,8 +105,8 @@ def test_a_batch_without_adapters_tells_the_manager_so(runner):
 
 
 @lab
-def test_an_engine_without_lora_says_how_to_switch_it_on():
-    runner = LoRAModelRunnerMixin()
+def test_an_engine_without_lora_says_how_to_switch_it_on(tmp_path):
+    runner = SmallWorld(tmp_path).engine(enable_lora=False).runner
     batch = batch_of([(make_request("a", [1, 2], lora(1)), 2)])
 
     with pytest.raises(RuntimeError, match="enable_lora=True"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -10,6 +11,7 @@ from small_engine import SmallWorld
 
 from minivllm import AsyncLLM, SamplingParams
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.serving.client import EngineClient
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.listening import listen, unless_gone
 from minivllm.serving.streams import output_stream, wake
@@ -23,18 +25,32 @@ def run(coroutine, limit=2 * SOON):
     return asyncio.run(asyncio.wait_for(coroutine, limit))
 
 
-class FakeClient:
-    """An engine that never answers: what it is told stands in `told`."""
+class FakeClient(EngineClient):
+    """An engine that never answers, so its futures are never filled: what it is told stands in `told`."""
+
+    config = tokenizer = error = None
+    adapter_names, clock = (), time.monotonic
 
     def __init__(self):
         self.told = []
 
-    def call(self, function, *args):
-        return Future()  # which nobody ever fills
-
     def abort(self, request_ids, sink=None):
         self.told.append((list(request_ids), sink))
         return Future()
+
+    def call(self, function, *args):
+        return Future()
+
+    def begin(self, sink, request_id, *args, **options):
+        self.told.append(("begin", request_id))
+
+    def read_ahead(self, lora_request):
+        return Future()
+
+    def watch_steps(self, listener):
+        return Future()
+
+    unwatch_steps = watch_adapters = watch_steps
 
 
 def output(text, finished=False):

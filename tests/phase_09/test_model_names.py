@@ -24,8 +24,8 @@ def run(coroutine, limit=2 * SOON):
     return asyncio.run(asyncio.wait_for(coroutine, limit))
 
 
-class FakeLLM:
-    """An engine that notes what it is told, and knows what it was given.
+class FakeLLM(AsyncLLM):
+    """An engine without a model that notes what it is told, and knows what it was given.
 
     gate    until it is set the engine reads and unloads nothing
     bad     a path that cannot be read
@@ -34,8 +34,15 @@ class FakeLLM:
     def __init__(self, bad=None, lora=True):
         self.told, self.bad, self.gate = [], bad, asyncio.Event()
         self.gate.set()
-        self.by_name = {}
-        self.adapter_names = self.by_name.keys() if lora else ()
+        self.by_name, self.lora = {}, lora
+        self.config = self.tokenizer = None
+
+    @property
+    def adapter_names(self):
+        return self.by_name.keys() if self.lora else ()
+
+    async def list_loras(self):
+        return set(self.by_name.values())
 
     async def add_lora(self, request):
         self.told.append(("add", request))

@@ -1,12 +1,10 @@
 """Small fleets on a virtual clock, and replicas that do what a script says."""
 
-from types import SimpleNamespace
-
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.policies.routing import least_loaded
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
-from minivllm.simulate.replica import ReplicaConfig
+from minivllm.simulate.replica import Replica, ReplicaConfig, Served
 from minivllm.simulate.traffic import Arrival
 
 
@@ -25,24 +23,22 @@ def fleet(replica=None, cost=None, ranks=(8,) * 6, replicas=1, route=least_loade
     return Fleet(replica or config(), cost, adapters_of_ranks(ranks, 1e5), route, replicas)
 
 
-class Scripted:
-    """Stands for a `Replica`. It serves one request after the other, each in a step of `output_tokens` seconds.
+class Scripted(Replica):
+    """A replica that serves one request after the other, each in a step of `output_tokens` seconds.
 
     A request may run `prompt_tokens` seconds after it came.   log: of what it was told, and when
     """
 
-    def __init__(self, number, log):
-        self.number, self.log = number, log
-        self.output, self.waiting = None, []
-
-    @property
-    def load(self):
-        return len(self.waiting) + (self.output is not None)
+    def __init__(self, real, log):
+        vars(self).update(vars(real))
+        self.log, self.waiting = log, []
 
     def add(self, arrival):
         self.log.append(("add", arrival.time_s, self.number))
         self.waiting.append(arrival)
-        return SimpleNamespace(arrival=arrival, replica=self.number)
+        self._num_requests += 1
+        self.served[str(self._num_requests)] = served = Served(arrival, self.number)
+        return served
 
     def begin_step(self, now):
         self.log.append(("begin", now, self.number))
@@ -60,13 +56,16 @@ class Scripted:
     def end_step(self, now):
         assert self.output is not None
         self.log.append(("end", now, self.number))
+        came = self.output.time_s
+        name = next(name for name, served in self.served.items() if served.arrival.time_s == came)
         self.output = None
+        return [self.served.pop(name)]
 
 
 def scripted(replicas=1, route=least_loaded):
     """A fleet of scripted replicas, and their common log."""
     made, log = fleet(replicas=replicas, route=route), []
-    made.replicas = [Scripted(number, log) for number in range(replicas)]
+    made.replicas = [Scripted(replica, log) for replica in made.replicas]
     return made, log
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,8 +16,18 @@ pytestmark = pytest.mark.lab("10.5")
 AROUND = 2**64
 
 
+@dataclass
+class Engine:
+    """What a router may ask of one (`minivllm.policies.routing.Engine`). It has no adapter."""
+
+    load: int
+
+    def has(self, adapter_id):
+        return False
+
+
 def engines(*loads):
-    return [SimpleNamespace(load=load) for load in loads]
+    return [Engine(load) for load in loads]
 
 
 def by_distance(adapter_id, num_engines, points):

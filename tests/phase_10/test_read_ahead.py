@@ -1,12 +1,14 @@
 """What is read before its turn (lab 10.4). The oracles: a walk over all that has happened, and a slow disk."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from fleets import config, fleet
 
+from minivllm.core.request import Request
+from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.lora.request import LoRARequest
 from minivllm.policies.prefetching import ByQueuePosition, BySession, Waiting
+from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.traffic import Arrival
 
@@ -14,11 +16,24 @@ pytestmark = pytest.mark.lab("10.4")
 
 
 def requests(*adapter_ids):
-    return [SimpleNamespace(adapter_id=adapter_id) for adapter_id in adapter_ids]
+    """In the order in which they came."""
+    made = []
+    for order, adapter_id in enumerate(adapter_ids):
+        lora = LoRARequest(f"adapter{adapter_id}", adapter_id, f"/{adapter_id}") if adapter_id else None
+        made.append(Request(str(order), [1], SamplingParams(), lora))
+        made[-1].arrival_order = order
+    return made
+
+
+def queue_of(requests, queue=None):
+    queue = WaitingQueue() if queue is None else queue
+    for request in requests:
+        queue.add(request)
+    return queue
 
 
 def known(now=0.0, arrived=(), answered=(), queue=(), capacity=8):
-    return Waiting(now, requests(*arrived), requests(*answered), requests(*queue), capacity)
+    return Waiting(now, requests(*arrived), requests(*answered), queue_of(requests(*queue)), capacity)
 
 
 class TestByQueuePosition:
@@ -36,14 +51,14 @@ class TestByQueuePosition:
     def test_looks_no_further_than_it_must(self):
         """A long queue is not walked in every step."""
 
-        def endless():
-            number = 0
-            while True:
-                number += 1
-                assert number < 1000, "it walks the whole queue"
-                yield from requests(number)
+        class LongQueue(WaitingQueue):
+            def __iter__(self):
+                for number, request in enumerate(super().__iter__()):
+                    assert number < 20, "it walks the whole queue"
+                    yield request
 
-        waiting = Waiting(0.0, [], [], endless(), 8)
+        queue = queue_of(requests(*range(1, 100)), LongQueue())
+        waiting = Waiting(0.0, [], [], queue, 8)
 
         assert list(ByQueuePosition(5)(waiting)) == [1, 2, 3, 4, 5]
 

@@ -1,65 +1,60 @@
 """A virtual token counter (lab 10.3). The oracles: the paper's algorithm taken literally, and the paper's bound."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fleets import config, fleet
 
+from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.lora.request import LoRARequest
 from minivllm.policies.fairness import VirtualTokenCounter
+from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.traffic import Arrival
 
 pytestmark = pytest.mark.lab("10.3")
 
 
-class Asking:
-    """One request, as a policy sees it."""
-
-    def __init__(self, order, adapter_id, num_prompt_tokens=1):
-        self.arrival_order, self.adapter_id, self.num_prompt_tokens = order, adapter_id, num_prompt_tokens
-        self.num_output_tokens, self.is_finished = 0, False
-        self.num_cached_tokens, self.num_preemptions = num_prompt_tokens // 2, 0
-
-    def __repr__(self):
-        return f"request {self.arrival_order} of adapter {self.adapter_id}"
-
-
-class Line(list):
-    """Waiting requests, as a policy sees them."""
-
-    @property
-    def adapters(self):
-        return list(dict.fromkeys(request.adapter_id for request in self))
-
-    def oldest(self, adapter_id):
-        mine = [request for request in self if request.adapter_id == adapter_id]
-        return min(mine, key=lambda request: request.arrival_order, default=None)
-
-
 class World:
-    """Where a policy is asked, step by step, and requests join as the test says."""
+    """A real scheduler, of which the test says who joins and what is answered. Its policy is asked step by step."""
 
     def __init__(self, policy):
-        self.policy, self.waiting, self.orders = policy, Line(), itertools.count()
+        self.policy, self.orders = policy, itertools.count()
+        self.scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=400), LoRAConfig(max_loras=8))
 
     def come(self, adapter_id, prompt=1):
-        self.waiting.append(Asking(next(self.orders), adapter_id, prompt))
-        return self.waiting[-1]
+        lora = LoRARequest(f"adapter{adapter_id}", adapter_id, f"/{adapter_id}") if adapter_id else None
+        name = f"request {next(self.orders)} of adapter {adapter_id}"
+        request = Request(name, [1] * prompt, SamplingParams(max_tokens=100, ignore_eos=True), lora)
+        self.scheduler.add_request(request)
+        request.num_cached_tokens = prompt // 2
+        return request
+
+    def answer(self, request, num_output_tokens):
+        """It has so many tokens of its answer by now."""
+        for _ in range(num_output_tokens - request.num_output_tokens):
+            request.append_output_token(1)
+
+    def finish(self, request):
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED)
 
     def preempt(self, request):
-        request.num_preemptions += 1
-        self.waiting.append(request)
+        self.scheduler._preempt(request, SchedulerOutput())
 
     def step(self, places=0, may_join=lambda request: True):
         """Ask until so many have joined. Returns who was asked, and who joined."""
         asked, joined = [], []
-        for request in self.policy(SimpleNamespace(waiting=self.waiting), None):
+        for request in self.policy(self.scheduler, SchedulerOutput()):
             if len(joined) == places:
                 break
             asked.append(request)
             if may_join(request):
-                self.waiting.remove(request)
+                self.scheduler.waiting.remove(request, joins=True)
+                self.scheduler.running.append(request)
+                request.status = RequestStatus.RUNNING
                 joined.append(request)
         return asked, joined
 
@@ -97,7 +92,7 @@ class TestWhoWasServedLeast:
         world.step(places=1)
 
         for tokens in (1, 1, 4):
-            request.num_output_tokens = tokens
+            world.answer(request, tokens)
             world.step()
 
         assert world.counters == {1: 10 + 2 * 4}
@@ -106,9 +101,10 @@ class TestWhoWasServedLeast:
         request = world.come(1, 10)
         world.step(places=1)
 
-        request.num_output_tokens, request.is_finished = 3, True
+        world.answer(request, 3)
+        world.finish(request)
         world.step()
-        request.num_output_tokens = 9
+        world.answer(request, 9)
         world.step()
 
         assert world.counters == {1: 16}
@@ -119,7 +115,8 @@ class TestWhoWasServedLeast:
         heavy, plain = world.come(1, 8), world.come(2, 8)
         world.step(places=2)
 
-        heavy.num_output_tokens = plain.num_output_tokens = 2
+        world.answer(heavy, 2)
+        world.answer(plain, 2)
         world.step()
 
         assert world.counters == {1: (24 + 10) / 4, 2: 24 + 10}
@@ -127,7 +124,7 @@ class TestWhoWasServedLeast:
     def test_does_not_pay_twice_for_what_was_preempted(self, world):
         request = world.come(1, 10)
         world.step(places=1)
-        request.num_output_tokens = 2
+        world.answer(request, 2)
         world.preempt(request)
 
         world.step(places=1)
@@ -184,7 +181,7 @@ class TestWhoComesAfterAPause:
         world.step(places=1)
         world.come(2)
         world.step(places=1)
-        request.num_output_tokens = 40
+        world.answer(request, 40)
         world.preempt(request)
         world.step(places=1)
 
@@ -274,8 +271,9 @@ def test_it_serves_whom_the_paper_serves(seed):
 
     for _ in range(150):
         for request in running:
-            request.num_output_tokens += 1
-            request.is_finished = rng.random() < 0.2
+            world.answer(request, request.num_output_tokens + 1)
+            if rng.random() < 0.2:
+                world.finish(request)
             model.pay(request.adapter_id, 2)
         running = [request for request in running if not request.is_finished]
         for _ in range(int(rng.choice([0, 0, 1, 3, 6]))):

@@ -1,0 +1,409 @@
+"""A reload that fails leaves the adapter as the last good order had it: folder, names, traits and weights.
+
+The bad folders are found out by their numbers alone: their shapes fit, so the order is taken and fails when it is read.
+"""
+
+import random
+import shutil
+from itertools import product
+
+import pytest
+from running_ahead import run_ahead
+from safetensors.torch import load_file, save_file
+from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
+from tiny_tokens import TokenSet, V
+
+from minivllm import LoRARequest
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+GOOD = ["qv", "all", "mlp", "patterns"]
+ID = 9
+
+# How a reload is ordered, and whether a request of the old weights runs meanwhile.
+WAYS = [(order, runs) for order in ("add_lora", "request") for runs in (False, True)]
+by_way = pytest.mark.parametrize(
+    ("order", "runs"), WAYS, ids=[f"{o}-{'waits' if r else 'idle'}" for o, r in WAYS]
+)
+
+
+@pytest.fixture
+def world(tmp_path_factory):
+    return tiny_world(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+    """Name of a good adapter -> a copy of its folder with weights that are no numbers."""
+    world, folder = tiny_world(tmp_path_factory), tmp_path_factory.mktemp("bad")
+    return {name: spoiled(world.path(name), folder / name) for name in GOOD}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return TokenSet(tmp_path_factory.mktemp("tokens"), "llama-llama3-rope")
+
+
+def spoiled(source, folder):
+    path = shutil.copytree(source, folder) / "adapter_model.safetensors"
+    save_file({name: weight * float("nan") for name, weight in load_file(path).items()}, path)
+    return folder
+
+
+def policy(step, folder, **changes):
+    """As a trainer's next policy comes: the same id, another name and another folder."""
+    return LoRARequest(f"policy-{step}", ID, str(folder), **changes)
+
+
+def order_reload(engine, lora_request, order="request", runs=False, old=None):
+    """Order it and see it through; what its request, or `add_lora` where nobody runs, was told."""
+    if runs:
+        engine.add_request("running", PROMPT, greedy(5), lora_request=old)
+        engine.step()
+    if order == "add_lora" and not runs:
+        with pytest.raises(ValueError) as refused:
+            engine.add_lora(lora_request)
+        return str(refused.value)
+    if order == "add_lora":
+        assert engine.add_lora(lora_request) is False, "it waits"
+        assert run(engine)["running"].error is None
+        return None
+    engine.add_request("reload", PROMPT, greedy(4), lora_request=lora_request)
+    return run(engine)["reload"].error
+
+
+def answer(engine, lora_request, count=6):
+    engine.add_request("asked", PROMPT, greedy(count), lora_request=lora_request)
+    output = run(engine)["asked"]
+    assert output.error is None
+    return tokens_of(output)
+
+
+def assert_is_known_as(engine, world, name, step, others):
+    """Adapter ID serves this folder under this name, in memory and read again, and none of the `others`."""
+    expected = world.oracle().greedy(name, PROMPT, 6)
+    for lora_request in others:
+        with pytest.raises(ValueError, match=f"lora_int_id {ID} belongs to adapter 'policy-{step}' at"):
+            engine.add_request("refused", PROMPT, greedy(2), lora_request=lora_request)
+        with pytest.raises(ValueError, match="is unknown"):
+            engine.add_request("refused", PROMPT, greedy(2), lora_request=lora_request.lora_name)
+    for lora_request in (policy(step, world.path(name)), f"policy-{step}"):
+        assert answer(engine, lora_request) == expected
+    evict(engine, world)
+    assert answer(engine, policy(step, world.path(name))) == expected
+
+
+def evict(engine, world):
+    for i, name in enumerate(GOOD):
+        engine.add_lora(LoRARequest(f"other-{name}", 20 + i, str(world.path(name))))
+    assert ID not in engine.list_loras()
+
+
+@by_way
+@pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "evicted"])
+def test_the_last_good_folder_is_served_under_its_name_and_the_bad_one_is_refused(
+    world, bad, order, runs, in_memory
+):
+    engine, old = world.engine(), policy(1, world.path("qv"))
+    engine.add_lora(old)
+    if not in_memory:
+        evict(engine, world)
+
+    said = order_reload(engine, policy(2, bad["all"], load_inplace=True), order, runs, old)
+
+    assert (said is None) == (order == "add_lora" and runs) and "NaN" in (said or "NaN")
+    assert engine.adapters.by_name["policy-1"] == ID
+    assert_is_known_as(engine, world, "qv", 1, [policy(2, bad["all"])])
+
+
+@by_way
+def test_from_the_same_folder_it_leaves_the_adapter_known_by_all_its_names(world, bad, tmp_path, order, runs):
+    folder = shutil.copytree(world.path("qv"), tmp_path / "mine")
+    engine, old = world.engine(), policy(1, folder)
+    engine.add_lora(old)
+    engine.add_lora(LoRARequest("alias", ID, str(folder)))
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    shutil.copy(bad["qv"] / "adapter_model.safetensors", folder)
+
+    order_reload(engine, policy(1, folder, load_inplace=True), order, runs, old)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+
+    for name in ("policy-1", "alias"):
+        assert answer(engine, name) == world.oracle().greedy("qv", PROMPT, 6)
+    evict(engine, world)
+    assert answer(engine, "alias") == world.oracle().greedy("qv", PROMPT, 6)
+
+
+@pytest.mark.parametrize("which", list(product([True, False], repeat=3)), ids=str)
+@pytest.mark.parametrize("aborted", [False, True], ids=["each has a request", "due at once"])
+def test_of_several_in_a_row_the_last_good_one_counts(world, bad, which, aborted):
+    """The reloads wait for one request of the old weights; of each the request waits for the one before it."""
+    engine = world.engine()
+    folders = [world.path("qv")]
+    folders += [world.path(name) if good else bad[name] for name, good in zip(GOOD[1:], which)]
+    requests = [policy(step, folder) for step, folder in enumerate(folders)]
+    engine.add_request("old", PROMPT, greedy(6), lora_request=requests[0])
+    engine.step()
+    for step, request in enumerate(requests[1:], 1):
+        ordered = policy(step, request.lora_path, load_inplace=True)
+        engine.add_request(str(step), PROMPT, greedy(6), lora_request=ordered)
+    if aborted:
+        engine.abort_request(["1", "2", "3"])
+
+    outputs = run(engine)
+
+    assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 6)
+    for step, good in () if aborted else enumerate(which, 1):
+        assert (outputs[str(step)].error is None) == good
+        expected = world.oracle().greedy(GOOD[step], PROMPT, 6) if good else []
+        assert tokens_of(outputs[str(step)]) == expected
+    last = max((step for step, good in enumerate(which, 1) if good), default=0)
+    assert_is_known_as(engine, world, GOOD[last], last, [r for r in requests if r is not requests[last]])
+    assert not engine.adapters.adapters[ID].before, "versions are kept that nobody goes back to"
+
+
+def test_in_the_middle_concerns_neither_the_order_before_nor_the_one_after(world, bad):
+    """An alias of the version in the middle goes with it, one of the version before comes back."""
+    engine = world.engine()
+    engine.add_request("old", PROMPT, greedy(6), lora_request=policy(0, world.path("qv")))
+    engine.add_lora(LoRARequest("alias-0", ID, str(world.path("qv"))))
+    engine.step()
+    engine.add_lora(policy(1, bad["all"], load_inplace=True))
+    engine.add_lora(LoRARequest("alias-1", ID, str(bad["all"])))
+    engine.add_lora(policy(2, bad["mlp"], load_inplace=True))
+
+    run(engine)
+
+    assert sorted(engine.adapters.by_name) == ["alias-0", "policy-0"]
+    assert answer(engine, "alias-0") == world.oracle().greedy("qv", PROMPT, 6)
+
+
+def test_a_name_that_another_adapter_has_taken_meanwhile_stays_that_ones(world, bad):
+    engine, old = world.engine(), policy(1, world.path("qv"))
+    engine.add_lora(old)
+    engine.add_lora(LoRARequest("alias", ID, old.lora_path))
+    engine.add_request("running", PROMPT, greedy(5), lora_request=old)
+    engine.step()
+    engine.add_lora(policy(2, bad["all"], load_inplace=True))
+    engine.add_lora(LoRARequest("policy-1", 10, str(world.path("mlp"))))
+
+    run(engine)
+
+    assert answer(engine, "policy-1") == world.oracle().greedy("mlp", PROMPT, 6)
+    assert answer(engine, "alias") == world.oracle().greedy("qv", PROMPT, 6)
+    with pytest.raises(ValueError, match="adapter name 'policy-1' belongs to lora_int_id 10"):
+        engine.add_request("refused", PROMPT, greedy(2), lora_request=old)
+
+
+def test_the_names_of_the_bad_folder_are_free_again(world, bad):
+    engine = world.engine()
+    engine.add_lora(policy(1, world.path("qv")))
+    order_reload(engine, policy(2, bad["all"], load_inplace=True), "add_lora")
+
+    engine.add_lora(LoRARequest("policy-2", 10, str(world.path("mlp"))))
+
+    assert answer(engine, "policy-2") == world.oracle().greedy("mlp", PROMPT, 6)
+
+
+def test_one_that_is_refused_for_lack_of_memory_changes_nothing(world):
+    engine = world.engine(max_loras=1, max_cpu_loras=1)
+    engine.add_lora(policy(1, world.path("qv")))
+    engine.add_request("running", PROMPT, greedy(8), lora_request=world.request("mlp"))
+    engine.step()
+
+    with pytest.raises(RuntimeError, match="all pinned or in use"):
+        engine.add_lora(policy(2, world.path("all"), load_inplace=True))
+    run(engine)
+
+    assert answer(engine, policy(1, world.path("qv"))) == world.oracle().greedy("qv", PROMPT, 6)
+    with pytest.raises(ValueError, match="belongs to adapter 'policy-1'"):
+        engine.add_request("refused", PROMPT, greedy(2), lora_request=policy(2, world.path("all")))
+
+
+def test_left_to_a_pin_it_is_told_to_who_pins_and_the_last_good_folder_serves(world, bad):
+    """Nobody else reads it: the request that ordered the reload of what is not in memory was aborted."""
+    engine = world.engine()
+    engine.add_lora(policy(1, world.path("qv")))
+    evict(engine, world)
+    engine.add_request("a", PROMPT, greedy(4), lora_request=policy(2, bad["all"], load_inplace=True))
+    engine.abort_request("a")
+
+    with pytest.raises(ValueError, match="NaN"):
+        engine.pin_lora(ID)
+
+    assert engine.debug_info()["pinned"] == []
+    assert_is_known_as(engine, world, "qv", 1, [policy(2, bad["all"])])
+
+
+def test_that_add_lora_found_out_is_told_to_the_request_that_ordered_it_too(world, bad):
+    engine = world.engine()
+    engine.add_lora(policy(1, world.path("qv")))
+    engine.add_request("a", PROMPT, greedy(4), lora_request=policy(2, bad["all"], load_inplace=True))
+
+    with pytest.raises(ValueError, match="NaN"):
+        engine.add_lora(policy(2, bad["all"]))
+
+    assert "NaN" in run(engine)["a"].error
+    assert_is_known_as(engine, world, "qv", 1, [policy(2, bad["all"])])
+
+
+def test_a_folder_that_is_gone_ends_its_own_requests_and_those_of_the_next_one_are_answered(world, tmp_path):
+    """A trainer has deleted the policy before; nobody had read it into memory yet."""
+    folder = shutil.copytree(world.path("qv"), tmp_path / "mine")
+    engine = world.engine()
+    engine.add_request("old", PROMPT, greedy(6), lora_request=policy(1, folder))
+    engine.add_request("new", PROMPT, greedy(6), lora_request=policy(2, world.path("all"), load_inplace=True))
+    shutil.rmtree(folder)
+
+    outputs = run(engine)
+
+    assert "policy-1" in outputs["old"].error
+    assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 6)
+    assert_is_known_as(engine, world, "all", 2, [policy(1, folder)])
+
+
+class TestWhatPromptsDependOn:
+    @by_way
+    def test_is_that_of_the_last_good_folder(self, tokens, tmp_path, order, runs):
+        """Of two that add tokens, one comes back after a bad plain one, the other goes with a bad folder."""
+        engine = tokens.engine(lora_extra_vocab_size=4)
+        cats, plain = tokens.path("cats"), tokens.path("plain")
+        engine.add_lora(policy(1, cats))
+        order_reload(
+            engine,
+            policy(2, spoiled(plain, tmp_path / "plain"), load_inplace=True),
+            order,
+            runs,
+            policy(1, cats),
+        )
+        engine.add_request("new token", [5, V, V + 1], greedy(4), lora_request=policy(1, cats))
+        assert tokens_of(run(engine)["new token"]) == tokens.answer("cats", [5, V, V + 1], 4)
+
+        engine.remove_lora(ID)
+        engine.add_lora(policy(1, plain))
+        order_reload(
+            engine,
+            policy(2, spoiled(cats, tmp_path / "cats"), load_inplace=True),
+            order,
+            runs,
+            policy(1, plain),
+        )
+
+        with pytest.raises(ValueError, match="prompt token ids"):
+            engine.add_request("new token", [5, V], greedy(4), lora_request=policy(1, plain))
+
+    @by_way
+    def test_is_read_with_its_tokenizer(self, tokens, tmp_path, order, runs):
+        mine = shutil.copytree(tokens.path("cats"), tmp_path / "mine")
+        theirs = spoiled(tokens.path("dogs"), tmp_path / "theirs")
+        for folder, word in ((mine, "<meow>"), (theirs, "<woof>")):
+            own = character_tokenizer()
+            own.add_tokens([word])
+            own.save_pretrained(folder)
+        engine = tokens.engine(character_tokenizer(), lora_extra_vocab_size=4)
+        engine.add_lora(policy(1, mine))
+
+        order_reload(engine, policy(2, theirs, load_inplace=True), order, runs, policy(1, mine))
+
+        assert engine.get_tokenizer(policy(1, mine))("<meow>")["input_ids"] == [V]
+        assert len(engine.get_tokenizer(policy(1, mine))("<woof>")["input_ids"]) > 1
+
+
+class History:
+    """Random requests, orders, pins, evictions and aborts of one adapter beside others.
+
+    What the engine takes it has to keep: whoever names a folder is answered by it, or ends with the error of a bad one.
+    """
+
+    def __init__(self, world, bad, seed, prepare=lambda engine: engine):
+        self.world, self.rng = world, random.Random(seed)
+        options = {"max_loras": self.rng.choice([1, 2]), "max_cpu_loras": self.rng.choice([2, 3])}
+        options |= {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": self.rng.choice([6, 16]),
+            "num_kv_blocks": 24,
+        }
+        self.engine = prepare(world.engine(**options))
+        self.good = {str(world.path(name)): name for name in GOOD}
+        self.folders = [*self.good, *map(str, bad.values())]
+        self.latest = self.folders[0]
+        self.promised, self.outputs, self.aborted, self.refused = {}, {}, set(), 0
+
+    def act(self):
+        rng, engine = self.rng, self.engine
+        match rng.randrange(10):
+            case 0 | 1 | 2:
+                self.ask()
+            case 3:
+                self.attempt(lambda: engine.add_lora(self.order()))
+            case 4:
+                self.attempt(lambda: engine.pin_lora(ID))
+            case 5:
+                engine.unpin_lora(ID)
+            case 6:
+                name = rng.choice(GOOD)
+                request = LoRARequest(f"other-{name}", 20 + GOOD.index(name), str(self.world.path(name)))
+                self.ask(request)
+            case 7 if self.promised and rng.random() < 0.4:
+                self.aborted.add(rng.choice(list(self.promised)))
+                engine.abort_request(self.aborted)
+        for _ in range(rng.randrange(4)):
+            self.step()
+
+    def order(self):
+        folder = self.rng.choice([*self.folders, *[self.latest] * 8])
+        name = f"policy-{self.folders.index(folder)}"
+        return LoRARequest(name, ID, folder, load_inplace=self.rng.random() < 0.4)
+
+    def ask(self, lora_request=None):
+        request_id, lora_request = str(len(self.promised) + self.refused), lora_request or self.order()
+        prompt = [self.rng.randrange(3, 90) for _ in range(self.rng.choice([3, 11]))]
+        count = self.rng.randint(1, 9)
+        if self.attempt(
+            lambda: self.engine.add_request(request_id, prompt, greedy(count), lora_request=lora_request)
+        ):
+            self.promised[request_id] = lora_request.lora_path, prompt, count
+            self.latest = lora_request.lora_path if lora_request.lora_int_id == ID else self.latest
+
+    def attempt(self, call):
+        try:
+            call()
+        except (ValueError, RuntimeError):
+            self.refused += 1
+            return False
+        return True
+
+    def step(self):
+        for output in self.engine.step():
+            if output.finished:
+                self.outputs[output.request_id] = output
+
+    def check(self):
+        for request_id in self.promised.keys() - self.aborted:
+            folder, prompt, count = self.promised[request_id]
+            output = self.outputs[request_id]
+            if output.error is not None and "needs a slot but all 1 are pinned" in output.error:
+                continue
+            if folder in self.good:
+                assert output.error is None, (request_id, output.error)
+                expected = self.world.oracle().greedy(self.good[folder], prompt, count)
+                assert tokens_of(output) == expected, f"{request_id} of {self.good[folder]}"
+            else:
+                assert "NaN" in output.error, request_id
+
+
+@pytest.mark.parametrize("prepare", [lambda engine: engine, run_ahead], ids=["", "ahead"])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_each_request_is_answered_by_the_folder_it_named_or_ends_with_its_error(
+    world, bad, seed, prepare
+):
+    history = History(world, bad, seed, prepare)
+
+    for _ in range(140):
+        history.act()
+    for _ in range(800):
+        if history.engine.has_unfinished_requests():
+            history.step()
+
+    assert not history.engine.has_unfinished_requests(), "somebody waits for ever"
+    history.check()
+    assert len(history.promised) > 20
