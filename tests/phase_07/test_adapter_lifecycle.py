@@ -1,6 +1,6 @@
 """Reloads and unloads while requests run: what waits for whom, and what becomes of the rest (lab 7.5)."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from hand_made_steps import make_request
@@ -53,7 +53,7 @@ class WordWorker(LRUCacheWorkerLoRAManager):
 
     @property
     def memory(self):
-        return {adapter_id: self.words[adapter_id] for adapter_id in self.manager.list_adapters()}
+        return MappingProxyType({a: self.words[a] for a in self.manager.list_adapters()})
 
     def check_adapter(self, request):
         return LoRAModel(request.lora_int_id, 1, {})
@@ -491,7 +491,7 @@ class TestReloadThatFails:
         world.ask("new", LoRARequest("two", 1, "/two", load_inplace=True), running=False)
         world.registry.settle()
         world.end("new")
-        world.worker.memory.clear()
+        world.worker.manager.remove_all_adapters()
 
         world.registry.could_not_be_read(1)
 
