@@ -28,7 +28,7 @@ class Scheduler:
     followers   request id -> requests that are in neither queue until that one has computed the prompt they share
     in_flight   adapter id, 0 for base -> generation -> how many unfinished requests, waiting or running, are of it
 
-    adapter_identity    see `PrefixCache`
+    adapter_identity    see `KVCacheManager`
     pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
     can_prefetch        whether an adapter could be copied into a slot while a step runs
     may_run             None, or why a waiting request may not join even if there is room

@@ -1,13 +1,62 @@
-"""Blocks for the tokens of requests. Stands for vllm/v1/core/kv_cache_manager.py (v0.22.1)."""
+"""Blocks for the tokens of requests, and which blocks were computed before, for whom.
 
-from collections.abc import Sequence
+Stands for vllm/v1/core/kv_cache_manager.py and a part of vllm/v1/core/kv_cache_utils.py (v0.22.1).
+"""
 
-from minivllm.core.prefix_cache import PrefixCache
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from minivllm.config import CacheConfig
+from minivllm.core.block_pool import BlockPool
 from minivllm.core.request import Request
 
+BASE_IDENTITY = 0
 
-class KVCacheManager(PrefixCache):
-    """Gives requests blocks for their tokens, and finds blocks computed before. vLLM: `KVCacheManager`."""
+
+@dataclass
+class PrefixCacheStats:
+    """Tokens looked up and tokens found since the start. vLLM: `PrefixCacheStats`."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+# region lab 6.5: whose keys and values these are
+def hash_block_tokens(parent: bytes | None, token_ids: Sequence[int], identity: int) -> bytes:
+    """The key a block is found by: a blake2b digest of 16 bytes. vLLM: `hash_block_tokens`.
+
+    parent      key of the block before, which stands for all tokens up to it; None for the first block
+    token_ids   the block's own, int64
+    identity    0 for base, else the number of this *load* of the adapter. In vLLM 0.22.1 it is the
+                adapter's name, and other weights under it are served stale keys and values
+
+    Equal arguments give equal keys; any difference gives another key. That a block is the first is a difference, too.
+    """
+    digest = blake2b(b"first" if parent is None else b"after" + parent, digest_size=16)
+    digest.update(array("q", [identity, *token_ids]).tobytes())
+    return digest.digest()
+
+
+# endregion
+
+
+class KVCacheManager:
+    """Gives requests blocks for their tokens, and finds blocks computed before. vLLM: `KVCacheManager`.
+
+    adapter_identity    lora_int_id -> a number, >= 1, that is new for each load of the adapter. None = it is not
+                        loaded, and nothing can be found yet
+    """
+
+    def __init__(self, cache_config: CacheConfig, adapter_identity: Callable[[int], int | None]) -> None:
+        self.block_size = cache_config.block_size
+        self.enable_caching = cache_config.enable_prefix_caching
+        self.adapter_identity = adapter_identity
+        self.block_pool = BlockPool(cache_config.num_blocks)
+        self.prefix_cache_stats = PrefixCacheStats()
+
+    # Blocks.
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -46,3 +95,74 @@ class KVCacheManager(PrefixCache):
     def _num_free_besides(self, block_ids: Sequence[int]) -> int:
         """Free blocks, less those of `block_ids`, which may be free themselves."""
         return self.block_pool.get_num_free_blocks() - sum(b in self.block_pool.free for b in block_ids)
+
+    # Prefixes.
+
+    # region lab 6.5: whose keys and values these are
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """Blocks that hold the longest known prefix of a request which has none yet; [] with caching off.
+
+        Never the whole of it: the last token is computed, or there would be no logits to sample from. Blocks
+        are found one after the other (`_block_hashes`), up to the first that is not there. For an adapter that is not
+        loaded there are none. Else the request is bound (`_bind`) to the present load first.
+        """
+        identity = self._identity(request)
+        if not self.enable_caching or identity is None:
+            return []
+        self._bind(request, identity)
+        found = []
+        for block_hash in self._block_hashes(request, (request.num_tokens - 1) // self.block_size):
+            block_id = self.block_pool.get_cached_block(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def _identity(self, request: Request) -> int | None:
+        """Who computes the request's tokens now: base, or which load of its adapter; None if not loaded."""
+        return self.adapter_identity(request.adapter_id) if request.adapter_id else BASE_IDENTITY
+
+    # endregion
+
+    def record_hits(self, request: Request, num_cached_tokens: int) -> None:
+        """Count an admission: how many of the request's tokens were found."""
+        self.prefix_cache_stats.queries += request.num_tokens
+        self.prefix_cache_stats.hits += num_cached_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached_tokens
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others find the blocks that `num_computed_tokens` fill; call it before the count is advanced.
+
+        An adapter may be loaded anew under a running request. The rest of the request's blocks then belong to no one
+        load, and are never found.
+        """
+        first, last = request.num_computed_tokens // self.block_size, num_computed_tokens // self.block_size
+        if first == last and request.num_computed_tokens:
+            return  # no block is full yet; whose it is will be asked when one is
+        identity = self._identity(request)
+        if request.num_computed_tokens == 0:
+            self._bind(request, identity)
+        if identity != request.cache_identity:
+            request.cache_identity = None
+        if not self.enable_caching or request.cache_identity is None:
+            return
+        hashes = self._block_hashes(request, last)
+        for i in range(first, last):
+            self.block_pool.cache_block(request.block_ids[i], hashes[i])
+
+    def _bind(self, request: Request, identity: int | None) -> None:
+        """What the request computes from its first token on is known under this identity."""
+        if identity != request.cache_identity:
+            request.cache_identity = identity
+            request.block_hashes = []
+
+    def _block_hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Hashes of the first `num_blocks` full blocks; kept, since tokens only ever follow."""
+        hashes = request.block_hashes
+        for i in range(len(hashes), num_blocks):
+            token_ids = request.all_token_ids[i * self.block_size : (i + 1) * self.block_size]
+            hashes.append(
+                hash_block_tokens(hashes[-1] if hashes else None, token_ids, request.cache_identity)
+            )
+        return hashes[:num_blocks]

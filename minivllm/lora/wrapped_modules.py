@@ -10,8 +10,7 @@ from minivllm.config import LoRAConfig
 from minivllm.lora.adaptable import Layers, adaptable, end_of, ends_of, plugged_wrapper, refuse_targets
 from minivllm.lora.backend import Backend
 from minivllm.lora.checks import unmatched
-from minivllm.lora.layers.accepting import Parts
-from minivllm.lora.layers.base import BaseLayerWithLoRA
+from minivllm.lora.layers.base import BaseLayerWithLoRA, Parts
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import is_in_target_modules

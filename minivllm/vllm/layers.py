@@ -1,7 +1,6 @@
 """What vLLM has in vllm/lora/layers/ (v0.22.1), with its names for what a layer does."""
 
-from minivllm.lora.layers.base import BaseLayerWithLoRA
-from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
 from minivllm.lora.layers.linear import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearVariableSliceWithLoRA,

@@ -8,8 +8,7 @@ import pytest
 from scheduler_model import ShownRequest, World, lora
 
 from minivllm.config import CacheConfig
-from minivllm.core.kv_cache import KVCacheManager
-from minivllm.core.prefix_cache import hash_block_tokens
+from minivllm.core.kv_cache import KVCacheManager, hash_block_tokens
 from minivllm.engine.metrics import scheduler_stats
 from minivllm.sampling_params import SamplingParams
 

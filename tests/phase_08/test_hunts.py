@@ -101,9 +101,7 @@ def test_a_fault_that_does_not_fit_any_more_is_named():
     [edit] = hunt.faults[0].edits
     stale = type(hunt.faults[0])("8.7 stale", "It was.", [edit._replace(old="no such line\n")])
 
-    with pytest.raises(
-        LabError, match=r"8\.7 stale: its old text is in minivllm\.core\.prefix_cache 0 times"
-    ):
+    with pytest.raises(LabError, match=r"8\.7 stale: its old text is in minivllm\.core\.kv_cache 0 times"):
         stale.sources()
 
 

@@ -14,8 +14,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.lora.layers.base import Sides, as_list
-from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.base import BaseLinearLayerWithLoRA, Sides, as_list
 
 
 class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.layers.base import BaseLayerWithLoRA
-from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapped_modules import WrappedModules
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
-from minivllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.base import BaseLinearLayerWithLoRA
 from minivllm.lora.layers.linear import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithLoRA,
