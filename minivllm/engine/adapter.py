@@ -35,14 +35,14 @@ BASE = AdapterTraits()
 class AdapterVersion(NamedTuple):
     """What an order to load an adapter, or to load it again, says of it. A reload that fails brings back the last one.
 
-    request   as steps load it: its name, its folder, without `load_inplace`
-    folder    where its path led when it was registered or reloaded; a link may lead elsewhere by now
+    request   as steps load it: its name, the real folder that its path led to at the order, without `load_inplace`
+    path      as the order gave it: perhaps a link, which may lead elsewhere or nowhere by now, or a hub id
     traits    without its tokenizer
     names     by which requests may name it
     """
 
     request: LoRARequest
-    folder: str
+    path: str
     traits: AdapterTraits
     names: tuple[str, ...] = ()
 
@@ -74,7 +74,7 @@ class Adapter:
     leaving: bool = False
 
     request = property(attrgetter("version.request"))
-    folder = property(attrgetter("version.folder"))
+    path = property(attrgetter("version.path"))
     traits = property(attrgetter("version.traits"))
     names = property(attrgetter("version.names"))
 

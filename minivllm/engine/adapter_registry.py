@@ -86,16 +86,26 @@ class AdapterRegistry(AdapterPins):
         if adapter.leaving:
             raise is_leaving(name, adapter_id)
         if not lora_request.load_inplace and self._is_elsewhere(lora_request, adapter):
+            path = lora_request.lora_path
+            now = f", which leads to '{real_folder(path)}' by now" if path == adapter.path else ""
             raise ValueError(
                 f"lora_int_id {adapter_id} belongs to adapter '{adapter.request.lora_name}' at "
-                f"'{adapter.request.lora_path}' ({adapter.owner}), not to '{lora_request.lora_path}'; "
-                "give every adapter its own id, or remove that one first"
+                f"'{adapter.request.lora_path}' ({adapter.owner}), not to '{path}'{now}; "
+                "give every adapter its own id, remove that one first, or pass load_inplace=True to replace it"
             )
         return adapter
 
     def _is_elsewhere(self, lora_request: LoRARequest, adapter: Adapter) -> bool:
-        is_as_given = lora_request.lora_path == adapter.request.lora_path
-        return not is_as_given and folder_of(lora_request) != adapter.folder
+        """Whether the request's path leads to another folder than the one that steps read.
+
+        The text decides of a path that leads nowhere: a hub id, or a folder that is gone while the adapter is in
+        memory.
+        """
+        path = lora_request.lora_path
+        if path == adapter.request.lora_path:
+            return False
+        found = inode_of(path)
+        return path != adapter.path if found is None else found != inode_of(adapter.request.lora_path)
 
     def check_slots(self, lora_request: LoRARequest) -> None:
         """ValueError if every slot is pinned for another adapter."""
@@ -121,7 +131,7 @@ class AdapterRegistry(AdapterPins):
         before = adapter.names if adapter else ()
         if adapter is None:
             request = as_steps_load_it(lora_request)
-            adapter = Adapter(AdapterVersion(request, folder_of(lora_request), traits), owner)
+            adapter = Adapter(AdapterVersion(request, lora_request.lora_path, traits), owner)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
             adapter = self._with_order(adapter, lora_request, traits)
@@ -142,7 +152,7 @@ class AdapterRegistry(AdapterPins):
             request = replace(request, lora_name=adapter.request.lora_name)
         else:
             names = ()
-        version = AdapterVersion(request, folder_of(order), traits, names)
+        version = AdapterVersion(request, order.lora_path, traits, names)
         ordered = self._with_reload(adapter, at_once)
         return replace(
             ordered, version=version, before={**adapter.before, ordered.generation: adapter.version}
@@ -233,20 +243,37 @@ class AdapterRegistry(AdapterPins):
 
 
 def as_steps_load_it(lora_request: LoRARequest) -> LoRARequest:
-    """The request as steps load it: with no order to reload, and with the folder its path leads to now.
+    """The request as steps load it: with no order to reload, and with the real folder that its path leads to now.
 
-    So no step waits for a network, or gets a newer version.
+    A step may load it long after. Then it neither waits for a network nor reads another version, because a link or a
+    hub's branch leads there by now.
     """
-    path = lora_request.lora_path
-    if os.path.exists(path) and not lora_request.load_inplace:
-        return lora_request
-    path = path if os.path.exists(path) else get_adapter_absolute_path(path)
-    return replace(lora_request, lora_path=path, load_inplace=False)
+    here = with_real_folder(lora_request)
+    if real_folder(here.lora_path) is None:
+        here = with_real_folder(replace(here, lora_path=get_adapter_absolute_path(here.lora_path)))
+    return replace(here, load_inplace=False) if here.load_inplace else here
 
 
-def folder_of(lora_request: LoRARequest) -> str:
-    """The real path of a request's folder, or its hub id as it is. Two that are equal are the same adapter."""
-    path = os.path.expanduser(lora_request.lora_path)
-    if not os.path.exists(path) or (folder := os.path.realpath(path)) == lora_request.lora_path:
-        return lora_request.lora_path  # one string, not two that are equal
-    return folder
+def with_real_folder(lora_request: LoRARequest) -> LoRARequest:
+    """The request with the real folder that its path leads to; as it is where there is none on this machine."""
+    folder = real_folder(lora_request.lora_path)
+    is_real = folder in (None, lora_request.lora_path)
+    return lora_request if is_real else replace(lora_request, lora_path=folder)
+
+
+def inode_of(path: str) -> tuple[int, int] | None:
+    """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
+
+    One call of the system, where `real_folder` takes one for each part of the path: each request is compared.
+    """
+    try:
+        found = os.stat(os.path.expanduser(path))
+    except (OSError, ValueError):  # ValueError: a text that no path can be
+        return None
+    return found.st_dev, found.st_ino
+
+
+def real_folder(path: str) -> str | None:
+    """The absolute path, free of links, of what a path leads to now. None if there is nothing."""
+    path = os.path.expanduser(path)
+    return os.path.realpath(path) if os.path.exists(path) else None

@@ -10,6 +10,7 @@ from functools import partial
 
 from minivllm.core.request import Request
 from minivllm.engine.adapter import Adapter
+from minivllm.engine.adapter_registry import with_real_folder
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.lora.loading import AdapterSource
@@ -30,12 +31,15 @@ LOADING = "loading"
 class Read:
     """An adapter that is being read, or has been.
 
+    request  with the real folder that is read: a link may lead elsewhere before somebody asks for what was read
+    given    the request as it came
     record   the adapter's when it began, for requests that wait: an adapter that comes anew has another one, and so
              has each order to reload. None: somebody is about to load it
     future   the adapter
     """
 
     request: LoRARequest
+    given: LoRARequest
     record: Adapter | None
     future: "Future[LoRAModel]"
 
@@ -150,15 +154,18 @@ class AdapterReader(AdapterSource):
     def end_ahead(self, lora_request: LoRARequest) -> None:
         """It is loaded by now, or nobody is about to load it any more."""
         read = self._reads.get(lora_request.lora_int_id)
-        if read is not None and read.record is None and read.request == lora_request:
+        if read is not None and read.record is None and read.given == lora_request:
             self._forget(read)
 
     def _is_for(self, read: Read, lora_request: LoRARequest) -> bool:
         record = self.registry.adapters.get(lora_request.lora_int_id)
-        return read.request == lora_request and (read.record is None or read.record is record)
+        return read.request == with_real_folder(lora_request) and (
+            read.record is None or read.record is record
+        )
 
     def _begin(self, lora_request: LoRARequest, record: Adapter | None = None) -> Read:
-        read = Read(lora_request, record, self._pool.submit(self._read_and_stage, lora_request))
+        request = with_real_folder(lora_request)
+        read = Read(request, lora_request, record, self._pool.submit(self._read_and_stage, request))
         read.future.add_done_callback(lambda future: self._read_done())
         self._reads[lora_request.lora_int_id] = read
         self.registry.loading.add(lora_request.lora_int_id)

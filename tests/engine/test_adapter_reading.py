@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -313,6 +314,41 @@ class TestALoadAhead:
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
         assert disk.threads == ["minivllm-reader"] * 2
+
+    def test_over_a_link_is_read_once_and_beside_the_steps(self, world, slow, tmp_path):
+        llm, disk = slow()
+        link = tmp_path / "current"
+        link.symlink_to(world.path("qv"))
+        current = LoRARequest("current", 9, str(link))
+        disk.go.set()
+
+        async def main():
+            assert await llm.add_lora(current)
+            assert await llm.add_lora(replace(current, load_inplace=True))
+            assert not llm._client.engine.adapters.loading
+            return await collect(llm, "a", 6, current)
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
+        assert disk.threads == ["minivllm-reader"] * 2
+
+    def test_over_a_link_that_is_turned_meanwhile_is_read_again_from_where_it_leads(
+        self, world, slow, tmp_path
+    ):
+        llm, disk = slow()
+        link = tmp_path / "current"
+        link.symlink_to(world.path("qv"))
+
+        async def main():
+            load = asyncio.create_task(llm.add_lora(LoRARequest("current", 9, str(link))))
+            await until(lambda: disk.reading)
+            link.unlink()
+            link.symlink_to(world.path("all"))
+            disk.go.set()
+            assert await load
+            await until(lambda: not llm._client.engine.adapters.loading)
+            return await collect(llm, "a", 6, "current")
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("all", PROMPT, 6)
 
     def test_that_fails_says_what_the_engine_says(self, world, serve, tmp_path):
         llm, engine = serve(), world.engine()

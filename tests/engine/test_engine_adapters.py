@@ -696,3 +696,87 @@ class TestOwnership:
             assert tokens_of(run(engine)[str(i)]) == world.oracle().greedy(name, PROMPT, 4)
 
         assert engine.get_metrics()["lora"]["loads"] == 4
+
+
+class TestAPathThatLeadsElsewhere:
+    """An adapter is the folder that its path led to when it was registered, until somebody orders a reload."""
+
+    @pytest.fixture
+    def link(self, world, tmp_path):
+        link = tmp_path / "current"
+        link.symlink_to(world.path("all"))
+        return link
+
+    def turn(self, link, world):
+        link.unlink()
+        link.symlink_to(world.path("mlp"))
+
+    def test_before_the_first_step_changes_no_weights(self, world, link):
+        engine, current = world.engine(), LoRARequest("current", 7, str(link))
+        engine.add_request("old", PROMPT, greedy(4), lora_request=current)
+
+        self.turn(link, world)
+
+        with pytest.raises(
+            ValueError, match=r"adapter 'current' at '.*all'.*not to '.*current', which leads to"
+        ):
+            engine.add_request("new", PROMPT, greedy(4), lora_request=current)
+        reload = replace(current, load_inplace=True)
+        engine.add_request("reloaded", PROMPT, greedy(4), lora_request=reload)
+        outputs = run(engine)
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("all", PROMPT, 4)
+        assert tokens_of(outputs["reloaded"]) == world.oracle().greedy("mlp", PROMPT, 4)
+        engine.add_request("after it", PROMPT, greedy(4), lora_request=current)
+        assert tokens_of(run(engine)["after it"]) == world.oracle().greedy("mlp", PROMPT, 4)
+
+    def test_in_the_middle_of_an_answer_changes_no_weights_when_they_are_read_again(self, world, link):
+        engine = world.engine(max_loras=1, max_cpu_loras=1, max_lora_wait_steps=1)
+        engine.add_request("a", PROMPT, greedy(9), lora_request=LoRARequest("current", 7, str(link)))
+        engine.step()
+
+        self.turn(link, world)
+
+        engine.add_request("b", PROMPT, greedy(9), lora_request=world.request("qv"))
+        outputs = run(engine)
+        assert engine.get_metrics()["lora"]["loads"] > 2, "it was read once"
+        assert tokens_of(outputs["a"]) == world.oracle().greedy("all", PROMPT, 9)
+
+    def test_while_a_reload_waits_changes_nothing_about_what_is_read(self, world, link):
+        engine, current = world.engine(), LoRARequest("current", 7, str(link))
+        engine.add_request("old", PROMPT, greedy(4), lora_request=world.request("qv", lora_int_id=7))
+        engine.step()
+        reload = replace(current, load_inplace=True)
+        engine.add_request("new", PROMPT, greedy(4), lora_request=reload)
+
+        self.turn(link, world)
+
+        outputs = run(engine)
+        assert tokens_of(outputs["old"]) == world.oracle().greedy("qv", PROMPT, 4)
+        assert tokens_of(outputs["new"]) == world.oracle().greedy("all", PROMPT, 4)
+
+    def test_or_nowhere_is_the_adapters_by_its_text(self, world, link):
+        engine, current = world.engine(), LoRARequest("current", 7, str(link))
+        engine.add_lora(current)
+
+        link.unlink()
+
+        engine.add_request("a", PROMPT, greedy(4), lora_request=current)
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("all", PROMPT, 4)
+        with pytest.raises(ValueError, match="belongs to adapter 'current'"):
+            engine.add_request("b", PROMPT, greedy(4), lora_request=replace(current, lora_path="elsewhere"))
+
+    def test_since_the_process_works_in_another_folder_is_another_adapters(
+        self, world, tmp_path, monkeypatch
+    ):
+        for here, name in (("one", "qv"), ("two", "all")):
+            (tmp_path / here).mkdir()
+            shutil.copytree(world.path(name), tmp_path / here / "mine")
+        engine, mine = world.engine(), LoRARequest("mine", 7, "mine")
+        monkeypatch.chdir(tmp_path / "one")
+        engine.add_request("a", PROMPT, greedy(4), lora_request=mine)
+
+        monkeypatch.chdir(tmp_path / "two")
+
+        assert tokens_of(run(engine)["a"]) == world.oracle().greedy("qv", PROMPT, 4)
+        with pytest.raises(ValueError, match=r"one/mine'.*not to 'mine', which leads to '.*two/mine'"):
+            engine.add_lora(mine)

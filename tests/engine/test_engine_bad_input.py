@@ -269,7 +269,9 @@ class TestNamesAndIds:
 
         assert snapshot(engine) == before
 
-    def test_a_link_that_leads_elsewhere_by_now_makes_no_alias_of_what_it_leads_to(self, world, tmp_path):
+    def test_a_link_that_leads_elsewhere_by_now_names_neither_the_old_folder_nor_the_new_one(
+        self, world, tmp_path
+    ):
         """Else 'mlp' would be answered by 'all', which is what was read through the link."""
         engine = world.engine()
         link = tmp_path / "latest"
@@ -278,10 +280,12 @@ class TestNamesAndIds:
         link.unlink()
         link.symlink_to(world.path("mlp"))
 
-        with pytest.raises(ValueError, match="lora_int_id 7 belongs to adapter 'latest'"):
-            engine.add_request("a", PROMPT, greedy(), lora_request=world.request("mlp", lora_int_id=7))
+        for path, leads in [(world.path("mlp"), ""), (link, ", which leads to .*mlp' by now")]:
+            owner = rf"lora_int_id 7 belongs to adapter 'latest' at '{world.path('all')}' \(add_lora\)"
+            with pytest.raises(ValueError, match=f"{owner}, not to '{path}'{leads}.*load_inplace=True"):
+                engine.add_request("a", PROMPT, greedy(), lora_request=LoRARequest("latest", 7, str(path)))
 
-        engine.add_request("old", PROMPT, greedy(4), lora_request=LoRARequest("latest", 7, str(link)))
+        engine.add_request("old", PROMPT, greedy(4), lora_request=LoRARequest("latest", 7, world.path("all")))
         new = LoRARequest("latest", 7, str(link), load_inplace=True)
         engine.add_request("new", PROMPT, greedy(4), lora_request=new)
         outputs = run(engine)
