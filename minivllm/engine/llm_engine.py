@@ -70,7 +70,7 @@ class LLMEngine(AdapterCalls, EngineReports):
             arrival_time=self.clock() if arrival_time is None else float(arrival_time),
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
         )
-        if params.n > 1 or self.parallel.parents:
+        if params.n > 1 or self.parallel.parents or self._undelivered:
             self.parallel.claim(request_id, params.n, self._undelivered)
         if self._ahead is not None:
             self._ahead.check_id(request_id)

@@ -6,6 +6,7 @@ import pytest
 from small_engine import SmallWorld, write_adapter
 from tiny_engine import greedy, run, tokens_of
 
+from minivllm import SamplingParams
 from minivllm.guards.turns import Turns
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -90,6 +91,27 @@ class TestAStep:
         outputs = run(engine)
 
         assert tokens_of(outputs["a"]) == expected(0)
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_that_broke_off_at_its_end_keeps_the_ids_of_requests_whose_last_output_it_has(
+        self, world, monkeypatch, expected, n
+    ):
+        engine = world.engine()
+        drawn = SamplingParams(n=n, max_tokens=1, seed=3)
+        engine.add_request("a", PROMPT, drawn)
+        engine.add_request("b", PROMPT, greedy(6))
+        raise_once(monkeypatch, engine.metrics, "observe_step", MemoryError)
+        with pytest.raises(MemoryError):
+            engine.step()
+
+        assert engine.knows("a")
+        with pytest.raises(ValueError, match="request id 'a' is in use"):
+            engine.add_request("a", PROMPT, greedy(2))
+
+        outputs = run(engine)
+        assert len(outputs["a"].outputs) == n and tokens_of(outputs["b"]) == expected(0)
+        engine.add_request("a", PROMPT, greedy(6))
+        assert tokens_of(run(engine)["a"]) == expected(0)
 
     @pytest.mark.parametrize("error", [MemoryError, RuntimeError], ids=lambda e: e.__name__)
     def test_before_which_the_mending_failed_is_mended_anew(self, world, monkeypatch, expected, error):
