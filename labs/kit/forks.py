@@ -47,6 +47,7 @@ NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 SKIPPED = "it was skipped, which it is not on our code"
 LONGEST_MESSAGE = 1 << 22  # bytes of a result
+MOST_PRINTED = 4000  # characters of what a test's code has printed
 FOREIGN = "something else than the tests wrote to the grader"
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 # What takes long to import, and which files of tests do so.
@@ -64,6 +65,7 @@ class Result(NamedTuple):
     outcome   passed, failed, todo or skipped
     place     file:line of the learner's where it failed
     asked     file:line of the test's
+    printed   what was printed while it ran, no more than `MOST_PRINTED`: our code prints nothing
     """
 
     test: str
@@ -71,6 +73,7 @@ class Result(NamedTuple):
     message: str = ""
     place: str | None = None
     asked: str = ""
+    printed: str = ""
 
 
 @dataclass(frozen=True)
@@ -509,7 +512,8 @@ class _Recorder:
             outcome = "todo" if getattr(report, "todo", None) else report.outcome
             message = report.longreprtext if self.job.trace else getattr(report, "message", "")
             place, asked = getattr(report, "place", None), getattr(report, "asked", "")
-            self.send("result", Result(report.nodeid, outcome, message, place, asked))
+            printed = (report.capstdout + report.capstderr)[:MOST_PRINTED]
+            self.send("result", Result(report.nodeid, outcome, message, place, asked, printed))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
