@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from functools import partial
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -119,6 +120,9 @@ def test_an_unknown_name_is_found_below_the_root_and_known_from_then_on(http, cl
         ("new", "broken", 400, "adapter_model.safetensors"),
         ("new", "empty", 404, "adapter_config.json"),
         ("", "mlp", 400, "lora_name"),
+        ("a line\n", "mlp", 400, "'a line\\n'"),
+        ("../mlp\n", "mlp", 400, "cannot be printed"),
+        ("nul\0l", "mlp", 400, "cannot be printed"),
         ("new", "", 400, "lora_path"),
     ],
 )
@@ -151,6 +155,41 @@ def test_a_name_leads_to_no_file_outside_of_the_root(http, world, root):
 
     assert response.status_code == 400
     assert "--lora-root" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../root/mlp",
+        "../../{above}/root/mlp",
+        "../../nowhere/root/mlp",
+        "../" * 60 + "{from_top}/mlp",
+        "{root}/mlp",
+        "./mlp",
+        "mlp/.",
+        "mlp/",
+        "patterns/../mlp",
+        "//mlp",
+        "..\\root\\mlp",
+        "mlp\t",
+        "mlp\0",
+        "x" * 1000,
+        "x/" * 500 + "mlp",
+    ],
+)
+def test_an_adapter_below_the_root_has_one_name_and_no_answer_tells_where_the_root_lies(http, root, name):
+    """Each of these once led to the folder of `mlp`, or might tell that it does."""
+    before, above, from_top = adapters(http), root.parent.name, str(root)[1:]
+    name = name.format(above=above, from_top=from_top, root=root)
+
+    responses = [http.post("/v1/completions", json={"model": name, "prompt": "x"})]
+    responses.append(http.get(f"/v1/models/{quote(name, safe='')}"))
+
+    assert [response.status_code for response in responses] == [404, 404]
+    for response in responses:
+        message = response.json()["error"]["message"]
+        assert message == f"The model `{name[:100]}` does not exist; there are: tiny, all, qv"
+    assert adapters(http) == before
 
 
 def test_an_adapter_is_read_again_in_place_for_those_who_come_later(http, client, world, root):
