@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from minivllm.guards.refusals import IsLeaving
+from minivllm.guards.refusals import AllPinned, IsLeaving
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
 
 MOST_CHARACTERS = 500
@@ -34,6 +34,7 @@ STATUSES = {
     EngineDeadError: 503,
     FileNotFoundError: 404,
     IsLeaving: 409,
+    AllPinned: 409,
     ValueError: 400,
 }
 
