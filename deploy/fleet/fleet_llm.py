@@ -17,7 +17,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError
-from minivllm.serving.streams import OutputKind
+from minivllm.serving.streams import OutputKind, aborted
 from minivllm.serving.views import EngineView, describe
 from minivllm.serving.wire import Delta, OutputReader
 
@@ -79,16 +79,26 @@ class FleetLLM(AsyncLLM):
         lora_request: LoRARequest | str | None = None,
         *,
         output_kind: OutputKind = "delta",
+        on_abort: Callable[[RequestOutput], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """As `AsyncLLM.generate`. What comes to `on_abort` has the tokens that have reached this process; of the kind
+        "final" that is none."""
         version = self._version(lora_request)
         name = None if version is None else version.adapter.lora_name
         reader = OutputReader(request_id)
         items = self.engines.generate(name, prompt, sampling_params, request_id, version, output_kind)
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, Exception):
-                    raise item
-                yield reader.output(item) if isinstance(item, Delta) else item
+        last: RequestOutput | None = None
+        try:
+            async with aclosing(items):
+                async for item in items:
+                    if isinstance(item, Exception):
+                        raise item
+                    last = reader.output(item) if isinstance(item, Delta) else item
+                    yield last
+        except (asyncio.CancelledError, GeneratorExit):
+            if on_abort is not None and not (last and last.finished):
+                on_abort(aborted(request_id, last))
+            raise
 
     def _version(self, lora_request: LoRARequest | str | None) -> Version | None:
         """The one that stands. ValueError for a bare name that is not known."""

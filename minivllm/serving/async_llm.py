@@ -24,7 +24,7 @@ from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.errors import Draining, QueueFull
 from minivllm.serving.listening import listen
-from minivllm.serving.streams import OutputKind, Stream, output_stream, wake
+from minivllm.serving.streams import OutputKind, Stream, aborted, output_stream, wake
 from minivllm.serving.turns import TurnExecutor
 from minivllm.text.prompts import chat_prompt, tokenize
 
@@ -97,11 +97,13 @@ class AsyncLLM:
         lora_request: LoRARequest | str | None = None,
         *,
         output_kind: OutputKind = "delta",
+        on_abort: Callable[[RequestOutput], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request's outputs as they come, the last of them `finished`. vLLM: `generate`.
 
         A consumer that is slow gets fewer: `output_stream` says what of several kinds becomes of those between.
-        Whoever stops listening, cancelled or not, aborts the request.
+        Whoever stops listening, cancelled or not, aborts the request. `on_abort` then gets its last output, which no
+        consumer gets any more: all that the request has come to, with finish_reason "abort".
 
         Before anything runs: errors as in `LLMEngine.add_request`; `Draining`; `QueueFull`; `EngineDeadError`. That
         one ends a running request, too. One that fails has finish_reason "error" and says why in `.error`.
@@ -116,10 +118,16 @@ class AsyncLLM:
             self._client.begin(stream, request_id, read, sampling_params, arrival_time, lora)
 
         self._open.add(stream)
+        finished = False
         try:
             async with aclosing(listen(self._client, stream, request_id, begin)) as outputs:
                 async for output in outputs:
+                    finished = output.finished
                     yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            if on_abort is not None and not finished:
+                on_abort(aborted(request_id, stream.last))
+            raise
         finally:
             self._open.discard(stream)
 

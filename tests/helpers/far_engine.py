@@ -72,3 +72,8 @@ def fail_to_make() -> LLMEngine:
 
 def die_while_made() -> LLMEngine:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def slow_down(engine: LLMEngine) -> None:
+    """From now on a step takes so long that much happens between two."""
+    engine.listeners.append(lambda scheduled: time.sleep(0.05))
