@@ -137,7 +137,7 @@ class FleetLLM(AsyncLLM):
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Nobody finds it from now on; engines take it out when its requests have ended."""
+        """Nobody finds it from now on. It returns when all engines have taken it out, and its requests have ended."""
         names = [name for name, each in self._versions.items() if each.adapter.lora_int_id == lora_id]
         for name in names:
             del self._versions[name]

@@ -26,11 +26,12 @@ from minivllm.serving.errors import Draining, QueueFull
 from minivllm.serving.listening import listen
 from minivllm.serving.streams import OutputKind, Stream, aborted, output_stream, wake
 from minivllm.serving.turns import TurnExecutor
+from minivllm.serving.views import is_leaving
 from minivllm.text.prompts import chat_prompt, tokenize
 
 T = TypeVar("T")
 
-# Until all requests have ended, `drain` looks every so many seconds.
+# Until requests have ended, `drain` and `remove_lora` look every so many seconds.
 LOOK_AGAIN = 0.02
 
 
@@ -84,8 +85,8 @@ class AsyncLLM:
 
     @property
     def adapter_names(self) -> Collection[str]:
-        """By which the engine knows adapters."""
-        return self._client.adapter_names
+        """By which the engine knows adapters; none when it has ended."""
+        return self._client.adapter_names if self._client.error is None else ()
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -213,8 +214,15 @@ class AsyncLLM:
             self._client.end_ahead(lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.remove_lora`."""
-        return await self.call(LLMEngine.remove_lora, lora_id)
+        """Unload an adapter, and return when it has gone from slot and memory. False for an unknown id.
+
+        The requests that use it are finished first, and new ones are refused. Who stops waiting for them takes nothing
+        back.
+        """
+        removed = await self.call(LLMEngine.remove_lora, lora_id)
+        while await self.call(is_leaving, lora_id):
+            await asyncio.sleep(LOOK_AGAIN)
+        return removed
 
     async def pin_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.pin_lora`."""

@@ -320,6 +320,46 @@ class TestAnAbort:
         assert asyncio.run(main())[-1].outputs[0].finish_reason == "abort"
 
 
+class TestAnUnload:
+    def test_is_done_when_the_requests_that_use_the_adapter_have_ended(self, world, serve):
+        llm = serve()
+
+        async def main():
+            answers = asyncio.ensure_future(collect(llm, "a", greedy(80), world.request("qv")))
+            while not await llm.list_loras():
+                await asyncio.sleep(0)
+            unloads = asyncio.ensure_future(llm.remove_lora(1))
+            await asyncio.sleep(0)
+            with pytest.raises(ValueError, match=r"'qv' .* is being unloaded"):
+                await collect(llm, "b", greedy(2), "qv")
+            assert await unloads
+            assert "a" not in running(llm) and "qv" not in llm.adapter_names
+            assert await llm.list_loras() == set()
+            assert not await llm.remove_lora(1), "it is not known any more"
+            await llm.add_lora(world.request("qv"))
+            return await answers
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 80)
+
+    def test_that_nobody_waits_for_any_more_is_done_all_the_same(self, world, serve):
+        llm = serve()
+
+        async def main():
+            answers = asyncio.ensure_future(collect(llm, "a", greedy(80), world.request("qv")))
+            while not await llm.list_loras():
+                await asyncio.sleep(0)
+            unloads = asyncio.ensure_future(llm.remove_lora(1))
+            await asyncio.sleep(0)
+            await llm.call(open_requests)  # the order was there before this
+            unloads.cancel()
+            outputs = await answers
+            return outputs, await llm.list_loras()
+
+        outputs, loras = asyncio.run(main())
+        assert tokens_of(outputs[-1]) == world.oracle().greedy("qv", PROMPT, 80)
+        assert loras == set()
+
+
 class TestARefusal:
     @pytest.mark.parametrize(
         "prompt, options, error",
