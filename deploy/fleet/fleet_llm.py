@@ -51,7 +51,7 @@ class NoEngine:
     error: None = None
     clock: Callable[[], float] = time.monotonic
 
-    def stop(self) -> None:
+    def stop(self, timeout: float = 0.0) -> None:
         """Engines are not ended from here."""
 
 

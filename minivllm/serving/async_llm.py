@@ -19,7 +19,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.progress import Listener
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
-from minivllm.serving.client import EngineClient
+from minivllm.serving.client import SECONDS_TO_STOP, EngineClient
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.errors import Draining, QueueFull
@@ -280,8 +280,12 @@ class AsyncLLM:
         while self._open and loop.time() < until:
             await asyncio.sleep(LOOK_AGAIN)
 
-    def shutdown(self) -> None:
-        """End the engine after the step that it is in; requests that have not ended get an EngineDeadError."""
+    def shutdown(self, timeout: float = SECONDS_TO_STOP) -> None:
+        """End the engine after the step that it is in; requests that have not ended get an EngineDeadError.
+
+        timeout   seconds for that step: then an engine in another process is killed; 0 is at once
+        """
+        self._client.stop(timeout)
         self._stop()
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from patience import wait_until
+from patience import PATIENCE, wait_until
 
 from minivllm import LLMEngine
 
@@ -74,6 +74,7 @@ def die_while_made() -> LLMEngine:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def slow_down(engine: LLMEngine) -> None:
-    """From now on a step takes so long that much happens between two."""
-    engine.listeners.append(lambda scheduled: time.sleep(0.05))
+def stand_still_after(engine: LLMEngine, steps: int, file: Path) -> None:
+    """The engine never comes back from the last of so many steps. When it is there, there is such a file."""
+    left = itertools.count(steps - 1, -1)
+    engine.listeners.append(lambda scheduled: next(left) <= 0 and (file.touch(), time.sleep(10 * PATIENCE)))
