@@ -15,7 +15,7 @@ from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
 from tiny_server import Answers, client_of, held_up, serving
 
-from minivllm.engine.async_llm import AsyncLLM
+from minivllm.serving.async_llm import AsyncLLM
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
