@@ -16,8 +16,8 @@ def process_id(engine: LLMEngine) -> int:
     return os.getpid()
 
 
-def hold_up(engine: LLMEngine, seconds: float) -> None:
-    time.sleep(seconds)
+def touch(engine: LLMEngine, file: Path) -> None:
+    file.touch()
 
 
 def check_is_empty(engine: LLMEngine) -> None:

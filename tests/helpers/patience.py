@@ -15,6 +15,12 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
+async def some_turns() -> None:
+    """Let the event loop do what is ready, and what becomes ready by that."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 async def until(condition: Callable[[], object]) -> None:
     """As `wait_until`, while the event loop goes on."""
     async with asyncio.timeout(PATIENCE):
