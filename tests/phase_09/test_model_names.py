@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+import virtual_time
+from patience import PATIENCE
 from small_engine import SmallWorld, write_adapter
 
 from minivllm import AsyncLLM, SamplingParams
@@ -16,12 +18,16 @@ from minivllm.server.settings import ServerSettings
 
 pytestmark = pytest.mark.lab("9.4")
 
-SOON = 4  # seconds, until what must come is given up
+SOON = 60  # seconds, until what must come is given up; of virtual time
 ANYBODY = Holder()
 
 
-def run(coroutine, limit=2 * SOON):
-    return asyncio.run(asyncio.wait_for(coroutine, limit))
+def run(coroutine):
+    return virtual_time.run(coroutine, 2 * SOON)
+
+
+def run_beside_an_engine(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 class FakeLLM(AsyncLLM):
@@ -423,7 +429,6 @@ class TestWhatTheEngineIsTold:
 
 # ---- with an engine ---------------------------------------------------------------------------------------------
 
-WITH_AN_ENGINE = 60  # seconds
 PROMPT = [5, 6, 7, 8]
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -469,7 +474,7 @@ def test_a_request_in_flight_outlives_the_unload_and_newcomers_do_not(served):
         in_flight = [output async for output in runs][-1].outputs[0].token_ids
         return expected, in_flight, loras
 
-    expected, in_flight, loras = run(main(), WITH_AN_ENGINE)
+    expected, in_flight, loras = run_beside_an_engine(main())
     assert in_flight == expected and loras == set()
 
 
@@ -492,7 +497,7 @@ def test_the_name_may_be_loaded_at_once_behind_its_unload(served):
         in_flight = [output async for output in runs][-1].outputs[0].token_ids
         return expected, in_flight, later
 
-    expected, in_flight, later = run(main(), WITH_AN_ENGINE)
+    expected, in_flight, later = run_beside_an_engine(main())
     assert expected["one"] != expected["two"]
     assert (in_flight, later) == (expected["one"], expected["two"])
 
@@ -513,6 +518,6 @@ def test_a_reload_leaves_a_request_in_flight_its_weights_and_gives_others_the_ne
         in_flight = [output async for output in runs][-1].outputs[0].token_ids
         return expected, in_flight, await later
 
-    expected, in_flight, later = run(main(), WITH_AN_ENGINE)
+    expected, in_flight, later = run_beside_an_engine(main())
     assert expected["one"] != expected["two"]
     assert (in_flight, later) == (expected["one"], expected["two"])
