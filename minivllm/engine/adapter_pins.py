@@ -58,11 +58,16 @@ class AdapterPins(AdapterChanges):
         self.pinned.discard(adapter_id)
 
     def _read(self, adapter: Adapter) -> None:
-        """Read the version that is the next to be served. If that fails the record goes back, unless requests wait."""
+        """Have the version that is the next to be served in memory, and in a slot if there is one.
+
+        If that fails and no request waits for it, what was not in memory is not, and the record goes back.
+        """
+        was_held = self.manager.get_adapter(adapter.id) is not None
         try:
             self.worker.add_adapter(self._next_to_serve(adapter))
         except BaseException as error:
-            if is_fault(error) and not self._in_flight(adapter):
+            if is_fault(error) and not was_held and not self._in_flight(adapter):
+                self.worker.remove_adapter(adapter.id)  # it may have been read, and not come into its slot
                 self._go_back_from_unread(adapter)
             raise
         self._note_read(adapter, adapter.current_generation)

@@ -225,6 +225,26 @@ def test_one_that_is_refused_for_lack_of_memory_changes_nothing(world):
         engine.add_request("refused", PROMPT, greedy(2), lora_request=policy(2, world.path("all")))
 
 
+@pytest.mark.parametrize("load_inplace", [True, False], ids=["reload", "first load"])
+def test_a_slot_that_cannot_be_written_leaves_the_adapter_known_as_before(world, monkeypatch, load_inplace):
+    """Its weights have been read into memory by then."""
+    engine = world.engine()
+    if load_inplace:
+        engine.add_lora(policy(1, world.path("qv")))
+        evict(engine, world)
+    known = dict(engine.adapters.by_name)
+    with monkeypatch.context() as failing:
+        failing.setattr(engine.adapters.manager.wrapped, "write", lambda lora, slot: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.add_lora(policy(2, world.path("all"), load_inplace=load_inplace))
+
+    assert engine.adapters.by_name == known and ID not in engine.list_loras()
+    if load_inplace:
+        assert_is_known_as(engine, world, "qv", 1, [policy(2, world.path("all"))])
+    else:
+        assert answer(engine, policy(3, world.path("mlp"))) == world.oracle().greedy("mlp", PROMPT, 6)
+
+
 def test_left_to_a_pin_it_is_told_to_who_pins_and_the_last_good_folder_serves(world, bad):
     """Nobody else reads it: the request that ordered the reload of what is not in memory was aborted."""
     engine = world.engine()
