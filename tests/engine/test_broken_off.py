@@ -92,6 +92,28 @@ class TestAStep:
 
         assert tokens_of(outputs["a"]) == expected(0)
 
+    def test_whose_rows_were_told_to_the_layers_and_that_failed_then_is_not_taken_for_the_one_before(
+        self, world, monkeypatch, expected
+    ):
+        """A step like the last one that was computed finds its rows in the backend, unless another has failed since."""
+        engine = world.engine(enable_prefix_caching=False)
+        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request(1))
+        engine.step()
+        backend = engine.adapters.manager.punica_wrapper
+        begin_step = backend.begin_step
+
+        def failing(*args):
+            begin_step(*args)
+            monkeypatch.undo()
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(backend, "begin_step", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+        engine.abort_request("a")
+
+        assert answer(engine, world.request(1)) == expected(1)
+
     @pytest.mark.parametrize("n", [1, 2])
     def test_that_broke_off_at_its_end_keeps_the_ids_of_requests_whose_last_output_it_has(
         self, world, monkeypatch, expected, n
