@@ -229,7 +229,8 @@ class _OurCode:
     def settle(self, child: "_Child") -> "_Child | None":
         """Take note of one that has ended. Returns whose outcome is known by that."""
         if child in self.measured:
-            self.limits[self.measured.pop(child)] = limit_of(child.watch.use.seconds)
+            # Ours may have been edited so that it does not end either.
+            self.limits[self.measured.pop(child)] = MOST if child.late else limit_of(child.watch.use.seconds)
             return None
         outcome = child.outcome
         skipped = frozenset(result.test for result in outcome.of("skipped"))
@@ -335,9 +336,10 @@ class _Child:
             self._kill(f"it started more than {MOST_PROCESSES} processes")
         elif self.late:
             since, why = self.late
-            self.ends.tell(self.process.pid)  # what has caught the first signal is told again
             if time.monotonic() - since > GRACE:
                 self._kill(why)
+            else:
+                self.ends.tell(self.process.pid)  # what has caught the first signal is told again
         elif what := self.watch.is_late(limit, patience):
             why = f"{NO_END} {limit:.0f} s of {what}"
             self.late = time.monotonic(), why
