@@ -28,6 +28,7 @@ from minivllm.serving.streams import OutputKind, Stream, aborted, output_stream,
 from minivllm.serving.turns import TurnExecutor
 from minivllm.serving.views import is_leaving
 from minivllm.text.prompts import chat_prompt, tokenize
+from minivllm.validation import require_kind
 
 T = TypeVar("T")
 
@@ -206,6 +207,7 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLMEngine.add_lora`. A reload that waits for requests is read when they have finished."""
+        require_kind(LoRARequest, lora_request=lora_request)
         try:
             if read := await asyncio.wrap_future(self._client.read_ahead(lora_request)):
                 await asyncio.wrap_future(read)

@@ -273,7 +273,7 @@ class TestAReload:
 def test_an_unload_that_was_interrupted_is_done_by_the_next_call(world, monkeypatch, expected):
     engine = world.engine()
     engine.add_lora(world.request(1))
-    raise_once(monkeypatch, engine.runner.lora_manager, "remove_adapter")
+    raise_once(monkeypatch, engine.adapters.worker, "remove_adapter")
     with pytest.raises(KeyboardInterrupt):
         engine.remove_lora(1)
     write_adapter(world.folder / "adapter1", seed=2)
@@ -381,7 +381,7 @@ def test_an_abort_that_broke_off_leaks_nothing(world, monkeypatch, expected, err
 def test_an_unload_that_broke_off_with_any_error_is_done_by_the_next_call(world, monkeypatch, error):
     engine = world.engine()
     engine.add_lora(world.request(1))
-    raise_once(monkeypatch, engine.runner.lora_manager, "remove_adapter", error)
+    raise_once(monkeypatch, engine.adapters.worker, "remove_adapter", error)
     with pytest.raises(error):
         engine.remove_lora(1)
 

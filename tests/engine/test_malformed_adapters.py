@@ -95,7 +95,7 @@ def test_a_terabyte_of_a_known_module_is_refused_by_its_shape_and_not_read(world
     load = {
         "add_lora": lambda: engine.add_lora(bad),
         "add_request": lambda: engine.add_request("r", [3, 4], greedy(), lora_request=bad),
-        "a load whose check was another file's": lambda: engine.runner.lora_manager.add_adapter(bad),
+        "a load whose check was another file's": lambda: engine.adapters.worker.add_adapter(bad),
     }[through]
 
     assert_refused(load, Q0, f"(4, {rows})", "expected (4, 48)")
