@@ -1,7 +1,7 @@
-"""What an engine shows of its runner's adapter managers.
+"""What an engine shows of its runner's adapter managers. Stands for nothing in vllm/v1/worker/ (v0.22.1).
 
-In vLLM (v0.22.1) a worker's managers know nothing of what the server calls an adapter. An adapter that was added below
-the server answers the requests of another one that has the same id.
+A worker's managers there know nothing of what the server calls an adapter. So an adapter that was added below the
+server answers the requests of another one that has the same id.
 """
 
 from collections.abc import Iterable
