@@ -75,7 +75,7 @@ def engine_beside_nothing(model: str, rows: int, adapters: int) -> LLMEngine:
     )
     engine = LLMEngine.from_engine_args(args)
     runner = engine.runner
-    manager = runner.lora_manager.manager
+    manager = engine.adapters.manager
     manager.slot_writer = slot_writers["cuda"](manager.wrapped, "cpu")
     manager.slot_writer._scatter = lambda *adapter: None
     runner.build_attention = paged_attention(runner.config)

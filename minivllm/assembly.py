@@ -107,12 +107,12 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
 def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
     """The scheduler that goes with a runner's memory."""
     arguments, options = scheduler_arguments(config, runner), scheduler_options(config, runner)
-    tiers = runner.lora_manager and runner.lora_manager.manager
+    tiers = runner.worker_manager and runner.worker_manager.manager
     options["policy"] = scheduling_policy(config.scheduler_config, tiers)
     if blocks_a_page := getattr(runner.memory_plan, "blocks_a_page", 0):
         from minivllm.elastic.scheduler import ElasticScheduler
 
-        manager = runner.lora_manager.manager
+        manager = runner.worker_manager.manager
         return ElasticScheduler(*arguments, manager=manager, blocks_a_page=blocks_a_page, **options)
     return Scheduler(*arguments, **options)
 

@@ -101,12 +101,13 @@ def splice(base: str, other: str, keep: Collection[str], where: str) -> tuple[st
     try:
         regions = find_regions(base, where)
     except LabError as error:
-        raise LabError(
-            f"{error}; `lab reset {others[0].exercise.partition('.')[0]}` starts the phase again"
-        ) from None
+        raise LabError(f"{error}; {_remedy(lines, theirs, others)}") from None
     if [region.exercise for region in regions] != [region.exercise for region in others]:
         wanted = ", ".join(region.exercise for region in others)
-        raise LabError(f"{where}: the '# region lab ...' lines must be those of labs {wanted}, in this order")
+        raise LabError(
+            f"{where}: the '# region lab ...' lines must be those of labs {wanted}, in this order; "
+            f"{_remedy(lines, theirs, others)}"
+        )
     text: list[str] = []
     numbers: list[int] = []
     done = 0
@@ -119,6 +120,32 @@ def splice(base: str, other: str, keep: Collection[str], where: str) -> tuple[st
         numbers += (min(mine.start + 1 + i, mine.stop + 1) for i in range(len(new)))
         done = mine.stop
     return "\n".join(text + lines[done:]), [*numbers, *range(done + 1, len(lines) + 1)]
+
+
+def _remedy(lines: list[str], theirs: list[str], regions: list[Region]) -> str:
+    """Which marker to put back and where; what else there is to do.
+
+    lines     the file whose markers are not those of `theirs`, which has these regions
+    """
+    reset = f"`lab reset {regions[0].exercise.partition('.')[0]}` starts the phase again, and keeps a copy"
+    mine = [line.strip() for line in lines]
+    for region in regions:
+        opening = theirs[region.start - 1].strip()
+        if opening not in mine:
+            return f"put back the line '{opening}' before '{_first_code(theirs[region.start :])}', or {reset}"
+    ends = [n for n, line in enumerate(mine) if line == "# endregion"]
+    for region in regions:
+        begins = mine.index(theirs[region.start - 1].strip())
+        following = next(
+            (n for n in range(begins + 1, len(mine)) if mine[n].startswith("# region lab")), len(mine)
+        )
+        if not any(begins < end < following for end in ends):
+            return f"put back the line '# endregion' after the code of lab {region.exercise}, or {reset}"
+    return reset
+
+
+def _first_code(lines: list[str]) -> str:
+    return next((line.strip() for line in lines if line.strip() and not line.strip().startswith("#")), "")
 
 
 def compile_source(source: Source) -> ast.Module:

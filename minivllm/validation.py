@@ -45,6 +45,13 @@ def require_text(**values: object) -> None:
             raise ValueError(f"{name} must be text, got {shown(value)}")
 
 
+def require_kind(kind: Any, **values: object) -> None:
+    """TypeError for a value of another kind: a class, or several as in `str | None`."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {shown(value)}")
+
+
 def require_one_of(known: Sequence[str], **values: object) -> None:
     """ValueError for a value that is none of these names."""
     for name, value in values.items():

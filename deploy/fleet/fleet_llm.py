@@ -17,7 +17,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError
-from minivllm.serving.streams import OutputKind
+from minivllm.serving.streams import OutputKind, aborted
 from minivllm.serving.views import EngineView, describe
 from minivllm.serving.wire import Delta, OutputReader
 
@@ -51,7 +51,7 @@ class NoEngine:
     error: None = None
     clock: Callable[[], float] = time.monotonic
 
-    def stop(self) -> None:
+    def stop(self, timeout: float = 0.0) -> None:
         """Engines are not ended from here."""
 
 
@@ -79,16 +79,26 @@ class FleetLLM(AsyncLLM):
         lora_request: LoRARequest | str | None = None,
         *,
         output_kind: OutputKind = "delta",
+        on_abort: Callable[[RequestOutput], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """As `AsyncLLM.generate`. What comes to `on_abort` has the tokens that have reached this process; of the kind
+        "final" that is none."""
         version = self._version(lora_request)
         name = None if version is None else version.adapter.lora_name
         reader = OutputReader(request_id)
         items = self.engines.generate(name, prompt, sampling_params, request_id, version, output_kind)
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, Exception):
-                    raise item
-                yield reader.output(item) if isinstance(item, Delta) else item
+        last: RequestOutput | None = None
+        try:
+            async with aclosing(items):
+                async for item in items:
+                    if isinstance(item, Exception):
+                        raise item
+                    last = reader.output(item) if isinstance(item, Delta) else item
+                    yield last
+        except (asyncio.CancelledError, GeneratorExit):
+            if on_abort is not None and not (last and last.finished):
+                on_abort(aborted(request_id, last))
+            raise
 
     def _version(self, lora_request: LoRARequest | str | None) -> Version | None:
         """The one that stands. ValueError for a bare name that is not known."""
@@ -127,7 +137,7 @@ class FleetLLM(AsyncLLM):
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Nobody finds it from now on; engines take it out when its requests have ended."""
+        """Nobody finds it from now on. It returns when all engines have taken it out, and its requests have ended."""
         names = [name for name, each in self._versions.items() if each.adapter.lora_int_id == lora_id]
         for name in names:
             del self._versions[name]

@@ -104,6 +104,7 @@ class LRUCacheWorkerLoRAManager:
         else:
             self._apply_adapters(requests)
         if mapping is not None and not (is_same and self.manager.slot_writer is None):
+            self._last_step = None  # until all of the rows are translated, the backend is between two steps
             self.manager.set_adapter_mapping(mapping)
             self._last_step = (requests, mapping, self.manager.residents)
 

@@ -181,9 +181,8 @@ class Scheduler:
         if len(self.lora.pinned) >= self.lora.max_loras:
             never = [adapter_id for adapter_id in self.waiting.adapters if self.lora.never_fits(adapter_id)]
             for request in self.waiting.of_adapters(never):
-                whose = f"adapters {', '.join(map(str, sorted(self.lora.pinned)))}"
-                error = all_pinned(request.lora_request.lora_name, len(self.lora.pinned), whose)
-                self._finish(request, RequestStatus.FINISHED_ERROR, error)
+                error = all_pinned(request.lora_request.lora_name, len(self.lora.pinned))
+                self._finish(request, RequestStatus.FINISHED_ERROR, str(error))
                 output.refused.append(request)
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:

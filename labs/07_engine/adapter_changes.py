@@ -18,7 +18,8 @@ from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 class AdapterChanges:
     """Adapters by id, and their changes: ordered now, done when no request stands in the way.
 
-    worker     reads, removes and pins adapters
+    worker     reads, removes and pins adapters. It is the registry's own: callers get `engine.runner.lora_manager`,
+               which leads here
     manager    the same adapters in memory and in slots
     adapters   id -> record
     by_name    each of its names -> id

@@ -22,10 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class ModelNames(ServedNames):
-    """The names that are served, and how they come and go. vLLM: `OpenAIServingModels`."""
+    """The names that are served, and how they come and go. vLLM: `OpenAIServingModels`.
+
+    leaving   names that are being unloaded: the engine finishes the requests that use them
+    """
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, begin: Callable[[str], None]) -> None:
         super().__init__(llm, settings, begin)
+        self.leaving: set[str] = set()
         # One change of a name at a time.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -42,7 +46,8 @@ class ModelNames(ServedNames):
 
         What is served is found at once, also while it is read again. What is not is looked for by resolvers
         (`_resolve`): once, however many ask for it at the same time (`_lock`), and whoever waited looks again.
-        ApiError 404 for a name that nobody knows; errors of `AsyncLLM.add_lora`.
+        ApiError 404 (`_unknown`) for a name that nobody knows, and at once for one that is being unloaded (`leaving`);
+        errors of `AsyncLLM.add_lora`.
         """
         raise Todo("lab 9.4: a name to an adapter")
 
@@ -58,10 +63,12 @@ class ModelNames(ServedNames):
         raise Todo("lab 9.4: a name to an adapter")
 
     async def unload(self, name: str) -> None:
-        """Serve it no longer; requests that run end as they began. vLLM: `unload_lora_adapter`.
+        """Serve it no longer; requests that run end as they began. vLLM: `unload_lora_adapter`, which waits for nobody.
 
-        From the first moment on nobody finds it; then the engine takes it out (`AsyncLLM.remove_lora`), also what it
-        knows without our serving it. ApiError 404 (`_missing`) for a name that is not known (`is_known`).
+        From the first moment on nobody finds it: it is `leaving`, and no longer served. Then the engine takes it out
+        (`AsyncLLM.remove_lora`), also what it knows without our serving it, and it is done when that is. A load of the
+        name, or another unload, waits for it (`_lock`). ApiError 404 (`_missing`) for a name that is not known
+        (`is_known`).
         """
         raise Todo("lab 9.4: a name to an adapter")
 
@@ -74,6 +81,16 @@ class ModelNames(ServedNames):
         raise Todo("lab 9.4: a name to an adapter")
 
     # endregion
+
+    async def pin(self, name: str) -> None:
+        """Have the engine keep an adapter in a slot. ApiError 404 for a name that is not served.
+
+        The engine pins what it knows, so an adapter that nobody has asked for yet is read first.
+        """
+        async with self._lock(name):
+            adapter = self.known(name)
+            await self.llm.add_lora(adapter)
+            await self.llm.pin_lora(adapter.lora_int_id)
 
     async def _resolve(self, name: str, holder: Holder) -> None:
         """Serve what a resolver finds; it has to lie below the root, and is read before anybody may use it."""

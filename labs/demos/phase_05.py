@@ -76,7 +76,7 @@ def said(event: LoRAEvent) -> str:
 
 def demo_5_7() -> Iterator[str]:
     with small_engine() as (engine, requests):
-        worker, told = engine.runner.lora_manager, []
+        worker, told = engine.adapters.worker, []
         worker.manager.listeners.append(lambda event: told.append(said(event)))
         for step in ((1, 2), (2, 3), (3, 1)):
             told.clear()

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from labs.kit.engine_state import complaint, edited, unreadable
+
 
 class Finding(NamedTuple):
     """is_good: None = it is not, and the course does without"""
@@ -26,12 +28,13 @@ def examine() -> Iterator[Finding]:
     yield bf16._replace(is_good=bf16.is_good or None)
     yield _try("GPU", _gpu, is_needed=False)
     yield _try("demo model", _model)
+    yield _engine()
 
 
 def _try(name: str, look: Callable[[], str], is_needed: bool = True) -> Finding:
     try:
         return Finding(name, True, look())
-    except (ImportError, OSError, ValueError, LookupError) as error:
+    except (ImportError, OSError, ValueError, LookupError, SyntaxError) as error:
         return Finding(name, False if is_needed else None, str(error))
 
 
@@ -60,6 +63,15 @@ def _model() -> str:
     from minivllm.models.demo_model import demo_model_path
 
     return str(demo_model_path(progress=False))
+
+
+def _engine() -> Finding:
+    files = edited()
+    if files is None:
+        return Finding("our code", None, "git does not know whether minivllm/ is as it was released")
+    if not files:
+        return Finding("our code", True, "minivllm/ is as in git")
+    return Finding("our code", False if unreadable(files) else None, complaint(files))
 
 
 def _canary(dtype: str) -> Finding:

@@ -47,6 +47,7 @@ NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 SKIPPED = "it was skipped, which it is not on our code"
 LONGEST_MESSAGE = 1 << 22  # bytes of a result
+MOST_PRINTED = 4000  # characters of what a test's code has printed
 FOREIGN = "something else than the tests wrote to the grader"
 WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
 # What takes long to import, and which files of tests do so.
@@ -64,6 +65,7 @@ class Result(NamedTuple):
     outcome   passed, failed, todo or skipped
     place     file:line of the learner's where it failed
     asked     file:line of the test's
+    printed   what was printed while it ran, no more than `MOST_PRINTED`: our code prints nothing
     """
 
     test: str
@@ -71,6 +73,7 @@ class Result(NamedTuple):
     message: str = ""
     place: str | None = None
     asked: str = ""
+    printed: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,8 @@ class _OurCode:
     def settle(self, child: "_Child") -> "_Child | None":
         """Take note of one that has ended. Returns whose outcome is known by that."""
         if child in self.measured:
-            self.limits[self.measured.pop(child)] = limit_of(child.watch.use.seconds)
+            # Ours may have been edited so that it does not end either.
+            self.limits[self.measured.pop(child)] = MOST if child.late else limit_of(child.watch.use.seconds)
             return None
         outcome = child.outcome
         skipped = frozenset(result.test for result in outcome.of("skipped"))
@@ -332,9 +336,10 @@ class _Child:
             self._kill(f"it started more than {MOST_PROCESSES} processes")
         elif self.late:
             since, why = self.late
-            self.ends.tell(self.process.pid)  # what has caught the first signal is told again
             if time.monotonic() - since > GRACE:
                 self._kill(why)
+            else:
+                self.ends.tell(self.process.pid)  # what has caught the first signal is told again
         elif what := self.watch.is_late(limit, patience):
             why = f"{NO_END} {limit:.0f} s of {what}"
             self.late = time.monotonic(), why
@@ -509,7 +514,8 @@ class _Recorder:
             outcome = "todo" if getattr(report, "todo", None) else report.outcome
             message = report.longreprtext if self.job.trace else getattr(report, "message", "")
             place, asked = getattr(report, "place", None), getattr(report, "asked", "")
-            self.send("result", Result(report.nodeid, outcome, message, place, asked))
+            printed = (report.capstdout + report.capstderr)[:MOST_PRINTED]
+            self.send("result", Result(report.nodeid, outcome, message, place, asked, printed))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -35,11 +35,15 @@ class Grade:
 
 
 def grade(
-    exercises: Iterable[Exercise], trace: bool = False, on_test: Callable[[Job, Result], None] | None = None
+    exercises: Iterable[Exercise],
+    trace: bool = False,
+    on_test: Callable[[Job, Result], None] | None = None,
+    on_wait: Callable[[Job, str, float], None] | None = None,
 ) -> Iterator[Grade]:
     """As they come: first those that need no tests to tell.
 
-    trace   messages are whole tracebacks
+    trace             messages are whole tracebacks
+    on_test, on_wait  see `labs.kit.forks.run`
     """
     jobs: list[Job] = []
     for exercise in exercises:
@@ -51,7 +55,7 @@ def grade(
             jobs.append(Job((exercise, digest(exercise)), exercise.number, sources, trace=trace))
         except LabError as error:
             yield Grade(exercise, "failed", Outcome(trouble=str(error)), "")
-    for job, outcome in run(jobs, on_test) if jobs else ():
+    for job, outcome in run(jobs, on_test, on_wait=on_wait) if jobs else ():
         state = "passed" if outcome.passed else "todo" if has_stub(job.key[0]) else "failed"
         yield Grade(job.key[0], state, outcome, job.key[1])
 

@@ -146,6 +146,11 @@ class Hunt:
         cited = [(path, name) for name, path in _TEST.findall(row) if not path.startswith("tests/gpu")]
         return cited + [tuple(test.split("::")) for test in self._sealed.get("keeps", [])]
 
+    @property
+    def modules(self) -> list[str]:
+        """Those that the incident's fault is in."""
+        return list(dict.fromkeys(edit.module for edit in self.faults[0].edits))
+
     def broken(self) -> dict[str, Source]:
         """The engine's modules with the incident's fault in them."""
         return self.faults[0].sources()
@@ -156,7 +161,7 @@ class Hunt:
 
     def fixes(self) -> dict[str, Source]:
         """The learner's copies of the broken modules, as far as they are there."""
-        files = {module: self.fix_file(module) for module in self.broken()}
+        files = {module: self.fix_file(module) for module in self.modules}
         return {
             module: Source(str(path), path.read_text(encoding="utf-8"))
             for module, path in files.items()
@@ -170,7 +175,7 @@ class Hunt:
             path.parent.mkdir(exist_ok=True)
             if not path.exists():
                 path.write_text(source.text, encoding="utf-8")
-        return [self.fix_file(module) for module in self.broken()]
+        return [self.fix_file(module) for module in self.modules]
 
     def test_text(self) -> str:
         try:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import NamedTuple
 
-from labs.kit.forks import Job, Outcome, run
+from labs.kit.forks import SKIPPED, Job, Outcome, run
 from labs.kit.limits import NO_END
 from labs.kit.mutants import Mutant, mutants_of
 from labs.kit.regions import Exercise
@@ -23,6 +23,12 @@ QUICK = 2.5  # that a few of them may, or all where the learner's code has no en
 
 _ADDRESS = re.compile("0x[0-9a-f]+")
 _NUMBER = re.compile(r"(?<![A-Za-z_])-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan\b|inf\b)")
+
+# Failures that say all themselves: no known mistake is like them.
+PLAIN = re.compile(
+    r"(BdbQuit|NameError|UnboundLocalError|SystemExit|KeyboardInterrupt|Exit|MemoryError): "
+    f"|your code skips the test|it starts a process|{SKIPPED}"
+)
 
 Failures = dict[str, str]  # test -> what it says; "" for what ended the tests
 
@@ -54,6 +60,11 @@ class Likeness(NamedTuple):
         """From 0 to 1: the harmonic mean of the two."""
         both = self.contained + self.explained
         return 2 * self.contained * self.explained / both if both else 0.0
+
+
+def is_plain(outcome: Outcome) -> bool:
+    """Whether every failure says itself what is wrong, so that nothing is gained by a comparison."""
+    return not outcome.trouble and all(PLAIN.match(result.message) for result in outcome.of("failed"))
 
 
 def known_mistakes(exercise: Exercise) -> list[Mutant]:

@@ -41,10 +41,10 @@ def _is_old(text: str, exercise: Exercise | None, known: set[str]) -> bool:
     numbers = _MARKER.findall(text)
     if not exercise:
         return bool(numbers)
-    fresh = starter(exercise.text, exercise.module)
-    if set(numbers) - set(_MARKER.findall(fresh)):
-        return True
     try:
+        fresh = starter(exercise.text, exercise.module)
+        if set(numbers) - set(_MARKER.findall(fresh)):
+            return True
         frame = _frame(text, exercise.module)
     except LabError:  # `lab check` says so
         return False

@@ -1,5 +1,6 @@
 """A pytest plugin: what is unfinished is TODO, not FAILED, and what a learner got wrong is said in a few lines."""
 
+import bdb
 import os
 import re
 import traceback
@@ -9,11 +10,30 @@ from collections.abc import Iterator
 import pytest
 
 from labs.kit import sentences
+from labs.kit.missing_returns import returning_nothing
 from minivllm.labs import ROOT, Todo, active
 
 _TITLE = re.compile(r"lab \d+\.\d+: [^\"'\n]+")
 IS_SHORT = pytest.StashKey[bool]()
 LONGEST = 16  # lines of a message that are shown
+# What errors mean here that say nothing themselves.
+MEANING: dict[type[BaseException], str] = {
+    bdb.BdbQuit: "a debugger has no terminal here; `lab check N.M --pdb` runs the exercise's tests in yours",
+    MemoryError: "the tests may take 3 GiB of memory beside what they begin with, and this takes more",
+}
+_NOTHING = re.compile(r"\bNone(?:Type)?\b")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lab", metavar="N.M", help="only the tests that grade this exercise")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if number := config.getoption("--lab"):
+        others = [item for item in items if number not in exercises_of(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if number in exercises_of(item)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,13 +102,24 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, AssertionError | pytest.fail.Exception):
         text = sentences.of_assertion(text, error.__traceback__)
     else:
-        text = f"{type(error).__name__}: {text}"
+        text = f"{type(error).__name__}: {text or MEANING.get(type(error), '')}"
     lines = [
+        *_of_missing_returns(text),
         *text.splitlines(),
         *(line for note in getattr(error, "__notes__", ()) for line in note.splitlines()),
     ]
     more = [f"... {len(lines) - LONGEST} more lines"] if len(lines) > LONGEST else []
     return "\n".join(lines[:LONGEST] + more)
+
+
+def _of_missing_returns(text: str) -> list[str]:
+    """Which of the learner's functions may have given the None that a message speaks of."""
+    if not _NOTHING.search(text):
+        return []
+    names = [name for module, source in active().items() for name in returning_nothing(module, source.text)]
+    return [
+        f"`{name}` can end without a value, and then gives None: is a `return` missing?" for name in names
+    ]
 
 
 def learners_place(error: BaseException) -> str | None:
@@ -123,6 +154,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         report.todo, report.message = todo_of(error), message_of(error)
     else:
         return report
+    report.message = report.message.replace("N.M", next(iter(exercises_of(item)), "N.M"))
     report.place, report.asked = learners_place(error), place_in_test(item, error)
     if item.config.stash[IS_SHORT] and exercises_of(item):
         place = f"your code: {report.place}\n" if report.place else ""

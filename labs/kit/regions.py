@@ -96,8 +96,11 @@ def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
 
 
 def starter(text: str, where: str) -> str:
-    """A module's text with a stub in the place of every body in a region."""
-    tree, lines = ast.parse(text), text.split("\n")
+    """A module's text with a stub in the place of every body in a region. LabError for what is no Python."""
+    try:
+        tree, lines = ast.parse(text), text.split("\n")
+    except SyntaxError as error:
+        raise LabError(f"{where}:{error.lineno}: {error.msg}") from None
     for region in reversed(find_regions(text, where)):
         for first, last, column, stub in reversed(list(_stubs(tree, lines, region, where))):
             lines[first:last] = [" " * column + stub]

@@ -98,7 +98,7 @@ class Follower:
         future.add_done_callback(partial(self._answer, number))
 
     def _read(self, lora_request: LoRARequest, stamp: object) -> LoRAModel:
-        worker = self.runner.lora_manager
+        worker = self.runner.worker_manager
         lora = worker.source.load(lora_request)
         if stamp != stamp_of(lora_request):
             raise ValueError("its files have changed while they were read; load it again")
@@ -111,7 +111,7 @@ class Follower:
 
     def _seat(self, seats: dict[int, Seat]) -> None:
         """Bring the slots into the state that rank 0's are in."""
-        manager = self.runner.lora_manager.manager
+        manager = self.runner.worker_manager.manager
         for adapter_id in [i for i, seat in self._seats.items() if seats.get(i) != seat]:
             manager.remove_adapter(adapter_id)
         for adapter_id, seat in seats.items():

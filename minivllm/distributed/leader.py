@@ -43,8 +43,8 @@ class LeadingExecutor(Executor):
         super().__init__(runner)
         others.on_death.append(runner.tp.release)
         self._reading: SharedSource | None = None
-        if runner.lora_manager is not None:
-            runner.lora_manager.read_through(self._shared_source)
+        if runner.worker_manager is not None:
+            runner.worker_manager.read_through(self._shared_source)
 
     def _shared_source(self, source: AdapterSource) -> SharedSource:
         self._reading = SharedSource(source, self.others)

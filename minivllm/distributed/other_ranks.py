@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from minivllm.faults import EngineDeadError, reason
 from minivllm.processes import start_process
+from minivllm.sentences import one_sentence
 
 RANK_PROCESS = "minivllm.distributed.rank_process"
 # When an error breaks a step here, so long it may take to hear that another rank's end was the cause.
@@ -189,9 +190,10 @@ class OtherRanks:
         with self._lock:
             if self.error is not None:
                 return
-            self.error = EngineDeadError(
+            text = (
                 f"rank {rank} of {self._size} has ended ({how}), and the engine with it; start another engine"
             )
+            self.error = EngineDeadError(one_sentence(text))
         self._kill()
         for end in self.on_death:
             threading.Thread(target=end, name=ENDING, daemon=True).start()

@@ -23,9 +23,8 @@ class AdapterPins(AdapterChanges):
     def pin_lora(self, adapter_id: int) -> bool:
         """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
 
-        While a reload waits for requests, what is not in memory is left to their steps: the newest weights are not
-        theirs. ValueError for an unknown id, RuntimeError when every slot is pinned already. After any error it is
-        as it was.
+        ValueError for an unknown id, RuntimeError when every slot is pinned already. After any error it is pinned only
+        if it was before.
         """
         if adapter_id not in self.adapters:
             raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
@@ -47,10 +46,8 @@ class AdapterPins(AdapterChanges):
         return True
 
     def _pin(self, adapter: Adapter) -> None:
-        """Read it if need be, and pin it if there is a slot. A pin of what a reload waits for reads nothing."""
+        """Read it if need be, and pin it if there is a slot."""
         if adapter.id not in self.manager.list_adapters():
-            if adapter.reloads:
-                return
             self._read(adapter)
         if self.manager.has_room_for(adapter.id):
             self.worker.pin_adapter(adapter.id)
@@ -61,14 +58,27 @@ class AdapterPins(AdapterChanges):
         self.pinned.discard(adapter_id)
 
     def _read(self, adapter: Adapter) -> None:
-        """Read what new requests get. If that fails and no request waits for it, the record goes back (`_go_back`)."""
+        """Have the version that is the next to be served in memory, and in a slot if there is one.
+
+        If that fails and no request waits for it, what was not in memory is not, and the record goes back.
+        """
+        was_held = self.manager.get_adapter(adapter.id) is not None
         try:
-            self.worker.add_adapter(adapter.request)
+            self.worker.add_adapter(self._next_to_serve(adapter))
         except BaseException as error:
-            if is_fault(error) and not self._in_flight(adapter):
+            if is_fault(error) and not was_held and not self._in_flight(adapter):
+                self.worker.remove_adapter(adapter.id)  # it may have been read, and not come into its slot
                 self._go_back_from_unread(adapter)
             raise
         self._note_read(adapter, adapter.current_generation)
+
+    def _next_to_serve(self, adapter: Adapter) -> LoRARequest:
+        """What new requests get; while a reload waits for older requests, what the oldest of these was promised."""
+        if not adapter.reloads:
+            return adapter.request
+        running = [request for request in self.scheduler.running if request.adapter_id == adapter.id]
+        oldest = running[0] if running else self.scheduler.waiting.oldest(adapter.id)
+        return adapter.request if oldest is None else oldest.lora_request
 
     def unpin_lora(self, adapter_id: int) -> bool:
         """Let the adapter be evicted again. False if it was not pinned."""

@@ -108,11 +108,10 @@ class AdapterRegistry(AdapterPins):
         return path != adapter.path if found is None else found != inode_of(adapter.request.lora_path)
 
     def check_slots(self, lora_request: LoRARequest) -> None:
-        """ValueError if every slot is pinned for another adapter."""
+        """AllPinned if every slot is pinned for another adapter."""
         others = self.pinned - {lora_request.lora_int_id}
         if len(others) >= self.manager.lora_slots:
-            names = ", ".join(f"'{self.name_of(adapter_id)}'" for adapter_id in sorted(others))
-            raise ValueError(all_pinned(lora_request.lora_name, len(others), names))
+            raise all_pinned(lora_request.lora_name, len(others))
 
     def register(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits

@@ -9,7 +9,7 @@ from minivllm.guards import refusals
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import tokenize
-from minivllm.validation import is_finite, shown
+from minivllm.validation import is_finite, require_kind, shown
 
 Prompt = str | dict[str, Any] | list[int]
 
@@ -31,13 +31,9 @@ class InputProcessor:
 
         vLLM: `_validate_params`.
         """
-        for name, value, kind in (
-            ("request_id", request_id, str),
-            ("params", params, SamplingParams),
-            ("lora_request", lora_request, LoRARequest | str | None),
-        ):
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} must be {getattr(kind, '__name__', kind)}, got {shown(value)}")
+        require_kind(str, request_id=request_id)
+        require_kind(SamplingParams, params=params)
+        require_kind(LoRARequest | str | None, lora_request=lora_request)
         if len(request_id) > LONGEST_REQUEST_ID or not request_id.isprintable():
             most = f"at most {LONGEST_REQUEST_ID} printable characters"
             raise ValueError(f"request_id must be {most}, got {shown(request_id)}")

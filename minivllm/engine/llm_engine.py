@@ -53,8 +53,9 @@ class LLMEngine(AdapterCalls, EngineReports):
         lora_request   an adapter, or the name of one that the engine knows or a resolver finds; None is the base
 
         ValueError: what can never be served. FileNotFoundError: an adapter that is not there. TypeError: an argument of
-        another kind. The engine is then as it was.
+        another kind. EngineDeadError: a rank of the engine has ended. The engine is then as it was.
         """
+        self.executor.check()
         self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
         if lora_request is not None and self.adapters is None:
             raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
@@ -70,7 +71,7 @@ class LLMEngine(AdapterCalls, EngineReports):
             arrival_time=self.clock() if arrival_time is None else float(arrival_time),
             eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
         )
-        if params.n > 1 or self.parallel.parents:
+        if params.n > 1 or self.parallel.parents or self._undelivered:
             self.parallel.claim(request_id, params.n, self._undelivered)
         if self._ahead is not None:
             self._ahead.check_id(request_id)

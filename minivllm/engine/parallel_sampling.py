@@ -124,13 +124,12 @@ class ParallelSampling:
     def is_in_use(self, request_id: str, undelivered: Collection[RequestOutput]) -> bool:
         """Whether a request, a parent or a child has this id and is not at its end.
 
-        undelivered   outputs that no caller has yet: a parent is at its end when its last one is delivered
+        undelivered   outputs that no caller has yet: a request is at its end when its last one is delivered
         """
         parent = self.parents.get(request_id)
-        ids = [*self.children_of(request_id), *(parent.request_ids if parent else ())]
-        waiting = {output.request_id for output in undelivered} if ids else set()
-        states = self.output_processor.states
-        return request_id in states or any(i in states or i in waiting for i in ids)
+        ids = [request_id, *self.children_of(request_id), *(parent.request_ids if parent else ())]
+        waiting = {output.request_id for output in undelivered}
+        return any(i in self.output_processor.states or i in waiting for i in ids)
 
     def asked_as(self, request_id: str) -> str:
         """The id that its caller knows a request by: for a child its parent's."""

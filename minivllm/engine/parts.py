@@ -59,7 +59,7 @@ def scheduler_options(config: EngineConfig, runner: ModelRunner) -> dict[str, An
         "max_model_len": config.model_config.max_model_len,
         "most_tokens_beside_decodes": runner.graphs.most_tokens,
     }
-    if (worker := runner.lora_manager) is not None:
+    if (worker := runner.worker_manager) is not None:
         options["adapter_identity"] = lambda adapter_id: identity_of(worker, adapter_id)
         options["can_prefetch"] = runner.can_prefetch_lora
     return options
@@ -73,9 +73,9 @@ def identity_of(worker: LRUCacheWorkerLoRAManager, adapter_id: int) -> int | Non
 
 def make_registry(scheduler: Scheduler, runner: ModelRunner, tokenizer: Any) -> AdapterRegistry | None:
     """The records of adapters, which the scheduler asks who may run and who is pinned; None without LoRA."""
-    if runner.lora_manager is None:
+    if runner.worker_manager is None:
         return None
-    adapters = AdapterRegistry(scheduler, runner.lora_manager, tokenizer is not None)
+    adapters = AdapterRegistry(scheduler, runner.worker_manager, tokenizer is not None)
     scheduler.may_run = adapters.may_join
     scheduler.pinned_adapters = adapters.pinned
     return adapters

@@ -9,14 +9,31 @@ from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
 from minivllm.sentences import in_one_sentence
+from minivllm.validation import require_kind
+from minivllm.worker.model_runner import ModelRunner
 
 
 class AdapterCalls(GuardedCore):
-    """What callers ask of the `AdapterRegistry`, each in its turn. RuntimeError for an engine without LoRA."""
+    """What callers ask of the `AdapterRegistry`, each in its turn. RuntimeError for an engine without LoRA.
+
+    Adapters come and go through these calls alone: the runner, and its managers as callers see them, lead here (an
+    `AdapterOwner`).
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.adapters is not None:
+            self.runner.serve_for(self)
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """Another name of `runner`, which documents about vLLM use."""
+        return self.runner
 
     @in_turn(on_threads=True)
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter ahead of its first request. vLLM: `add_lora`."""
+        """Load an adapter ahead of its first request. TypeError for what is no LoRARequest. vLLM: `add_lora`."""
+        require_kind(LoRARequest, lora_request=lora_request)
         return self._adapters().add_lora(lora_request)
 
     @in_turn(on_threads=True, refuses=False)
@@ -37,6 +54,10 @@ class AdapterCalls(GuardedCore):
     def list_loras(self) -> set[int]:
         """Ids of the adapters in memory. vLLM: `list_loras`."""
         return self.runner.list_loras()
+
+    def has_lora(self, lora_id: int) -> bool:
+        """Whether requests may name this adapter: it is registered, in memory or not."""
+        return lora_id in self._adapters().adapters
 
     def _adapters(self) -> AdapterRegistry:
         if self.adapters is None:

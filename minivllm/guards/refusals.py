@@ -89,6 +89,15 @@ def lora_is_off(request_id: str, lora_name: str) -> ValueError:
     )
 
 
-def all_pinned(lora_name: str, num_pinned: int, whose: str) -> str:
-    """Of a request whose adapter can have no slot, since all are pinned for others."""
-    return f"adapter '{lora_name}' needs a slot but all {num_pinned} are pinned ({whose}); unpin one or raise max_loras"
+class AllPinned(Refusal):
+    """Of an adapter that can have no slot: when one is unpinned, the answer is another one."""
+
+
+def all_pinned(lora_name: str, num_pinned: int) -> AllPinned:
+    """Of a request whose adapter can have no slot, since all are pinned for others.
+
+    It does not name them: whoever asks a server may not know of any adapter but its own.
+    """
+    return AllPinned(
+        f"adapter '{lora_name}' needs a slot but all {num_pinned} are pinned for others; unpin one or raise max_loras"
+    )

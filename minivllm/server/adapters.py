@@ -4,6 +4,8 @@ Stands for vllm/entrypoints/serve/lora/api_router.py and vllm/entrypoints/openai
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from minivllm.server.context import Call, Managing, TheCall
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import AdapterRequest, LoadAdapterRequest
+from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.views import describe
 
 router = APIRouter()
@@ -59,16 +62,14 @@ async def adapters(call: TheCall) -> dict[str, Any]:
 async def load(body: LoadAdapterRequest, server: Managing) -> PlainTextResponse:
     """Read an adapter and serve it under a name. vLLM's body; a refused adapter is 400, where vLLM says 500."""
     check_allowed(server)
-    try:
+    with no_room_is_a_conflict():
         await server.names.load(body)
-    except RuntimeError as error:  # all that memory holds is pinned or in use
-        raise ApiError(409, str(error)) from error
     return success(body.lora_name, "added")
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload(body: AdapterRequest, server: Managing) -> PlainTextResponse:
-    """Serve an adapter no longer; requests that use it are finished first."""
+    """Serve an adapter no longer. The answer comes when the requests that use it are finished."""
     check_allowed(server)
     await server.names.unload(body.lora_name)
     return success(body.lora_name, "removed")
@@ -78,13 +79,8 @@ async def unload(body: AdapterRequest, server: Managing) -> PlainTextResponse:
 async def pin(body: AdapterRequest, server: Managing) -> PlainTextResponse:
     """Keep an adapter in a slot. vLLM has no route for it."""
     check_allowed(server)
-    adapter = server.names.known(body.lora_name)
-    try:
-        # The engine pins what it knows: an adapter that nobody has asked for yet is read first.
-        await server.llm.add_lora(adapter)
-        await server.llm.pin_lora(adapter.lora_int_id)
-    except RuntimeError as error:  # all slots are pinned, or all memory
-        raise ApiError(409, str(error)) from error
+    with no_room_is_a_conflict():
+        await server.names.pin(body.lora_name)
     return success(body.lora_name, "pinned")
 
 
@@ -102,6 +98,17 @@ def check_allowed(server: Managing) -> None:
         raise ApiError(403, "adapters cannot be changed; start the server with --allow-runtime-lora")
     if server.llm.config.lora_config is None:
         raise ApiError(400, "LoRA is off; start the server with adapters")
+
+
+@contextmanager
+def no_room_is_a_conflict() -> Iterator[None]:
+    """ApiError 409 where all slots are pinned, or all that memory holds is pinned or in use."""
+    try:
+        yield
+    except EngineDeadError:  # a RuntimeError, too
+        raise
+    except RuntimeError as error:
+        raise ApiError(409, str(error)) from error
 
 
 def success(name: str, what: str) -> PlainTextResponse:

@@ -49,5 +49,6 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, routers: Collection[APIRo
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
+    app.add_middleware(errors.CutOff)
     app.add_middleware(AccessLog)
     return app

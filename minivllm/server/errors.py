@@ -1,5 +1,6 @@
 """Errors in OpenAI's form. Stands for vllm/entrypoints/serve/utils/error_response.py (v0.22.1)."""
 
+import asyncio
 import json
 from http import HTTPStatus
 from typing import Any
@@ -8,8 +9,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minivllm.guards.refusals import IsLeaving
+from minivllm.guards.refusals import AllPinned, IsLeaving
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
 
 MOST_CHARACTERS = 500
@@ -34,6 +36,7 @@ STATUSES = {
     EngineDeadError: 503,
     FileNotFoundError: 404,
     IsLeaving: 409,
+    AllPinned: 409,
     ValueError: 400,
 }
 
@@ -114,6 +117,25 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(Exception, answer_unknown)
+
+
+class CutOff:
+    """Answers the requests that a server cuts off when it ends; else uvicorn would log a traceback for each.
+
+    Nobody else cancels a request from outside. One whose answer has begun has no second one: its connection is closed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        try:
+            await self.app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not scope["state"]["record"].status:
+                await error_response(503, "the server has ended")(scope, receive, send)
 
 
 def _what_is_invalid(error: RequestValidationError) -> tuple[str, str | None]:

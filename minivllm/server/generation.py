@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Literal, TypeVar
 
 from minivllm.engine.input_processor import Prompt
@@ -54,7 +55,11 @@ class Generation:
     async def _outputs(self, number: int, kind: Kind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt, request_id = self.prompts[number], f"{self.request_id}-{number}"
         progress = Progress(self.metrics, self.record, self.model)
-        outputs = self.llm.generate(prompt, self.params, request_id, self.adapter, output_kind=kind)
+        outputs = self.llm.generate(
+            *(prompt, self.params, request_id, self.adapter),
+            output_kind=kind,
+            on_abort=partial(progress.observe, all_are_seen=False),
+        )
         try:
             async with aclosing(outputs):
                 async for output in outputs:

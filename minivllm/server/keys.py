@@ -28,9 +28,9 @@ class Holder:
             raise ApiError(403, f"this API key does not open the model '{model}'", "model")
 
     def check_manages(self) -> None:
-        """ApiError 403 for whoever may use single adapters only."""
+        """ApiError 403 for whoever may use single adapters only: of what changes all, or tells of all."""
         if self.adapters is not None:
-            raise ApiError(403, "this API key opens single adapters only; managing needs the server's key")
+            raise ApiError(403, "this API key opens single adapters only; this needs the server's key")
 
 
 class Keys:

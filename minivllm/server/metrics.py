@@ -92,7 +92,7 @@ class ServerMetrics(Families):
         self.requests.labels(self.label(adapter)).inc()
 
     def aborted(self) -> None:
-        """A request ended because nobody listens any more."""
+        """A request ended without a last output, since the engine did."""
         self.ended.labels(self.model_name, "abort").inc()
 
 

@@ -14,6 +14,7 @@ from minivllm.serving.listening import unless_gone
 
 Numbered = tuple[int, RequestOutput]
 
+GONE = 499  # in the log, of a client that closed the connection; nginx's number
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -45,9 +46,11 @@ class EventStream(Response):
         self.generation, self.form, self.include_usage = generation, form, include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._send_all(send))
+        if await unless_gone(receive, self._send_all(send)) is None:
+            self.generation.record.status = GONE
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> bool:
+        """True: all is sent."""
         async with aclosing(self.generation.outputs("delta")) as outputs:
             first = await anext(outputs)
             raise_failure(first[1])
@@ -57,6 +60,7 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+        return True
 
 
 async def collected(generation: Generation) -> list[RequestOutput]:
@@ -79,7 +83,7 @@ def raise_failure(output: RequestOutput) -> None:
 
 def gone() -> Response:
     """For a connection that is closed; nobody reads it."""
-    return Response(status_code=499)
+    return Response(status_code=GONE)
 
 
 async def stream_events(

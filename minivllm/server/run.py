@@ -5,7 +5,9 @@ import errno
 import signal
 import socket
 import threading
+from collections.abc import Callable, Coroutine
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,13 +17,16 @@ from minivllm.server.settings import ServerSettings
 
 # For what is in the connections when all requests have ended.
 SECONDS_TO_FLUSH = 5
+# Likewise, when the server ends at once.
+SECONDS_AT_ONCE = 1.0
 
 
 class DrainingServer(uvicorn.Server):
     """A server that ends in peace: on SIGTERM or Ctrl-C it takes no new requests, and those that run may finish.
 
     While it does, new requests are answered 503, and so is /health. Then the engine is shut down: a request that is
-    left gets an error. A second signal ends the server at once.
+    left gets an error. A second signal ends the server at once: the engine is killed in the middle of its step, all
+    requests get that error, and what has not ended a second later, a client that reads nothing, say, is cut off.
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, **options: object) -> None:
@@ -40,7 +45,8 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.state, self.settings = app.state, settings
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task | None = None
+        self._is_forced = False
+        self._ending: list[asyncio.Task] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -48,18 +54,22 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by a signal: the loop's thread is in the middle of anything."""
-        if self.state.server.is_draining or self._loop is None:
+        if self._loop is None:
             super().handle_exit(sig, frame)
-            return
-        self.state.server.is_draining = True
-        self._loop.call_soon_threadsafe(self._begin_to_drain)
+        elif not self.state.server.is_draining:
+            self.state.server.is_draining = True
+            self._loop.call_soon_threadsafe(self._begin, self._drain)
+        elif not self._is_forced:
+            self._is_forced = True
+            self._captured_signals.append(sig)  # so that the process ends by it
+            self._loop.call_soon_threadsafe(self._begin, self._end_at_once)
 
     def drain(self) -> None:
-        """As a SIGTERM; from any thread."""
+        """As a SIGTERM; from any thread. The second time it is as the second one."""
         self.handle_exit(signal.SIGTERM, None)
 
-    def _begin_to_drain(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
+    def _begin(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._ending.append(asyncio.ensure_future(end()))  # the loop itself does not hold it
 
     async def _drain(self) -> None:
         try:
@@ -67,6 +77,18 @@ class DrainingServer(uvicorn.Server):
             await asyncio.to_thread(self.state.llm.shutdown)
         finally:
             self.should_exit = True
+
+    async def _end_at_once(self) -> None:
+        # Not in a thread of the loop's: all of those may be reading adapters from a disk that does not answer.
+        threading.Thread(target=self.state.llm.shutdown, args=(0,), daemon=True).start()
+        self.should_exit = True
+        await asyncio.sleep(SECONDS_AT_ONCE)
+        if tasks := list(self.server_state.tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=SECONDS_AT_ONCE)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def bind(host: str, port: int, write_seconds: float) -> socket.socket:

@@ -29,8 +29,14 @@ class ServedNames:
         self.begin(adapter.lora_name)
 
     def _check_free(self, order: LoadAdapterRequest) -> None:
-        """ApiError 400 for a name that is taken, unless it is to be read again."""
+        """ApiError 400 for a name that nobody can write, or that is taken, unless it is to be read again."""
         name = order.lora_name
+        if not name.isprintable():
+            raise ApiError(
+                400,
+                f"lora_name {name[:100]!a} has characters that cannot be printed; give another one",
+                "lora_name",
+            )
         if name == self.settings.model_name:
             raise ApiError(400, f"'{name}' is the base model's name; give another one", "lora_name")
         if self.is_known(name) and not order.load_inplace:

@@ -19,18 +19,20 @@ from minivllm.lora.request import LoRARequest
 from minivllm.progress import Listener
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
-from minivllm.serving.client import EngineClient
+from minivllm.serving.client import SECONDS_TO_STOP, EngineClient
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.errors import Draining, QueueFull
 from minivllm.serving.listening import listen
-from minivllm.serving.streams import OutputKind, Stream, output_stream, wake
+from minivllm.serving.streams import OutputKind, Stream, aborted, output_stream, wake
 from minivllm.serving.turns import TurnExecutor
+from minivllm.serving.views import is_leaving
 from minivllm.text.prompts import chat_prompt, tokenize
+from minivllm.validation import require_kind
 
 T = TypeVar("T")
 
-# Until all requests have ended, `drain` looks every so many seconds.
+# Until requests have ended, `drain` and `remove_lora` look every so many seconds.
 LOOK_AGAIN = 0.02
 
 
@@ -84,8 +86,8 @@ class AsyncLLM:
 
     @property
     def adapter_names(self) -> Collection[str]:
-        """By which the engine knows adapters."""
-        return self._client.adapter_names
+        """By which the engine knows adapters; none when it has ended."""
+        return self._client.adapter_names if self._client.error is None else ()
 
     # ---- requests -------------------------------------------------------------------------------------------
 
@@ -97,11 +99,13 @@ class AsyncLLM:
         lora_request: LoRARequest | str | None = None,
         *,
         output_kind: OutputKind = "delta",
+        on_abort: Callable[[RequestOutput], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request's outputs as they come, the last of them `finished`. vLLM: `generate`.
 
         A consumer that is slow gets fewer: `output_stream` says what of several kinds becomes of those between.
-        Whoever stops listening, cancelled or not, aborts the request.
+        Whoever stops listening, cancelled or not, aborts the request. `on_abort` then gets its last output, which no
+        consumer gets any more: all that the request has come to, with finish_reason "abort".
 
         Before anything runs: errors as in `LLMEngine.add_request`; `Draining`; `QueueFull`; `EngineDeadError`. That
         one ends a running request, too. One that fails has finish_reason "error" and says why in `.error`.
@@ -116,10 +120,16 @@ class AsyncLLM:
             self._client.begin(stream, request_id, read, sampling_params, arrival_time, lora)
 
         self._open.add(stream)
+        finished = False
         try:
             async with aclosing(listen(self._client, stream, request_id, begin)) as outputs:
                 async for output in outputs:
+                    finished = output.finished
                     yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            if on_abort is not None and not finished:
+                on_abort(aborted(request_id, stream.last))
+            raise
         finally:
             self._open.discard(stream)
 
@@ -197,6 +207,7 @@ class AsyncLLM:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLMEngine.add_lora`. A reload that waits for requests is read when they have finished."""
+        require_kind(LoRARequest, lora_request=lora_request)
         try:
             if read := await asyncio.wrap_future(self._client.read_ahead(lora_request)):
                 await asyncio.wrap_future(read)
@@ -205,8 +216,15 @@ class AsyncLLM:
             self._client.end_ahead(lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.remove_lora`."""
-        return await self.call(LLMEngine.remove_lora, lora_id)
+        """Unload an adapter, and return when it has gone from slot and memory. False for an unknown id.
+
+        The requests that use it are finished first, and new ones are refused. Who stops waiting for them takes nothing
+        back.
+        """
+        removed = await self.call(LLMEngine.remove_lora, lora_id)
+        while await self.call(is_leaving, lora_id):
+            await asyncio.sleep(LOOK_AGAIN)
+        return removed
 
     async def pin_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.pin_lora`."""
@@ -264,8 +282,12 @@ class AsyncLLM:
         while self._open and loop.time() < until:
             await asyncio.sleep(LOOK_AGAIN)
 
-    def shutdown(self) -> None:
-        """End the engine after the step that it is in; requests that have not ended get an EngineDeadError."""
+    def shutdown(self, timeout: float = SECONDS_TO_STOP) -> None:
+        """End the engine after the step that it is in; requests that have not ended get an EngineDeadError.
+
+        timeout   seconds for that step: then an engine in another process is killed; 0 is at once
+        """
+        self._client.stop(timeout)
         self._stop()
 
 

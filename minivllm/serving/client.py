@@ -13,6 +13,9 @@ from minivllm.serving.engine_loop import Sink
 
 T = TypeVar("T")
 
+# For the step that an engine is in, and what it reads.
+SECONDS_TO_STOP = 10.0
+
 
 class EngineClient(Protocol):
     """An engine in a thread (`EngineThread`) or in a process of its own (`EngineProcess`).
@@ -59,5 +62,8 @@ class EngineClient(Protocol):
     def watch_adapters(self, listener: Callable[[LoRAEvent], object]) -> "Future[None]":
         """Tell a listener of what happens to adapters from now on."""
 
-    def stop(self) -> None:
-        """End the engine after the step that it is in. Requests that have not ended get an EngineDeadError."""
+    def stop(self, timeout: float = SECONDS_TO_STOP) -> None:
+        """End the engine after the step that it is in. Requests that have not ended get an EngineDeadError.
+
+        timeout   seconds for that step: a process is killed then, 0 is at once. A thread cannot be
+        """

@@ -21,6 +21,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.processes import start_process
 from minivllm.progress import Listener
 from minivllm.serving.adapter_reader import PARALLEL_READS
+from minivllm.serving.client import SECONDS_TO_STOP
 from minivllm.serving.engine_loop import Sink
 from minivllm.serving.errors import EngineDeadError, died_of
 from minivllm.serving.streams import wake
@@ -33,8 +34,6 @@ T = TypeVar("T")
 
 HOST = "minivllm.serving.engine_host"
 SHUT_DOWN = "the engine was shut down; start another one"
-# For the step that it is in, and what it reads; then it is killed.
-SECONDS_TO_STOP = 10.0
 
 
 class EngineProcess:
@@ -129,12 +128,16 @@ class EngineProcess:
         """Tell a listener of what happens to adapters from now on, in the thread that hears from the engine."""
         return self._ask("watch_adapters", self._listen(listener))
 
-    def stop(self) -> None:
-        """End the process after the step that it is in. Requests that have not ended get an EngineDeadError."""
+    def stop(self, timeout: float = SECONDS_TO_STOP) -> None:
+        """End the process after the step that it is in. Requests that have not ended get an EngineDeadError.
+
+        timeout   seconds for that step: then the process is killed; 0 is at once
+        """
         self._is_stopping = True
-        self._send(None)
+        if timeout:
+            self._send(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(SECONDS_TO_STOP)
+            self._thread.join(timeout)
             if self._thread.is_alive():
                 self._process.kill()
                 self._thread.join()

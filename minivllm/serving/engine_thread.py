@@ -10,6 +10,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.guards.refusals import id_in_use
 from minivllm.lora.request import LoRARequest
 from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
+from minivllm.serving.client import SECONDS_TO_STOP
 from minivllm.serving.engine_loop import EngineLoop, Sink
 from minivllm.serving.errors import EngineDeadError, died_of
 from minivllm.serving.streams import aborted, wake
@@ -42,8 +43,9 @@ class EngineThread(EngineLoop):
         """What ended the engine."""
         return self.hand_over.error
 
-    def stop(self) -> None:
-        """End the thread after the step that it is in. Requests that have not ended get an EngineDeadError."""
+    def stop(self, timeout: float = SECONDS_TO_STOP) -> None:
+        """End the thread after the step that it is in, however long that takes. Requests that have not ended get an
+        EngineDeadError."""
         self._stopping = True
         self.call(_do_nothing)  # it may be waiting for a call
         if threading.current_thread() is not self._thread:

@@ -63,6 +63,12 @@ def describe(engine: LLMEngine) -> dict[int, dict[str, Any]]:
     }
 
 
+def is_leaving(engine: LLMEngine, adapter_id: int) -> bool:
+    """Whether an adapter is being unloaded, and waits for the last requests that use it."""
+    adapter = None if engine.adapters is None else engine.adapters.adapters.get(adapter_id)
+    return adapter is not None and adapter.leaving
+
+
 def newest_steps(engine: LLMEngine, most: int) -> tuple[list[StepRecord], dict[str, int]]:
     """The records of the last steps, and what their numbers are out of (`room`)."""
     return engine.trace.records[-most:], room(engine)

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.faults import RuntimeRefusal
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.owned_managers import AdapterOwner, OwnedWorkerManager
 
 # Dummy adapters at most: more of them take no other path through any kernel, and each takes memory.
 MOST_DUMMIES = 8
@@ -21,22 +23,38 @@ MOST_DUMMIES = 8
 class LoRAModelRunnerMixin:
     """Gives a model runner adapters. vLLM: `LoRAModelRunnerMixin`.
 
-    lora_manager        None without LoRA
-    make_lora_manager   (config, device) -> what `lora_manager` becomes
+    worker_manager      brings adapters into memory and slots; None without LoRA
+    make_lora_manager   (config, device) -> what `worker_manager` becomes
+    owner               the engine that the runner serves; None for a runner by itself
     """
 
-    lora_manager: LRUCacheWorkerLoRAManager | None = None
+    worker_manager: LRUCacheWorkerLoRAManager | None = None
+    owner: AdapterOwner | None = None
     make_lora_manager: Callable[[Any, Any], LRUCacheWorkerLoRAManager] = LRUCacheWorkerLoRAManager
 
     def load_lora_model(self, model: nn.Module, vllm_config: object, device: torch.device | str) -> nn.Module:
         """Wrap the model's layers, once, and give the model back."""
-        self.lora_manager = self.make_lora_manager(vllm_config, device)
-        return self.lora_manager.create_lora_manager(model)
+        self.worker_manager = self.make_lora_manager(vllm_config, device)
+        return self.worker_manager.create_lora_manager(model)
+
+    def serve_for(self, owner: AdapterOwner) -> None:
+        """From now on an engine owns the adapters: `add_lora`, `remove_lora`, `pin_lora` and `lora_manager` lead to it.
+
+        The owner works with `worker_manager`, and so do the runner's steps.
+        """
+        self.owner = owner
+
+    @property
+    def lora_manager(self) -> LRUCacheWorkerLoRAManager | OwnedWorkerManager | None:
+        """The `worker_manager` as callers see it: what changes adapters leads to the owner, if there is one."""
+        if self.owner is None or self.worker_manager is None:
+            return self.worker_manager
+        return OwnedWorkerManager(self.worker_manager, self.owner)
 
     def _manager(self) -> LRUCacheWorkerLoRAManager:
-        if self.lora_manager is None:
+        if self.worker_manager is None:
             raise RuntimeError("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
-        return self.lora_manager
+        return self.worker_manager
 
     # region lab 7.2: the adapters of a step
     def set_active_loras(
@@ -70,13 +88,22 @@ class LoRAModelRunnerMixin:
     # endregion
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter ahead of its first request; with `load_inplace`, again. Errors as when loading."""
+        """Load an adapter ahead of its first request; with `load_inplace`, again. Errors as when loading.
+
+        Of an engine's runner this is the engine's `add_lora`, and likewise `remove_lora` and `pin_lora`.
+        """
+        if self.owner is not None:
+            return self.owner.add_lora(lora_request)
         return self._manager().add_adapter(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
+        if self.owner is not None:
+            return self.owner.remove_lora(lora_id)
         return self._manager().remove_adapter(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
+        if self.owner is not None:
+            return self.owner.pin_lora(lora_id)
         return self._manager().pin_adapter(lora_id)
 
     def list_loras(self) -> set[int]:
@@ -84,14 +111,14 @@ class LoRAModelRunnerMixin:
 
     def can_prefetch_lora(self, lora_id: int) -> bool:
         """Whether an adapter is in memory, in no slot, and could come into one beside a running step, on a GPU."""
-        manager = self.lora_manager.manager
+        manager = self.worker_manager.manager
         if manager.slot_writer is None or manager.get_adapter(lora_id) is None:
             return False
         return lora_id not in manager.list_active_adapters()
 
     def prefetch_lora(self, lora_id: int) -> None:
         """Activate an adapter that the step launched last does not use, while that step runs; if there is room."""
-        manager = self.lora_manager.manager
+        manager = self.worker_manager.manager
         if self.can_prefetch_lora(lora_id) and manager.has_room_for(lora_id):
             # What is wrong with the adapter is raised again in the step that it is for.
             with manager.slot_writer.behind_step(), suppress(Exception):
@@ -103,15 +130,24 @@ class LoRAModelRunnerMixin:
     def maybe_setup_dummy_loras(
         self, lora_config: LoRAConfig | None, remove_lora: bool = True
     ) -> Iterator[None]:
-        """Inside, adapters of zeros with ids 1, 2, ... are in memory: one for each slot, but at most `MOST_DUMMIES`."""
+        """Inside, adapters of zeros with ids 1, 2, ... are in memory: one for each slot, but at most `MOST_DUMMIES`.
+
+        RuntimeError for an engine's runner that has other adapters in memory, whose ids these would take, and where
+        these are to stay.
+        """
         if lora_config is None:
             yield
             return
-        manager = self.lora_manager.manager
+        if self.owner is not None and (self.list_loras() or not remove_lora):
+            raise RuntimeRefusal(
+                f"adapters of zeros would take the ids of the engine's own (in memory: {sorted(self.list_loras())}); "
+                "call engine.remove_lora for these first, and let remove_lora be True"
+            )
+        manager = self.worker_manager.manager
         listeners, manager.listeners = manager.listeners, []
         try:
             for request in _dummy_requests(lora_config):
-                self.lora_manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
+                self.worker_manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
             yield
             if remove_lora:
                 manager.remove_all_adapters()
@@ -135,7 +171,7 @@ class LoRAModelRunnerMixin:
         mapping = LoRAMapping(
             tuple(ids.repeat(num_scheduled_tokens).tolist()), tuple(ids.repeat(num_sampled_tokens).tolist())
         )
-        self.lora_manager.set_active_adapters(_dummy_requests(lora_config), mapping)
+        self.worker_manager.set_active_adapters(_dummy_requests(lora_config), mapping)
 
     @contextmanager
     def maybe_dummy_run_with_lora(

@@ -35,7 +35,7 @@ class ModelRunner(LoRAModelRunnerMixin):
     """Runs the steps that a scheduler decides. vLLM: `GPUModelRunner`.
 
     model          with its linears wrapped, where LoRA is on
-    lora_manager   brings adapters into memory and slots; None without LoRA
+    worker_manager  brings adapters into memory and slots; None without LoRA. `lora_manager` is how callers see it
     row_sampler    turns logits into tokens
     memory_plan    says how many KV blocks there are (`num_blocks`)
     graphs         steps that were captured; `NO_GRAPHS` until the warm-up, and where every step runs eagerly
@@ -212,7 +212,7 @@ class ModelRunner(LoRAModelRunnerMixin):
 
     def activate(self, batch: InputBatch) -> None:
         """Bring the adapters of a batch into their slots, where LoRA is on; then other ranks may begin the step."""
-        if self.lora_manager is not None:
+        if self.worker_manager is not None:
             self.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
         self._adapters_are_active()
 

@@ -21,7 +21,7 @@ class Runner(Protocol):
 
     config: EngineConfig
     model: torch.nn.Module
-    lora_manager: object | None
+    worker_manager: object | None
 
     def set_active_loras(
         self, input_batch: InputBatch, num_scheduled_tokens: np.ndarray, num_sampled_tokens: np.ndarray
@@ -53,7 +53,7 @@ def _score(runner: Runner, batch: InputBatch, row: int, hidden_states: torch.Ten
     end = min(start + len(hidden_states), request.num_prompt_tokens - 1)
     while (known := len(request.prompt_logprobs)) <= end:
         piece = hidden_states[known - 1 - start : end - start][:most]  # (n, H)
-        if runner.lora_manager is not None:
+        if runner.worker_manager is not None:
             counts = np.zeros_like(batch.num_scheduled_tokens)
             counts[row] = len(piece)
             runner.set_active_loras(batch, batch.num_scheduled_tokens, counts)

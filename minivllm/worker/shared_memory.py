@@ -92,7 +92,7 @@ class SharedMemory(KVMemory):
 
 def pool_of(runner: ModelRunner) -> PagePool:
     """The pages of a runner whose adapters lie in them."""
-    return runner.lora_manager.manager.pool
+    return runner.worker_manager.manager.pool
 
 
 def block_bytes(runner: ModelRunner) -> int:

@@ -110,7 +110,7 @@ class StepGraphs(Graphs):
     def adapters_of_batch(self) -> int:
         """Which of the captured steps of a size a batch needs: 0 = without adapters, 1 = with, 2 = with adapters on
         embedding and head, too."""
-        manager = self.runner.lora_manager
+        manager = self.runner.worker_manager
         backend = manager and manager.manager.punica_wrapper
         return 0 if backend is None or backend.no_lora else 1 + backend.reaches_ends
 
@@ -164,7 +164,7 @@ class StepGraphs(Graphs):
     @contextmanager
     def _without_ends(self) -> Iterator[None]:
         """Inside, layers find that no adapter has weights on embedding and head."""
-        backend = self.runner.lora_manager.manager.punica_wrapper
+        backend = self.runner.worker_manager.manager.punica_wrapper
         backend.leaves_out_ends = True
         try:
             yield

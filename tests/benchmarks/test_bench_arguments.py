@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE
 
 from benchmarks import arguments, engine, layer_arguments
 from minivllm.config import DTYPES, EVICTION_POLICIES, PUNICA_BACKENDS, SCHEDULING_POLICIES
@@ -92,7 +93,7 @@ def test_the_layer_benchmark_does_so_too(capsys, options, said):
 def test_options_are_read_without_pytorch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
 
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
 
 
 def test_the_command_says_in_one_sentence_what_cannot_be(capsys):

@@ -106,6 +106,32 @@ def test_a_stream_brings_an_answer_in_pieces(client, answers, go):
     assert first + rest == answers.text("all", "a tale", 20)
 
 
+def test_whoever_leaves_a_request_is_told_what_had_come_of_it(server):
+    llm, params = server.server.state.llm, SamplingParams(max_tokens=110, ignore_eos=True)
+    told = {"delta": [], "final": [], "whole": []}
+
+    async def main():
+        streamed = llm.generate("abc", params, "a", on_abort=told["delta"].append)
+        first = await anext(streamed)
+        await streamed.aclose()
+        waiting = llm.generate("abc", params, "b", output_kind="final", on_abort=told["final"].append)
+        task = asyncio.ensure_future(anext(waiting))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        async for _ in llm.generate("abc", params, "c", on_abort=told["whole"].append):
+            pass
+        return first
+
+    first = asyncio.run(main())
+
+    [streamed], [waiting] = told["delta"], told["final"]
+    assert streamed.outputs[0].token_ids == first.outputs[0].token_ids != []
+    assert waiting.outputs[0].token_ids == []
+    assert {each.outputs[0].finish_reason for each in (streamed, waiting)} == {"abort"}
+    assert told["whole"] == []
+
+
 def test_a_name_that_nobody_knows_is_404_and_an_engines_refusal_is_one_sentence(client, http):
     with pytest.raises(openai.NotFoundError, match="there are: tiny, all, qv"):
         text_of(client, "nobody")

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from ends import threads_end
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from rank_ends import all_end, group_is_left, is_there, kill_rank, misinform_others, rank_pids
 from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
@@ -104,6 +104,15 @@ class TestARank:
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
 
         dies(engine, r"rank 1 of 2 has ended \(killed by signal 9\)")
+
+    def test_that_is_killed_between_steps_has_requests_refused_before_the_next_one(self, world, engine):
+        kill_rank(engine, 1)
+        wait_until(lambda: engine.executor.others.error is not None)
+
+        for lora_request in (None, world.request("mlp")):
+            with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(killed by signal 9\)"):
+                engine.add_request("late", PROMPT, greedy(4), lora_request=lora_request)
+        assert not engine.knows("late") and not engine.has_lora(world.request("mlp").lora_int_id)
 
     def test_that_is_killed_while_it_reads_an_adapter_ends_the_engine(self, world, engine):
         pid = rank_pids(engine)[1]

@@ -10,6 +10,7 @@ from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 from minivllm import EngineArgs, LoRARequest, SamplingParams
 from minivllm.distributed import other_ranks, shared_reading
 from minivllm.distributed.ranks import config_of, device_of
+from minivllm.sentences import in_one_sentence
 from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -91,6 +92,17 @@ class TestAnAdapter:
 
         assert answers(shared, [world.request("all")]) == [world.oracle().greedy("all", PROMPT, 6)]
 
+    def test_that_is_added_by_the_runner_is_the_engines_and_everywhere(self, world, shared):
+        engine, mine = shared.llm_engine, LoRARequest("mine", 903, str(world.path("all")))
+
+        assert engine.runner.add_lora(mine) and engine.runner.lora_manager.pin_adapter(903)
+
+        assert answers(shared, ["mine", world.request("qv")]) == [
+            world.oracle().greedy(name, PROMPT, 6) for name in ("all", "qv")
+        ]
+        assert engine.adapters.pinned == {903}
+        assert engine.runner.lora_manager.manager.remove_adapter(903) and not engine.has_lora(903)
+
     def test_that_is_read_again_is_read_again_by_all(self, world, shared, tmp_path):
         engine, folder = shared.llm_engine, tmp_path / "changing"
         folder.symlink_to(world.path("qv"))
@@ -123,6 +135,16 @@ class TestOneProcess:
         assert device_of(1, "cuda") == "cuda:1" and device_of(1, "cpu") == "cpu"
 
 
+def test_an_error_of_several_lines_that_ended_a_rank_is_one_sentence_of_the_same_kind_in_every_call():
+    others = other_ranks.OtherRanks([])
+    others._die(1, "CUDA error: misaligned address\nCompile with TORCH_USE_CUDA_DSA\n")
+
+    with pytest.raises(
+        EngineDeadError, match=r"rank 1 of 1 has ended \(CUDA error: .*\), and the engine with it"
+    ):
+        in_one_sentence(others.check)()
+
+
 class TestTheEndOfARank:
     """Of the engine that the tests above share; the last of them ends it."""
 
@@ -138,6 +160,10 @@ class TestTheEndOfARank:
 
         dies_in_a_step(engine, r"rank 1 of 2 has ended \(killed by signal 9\)")
 
+        for lora_request in (None, world.request("qv")):
+            with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+                engine.add_request("late", {"prompt_token_ids": PROMPT}, greedy(4), lora_request=lora_request)
+            assert not engine.knows("late")
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="rank 1 of 2"):
                 answers(shared, [None, world.request("qv")])

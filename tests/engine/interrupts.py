@@ -5,9 +5,10 @@
 
 A trace function raises KeyboardInterrupt at one line of a call of `generate`: every second time at any moment of it, so
 that loops are hit most, else at any line that calls have come through, so that each is hit as often as another. With
-`--signals` a real SIGINT is sent after a random time. After each, nothing of the call may be left in the engine, a
-request of somebody else that was half answered goes on, and the next call gives the tokens of transformers + PEFT. To
-the last prompt of a call three answers are drawn: those of an engine that nothing happened to.
+`--signals` real SIGINTs are sent after random times, until so many have come before the end of a call. After each,
+nothing of the call may be left in the engine, a request of somebody else that was half answered goes on, and the next
+call gives the tokens of transformers + PEFT. To the last prompt of a call three answers are drawn: those of an engine
+that nothing happened to.
 """
 
 import argparse
@@ -89,6 +90,7 @@ class Attack:
 
     others    a request that somebody else has in the engine: its outputs since it was added
     counts    what happened, by kind
+    seconds   that the last call took which came to its end
     """
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
@@ -96,6 +98,7 @@ class Attack:
         self.world = TinyWorld(folder / "world", "llama-llama3-rope")
         self.llm: LLM = self.world.llm(max_cpu_loras=3, max_num_batched_tokens=16, max_model_len=64)
         self.counts: Counter[str] = Counter()
+        self.seconds = 1.0
         self.seen: dict[tuple[str, int], int] = defaultdict(int)
         self.tenants = [None, *self.world.names]
         self.expected = {
@@ -170,12 +173,14 @@ class Attack:
         if pinned in self.engine.list_loras():
             self.engine.pin_lora(pinned)
         tenants = self.pick()
+        started = time.perf_counter()
         try:
             with interrupt:
                 outputs = self.call(tenants)
         except KeyboardInterrupt:
             self.counts["interrupted"] += 1
         else:
+            self.seconds = time.perf_counter() - started
             self.counts["came to its end"] += 1
             self.check(tenants, outputs)
         sys.settrace(None)
@@ -221,6 +226,7 @@ def run_attack(
 ) -> Counter[str]:
     """Interrupt so many calls; AssertionError says at which line, and what was wrong after it.
 
+    signals   that arrive while a call is under way; of those that come too late 99 in 100 may
     prepare   is given the engine that is attacked
     """
     rng = random.Random(seed)
@@ -229,19 +235,21 @@ def run_attack(
         if prepare is not None:
             prepare(attack.llm.llm_engine)
         attack.look()
-        seconds = -time.perf_counter()
-        attack.call(attack.pick())
-        seconds += time.perf_counter()
-        for number in range(interrupts + signals):
-            signalled = number >= interrupts
-            interrupt = Signal(rng.uniform(0, seconds)) if signalled else attack.interrupter(number)
-            try:
-                attack.trial(interrupt)
-            except Exception as error:
-                raise AssertionError(
-                    f"seed {seed}, interrupt {number} at {getattr(interrupt, 'where', 'a signal')}: {error!r}"
-                ) from error
+        for number in range(interrupts):
+            _try(attack, attack.interrupter(number), f"seed {seed}, interrupt {number}")
+        wanted = attack.counts["interrupted"] + signals
+        for number in range(100 * signals):
+            if attack.counts["interrupted"] == wanted:
+                break
+            _try(attack, Signal(rng.uniform(0, attack.seconds)), f"seed {seed}, signal {number}")
     return attack.counts
+
+
+def _try(attack: Attack, interrupt: Interrupter | Signal, what: str) -> None:
+    try:
+        attack.trial(interrupt)
+    except Exception as error:
+        raise AssertionError(f"{what} at {getattr(interrupt, 'where', 'a moment')}: {error!r}") from error
 
 
 def main() -> None:

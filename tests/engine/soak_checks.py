@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 
@@ -18,7 +19,8 @@ def check_engine(engine: LLMEngine, live: Iterable[str]) -> None:
 
 def _check_requests(engine: LLMEngine, live: set[str]) -> None:
     scheduler = engine.scheduler
-    queued = [request.request_id for request in [*scheduler.waiting, *scheduler.running]]
+    held = chain.from_iterable(scheduler.followers.values())
+    queued = [request.request_id for request in [*scheduler.waiting, *scheduler.running, *held]]
     assert len(queued) == len(set(queued)), f"in two queues: {queued}"
     assert set(queued) == set(scheduler.requests) == live, (
         set(queued) ^ live,

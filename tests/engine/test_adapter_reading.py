@@ -4,12 +4,12 @@ import asyncio
 import json
 import shutil
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from ends import threads_end
+from patience import PATIENCE, until
 from soak_checks import check_engine, check_slot_contents
 from tiny_adapters import ADAPTERS, save_adapter
 from tiny_engine import greedy, run, tiny_world, tokens_of
@@ -58,7 +58,7 @@ class Disk:
             self.reading += 1
             self.most_at_once = max(self.most_at_once, self.reading)
             self.threads.append(threading.current_thread().name.partition("_")[0])
-        assert self.go.wait(30)
+        assert self.go.wait(PATIENCE)
         with self._lock:
             self.reading -= 1
         return self._read(lora_request)
@@ -110,13 +110,6 @@ def test_whoever_reads_an_adapter_brings_it_where_a_gpu_copies_from(serve, world
 
 async def collect(llm, request_id, length, lora=None):
     return [o async for o in llm.generate(PROMPT, greedy(length), request_id, lora)]
-
-
-async def until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        await asyncio.sleep(0.001)
 
 
 def test_who_needs_another_adapter_or_none_goes_on_while_one_is_read(world, slow):
@@ -386,7 +379,7 @@ class Header:
 
         def check(lora_request):
             self.threads.append(threading.current_thread().name.partition("_")[0])
-            assert self.go.wait(30)
+            assert self.go.wait(PATIENCE)
             return read(lora_request)
 
         monkeypatch.setattr(source, "check", check)
@@ -496,7 +489,7 @@ class TestTheCheckOfAnAdapterThatTheEngineHasNeverSeen:
             else:
                 await asyncio.to_thread(llm.shutdown)
             try:
-                await asyncio.wait_for(waiting, 10)
+                await asyncio.wait_for(waiting, PATIENCE)
             finally:
                 header.go.set()
 

@@ -8,7 +8,8 @@ import time
 
 import pytest
 from ends import threads_end
-from far_engine import check_is_empty, open_requests, steps_taken, wait_for
+from far_engine import check_is_empty, hold_after, open_requests, steps_taken, wait_for
+from patience import PATIENCE, some_turns, until
 from soak_checks import check_engine
 from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
@@ -75,15 +76,13 @@ def running(llm):
 
 async def runs(llm, *request_ids):
     """Waits until they are with the engine's client."""
-    while not {*request_ids} <= {*running(llm)}:
-        await asyncio.sleep(0.001)
+    await until(lambda: {*request_ids} <= {*running(llm)})
 
 
 async def has_ended(llm, request_id):
     """Waits until its last output has come, for whoever takes it."""
-    while request_id in running(llm):
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.01)
+    await until(lambda: request_id not in running(llm))
+    await llm.call(steps_taken)  # by now the engine has handed out all that it had
 
 
 class TestAnswers:
@@ -144,7 +143,7 @@ class TestAnswers:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(PATIENCE)
 
         for name in world.names:
             assert tokens_of(answers[name][-1]) == world.oracle().greedy(name, PROMPT, 9)
@@ -230,7 +229,7 @@ class TestWhoStopsListening:
                 with pytest.raises(KeyError if how == "broken off" else asyncio.CancelledError):
                     await asyncio.create_task(listen())
             gc.collect()
-            await asyncio.sleep(0.01)
+            await some_turns()
             await nothing_left(llm)
 
         asyncio.run(main())
@@ -242,7 +241,7 @@ class TestWhoStopsListening:
         async def main():
             llm._client.call(wait_for, go)
             tasks = [asyncio.create_task(collect(llm, f"{i}", greedy(3000), prompt="text")) for i in range(4)]
-            await asyncio.sleep(0.05)
+            await some_turns()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -251,14 +250,16 @@ class TestWhoStopsListening:
 
         asyncio.run(main())
 
-    def test_with_an_id_that_another_has_leaves_the_other_its_request(self, world, serve):
+    def test_with_an_id_that_another_has_leaves_the_other_its_request(self, world, serve, tmp_path):
         llm = serve()
 
         async def main():
+            await llm.call(hold_after, 3, tmp_path / "go")
             first = asyncio.create_task(collect(llm, "same", greedy(40)))
             await runs(llm, "same")
             with pytest.raises(ValueError, match="in use"):
                 await collect(llm, "same", greedy(5))
+            (tmp_path / "go").touch()
             return await first
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 40)
@@ -320,6 +321,46 @@ class TestAnAbort:
         assert asyncio.run(main())[-1].outputs[0].finish_reason == "abort"
 
 
+class TestAnUnload:
+    def test_is_done_when_the_requests_that_use_the_adapter_have_ended(self, world, serve):
+        llm = serve()
+
+        async def main():
+            answers = asyncio.ensure_future(collect(llm, "a", greedy(80), world.request("qv")))
+            while not await llm.list_loras():
+                await asyncio.sleep(0)
+            unloads = asyncio.ensure_future(llm.remove_lora(1))
+            await asyncio.sleep(0)
+            with pytest.raises(ValueError, match=r"'qv' .* is being unloaded"):
+                await collect(llm, "b", greedy(2), "qv")
+            assert await unloads
+            assert "a" not in running(llm) and "qv" not in llm.adapter_names
+            assert await llm.list_loras() == set()
+            assert not await llm.remove_lora(1), "it is not known any more"
+            await llm.add_lora(world.request("qv"))
+            return await answers
+
+        assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 80)
+
+    def test_that_nobody_waits_for_any_more_is_done_all_the_same(self, world, serve):
+        llm = serve()
+
+        async def main():
+            answers = asyncio.ensure_future(collect(llm, "a", greedy(80), world.request("qv")))
+            while not await llm.list_loras():
+                await asyncio.sleep(0)
+            unloads = asyncio.ensure_future(llm.remove_lora(1))
+            await asyncio.sleep(0)
+            await llm.call(open_requests)  # the order was there before this
+            unloads.cancel()
+            outputs = await answers
+            return outputs, await llm.list_loras()
+
+        outputs, loras = asyncio.run(main())
+        assert tokens_of(outputs[-1]) == world.oracle().greedy("qv", PROMPT, 80)
+        assert loras == set()
+
+
 class TestARefusal:
     @pytest.mark.parametrize(
         "prompt, options, error",
@@ -377,7 +418,7 @@ class TestTheEnd:
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(50)))
             await runs(llm, "a")
-            draining = asyncio.create_task(llm.drain(60))
+            draining = asyncio.create_task(llm.drain(PATIENCE))
             await asyncio.sleep(0)
             with pytest.raises(Draining):
                 await collect(llm, "b", greedy(5))
@@ -388,14 +429,16 @@ class TestTheEnd:
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 50)
 
     @in_a_thread
-    def test_comes_by_draining_after_so_many_seconds(self, world, serve):
+    def test_comes_by_draining_after_so_many_seconds(self, world, serve, tmp_path):
         llm = serve()
 
         async def main():
+            await llm.call(hold_after, 3, tmp_path / "go")
             running = asyncio.create_task(collect(llm, "a", greedy(3000)))
             await runs(llm, "a")
             await llm.drain(0.05)
             assert not running.done()
+            (tmp_path / "go").touch()
             llm.shutdown()
             with pytest.raises(EngineDeadError, match="shut down"):
                 await running
@@ -452,7 +495,7 @@ class TestTheEnd:
 
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.call(interrupted))
-        llm._client._thread.join(timeout=10)
+        llm._client._thread.join(PATIENCE)
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             asyncio.run(llm.check_health())
 
@@ -516,17 +559,15 @@ class TestSteps:
                     heard.extend(records)
 
             listener = asyncio.create_task(listen())
-            while len(llm._client.engine.listeners) < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(llm._client.engine.listeners) == 2)
             await collect(llm, "a", greedy(8), world.request("qv"))
-            while len(heard) < 7:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(heard) >= 7)
             listener.cancel()
             await asyncio.wait([listener])
             await llm.list_loras()
             return heard
 
-        heard = asyncio.run(asyncio.wait_for(main(), 30))
+        heard = asyncio.run(asyncio.wait_for(main(), PATIENCE))
         assert heard == llm._client.engine.trace.records[: len(heard)]
         assert heard[0].rows[0].adapter == "qv"
         assert len(llm._client.engine.listeners) == 1
@@ -537,8 +578,7 @@ class TestSteps:
         async def main():
             records = llm.subscribe(most=3)
             first = asyncio.ensure_future(anext(records))
-            while len(llm._client.engine.listeners) < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(llm._client.engine.listeners) == 2)
             await collect(llm, "a", greedy(20))
             await first
             await collect(llm, "b", greedy(20))
@@ -560,10 +600,9 @@ class TestTheLoop:
         async def main():
             running = asyncio.create_task(collect(llm, "a", greedy(6)))
             reading = asyncio.create_task(collect(llm, "b", greedy(6), prompt="text"))
-            while len(held) < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(held) == 2)
             loading = asyncio.create_task(llm.add_lora(world.request("qv")))
-            await asyncio.sleep(0.01)
+            await some_turns()
             assert not running.done() and not reading.done() and not loading.done()
             go.set()
             return await asyncio.gather(running, reading, loading)
@@ -582,7 +621,7 @@ def hold(monkeypatch, owner, name, held, go):
 
     def holding(*args, **options):
         held.add(threading.current_thread().name)
-        assert go.wait(30)
+        assert go.wait(PATIENCE)
         return function(*args, **options)
 
     monkeypatch.setattr(owner, name, holding)

@@ -6,6 +6,7 @@ import pytest
 from small_engine import SmallWorld, write_adapter
 from tiny_engine import greedy, run, tokens_of
 
+from minivllm import SamplingParams
 from minivllm.guards.turns import Turns
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -90,6 +91,49 @@ class TestAStep:
         outputs = run(engine)
 
         assert tokens_of(outputs["a"]) == expected(0)
+
+    def test_whose_rows_were_told_to_the_layers_and_that_failed_then_is_not_taken_for_the_one_before(
+        self, world, monkeypatch, expected
+    ):
+        """A step like the last one that was computed finds its rows in the backend, unless another has failed since."""
+        engine = world.engine(enable_prefix_caching=False)
+        engine.add_request("a", PROMPT, greedy(6), lora_request=world.request(1))
+        engine.step()
+        backend = engine.adapters.manager.punica_wrapper
+        begin_step = backend.begin_step
+
+        def failing(*args):
+            begin_step(*args)
+            monkeypatch.undo()
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(backend, "begin_step", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+        engine.abort_request("a")
+
+        assert answer(engine, world.request(1)) == expected(1)
+
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_that_broke_off_at_its_end_keeps_the_ids_of_requests_whose_last_output_it_has(
+        self, world, monkeypatch, expected, n
+    ):
+        engine = world.engine()
+        drawn = SamplingParams(n=n, max_tokens=1, seed=3)
+        engine.add_request("a", PROMPT, drawn)
+        engine.add_request("b", PROMPT, greedy(6))
+        raise_once(monkeypatch, engine.metrics, "observe_step", MemoryError)
+        with pytest.raises(MemoryError):
+            engine.step()
+
+        assert engine.knows("a")
+        with pytest.raises(ValueError, match="request id 'a' is in use"):
+            engine.add_request("a", PROMPT, greedy(2))
+
+        outputs = run(engine)
+        assert len(outputs["a"].outputs) == n and tokens_of(outputs["b"]) == expected(0)
+        engine.add_request("a", PROMPT, greedy(6))
+        assert tokens_of(run(engine)["a"]) == expected(0)
 
     @pytest.mark.parametrize("error", [MemoryError, RuntimeError], ids=lambda e: e.__name__)
     def test_before_which_the_mending_failed_is_mended_anew(self, world, monkeypatch, expected, error):
@@ -229,7 +273,7 @@ class TestAReload:
 def test_an_unload_that_was_interrupted_is_done_by_the_next_call(world, monkeypatch, expected):
     engine = world.engine()
     engine.add_lora(world.request(1))
-    raise_once(monkeypatch, engine.runner.lora_manager, "remove_adapter")
+    raise_once(monkeypatch, engine.adapters.worker, "remove_adapter")
     with pytest.raises(KeyboardInterrupt):
         engine.remove_lora(1)
     write_adapter(world.folder / "adapter1", seed=2)
@@ -337,7 +381,7 @@ def test_an_abort_that_broke_off_leaks_nothing(world, monkeypatch, expected, err
 def test_an_unload_that_broke_off_with_any_error_is_done_by_the_next_call(world, monkeypatch, error):
     engine = world.engine()
     engine.add_lora(world.request(1))
-    raise_once(monkeypatch, engine.runner.lora_manager, "remove_adapter", error)
+    raise_once(monkeypatch, engine.adapters.worker, "remove_adapter", error)
     with pytest.raises(error):
         engine.remove_lora(1)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from patience import PATIENCE
 from typer.testing import CliRunner
 
 import minivllm
@@ -157,7 +158,10 @@ class TestRemarks:
         pytest.importorskip("torchao")
 
         ran = subprocess.run(
-            [sys.executable, "-c", f"import {command}, peft"], capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", f"import {command}, peft"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
 
         assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
@@ -180,7 +184,11 @@ def test_commands_have_threads_wait_a_while_unless_somebody_has_said_how(given, 
     code = "import os, sys, minivllm.cli; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
 
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment | given, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=environment | given,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
 
     assert ran.stdout.split() == [spins, "False"], ran.stderr

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from patience import PATIENCE
 from rich.console import Console
 
 from minivllm.commands.demo import demo_requests, expected_steps, serve
@@ -164,7 +165,7 @@ def test_the_whole_demo_on_a_terminal(tmp_path):
     while chunk := read_some(ours):
         raw += chunk
 
-    assert process.wait(timeout=60) == 0
+    assert process.wait(PATIENCE) == 0
     text = " ".join(CONTROL.sub("", raw.decode()).split())
     order = ["starting", "About ", "answered, ", "┃ adapter", "tokens/s on 1 CPU thread (asked for). See"]
     places = [text.find(part) for part in order]

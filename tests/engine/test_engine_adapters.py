@@ -554,7 +554,7 @@ class TestPinWhileAReloadWaits:
             engine.add_lora(world.request(name))
         assert 9 in engine.adapters.manager.lora_index_to_id
 
-    def test_reads_nothing_for_the_requests_before_it(self, world):
+    def test_reads_what_the_requests_before_it_were_promised(self, world):
         engine = world.engine()
         engine.add_request("old", PROMPT, greedy(6), lora_request=self.policy(world, 1, "qv"))
         new = self.policy(world, 2, "all", load_inplace=True)
@@ -562,9 +562,10 @@ class TestPinWhileAReloadWaits:
 
         assert engine.pin_lora(9)
 
+        assert engine.adapters.manager.pinned_adapters == {9}
         self.assert_both_are_right_and_the_pin_holds(engine, world, run(engine))
 
-    def test_that_was_ordered_before_it_reads_nothing_either(self, world):
+    def test_that_was_ordered_before_it_does_so_too(self, world):
         """It waits for room in memory, which comes when the reload is ordered already."""
         engine = world.engine(max_loras=2, max_cpu_loras=2)
         engine.add_lora(self.policy(world, 1, "qv"))

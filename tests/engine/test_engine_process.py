@@ -18,10 +18,13 @@ from far_engine import (
     die_while_made,
     engine_itself,
     fail_to_make,
-    hold_up,
+    hold_after,
     process_id,
     say,
+    touch,
+    wait_for,
 )
+from patience import PATIENCE, some_turns, until, wait_until
 from tiny_engine import OPTIONS, character_tokenizer, greedy, tiny_world, tokens_of
 
 from minivllm import AsyncLLM, EngineArgs, SamplingParams
@@ -30,7 +33,6 @@ from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]
-SOON = 5  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def deltas(outputs, index=0):
 
 async def ends(coroutine, match):
     with pytest.raises(EngineDeadError, match=match):
-        await asyncio.wait_for(coroutine, SOON)
+        await asyncio.wait_for(coroutine, PATIENCE)
 
 
 async def the_rest(outputs):
@@ -142,8 +144,7 @@ class TestAnswers:
         async def main():
             slow = llm.generate(PROMPT, greedy(60), "slow", world.request("qv"))
             first = await anext(slow)
-            while llm._client._requests:
-                await asyncio.sleep(0.001)
+            await until(lambda: not llm._client._requests)
             return [first] + [output async for output in slow]
 
         outputs = asyncio.run(main())
@@ -189,7 +190,7 @@ class TestARequest:
                 await answers.aclose()
             del answers
             gc.collect()
-            await asyncio.sleep(0.01)
+            await some_turns()
             await llm.call(check_is_empty)
 
         asyncio.run(main())
@@ -237,13 +238,14 @@ class TestARequest:
 
         assert tokens_of(outputs[-1]) == world.oracle().greedy("mlp", PROMPT, 6)
 
-    def test_with_an_id_that_another_has_leaves_the_other_its_own(self, world, llm):
+    def test_with_an_id_that_another_has_leaves_the_other_its_own(self, world, llm, tmp_path):
         async def main():
+            await llm.call(hold_after, 3, tmp_path / "go")
             first = asyncio.create_task(collect(llm, "same", greedy(40)))
-            while not llm._client._requests:
-                await asyncio.sleep(0.001)
+            await until(lambda: llm._client._requests)
             with pytest.raises(ValueError, match="in use"):
                 await collect(llm, "same", greedy(5))
+            (tmp_path / "go").touch()
             return await first
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 40)
@@ -295,17 +297,24 @@ class TestACall:
         with pytest.raises(RuntimeError, match="cannot be sent to another process"):
             asyncio.run(llm.call(engine_itself))
 
-    def test_that_is_cancelled_before_its_turn_is_not_run(self, llm):
+    def test_that_is_cancelled_before_its_turn_is_not_run(self, llm, tmp_path):
+        go, never_made = tmp_path / "go", tmp_path / "never made"
+
         async def main():
-            held = asyncio.create_task(llm.call(hold_up, 0.3))
-            await asyncio.sleep(0.05)
-            never = asyncio.create_task(llm.call(hold_up, 60))
-            await asyncio.sleep(0.05)
+            held = asyncio.create_task(llm.call(wait_for, go))
+            await until(lambda: len(llm._client._calls) == 1)
+            never = asyncio.create_task(llm.call(touch, never_made))
+            await until(lambda: len(llm._client._calls) == 2)
             never.cancel()
-            await asyncio.wait([held, never])
-            await asyncio.wait_for(llm.call(process_id), SOON)
+            await until(lambda: len(llm._client._calls) == 1)
+            # The engine is held up; whoever reads there for it answers this at once, and behind what came before.
+            await asyncio.wrap_future(llm._client.abort([], sink=object()))
+            go.touch()
+            await held
+            await llm.call(process_id)
 
         asyncio.run(main())
+        assert not never_made.exists()
 
     def test_of_steps_hears_of_them_until_it_leaves(self, llm):
         async def main():
@@ -320,7 +329,7 @@ class TestACall:
             await llm.list_loras()
             return heard
 
-        heard = asyncio.run(asyncio.wait_for(main(), 30))
+        heard = asyncio.run(asyncio.wait_for(main(), PATIENCE))
         assert [len(record.rows) for record in heard] == [1] * 8
         assert not llm._client._listeners or len(llm._client._listeners) == 1  # the one of adapters
 
@@ -392,7 +401,7 @@ from minivllm import AsyncLLM, EngineArgs
 from tiny_engine import OPTIONS
 llm = AsyncLLM.from_engine_args(EngineArgs(model=sys.argv[1], **OPTIONS))
 print(asyncio.run(llm.call(process_id)), flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -407,7 +416,4 @@ def test_who_asks_is_killed_and_the_engine_ends(world):
         assert is_there(pid)
         parent.kill()
 
-    until = time.monotonic() + SOON
-    while is_there(pid) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not is_there(pid)
+    wait_until(lambda: not is_there(pid))

@@ -117,7 +117,7 @@ class TestOneAdapter:
     def test_that_cannot_be_read_ends_its_requests_alone(self, world, monkeypatch, error):
         engine = world.engine(max_loras=3)
         tenants(engine, world, [None, "qv", "all", "mlp"])
-        worker = engine.runner.lora_manager
+        worker = engine.adapters.worker
         load = worker.source.load
 
         def loaded(request, **kwargs):

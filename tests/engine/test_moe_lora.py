@@ -346,7 +346,7 @@ def test_what_would_be_served_wrongly_is_refused_by_name(mixtral, tmp_path, case
 
 def test_warming_up_runs_the_experts_adapters(world):
     engine = world.engine()
-    manager = engine.runner.lora_manager.manager
+    manager = engine.adapters.manager
     dummy = manager.create_dummy_lora(7, 3)
 
     manager.add_adapter(dummy)
@@ -393,7 +393,7 @@ class TestGateAndUpInOne:
 
 def test_a_check_of_any_adapter_multiplies_nothing(world):
     """Experts' weights are scaled by layers of their own, and only where there are numbers."""
-    worker = world.engine().runner.lora_manager
+    worker = world.engine().adapters.worker
 
     with Products() as checking:
         for name in world.names:

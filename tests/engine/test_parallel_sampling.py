@@ -373,7 +373,7 @@ class TestAnError:
         def broken(requests):
             return {request.lora_int_id: ValueError("its file is gone") for request in requests if request}
 
-        monkeypatch.setattr(engine.runner.lora_manager, "prepare_adapters", broken)
+        monkeypatch.setattr(engine.adapters.worker, "prepare_adapters", broken)
         engine.add_request("a", prompt, drawn(n=3), lora_request=world.request("qv"))
         output = run(engine)["a"]
 
@@ -524,9 +524,9 @@ class TestACtrlC:
         self.interrupt(monkeypatch, Scheduler, "_queue_followers", at=1)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        loads, prepare = [], engine.runner.lora_manager.prepare_adapters
+        loads, prepare = [], engine.adapters.worker.prepare_adapters
         monkeypatch.setattr(
-            engine.runner.lora_manager,
+            engine.adapters.worker,
             "prepare_adapters",
             lambda r: loads.append(engine.list_loras()) or prepare(r),
         )

@@ -138,6 +138,17 @@ class TestFolder:
             "sql/",
             "team//sql",
             "team/../sql",
+            "../adapters/sql",
+            "../../{above}/adapters/sql",
+            "../" * 40 + "{from_top}/sql",
+            "../adapters/team/sql",
+            "..\\adapters\\sql",
+            "back\\slash",
+            "line\n",
+            "sql\n",
+            "sql\t",
+            "//sql",
+            "sql/.",
             "a\0b",
             "\ud800",
             "x" * 5000,
@@ -148,8 +159,12 @@ class TestFolder:
         shutil.copytree(outside, outside / "sub")
         (folder / "leads-out").symlink_to(outside)
         (folder / "loop").symlink_to("loop")
+        for odd in ("back\\slash", "line\n"):
+            shutil.copytree(folder / "sql", folder / odd)
 
-        found = find(FilesystemResolver(folder), name.format(outside=outside, folder=folder), world.base)
+        above, from_top = folder.parent.name, str(folder)[1:]
+        name = name.format(outside=outside, folder=folder, above=above, from_top=from_top)
+        found = find(FilesystemResolver(folder), name, world.base)
 
         assert found is None
 

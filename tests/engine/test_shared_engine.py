@@ -3,9 +3,9 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
+from patience import PATIENCE, wait_until
 from soak_checks import check_engine
 from tiny_engine import greedy, tiny_world, tokens_of
 
@@ -31,13 +31,6 @@ def llm(world):
     check_engine(llm.llm_engine, [])
 
 
-def wait_until(condition):
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until, "it does not come"
-        time.sleep(0.001)
-
-
 def ask(llm, lora=None, length=12, prompt=PROMPT):
     return llm.generate({"prompt_token_ids": prompt}, greedy(length), use_tqdm=False, lora_request=lora)
 
@@ -59,7 +52,7 @@ class Threads:
 
     def join(self):
         for thread in self.threads:
-            thread.join(timeout=60)
+            thread.join(PATIENCE)
         return self.answers
 
 
@@ -83,15 +76,40 @@ def test_fifteen_callers_of_one_llm_get_their_own_answers(world, llm):
         assert tokens_of(output) == world.oracle().greedy(names[i % 5], PROMPT, 8 + i)
 
 
-def test_callers_run_in_one_batch(world, llm):
+def before_steps(monkeypatch, llm, function):
+    """Before each step that has rows the function is called with their number; what it raises the step raises."""
+    runner = llm.llm_engine.runner
+    launch = runner.launch_model
+    monkeypatch.setattr(
+        runner,
+        "launch_model",
+        lambda scheduled: (function(len(scheduled.scheduled)), launch(scheduled))[1],
+    )
+
+
+def wait_for_another(llm):
+    """Another caller has something for the engine to do between two steps."""
+    wait_until(lambda: llm._shared.loop.hand_over.waits)
+
+
+def test_callers_run_in_one_batch(world, llm, monkeypatch):
+    seen, came_back = [], threading.Event()
+
+    def look(rows):
+        seen.append(rows)
+        if len(seen) == 3:  # it has run alone
+            wait_for_another(llm)
+        if rows < max(seen):
+            assert came_back.wait(PATIENCE), "the short one was to come back first"
+
+    before_steps(monkeypatch, llm, look)
     first = Threads(first=lambda: ask(llm, length=LONG))
-    wait_until(lambda: llm.llm_engine.trace.records)  # it has run alone
+    wait_until(lambda: len(seen) == 3)
 
     [second] = ask(llm, world.request("qv"), 20)
+    came_back.set()
 
-    rows = {len(record.rows) for record in llm.llm_engine.trace.records}
-    assert rows == {1, 2}
-    assert not first.answers, "the short one was to come back first"
+    assert set(seen) == {1, 2}
     assert tokens_of(first.join()["first"][0]) == world.oracle().greedy(None, PROMPT, LONG)
     assert tokens_of(second) == world.oracle().greedy("qv", PROMPT, 20)
 
@@ -154,17 +172,22 @@ def test_a_reload_by_one_thread_waits_for_the_others(world, llm):
     assert tokens_of(first.join()["first"][0]) == world.oracle().greedy("qv", PROMPT, LONG)
 
 
-def test_ctrl_c_ends_the_call_of_the_main_thread_alone(world, llm):
+def test_ctrl_c_ends_the_call_of_the_main_thread_alone(world, llm, monkeypatch):
+    interrupts = []
+
+    def interrupt_all_three(rows):
+        if rows == 3 and not interrupts:
+            interrupts.append(os.kill(os.getpid(), signal.SIGINT))
+            wait_for_another(llm)  # it ends its request
+        elif not interrupts:
+            wait_for_another(llm)  # it begins one
+
+    before_steps(monkeypatch, llm, interrupt_all_three)
     others = Threads(**{str(i): lambda: ask(llm, world.request("qv"), LONG) for i in range(2)})
     begun(llm, 2)
-    interrupt = threading.Thread(
-        target=lambda: (begun(llm, 3), time.sleep(0.02), os.kill(os.getpid(), signal.SIGINT))
-    )
-    interrupt.start()
 
     with pytest.raises(KeyboardInterrupt):
         ask(llm, length=LONG)
-    interrupt.join()
 
     assert llm.llm_engine.get_num_unfinished_requests() <= 2
     for [output] in others.join().values():
@@ -194,15 +217,16 @@ def test_ctrl_c_in_the_caller_who_came_first_leaves_the_others_theirs(world, llm
 def test_what_is_no_fault_of_a_step_is_told_to_all_and_the_next_call_is_served(
     world, llm, monkeypatch, error
 ):
-    launch, raised = llm.llm_engine.runner.launch_model, []
+    raised = []
 
-    def raising(scheduled):
-        if len(scheduled.scheduled) == 3 and not raised:
+    def raise_once(rows):
+        if rows == 3 and not raised:
             raised.append(True)
             raise error
-        return launch(scheduled)
+        if not raised:
+            wait_for_another(llm)
 
-    monkeypatch.setattr(llm.llm_engine.runner, "launch_model", raising)
+    before_steps(monkeypatch, llm, raise_once)
     answers = Threads(**{str(i): lambda: ask(llm, length=LONG) for i in range(3)}).join()
 
     assert raised and all(isinstance(answer, Exception) for answer in answers.values())

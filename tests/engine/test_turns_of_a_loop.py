@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from patience import PATIENCE, some_turns
 from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
@@ -71,10 +72,10 @@ def test_who_stops_waiting_keeps_nobody_from_an_answer(thread):
 
     async def ask_all():
         held, other = executor.run(may_go_on.wait), executor.run(lambda: "other")
-        await asyncio.sleep(0.01)
+        await some_turns()
         held.cancel()
         may_go_on.set()
-        return await asyncio.wait_for(other, 5)
+        return await asyncio.wait_for(other, PATIENCE)
 
     assert asyncio.run(ask_all()) == "other"
 
@@ -95,10 +96,10 @@ def test_a_loop_that_has_gone_holds_up_no_other(thread):
 
     async def leave():
         executor.run(may_go_on.wait)
-        await asyncio.sleep(0.01)
+        await some_turns()
 
     async def ask():
-        return await asyncio.wait_for(executor.run(lambda: "there"), 5)
+        return await asyncio.wait_for(executor.run(lambda: "there"), PATIENCE)
 
     asyncio.run(leave())
     may_go_on.set()

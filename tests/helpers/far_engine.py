@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from patience import wait_until
+from patience import PATIENCE, wait_until
 
 from minivllm import LLMEngine
 
@@ -16,8 +16,8 @@ def process_id(engine: LLMEngine) -> int:
     return os.getpid()
 
 
-def hold_up(engine: LLMEngine, seconds: float) -> None:
-    time.sleep(seconds)
+def touch(engine: LLMEngine, file: Path) -> None:
+    file.touch()
 
 
 def check_is_empty(engine: LLMEngine) -> None:
@@ -72,3 +72,9 @@ def fail_to_make() -> LLMEngine:
 
 def die_while_made() -> LLMEngine:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stand_still_after(engine: LLMEngine, steps: int, file: Path) -> None:
+    """The engine never comes back from the last of so many steps. When it is there, there is such a file."""
+    left = itertools.count(steps - 1, -1)
+    engine.listeners.append(lambda scheduled: next(left) <= 0 and (file.touch(), time.sleep(10 * PATIENCE)))

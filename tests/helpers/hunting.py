@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import ends
 from resource_limits import TimeLimit
 from safetensors.torch import load_file, save_file
 from small_engine import CONFIG, SmallWorld
@@ -201,7 +202,7 @@ def tokens_of(output: RequestOutput) -> list[int]:
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    """What a function gives in a thread of its own; an exception is given back, too."""
+    """What a function gives in a thread of its own; an exception is given back, too. None if the thread hangs."""
     box: list[Any] = []
 
     def call() -> None:
@@ -212,7 +213,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(timeout=10)
+    ends(thread)
     return box[0] if box else None
 
 

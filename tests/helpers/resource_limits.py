@@ -6,13 +6,18 @@ import resource
 import signal
 from pathlib import Path
 
+from patience import PATIENCE
+
 
 class OutOfTime(BaseException):
     """Nobody may catch it who catches what adapters raise."""
 
 
 class TimeLimit:
-    """OutOfTime after so many seconds."""
+    """OutOfTime once this process has computed for so many seconds, or has waited for what never comes.
+
+    What other processes compute meanwhile counts for nothing.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -21,12 +26,15 @@ class TimeLimit:
         def end(*_: object) -> None:
             raise OutOfTime(f"gave up after {self.seconds} s")
 
-        self.old = signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        self.old = {number: signal.signal(number, end) for number in (signal.SIGVTALRM, signal.SIGALRM)}
+        signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds)
+        signal.setitimer(signal.ITIMER_REAL, max(PATIENCE, self.seconds))
 
     def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.old)
+        for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for number, old in self.old.items():
+            signal.signal(number, old)
 
 
 class Peak:

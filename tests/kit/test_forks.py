@@ -5,11 +5,15 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE
 
+# Only once the other test is through, however busy the machine is.
+QUICK_IS_THROUGH = "    while not os.path.exists(os.path.dirname(__file__) + '/through'): pass\n"
 HANGS = {
-    "waits": "    threading.Event().wait()  # here\n",
-    "computes": "    while True: pass  # here\n",
+    "waits": f"{QUICK_IS_THROUGH}    threading.Event().wait()  # here\n",
+    "computes": f"{QUICK_IS_THROUGH}    while True: pass  # here\n",
 }
+QUICK = "    open(os.path.dirname(__file__) + '/through', 'w').close()\n"
 LEAVES_A_PROCESS = "    if not os.fork():\n        time.sleep(60)\n    os.abort()\n"
 RUN = """
 import json, sys
@@ -18,7 +22,9 @@ from labs.kit.forks import Job, run
 
 said = []
 jobs = [Job(name, "3.2", {}, files=(Path(name),)) for name in sys.argv[2:]]
-for job, outcome in run(jobs, lambda job, result: said.append(result.test), limit=float(sys.argv[1])):
+for job, outcome in run(
+    jobs, lambda job, result: said.append(result.test), limit=float(sys.argv[1]), at_a_time=2
+):
     results = [[r.test.partition("::")[2], r.outcome, r.message, r.asked] for r in outcome.results]
     print(json.dumps([job.key, results, outcome.trouble]), flush=True)
 """
@@ -27,7 +33,7 @@ for job, outcome in run(jobs, lambda job, result: said.append(result.test), limi
 def run(limit, *files):
     """(file, results, trouble) of every job, in the order in which they ended."""
     command = [sys.executable, "-c", RUN, str(limit), *map(str, files)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=3 * PATIENCE)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -44,7 +50,7 @@ def write(path, body):
 )
 def test_a_test_without_an_end_is_told_with_its_line_and_others_are_not_held_up(body, what, tmp_path):
     hanging = write(tmp_path / "test_hanging.py", body)
-    quick = write(tmp_path / "test_quick.py", "    pass\n")
+    quick = write(tmp_path / "test_quick.py", QUICK)
 
     first, second = run(3, hanging, quick)
 

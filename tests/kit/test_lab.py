@@ -269,6 +269,111 @@ def test_a_hint_is_offered_for_what_was_begun_and_for_no_untouched_side_track(ch
     assert "stuck? lab hint 3.3\n" in checkout.lab("check", "3.3").stdout
 
 
+def test_what_the_code_prints_is_shown_whether_it_passes_or_fails(checkout):
+    checkout.answer("3.4", ("    runs: list", "    print('rows', len(token_slots))\n    runs: list"))
+    passing = checkout.lab("check", "3.4").stdout
+    checkout.forget()
+    checkout.answer(
+        "3.4", ("    runs: list", "    print('rows', len(token_slots))\n    token_slots = []\n    runs: list")
+    )
+
+    failing = checkout.lab("check", "3.4").stdout
+
+    assert "✓ 3.4" in passing
+    assert "      printed: rows 0\n" in passing
+    assert "✗ 3.4" in failing
+    assert "      printed: rows 1\n" in failing
+    assert "lab check 3.4 --pdb has a debugger at breakpoint() and where a test fails\n" in failing
+
+
+def test_a_debugger_stops_at_a_breakpoint_in_ones_code_and_where_a_test_fails(checkout):
+    checkout.answer("3.4", ("    runs: list", "    breakpoint()\n    return 5\n    runs: list"))
+
+    result = checkout.lab("check", "3.4", "--pdb", stdin="p 6 * 7\nclear\ny\nc\np found\nq\n")
+
+    assert "(Pdb) 42\n" in result.stdout
+    assert "-> assert found == runs" in result.stdout
+    assert "(Pdb) 5\n" in result.stdout
+    assert result.returncode != 0
+
+
+def test_a_name_that_is_not_there_is_compared_with_no_known_mistake(checkout):
+    checkout.answer("3.2", ("shrunk = ", "shrunk = undefined * "))
+
+    said = checkout.lab("check", "3.2").stdout
+
+    assert "NameError: name 'undefined' is not defined" in said
+    assert "known mistake" not in said
+
+
+def test_whoever_waits_for_a_long_test_is_told_for_which(checkout):
+    code = (
+        "from labs.kit import forks\nfrom labs.kit.commands.check import say_wait\n"
+        "from minivllm.labs import learners_sources\nforks.LONG = 0.5\n"
+        "job = forks.Job(None, '3.2', learners_sources('3.2'))\n"
+        "list(forks.run([job], limit=3, on_wait=say_wait))"
+    )
+    checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
+
+    said = checkout.execute(code).stdout
+
+    assert re.fullmatch(
+        r"3\.2 test_\S+ has run for \d+ s\. It is ended after 10 s of computing, "
+        r"or 20 times what our code takes if that is longer\n",
+        said,
+    )
+
+
+@pytest.fixture
+def committed(tmp_path):
+    """A checkout of its own, in git."""
+    checkout = Checkout(tmp_path)
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True)
+    return checkout
+
+
+def test_code_of_ours_that_was_edited_is_named_and_commands_go_on(committed):
+    path = committed.root / "minivllm/lora/mapping.py"
+    committed.solve("3.5")
+    quiet = committed.lab("hunt")
+    path.write_text(path.read_text().replace("    return runs\n", "    return runs[:1]\n"))
+
+    said = [committed.lab(*command) for command in ([], ["hunt"], ["hunt", "17"], ["check", "3.5"])]
+
+    assert quiet.stderr == ""
+    for result in said:
+        assert result.stderr.startswith(
+            "minivllm/lora/mapping.py is not as in git. Answers belong into labs/, "
+        )
+        assert result.stderr.count("\n") == 1
+    assert [result.returncode for result in said] == [0, 0, 0, 0], said[0].stderr
+    assert "Next: lab " in said[0].stdout
+    assert " 8.28 " in said[1].stdout
+
+
+def test_code_of_ours_that_python_cannot_read_is_named_and_commands_go_on(committed):
+    path = committed.root / "minivllm/lora/mapping.py"
+    path.write_text(path.read_text().replace("    return runs\n", "    return runs[\n"))
+    line = 1 + path.read_text().split("\n").index("    return runs[")
+
+    said = [committed.lab(*command) for command in ([], ["hunt"], ["hunt", "17"], ["check", "3"])]
+    from_doctor = committed.execute(
+        "from labs.kit.doctor import _engine\nfound = _engine()\nprint(found.is_good, found.text)"
+    )
+
+    for result in said:
+        assert result.stderr.startswith(
+            f"minivllm/lora/mapping.py:{line}: '[' was never closed. It is our code, "
+        )
+        assert result.stderr.count("\n") == 1
+    assert [result.returncode for result in said] == [0, 0, 0, 1]
+    assert "Next: lab 1." in said[0].stdout
+    assert "0 passed, 0 failed, 6 TODO" in said[3].stdout
+    assert from_doctor.stdout.startswith(f"False minivllm/lora/mapping.py:{line}: ")
+
+
 def test_a_trace_is_shown_when_it_is_asked_for(checkout):
     checkout.answer("3.2", ("shrunk = ", "shrunk = undefined * "))
 
@@ -359,7 +464,16 @@ def test_a_phase_can_be_reset_when_its_markers_are_lost(checkout):
     fresh = checkout.file("3.2").read_text()
     checkout.file("3.2").write_text(fresh.replace("# region lab 3.2", "# shrink"))
 
-    assert "`lab reset 3` starts the phase again" in checkout.lab("check", "3.2").stdout
+    said = checkout.lab("check", "3.2").stdout
+    assert (
+        "put back the line '# region lab 3.2: shrink, one token at a time' before 'def bgmv_shrink(', or "
+        "`lab reset 3` starts the phase again, and keeps a copy"
+    ) in said
+    head, _, tail = fresh.partition("# region lab 3.3")
+    checkout.file("3.2").write_text(head.replace("# endregion\n", "") + "# region lab 3.3" + tail)
+    assert "put back the line '# endregion' after the code of lab 3.2, or `lab reset 3`" in (
+        checkout.lab("check", "3.2").stdout
+    )
 
     checkout.lab("reset", "3", "--yes")
     assert checkout.file("3.2").read_text() == fresh
@@ -382,6 +496,10 @@ def test_a_command_runs_on_what_was_begun(checkout):
     [
         (["check", "12"], "there is no lab '12': give a phase, 1 to 11, or an exercise, 1.1 to 11."),
         (["check", "3.99"], "there is no lab '3.99': give a phase, 1 to 11, or an exercise, 3.1 to 3."),
+        (
+            ["check", "2.3"],
+            "there is no lab 2.3 any more, and no other exercise gets its number; phase 2 has 2.1, ",
+        ),
         (["3.2"], "say what to do with 3.2: `lab check 3.2`"),
         (["hint", "foo"], "there is no lab 'foo'"),
         (["notebook", "12"], "there is no lab '12': give a phase, 1 to 11"),

@@ -8,6 +8,7 @@ import pytest
 
 from labs.kit import limits
 from labs.kit.limits import Use, Watch, limit_of
+from labs.kit.plugin import MEANING
 from labs.kit.regions import read_engine
 
 # What stands first in the body of 3.4, and what is said of it.
@@ -18,7 +19,7 @@ LEAVES = {
     "import pytest; pytest.exit('easy', 0)": "Exit: easy",
     "raise KeyboardInterrupt": "KeyboardInterrupt: ",
     "import os; os.fork()": "it starts a process, which no exercise asks for",
-    "held = bytearray(5 << 30)": "MemoryError: ",
+    "held = bytearray(5 << 30)": f"MemoryError: {MEANING[MemoryError]}",
 }
 STAYS = {
     "while True: pass": "computing",

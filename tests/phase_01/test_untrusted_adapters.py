@@ -24,7 +24,7 @@ from minivllm.timed_patterns import TimedPatterns
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
-HANGS = 10  # seconds; a refusal takes less than one, also beside other tests
+HANGS = 60  # seconds of computing; a refusal takes less than one
 MOST_MEMORY = 256 * 2**20
 
 both_ways = pytest.mark.parametrize("shapes_only", [False, True], ids=["whole", "shapes only"])

@@ -24,8 +24,11 @@ from minivllm.vllm.punica_selector import convert_mapping
     ],
 )
 def test_every_row_gets_its_adapters_slot_and_base_rows_minus_one(ids, table, slots):
-    found = slots_of(ids, table)
+    given = list(table)
 
+    found = slots_of(ids, given)
+
+    assert given == table, f"the table of slots was changed: it was {table}, and is {given}"
     assert list(found) == slots, f"adapters {ids}, slots hold {table}: got {found}, expected {slots}"
 
 
@@ -39,7 +42,7 @@ def test_a_row_is_translated_by_where_its_adapter_sits_now():
         held = [adapter for adapter in table if adapter is not None]
         ids = tuple(choose(generator, [0, *held]) for _ in range(6))
 
-        slots = slots_of(ids, table)
+        slots = slots_of(ids, list(table))
 
         assert len(slots) == len(ids)
         for row, (adapter, slot) in enumerate(zip(ids, slots)):
@@ -152,8 +155,11 @@ def test_a_mapping_is_compared_by_its_rows():
     ],
 )
 def test_runs_are_neighbours_with_one_slot(slots, runs):
-    found = compute_runs(slots)
+    given = list(slots)
 
+    found = compute_runs(given)
+
+    assert given == slots, f"the slots of the rows were changed: they were {slots}, and are {given}"
     assert found == runs, f"slots of the rows: {slots}; got {found}, expected {runs}"
 
 
@@ -164,7 +170,7 @@ def test_runs_hold_every_adapter_row_once_and_cannot_be_longer():
     for _ in range(200):
         slots = random_slots(generator, tokens=choose(generator, range(12)), slots=3)
 
-        runs = compute_runs(slots)
+        runs = compute_runs(list(slots))
 
         said = f"slots of the rows: {slots}; got {runs}"
         rebuilt = [-1] * len(slots)

@@ -12,6 +12,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE, wait_until
 
 from minivllm.lora.gpu import page_locked
 from minivllm.lora.gpu.page_locked import PageLockedMemory
@@ -57,7 +58,7 @@ class SlowLock:
     def __call__(self, piece):
         self.calls += 1
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(PATIENCE)
         if self.refuses:
             raise RuntimeError("no memory")
         return self.lock(piece)
@@ -84,7 +85,7 @@ def take_until_it_grows(memory, slow):
         held.append(memory.take(512))
         assert not memory._growth.locked()
     held.append(memory.take(512))
-    assert slow.begun.wait(30)
+    assert slow.begun.wait(PATIENCE)
     return held
 
 
@@ -142,13 +143,13 @@ def test_whoever_finds_a_free_part_does_not_wait_for_a_piece_that_is_being_locke
 
     def slow(piece):
         begun.set()
-        assert go.wait(30)
+        assert go.wait(PATIENCE)
         return lock(piece)
 
     memory._lock_pages = slow
     with ThreadPoolExecutor(2) as pool:
         large = [pool.submit(memory.take, 9000) for _ in range(2)]
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE)
         small = memory.take(300)
         assert not any(one.done() for one in large)
         go.set()
@@ -214,7 +215,7 @@ def test_whoever_finds_nothing_waits_for_the_piece_that_is_on_its_way(ahead):
         waiting = [pool.submit(memory.take, 512) for _ in range(3)]
         assert not any(one.done() for one in waiting)
         slow.go.set()
-        held += [one.result(30) for one in waiting]
+        held += [one.result(PATIENCE) for one in waiting]
 
     wait_for_growth(memory)
     assert slow.calls == 1 and memory.nbytes == 3 * 4096 == sum(ahead.locked.values())
@@ -230,11 +231,10 @@ def test_whoever_waited_for_a_piece_does_not_wait_for_the_next_one(ahead):
 
     with ThreadPoolExecutor(7) as pool:
         waiting = [pool.submit(memory.take, 512) for _ in range(7)]
-        while memory._waiting < 7:
-            time.sleep(0.001)
+        wait_until(lambda: memory._waiting == 7)
         slow.go.set()
         try:
-            held += [one.result(10) for one in waiting]  # of a piece with 8 parts
+            held += [one.result(PATIENCE) for one in waiting]  # of a piece with 8 parts
         finally:
             next_one.go.set()
 
@@ -300,7 +300,7 @@ def test_one_who_waits_for_a_growth_that_is_refused_tries_itself(ahead):
         waiting = pool.submit(memory.take, 512)
         slow.go.set()
         with pytest.raises(RuntimeError, match="no memory"):
-            waiting.result(30)
+            waiting.result(PATIENCE)
     assert slow.calls == 2
 
 
@@ -315,7 +315,7 @@ def test_memory_may_be_given_up_while_a_piece_is_being_locked(ahead):
     assert gone() is None and not ahead.locked
     slow.go.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
 
     assert len(threads) == 1 and not threads[0].is_alive() and not ahead.locked
 
@@ -333,9 +333,9 @@ def test_a_process_ends_while_a_piece_is_being_locked():
         held = [memory.take(512) for _ in range(9)]
         begun.clear()
         held += [memory.take(512) for _ in range(4)]
-        assert begun.wait(30)
+        assert begun.wait()
     """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_nobody_else_waits_while_one_waits_for_copies(driver):
@@ -346,17 +346,17 @@ def test_nobody_else_waits_while_one_waits_for_copies(driver):
 
     def settle():
         begun.set()
-        assert go.wait(30)
+        assert go.wait(PATIENCE)
 
     memory._settle = settle
     with ThreadPoolExecutor(2) as pool:
         large = pool.submit(memory.take, 2048)
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE)
         small = pool.submit(memory.take, 1024)
-        held.append(small.result(30))
+        held.append(small.result(PATIENCE))
         assert not large.done()
         go.set()
-        held.append(large.result(30))
+        held.append(large.result(PATIENCE))
     assert len({part.data_ptr() for part in held}) == len(held)
 
 

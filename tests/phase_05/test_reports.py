@@ -57,17 +57,18 @@ def test_slots_of_half_the_width_take_half_the_bytes():
     assert full.get_memory_stats()["slot_buffers"] == 2 * half.get_memory_stats()["slot_buffers"]
 
 
-def test_an_adapter_tells_its_name_rank_bytes_slot_pin_and_history(folders):
+def test_an_adapter_tells_its_name_rank_bytes_slot_pin_and_history(folders, monkeypatch):
     worker = make_worker(slots=2, memory=2)
     worker.set_active_adapters(folders.requests(3), None)
-    before = time.time()
+    monkeypatch.setattr("minivllm.lora.stats.time", lambda: 1234.5)
     worker.set_active_adapters(folders.requests(3, 4), None)
+    monkeypatch.setattr("minivllm.lora.stats.time", lambda: 1300.0)
     worker.pin_adapter(4)
 
     info = worker.manager.get_lora_info(4)
 
-    assert before <= info.pop("last_used") <= time.time()
     assert info == {
+        "last_used": 1234.5,
         "id": 4,
         "name": "adapter-4",
         "rank": folders.weights[4].rank,

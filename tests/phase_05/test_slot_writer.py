@@ -178,7 +178,7 @@ def test_an_adapter_of_another_dtype_is_converted():
 
 def runner_of(manager):
     runner = LoRAModelRunnerMixin()
-    runner.lora_manager = SimpleNamespace(manager=manager)
+    runner.worker_manager = SimpleNamespace(manager=manager)
     return runner
 
 

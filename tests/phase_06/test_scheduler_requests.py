@@ -309,7 +309,7 @@ def test_with_every_slot_pinned_for_others_a_request_is_refused_with_the_reason(
 
     assert output.refused == [other]
     assert other.status == RequestStatus.FINISHED_ERROR
-    assert "adapter 'adapter-6' needs a slot but all 2 are pinned (adapters 4, 5)" in other.error
+    assert "adapter 'adapter-6' needs a slot but all 2 are pinned for others" in other.error
     assert output.running == [base, mine]
 
 

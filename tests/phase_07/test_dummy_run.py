@@ -6,11 +6,13 @@ import torch
 from small_engine import SmallWorld
 
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from minivllm.worker.model_runner import ModelRunner
 
 
 @pytest.fixture
 def runner(tmp_path):
-    return SmallWorld(tmp_path).engine().runner
+    """By itself, not an engine's."""
+    return ModelRunner(SmallWorld(tmp_path).engine().config)
 
 
 def dummy_run(runner, tokens, sampled, **options):

@@ -82,7 +82,7 @@ class Runner(ModelRunner):
         self.log, self.batches = [], []
         self.model = NotingModel(self.log, self.real.model)
         self.graphs = NotingGraphs(self.log) if with_graphs else NO_GRAPHS
-        self.lora_manager = copy(self.real.lora_manager) if with_lora else None
+        self.worker_manager = copy(self.real.worker_manager) if with_lora else None
         # The real one is an attribute, which would hide the method below.
         del self.build_attention
 

@@ -38,7 +38,7 @@ def engine(tmp_path_factory):
 @pytest.fixture
 def runner(engine):
     runner = copy(engine.runner)
-    runner.lora_manager = RecordingManager(runner.lora_manager)
+    runner.worker_manager = RecordingManager(runner.worker_manager)
     return runner
 
 

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import CancelledError, Future
 
 import pytest
+from patience import ends
 
 from minivllm.labs import LabError
 from minivllm.serving.errors import EngineDeadError
@@ -12,7 +13,6 @@ from minivllm.serving.hand_over import HandOver
 
 pytestmark = pytest.mark.lab("9.1")
 
-SOON = 4  # seconds, until what must come is given up
 GONE = EngineDeadError("it has ended")
 
 
@@ -28,11 +28,6 @@ def in_a_thread(function):
     return thread
 
 
-def ended(thread):
-    thread.join(SOON)
-    return not thread.is_alive()
-
-
 def turn(hand_over, engine=None, wait=False):
     """Run the calls there are, in a thread, which must come back; what it raises is raised here. Returns its id."""
     raised = []
@@ -44,7 +39,7 @@ def turn(hand_over, engine=None, wait=False):
             raised.append(error)
 
     thread = in_a_thread(run)
-    assert ended(thread), "the engine's thread waits for a call that nobody makes"
+    assert ends(thread), "the engine's thread waits for a call that nobody makes"
     if raised:
         raise raised[0]
     return thread.ident
@@ -57,7 +52,7 @@ class TestCalls:
 
         turn(hand_over, "the engine")
 
-        assert [future.result(SOON) for future in futures] == [("the engine", i) for i in range(3)]
+        assert [future.result(0) for future in futures] == [("the engine", i) for i in range(3)]
 
     def test_are_run_one_after_the_other_in_the_thread_that_has_the_engine(self, hand_over):
         seen = []
@@ -90,7 +85,7 @@ class TestCalls:
             for k in range(8)
         ]
 
-        assert ended(engine) and all(map(ended, callers))
+        assert ends(engine) and all(map(ends, callers))
         assert sorted(seen) == [(k, i) for k in range(8) for i in range(50)]
         assert all([i for caller, i in seen if caller == k] == list(range(50)) for k in range(8))
 
@@ -107,8 +102,8 @@ class TestARun:
 
         future = hand_over.call(lambda engine: engine)
 
-        assert future.result(SOON) == "engine"
-        assert ended(runner)
+        assert ends(runner)
+        assert future.result(0) == "engine"
 
 
 class TestAnError:
@@ -121,13 +116,11 @@ class TestAnError:
         bad, good = hand_over.call(fail), hand_over.call(lambda engine: 7)
         turn(hand_over)
 
-        assert bad.exception(SOON) is error
-        assert good.result(SOON) == 7
+        assert bad.exception(0) is error
+        assert good.result(0) == 7
 
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, LabError])
-    def test_that_is_nobodys_fault_is_raised_and_its_caller_hears_that_the_engine_ended(
-        self, hand_over, kind
-    ):
+    def test_that_is_nobodys_fault_is_raised_and_its_caller_hears_that_the_engine_ends(self, hand_over, kind):
         def interrupted(engine):
             raise kind("now")
 
@@ -135,8 +128,8 @@ class TestAnError:
         with pytest.raises(kind):
             turn(hand_over)
 
-        assert isinstance(future.exception(SOON), EngineDeadError)
-        assert isinstance(future.exception(SOON).__cause__, kind)
+        assert isinstance(future.exception(0), EngineDeadError)
+        assert isinstance(future.exception(0).__cause__, kind)
         assert not behind.done() and hand_over.waits
 
 
@@ -157,7 +150,7 @@ class TestACancelledCall:
 
         turn(hand_over)
 
-        assert futures[0].result(SOON) is False
+        assert futures[0].result(0) is False
 
 
 class TestTheEnd:
@@ -167,7 +160,7 @@ class TestTheEnd:
         hand_over.end(GONE)
         later = hand_over.call(lambda engine: 7)
 
-        assert [future.exception(SOON) for future in [*waiting, later]] == [GONE] * 4
+        assert [future.exception(0) for future in [*waiting, later]] == [GONE] * 4
         assert hand_over.error is GONE and not hand_over.waits
 
     def test_passes_over_who_was_cancelled(self, hand_over):
@@ -176,9 +169,9 @@ class TestTheEnd:
 
         hand_over.end(GONE)
 
-        assert second.exception(SOON) is GONE
+        assert second.exception(0) is GONE
         with pytest.raises(CancelledError):
-            first.result(SOON)
+            first.result(0)
 
     def test_passes_over_who_cancels_just_after_the_look(self, hand_over):
         """Its caller has another thread: whoever looks and then answers may find it cancelled in between."""
@@ -200,8 +193,8 @@ class TestTheEnd:
 
         hand_over.end(GONE)
 
-        assert second.exception(SOON) is GONE
-        assert hand_over.call(lambda engine: 7).exception(SOON) is GONE
+        assert second.exception(0) is GONE
+        assert hand_over.call(lambda engine: 7).exception(0) is GONE
 
     def test_between_a_callers_two_lines_leaves_no_call_behind(self, hand_over):
         """The thread looks for the last time, and only then is the call there."""
@@ -215,7 +208,7 @@ class TestTheEnd:
 
         future = hand_over.call(lambda engine: 7)
 
-        assert future.exception(SOON) is GONE
+        assert future.exception(0) is GONE
 
     def test_is_known_before_the_first_is_told(self, hand_over):
         """Whoever hears of it may call again at once."""
@@ -225,5 +218,5 @@ class TestTheEnd:
 
         hand_over.end(GONE)
 
-        assert first.exception(SOON) is GONE
-        assert again[0].exception(SOON) is GONE
+        assert first.exception(0) is GONE
+        assert again[0].exception(0) is GONE

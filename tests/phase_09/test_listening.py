@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 import pytest
+import virtual_time
+from patience import PATIENCE
 from small_engine import SmallWorld
 
 from minivllm import AsyncLLM, SamplingParams
@@ -18,11 +20,15 @@ from minivllm.serving.streams import output_stream, wake
 
 pytestmark = pytest.mark.lab("9.3")
 
-SOON = 4  # seconds, until what must come is given up
+SOON = 60  # seconds, until what must come is given up; of virtual time
 
 
-def run(coroutine, limit=2 * SOON):
-    return asyncio.run(asyncio.wait_for(coroutine, limit))
+def run(coroutine):
+    return virtual_time.run(coroutine, 2 * SOON)
+
+
+def run_beside_an_engine(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 class FakeClient(EngineClient):
@@ -213,7 +219,6 @@ def llm(tmp_path):
     llm.shutdown()
 
 
-WITH_AN_ENGINE = 60  # seconds
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 
 
@@ -234,7 +239,7 @@ def test_nothing_of_those_who_left_stays_in_the_engine(llm):
             await outputs.aclose()
         return before, await llm.call(left)
 
-    before, after = run(main(), WITH_AN_ENGINE)
+    before, after = run_beside_an_engine(main())
     assert len(before[0]) == 6 and before[1] > 0
     assert after == ([], 0)
 
@@ -247,7 +252,7 @@ def test_who_was_refused_an_id_leaves_its_owner_alone(llm):
             await anext(llm.generate([5, 6, 7], LONG, "same"))
         return [output async for output in first][-1]
 
-    last = run(main(), WITH_AN_ENGINE)
+    last = run_beside_an_engine(main())
     assert last.outputs[0].finish_reason == "length"
     assert len(last.outputs[0].token_ids) == 90
 

@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+import virtual_time
+from patience import PATIENCE
 from small_engine import SmallWorld, write_adapter
 
 from minivllm import AsyncLLM, SamplingParams
@@ -16,12 +18,16 @@ from minivllm.server.settings import ServerSettings
 
 pytestmark = pytest.mark.lab("9.4")
 
-SOON = 4  # seconds, until what must come is given up
+SOON = 60  # seconds, until what must come is given up; of virtual time
 ANYBODY = Holder()
 
 
-def run(coroutine, limit=2 * SOON):
-    return asyncio.run(asyncio.wait_for(coroutine, limit))
+def run(coroutine):
+    return virtual_time.run(coroutine, 2 * SOON)
+
+
+def run_beside_an_engine(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 class FakeLLM(AsyncLLM):
@@ -276,6 +282,74 @@ class TestAnUnload:
 
         assert run(main()) == ([("remove", stable_id("sql"))], False)
 
+    def test_that_waits_lets_nobody_find_the_name_nor_look_for_it(self):
+        """Not even by a resolver, which finds this one: the engine would refuse it, or wait for ever with newcomers."""
+
+        async def main():
+            llm = FakeLLM()
+            names = Names(llm, adapters=(of("found"),))
+            llm.by_name["found"] = stable_id("found")
+            llm.gate.clear()
+            unloads = asyncio.ensure_future(names.unload("found"))
+            await asyncio.sleep(0.01)
+            with pytest.raises(ApiError) as error:
+                await asyncio.wait_for(names.find("found", ANYBODY), SOON / 2)
+            assert status_of(error) == 404 and "there are: base" in str(error.value)
+            asked = list(names.asked)
+            llm.gate.set()
+            await unloads
+            return asked, await names.find("found", ANYBODY)
+
+        assert run(main()) == ([], of("found"))
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_that_waits_is_waited_for_by_a_load_of_the_name(self, in_place):
+        """Else "already loaded" and "being unloaded" would be told of one adapter."""
+
+        async def main():
+            llm = FakeLLM()
+            names = Names(llm)
+            await names.load(order("sql", "/old"))
+            llm.gate.clear()
+            unloads = asyncio.ensure_future(names.unload("sql"))
+            await asyncio.sleep(0.01)
+            loads = asyncio.ensure_future(names.load(order("sql", "/new", load_inplace=in_place)))
+            await asyncio.sleep(0.01)
+            assert not unloads.done() and not loads.done() and names.served == {}
+            llm.gate.set()
+            await asyncio.gather(unloads, loads)
+            return [what for what, _ in llm.told], await names.find("sql", ANYBODY)
+
+        assert run(main()) == (["add", "remove", "add"], of("sql", "/allowed/new"))
+
+    def test_that_waits_is_waited_for_by_another_which_finds_nothing_left(self):
+        async def main():
+            llm = FakeLLM()
+            names = Names(llm, adapters=(of("sql"),))
+            llm.gate.clear()
+            unloads = [asyncio.ensure_future(names.unload("sql")) for _ in range(2)]
+            await asyncio.sleep(0.01)
+            assert not any(each.done() for each in unloads)
+            llm.gate.set()
+            return await asyncio.gather(*unloads, return_exceptions=True), llm.told
+
+        (first, second), told = run(main())
+        assert first is None and second.status == 404
+        assert told == [("remove", stable_id("sql"))]
+
+    def test_that_fails_leaves_the_name_to_be_found(self):
+        """The engine has ended, say: nothing may be left of an unload that is over."""
+
+        async def main():
+            llm = FakeLLM()
+            names = Names(llm, adapters=(of("found"),))
+            llm.remove_lora = None  # whoever calls it gets a TypeError
+            with pytest.raises(TypeError):
+                await names.unload("found")
+            return await names.find("found", ANYBODY)
+
+        assert run(main()) == of("found")
+
     def test_of_an_unknown_name_is_a_404(self):
         async def main():
             llm = FakeLLM()
@@ -355,7 +429,6 @@ class TestWhatTheEngineIsTold:
 
 # ---- with an engine ---------------------------------------------------------------------------------------------
 
-WITH_AN_ENGINE = 60  # seconds
 PROMPT = [5, 6, 7, 8]
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -390,15 +463,43 @@ def test_a_request_in_flight_outlives_the_unload_and_newcomers_do_not(served):
         expected = await tokens(names, "sql", "alone")
         runs = ask(names, "sql", "in flight")
         await anext(runs)
-        await names.unload("sql")
+        unloads = asyncio.ensure_future(names.unload("sql"))
+        while not names.leaving:
+            await asyncio.sleep(0)
         with pytest.raises(ApiError) as error:
             await names.find("sql", ANYBODY)
         assert status_of(error) == 404
+        await unloads
+        loras = await names.llm.list_loras()
         in_flight = [output async for output in runs][-1].outputs[0].token_ids
-        return expected, in_flight, await names.llm.list_loras()
+        return expected, in_flight, loras
 
-    expected, in_flight, loras = run(main(), WITH_AN_ENGINE)
+    expected, in_flight, loras = run_beside_an_engine(main())
     assert in_flight == expected and loras == set()
+
+
+def test_the_name_may_be_loaded_at_once_behind_its_unload(served):
+    names, path = served
+
+    async def main():
+        expected = {}
+        for name in ("one", "two"):
+            await names.load(order(name, path(name)))
+            expected[name] = await tokens(names, name, name)
+        await names.load(order("sql", path("one")))
+        runs = ask(names, "sql", "in flight")
+        await anext(runs)
+        unloads = asyncio.ensure_future(names.unload("sql"))
+        await asyncio.sleep(0)
+        await names.load(order("sql", path("two")))
+        assert unloads.done()
+        later = await tokens(names, "sql", "later")
+        in_flight = [output async for output in runs][-1].outputs[0].token_ids
+        return expected, in_flight, later
+
+    expected, in_flight, later = run_beside_an_engine(main())
+    assert expected["one"] != expected["two"]
+    assert (in_flight, later) == (expected["one"], expected["two"])
 
 
 def test_a_reload_leaves_a_request_in_flight_its_weights_and_gives_others_the_new(served):
@@ -417,6 +518,6 @@ def test_a_reload_leaves_a_request_in_flight_its_weights_and_gives_others_the_ne
         in_flight = [output async for output in runs][-1].outputs[0].token_ids
         return expected, in_flight, await later
 
-    expected, in_flight, later = run(main(), WITH_AN_ENGINE)
+    expected, in_flight, later = run_beside_an_engine(main())
     assert expected["one"] != expected["two"]
     assert (in_flight, later) == (expected["one"], expected["two"])

@@ -3,9 +3,11 @@
 import asyncio
 import math
 import shutil
+import socket
 import threading
 import time
 from functools import partial
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -119,6 +121,9 @@ def test_an_unknown_name_is_found_below_the_root_and_known_from_then_on(http, cl
         ("new", "broken", 400, "adapter_model.safetensors"),
         ("new", "empty", 404, "adapter_config.json"),
         ("", "mlp", 400, "lora_name"),
+        ("a line\n", "mlp", 400, "'a line\\n'"),
+        ("../mlp\n", "mlp", 400, "cannot be printed"),
+        ("nul\0l", "mlp", 400, "cannot be printed"),
         ("new", "", 400, "lora_path"),
     ],
 )
@@ -151,6 +156,41 @@ def test_a_name_leads_to_no_file_outside_of_the_root(http, world, root):
 
     assert response.status_code == 400
     assert "--lora-root" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../root/mlp",
+        "../../{above}/root/mlp",
+        "../../nowhere/root/mlp",
+        "../" * 60 + "{from_top}/mlp",
+        "{root}/mlp",
+        "./mlp",
+        "mlp/.",
+        "mlp/",
+        "patterns/../mlp",
+        "//mlp",
+        "..\\root\\mlp",
+        "mlp\t",
+        "mlp\0",
+        "x" * 1000,
+        "x/" * 500 + "mlp",
+    ],
+)
+def test_an_adapter_below_the_root_has_one_name_and_no_answer_tells_where_the_root_lies(http, root, name):
+    """Each of these once led to the folder of `mlp`, or might tell that it does."""
+    before, above, from_top = adapters(http), root.parent.name, str(root)[1:]
+    name = name.format(above=above, from_top=from_top, root=root)
+
+    responses = [http.post("/v1/completions", json={"model": name, "prompt": "x"})]
+    responses.append(http.get(f"/v1/models/{quote(name, safe='')}"))
+
+    assert [response.status_code for response in responses] == [404, 404]
+    for response in responses:
+        message = response.json()["error"]["message"]
+        assert message == f"The model `{name[:100]}` does not exist; there are: tiny, all, qv"
+    assert adapters(http) == before
 
 
 def test_an_adapter_is_read_again_in_place_for_those_who_come_later(http, client, world, root):
@@ -210,24 +250,149 @@ def steps(server, monkeypatch):
     return engine.step
 
 
-def test_a_name_can_be_loaded_again_once_its_requests_have_ended(http, client, steps):
+class Orders:
+    """Orders that are sent one after the other and wait beside each other. answers: number of an order -> response"""
+
+    def __init__(self, server, http):
+        self.http, self.answers, self._threads = http, {}, []
+        self._locks = server.server.state.server.names._locks
+
+    def send(self, what, name, path=None, **more):
+        number = len(self._threads)
+
+        def ask():
+            self.answers[number] = order(self.http, what, name, path, **more)
+
+        self._threads.append(threading.Thread(target=ask))
+        waiting = self.waiting(name)
+        self._threads[-1].start()
+        wait_until(lambda: self.waiting(name) != waiting)
+
+    def waiting(self, name):
+        """How many changes of a name are under way or wait for their turn."""
+        lock = self._locks.get(name)
+        return 0 if lock is None else lock.locked() + len(lock._waiters or ())
+
+    def wait(self):
+        """The statuses, in the order in which they were sent."""
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        return [self.answers[number].status_code for number in range(len(self._threads))]
+
+
+@pytest.fixture
+def busy(http, client, steps):
+    """A stream of the adapter `busy`, in the middle; it goes on when somebody calls this, who gets its text."""
     order(http, "load", "busy", "mlp").raise_for_status()
     steps.left = 3
-    stream = client.completions.create(
-        model="busy", prompt="bye", stream=True, **{**GREEDY, "max_tokens": 200}
-    )
-    next(iter(stream))
-    order(http, "unload", "busy").raise_for_status()
+    asked = {**GREEDY, "max_tokens": 100}
+    stream = client.completions.create(model="busy", prompt="bye", stream=True, **asked)
+    begun = next(iter(stream)).choices[0].text
 
-    too_early = order(http, "load", "busy", "patterns", load_inplace=True)
+    def rest():
+        steps.left = math.inf
+        return begun + "".join(chunk.choices[0].text for chunk in stream)
+
+    return rest
+
+
+def test_an_unload_is_answered_when_it_is_done(server, http, busy, answers):
+    orders = Orders(server, http)
+    orders.send("unload", "busy")
+    too_soon = dict(orders.answers)
+    meanwhile = [http.post("/v1/completions", json={"model": "busy", "prompt": "x"})]
+    meanwhile += [http.get("/v1/models/busy"), http.get("/v1/models")]
+    text = busy()
+
+    assert orders.wait() == [200] and not too_soon
+    assert orders.answers[0].text == "Success: LoRA adapter 'busy' removed successfully."
+    assert text == answers.text("mlp", "bye", 100)
+    assert [response.status_code for response in meanwhile] == [404, 404, 200]
+    assert "busy" not in meanwhile[2].text
+    assert "busy" not in adapters(http)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_load_behind_an_unload_waits_for_it_and_is_served(server, http, client, busy, answers, in_place):
+    """What a script does that puts a new adapter in the place of an old one, while old answers run."""
+    orders = Orders(server, http)
+    orders.send("unload", "busy")
+    orders.send("load", "busy", "patterns", load_inplace=in_place)
+    too_soon = dict(orders.answers)
+    text = busy()
+
+    assert orders.wait() == [200, 200] and not too_soon
+    assert text == answers.text("mlp", "bye", 100)
+    assert text_of(client, "busy") == answers.text("patterns", "a tale")
+
+
+def test_other_orders_behind_an_unload_wait_and_are_told_that_the_adapter_is_gone(server, http, busy):
+    orders = Orders(server, http)
+    for what in ("unload", "unload", "pin", "unload"):
+        orders.send(what, "busy")
+    too_soon = dict(orders.answers)
+    at_once = order(http, "unpin", "busy")
+    busy()
+
+    assert orders.wait() == [200, 404, 404, 404] and not too_soon
+    for response in (at_once, *(orders.answers[number] for number in (1, 2, 3))):
+        assert response.json()["error"]["message"] == "The lora adapter 'busy' cannot be found."
+
+
+def test_an_unload_goes_on_without_the_client_that_ordered_it(server, http, client, busy, answers):
+    orders = Orders(server, http)
+    body = b'{"lora_name": "busy"}'
+    with socket.create_connection(server.socket.getsockname()) as sock:
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        sock.sendall(b"POST /v1/unload_lora_adapter HTTP/1.1\r\nhost: x\r\n" + head + body)
+        wait_until(lambda: orders.waiting("busy"))
+
+    orders.send("load", "busy", "patterns")
+    busy()
+
+    assert orders.wait() == [200]
+    assert text_of(client, "busy") == answers.text("patterns", "a tale")
+
+
+def test_an_adapter_below_the_root_that_is_being_unloaded_is_not_found_again_before_that_is_done(
+    server, http, client, answers, steps
+):
+    steps.left = 3
+    asked = {**GREEDY, "max_tokens": 100}
+    stream = client.completions.create(model="mlp", prompt="bye", stream=True, **asked)
+    text = next(iter(stream)).choices[0].text
+    orders = Orders(server, http)
+    orders.send("unload", "mlp")
+    meanwhile = http.post("/v1/completions", json={"model": "mlp", "prompt": "x"})
     steps.left = math.inf
-    for _ in stream:
-        pass
-    later = order(http, "load", "busy", "patterns")
+    text += "".join(chunk.choices[0].text for chunk in stream)
 
-    assert (too_early.status_code, later.status_code) == (409, 200)
-    assert "'busy'" in too_early.json()["error"]["message"]
-    assert too_early.json()["error"]["type"] == "ConflictError"
+    assert orders.wait() == [200]
+    assert meanwhile.status_code == 404
+    assert text == answers.text("mlp", "bye", 100)
+    assert text_of(client, "mlp") == answers.text("mlp", "a tale")
+
+
+def test_an_unload_of_a_server_that_ends_is_answered(world, root, monkeypatch):
+    with serving(world, "qv", lora_root=str(root), allow_runtime_lora=True, drain_seconds=0.1) as server:
+        engine = server.server.state.llm._client.engine
+        monkeypatch.setattr(engine, "step", Steps(engine))
+        engine.step.left = 3
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+            body = {"model": "qv", "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                orders = Orders(server, http)
+                orders.send("unload", "qv")
+                orders.send("load", "qv", "mlp")
+                server.server.drain()
+                events = [line for line in lines if line]
+            server._thread.join(PATIENCE)
+
+            assert not server._thread.is_alive()
+            assert orders.wait() == [503, 503]
+    assert events[-1] == "data: [DONE]" and '"code":503' in events[-2]
 
 
 def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, http):

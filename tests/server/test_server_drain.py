@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -9,9 +10,12 @@ import time
 
 import httpx
 import pytest
+from far_engine import process_id, stand_still_after, wait_for
 from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
 from tiny_server import Answers, client_of, held_up, serving
+
+from minivllm.serving.async_llm import AsyncLLM
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
@@ -102,6 +106,195 @@ def noted_calls(executor):
     noted, run = [], executor.run
     executor.run = lambda function: noted.append(function) or run(function)
     return noted
+
+
+class Asking:
+    """Requests that are sent beside each other. answers: what became of each, by its number"""
+
+    def __init__(self, server):
+        self.server, self.answers, self._threads = server, {}, []
+
+    def send(self, **body):
+        def ask():
+            try:
+                self.answers[number] = httpx.post(
+                    f"{self.server.url}/v1/completions", json=body, timeout=PATIENCE
+                )
+            except httpx.HTTPError as error:
+                self.answers[number] = error
+
+        number = len(self._threads)
+        self._threads.append(threading.Thread(target=ask))
+        self._threads[-1].start()
+
+    def wait(self):
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        return [self.answers.get(number) for number in range(len(self._threads))]
+
+
+def has_no_traceback(capsys):
+    """uvicorn keeps its log from whoever would catch it."""
+    return "Traceback" not in capsys.readouterr().err
+
+
+FOR_EVER = 10 * PATIENCE  # seconds
+
+
+@pytest.mark.parametrize("is_drained", [False, True], ids=["while it drains", "while its engine ends"])
+def test_a_second_signal_ends_every_request_with_an_error_in_the_middle_of_a_step(
+    world, capsys, monkeypatch, tmp_path, is_drained
+):
+    """The engine stands still: nobody who waited for a step would ever end."""
+    seconds = 0 if is_drained else FOR_EVER
+    with serving(world, "qv", in_a_process=True, drain_seconds=seconds) as server:
+        llm, asking = server.server.state.llm, Asking(server)
+        monkeypatch.setattr(llm, "shutdown", lambda timeout=2 * PATIENCE: AsyncLLM.shutdown(llm, timeout))
+        go, stands = tmp_path / "go", tmp_path / "stands"
+        llm._client.call(wait_for, go)
+        llm._client.call(stand_still_after, 3, stands)
+        body = {"model": "qv", "prompt": "long", "max_tokens": 120, "ignore_eos": True}
+        for more in ({"stream": True}, {}, {"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "stream": True}):
+            asking.send(**{**body, **more})
+        wait_until(lambda: len(llm._client._requests) == 6)
+        go.touch()
+        wait_until(stands.exists)
+        waits = llm._client.call(process_id)
+        drain(server)
+        if is_drained:
+            wait_until(lambda: llm._client._is_stopping)
+        drain(server)
+        stream, whole, several, streams = asking.wait()
+        server._thread.join(PATIENCE)
+
+        assert not server._thread.is_alive()
+        assert llm._client._process.returncode is not None
+        assert waits.exception(PATIENCE) is not None
+    for answer in (whole, several):
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
+    for answer in (stream, streams):
+        *_, error, done = [line for line in answer.text.splitlines() if line]
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert has_no_traceback(capsys)
+
+
+def test_a_second_signal_ends_what_does_not_end_with_the_engine(world, capsys):
+    """A prompt that is being tokenized, a body that does not come, and a client that reads nothing."""
+    let_go = threading.Event()
+    with serving(world, "qv", in_a_process=True, drain_seconds=FOR_EVER) as server:
+        llm, asking = server.server.state.llm, Asking(server)
+        server.server.config.timeout_graceful_shutdown = FOR_EVER
+        waiting = noted_calls(llm._tokenizing)
+        llm._tokenizing._executor.submit(let_go.wait, PATIENCE)
+        for stream in (False, True):
+            asking.send(model="qv", prompt="text", stream=stream)
+        wait_until(lambda: len(waiting) == 2)
+        with no_body(server) as half, no_reader(server) as deaf:
+            for _ in range(2):
+                drain(server)
+            server._thread.join(PATIENCE)
+            assert not server._thread.is_alive()
+            answer = half.recv(10_000)
+            deaf.recv(1)
+        answers = asking.wait()
+        let_go.set()
+
+    assert [each.status_code for each in answers] == [503, 503]
+    assert answers[0].json()["error"]["type"] == "ServiceUnavailableError"
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert has_no_traceback(capsys)
+
+
+def no_body(server):
+    """A connection whose request never comes to its end."""
+    sock = socket.create_connection(server.socket.getsockname(), timeout=PATIENCE)
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    wait_until(lambda: any(connection.cycle for connection in server.server.server_state.connections))
+    return sock
+
+
+def no_reader(server):
+    """A connection that is sent more than it takes."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sock.connect(server.socket.getsockname())
+    sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
+    wait_until(
+        lambda: any(connection.flow.write_paused for connection in server.server.server_state.connections)
+    )
+    return sock
+
+
+def test_more_signals_change_nothing(world, tmp_path):
+    with serving(world, "qv", in_a_process=True, drain_seconds=FOR_EVER) as server:
+        asking = Asking(server)
+        server.server.state.llm._client.call(stand_still_after, 1, tmp_path / "stands")
+        asking.send(model="qv", prompt="long", max_tokens=120, ignore_eos=True)
+        wait_until((tmp_path / "stands").exists)
+        for _ in range(5):
+            drain(server)
+        server._thread.join(PATIENCE)
+
+        assert not server._thread.is_alive()
+    assert asking.wait()[0].status_code == 503
+
+
+def test_a_server_that_waits_in_vain_for_its_requests_answers_them(world, capsys):
+    """After one signal, too: what does not end with the engine gets an error, and not a traceback in the log."""
+    let_go = threading.Event()
+    with serving(world, "qv", drain_seconds=0) as server:
+        asking = Asking(server)
+        server.server.config.timeout_graceful_shutdown = 0.1
+        waiting = noted_calls(server.server.state.llm._tokenizing)
+        server.server.state.llm._tokenizing._executor.submit(let_go.wait, PATIENCE)
+        asking.send(model="qv", prompt="text")
+        wait_until(lambda: waiting)
+        drain(server)
+        answers = asking.wait()
+        let_go.set()
+        server._thread.join(PATIENCE)
+
+        assert not server._thread.is_alive()
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["type"] == "ServiceUnavailableError"
+    assert has_no_traceback(capsys)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.nightly)],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_a_second_signal_ends_the_command(world, number, status):
+    command = [sys.executable, "-m", "minivllm.cli", "serve", str(world.base), "--port", "0"]
+    command += ["--dtype", "float64", "--device", "cpu", "--drain-seconds", str(FOR_EVER)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while "Serving" not in (line := process.stderr.readline()):
+            assert process.poll() is None, line
+        url = line.split()[-1].removesuffix("/v1")
+        model = httpx.get(f"{url}/v1/models", timeout=PATIENCE).json()["data"][0]["id"]
+        # More than it can answer in a minute.
+        body = {"model": model, "prompt": ["long"] * 64, "n": 8, "max_tokens": 120, "ignore_eos": True}
+        asked = {"json": {**body, "stream": True}, "timeout": PATIENCE}
+        with httpx.stream("POST", f"{url}/v1/completions", **asked) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            while httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200:
+                pass
+            process.send_signal(number)
+            events = [line for line in lines if line]
+        log = process.stderr.read()
+
+        assert process.wait(PATIENCE) == status
+    finally:
+        process.kill()
+        process.wait()
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 503
+    assert "Traceback" not in log, log
 
 
 @pytest.mark.parametrize(

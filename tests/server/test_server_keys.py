@@ -1,6 +1,7 @@
 """API keys: one that opens everything, and some that open one adapter each."""
 
 import hmac
+import shutil
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, serving
 
 from minivllm.server import keys
+from minivllm.server.app import ROUTERS
 from minivllm.server.settings import ServerSettings
 
 ASK = {"prompt": "x", "max_tokens": 1}
@@ -86,6 +88,84 @@ def test_a_key_of_an_adapter_opens_that_adapter_alone(server):
 
     assert answers == {BASE_NAME: 403, "qv": 200, "all": 403, "nobody": 403}
     assert (tokens, listed, described, change) == (403, ["qv"], ["qv"], 403)
+
+
+# What a key of `qv` gets from each route of the server.
+ROUTES = {
+    ("POST", "/v1/completions"): (200, {"model": "qv", **ASK}),
+    ("POST", "/v1/chat/completions"): (
+        200,
+        {"model": "qv", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    ),
+    ("GET", "/v1/models"): (200, None),
+    ("GET", "/v1/models/{name:path}"): (403, None),
+    ("GET", "/v1/adapters"): (200, None),
+    ("POST", "/v1/load_lora_adapter"): (403, {"lora_name": "qv", "lora_path": "secret"}),
+    ("POST", "/v1/unload_lora_adapter"): (403, {"lora_name": "qv"}),
+    ("POST", "/v1/pin_lora_adapter"): (403, {"lora_name": "qv"}),
+    ("POST", "/v1/unpin_lora_adapter"): (403, {"lora_name": "qv"}),
+    ("POST", "/tokenize"): (200, {"model": "qv", "prompt": "x"}),
+    ("POST", "/detokenize"): (200, {"model": "qv", "tokens": [5]}),
+    ("GET", "/health"): (200, None),
+    ("GET", "/version"): (200, None),
+    ("GET", "/metrics"): (403, None),
+    ("GET", "/"): (200, None),
+    ("GET", "/events"): (403, None),
+}
+
+
+@pytest.fixture
+def tenants(world, tmp_path):
+    """A server of `qv` and of two adapters that its holder must not hear of; the server's own client."""
+    for name in ("secret-1", "secret-2"):
+        shutil.copytree(world.path("all"), tmp_path / name)
+    keys = {"api_keys": ("master",), "adapter_keys": {"qv": "only-qv", "secret-1": "only-secret-1"}}
+    options = {"lora_root": str(tmp_path), "allow_runtime_lora": True, **keys}
+    with serving(world, "qv", **options) as server, client(server, "master") as http:
+        for name in ("secret-1", "secret-2"):
+            loaded = http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": name})
+            assert loaded.status_code == 200, loaded.text
+            assert http.post("/v1/completions", json={"model": name, **ASK}).status_code == 200
+        yield server, http
+
+
+def test_no_route_tells_a_key_of_an_adapter_of_any_other(tenants):
+    """Each route that the server has, so that a new one is thought of here."""
+    server, _ = tenants
+    routes = [route for router in ROUTERS for route in router.routes]
+    assert {(method, route.path) for route in routes for method in route.methods} == set(ROUTES)
+
+    with client(server, "only-qv") as http:
+        for (method, path), (status, body) in ROUTES.items():
+            asked = [path] if "{" not in path else [f"/v1/models/{name}" for name in ("secret-1", "nobody")]
+            for each in asked:
+                response = http.request(method, each, json=body)
+
+                assert response.status_code == status, (each, response.text)
+                told = response.text.replace("secret-1", "", each.endswith("secret-1"))
+                assert "secret" not in told, (each, response.text)
+
+
+def test_no_refusal_tells_a_key_of_an_adapter_of_any_other(tenants):
+    server, master = tenants
+    for name in ("secret-1", "secret-2"):  # as many as there are slots
+        assert master.post("/v1/pin_lora_adapter", json={"lora_name": name}).status_code == 200
+
+    with client(server, "only-qv") as http:
+        pinned = [
+            http.post("/v1/completions", json={"model": "qv", "stream": stream, **ASK})
+            for stream in (False, True)
+        ]
+        assert master.post("/v1/unload_lora_adapter", json={"lora_name": "qv"}).status_code == 200
+        unknown = http.post("/v1/completions", json={"model": "qv", **ASK})
+
+    for response in pinned:
+        assert response.status_code == 409, response.text
+        assert response.json()["error"]["message"] == (
+            "adapter 'qv' needs a slot but all 2 are pinned for others; unpin one or raise max_loras"
+        )
+    assert unknown.status_code == 404
+    assert "secret" not in unknown.text
 
 
 def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch):

@@ -1,11 +1,14 @@
 """/metrics as Prometheus reads it, and the access log; the requests themselves say what the numbers must be."""
 
+import json
 import logging
+import socket
+import threading
 
 import httpx
 import pytest
 from far_engine import hold_after
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_engine import greedy, tiny_world
 from tiny_server import BASE_NAME, client_of, serving
@@ -136,6 +139,104 @@ def test_a_line_of_the_log_says_who_asked_for_what(tmp_path_factory, caplog):
     assert "404 model='x\\ny 200' prompt=0" in said[1]
     assert "'/no\\nline' 404" in said[2]
     assert not any("\n" in line for line in said)
+
+
+def hang_up(server, body, happens):
+    """Ask, and close the connection when something has happened."""
+    content = json.dumps(body).encode()
+    lines = "POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json"
+    head = "\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode()
+    with socket.create_connection(server.socket.getsockname(), timeout=PATIENCE) as sock:
+        sock.sendall(head + content)
+        wait_until(happens)
+
+
+def said_of_answers(caplog):
+    return [record.getMessage() for record in caplog.records if "completions" in record.getMessage()]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("prompts", [["abcde"], ["abcde", "fg"]], ids=["one prompt", "two"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_whose_client_leaves_is_counted_as_far_as_it_has_come(
+    tmp_path_factory, caplog, stream, prompts, n
+):
+    """The engine's own count is the oracle. It stands still between the client's leaving and the abort."""
+    caplog.set_level(logging.INFO, logger="minivllm.access")
+    body = {"model": "qv", "prompt": prompts, "n": n, "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    with serving(tiny_world(tmp_path_factory), "qv", "all") as server:
+        engine, held, go_on = server.server.state.llm._client.engine, threading.Event(), threading.Event()
+
+        def hold(scheduled):
+            """All that the steps before this one have made is delivered."""
+            if engine.scheduler.num_sampled_tokens >= 50:
+                held.set()
+                go_on.wait(PATIENCE)
+
+        engine.listeners.append(hold)
+        hang_up(server, body, held.is_set)
+        wait_until(lambda: said_of_answers(caplog))
+        made = engine.scheduler.num_sampled_tokens
+        go_on.set()
+        wait_until(lambda: not engine.has_unfinished_requests())
+        samples = read(server)
+
+    assert value(samples, "vllm:generation_tokens_total", model_name=BASE_NAME) == made
+    assert value(samples, "minivllm:adapter_generation_tokens_total", adapter="qv") == made
+    length = sum(map(len, prompts))
+    assert value(samples, "vllm:prompt_tokens_total", model_name=BASE_NAME) == length
+    assert value(samples, "minivllm:adapter_prompt_tokens_total", adapter="qv") == length
+    assert value(samples, "minivllm:adapter_requests_total", adapter="qv") == len(prompts)
+    aborted = {"finished_reason": "abort", "model_name": BASE_NAME}
+    assert value(samples, "vllm:request_success_total", **aborted) == n * len(prompts)
+    assert value(samples, "vllm:time_to_first_token_seconds_count", model_name=BASE_NAME) == len(prompts)
+    assert value(samples, "minivllm:adapter_requests_total", adapter="all") == 0
+    [line] = said_of_answers(caplog)
+    assert f"POST '/v1/completions' 499 model='qv' prompt={length} answer={made} ttft=" in line
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_request_whose_client_leaves_before_its_first_token_is_counted(tmp_path_factory, caplog, stream):
+    caplog.set_level(logging.INFO, logger="minivllm.access")
+    body = {"model": "qv", "prompt": "abcde", "stream": stream}
+    with serving(tiny_world(tmp_path_factory), "qv") as server:
+        llm, go_on = server.server.state.llm, threading.Event()
+        llm._client.call(lambda engine: go_on.wait(PATIENCE))  # no step is taken meanwhile
+        hang_up(server, body, lambda: llm._open)
+        wait_until(lambda: said_of_answers(caplog))
+        go_on.set()
+        samples = read(server)
+
+    assert value(samples, "minivllm:adapter_requests_total", adapter="qv") == 1
+    assert value(samples, "minivllm:adapter_generation_tokens_total", adapter="qv") == 0
+    aborted = {"finished_reason": "abort", "model_name": BASE_NAME}
+    assert value(samples, "vllm:request_success_total", **aborted) == 1
+    [line] = said_of_answers(caplog)
+    assert "POST '/v1/completions' 499 model='qv' prompt=0 answer=0 total=" in line
+
+
+def test_a_request_whose_client_leaves_is_counted_where_the_engine_is_a_process(
+    tmp_path_factory, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO, logger="minivllm.access")
+    body = {"model": "qv", "prompt": "abcde", "max_tokens": 110, "ignore_eos": True}
+    with serving(tiny_world(tmp_path_factory), "qv", in_a_process=True) as server:
+        client, go_on = server.server.state.llm._client, tmp_path / "go on"
+        client.call(hold_after, 3, go_on)
+
+        def two_tokens_are_there():
+            outputs = [sink.last for sink, _ in list(client._requests.values()) if sink.last is not None]
+            return any(len(output.outputs[0].token_ids) == 2 for output in outputs)
+
+        hang_up(server, body, two_tokens_are_there)
+        wait_until(lambda: said_of_answers(caplog))
+        go_on.touch()
+        samples = read(server)
+
+    assert value(samples, "minivllm:adapter_generation_tokens_total", adapter="qv") == 2
+    assert value(samples, "minivllm:adapter_prompt_tokens_total", adapter="qv") == 5
+    assert value(samples, "minivllm:adapter_requests_total", adapter="qv") == 1
+    assert "499 model='qv' prompt=5 answer=2 " in said_of_answers(caplog)[0]
 
 
 def test_a_line_counts_from_the_beginning_of_its_request():

@@ -1,6 +1,9 @@
 """`lab check` and `lab watch`."""
 
 import re
+import shlex
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -10,21 +13,30 @@ import typer
 from rich.markup import escape
 
 from labs.kit.commands import hunts
-from labs.kit.commands.shared import SIGNS, WIPE, Which, choose, console
+from labs.kit.commands.run import environment
+from labs.kit.commands.shared import SIGNS, WIPE, Which, choose, choose_one, console
 from labs.kit.hunt import choose_hunts, is_hunt
 from labs.kit.path import mark, track_of
-from labs.kit.progress import Progress, digest, is_untouched, place
+from labs.kit.progress import Progress, digest, is_untouched, learners_exercise, place, shown
 from labs.kit.regions import Exercise
+from minivllm.labs import ROOT
 
 if TYPE_CHECKING:
     from labs.kit.forks import Job, Result
     from labs.kit.grade import Grade
 
+MOST_LINES = 20  # of what a test's code has printed
+
 Trace = Annotated[bool, typer.Option("--trace", help="Whole tracebacks.")]
+Pdb = Annotated[
+    bool, typer.Option("--pdb", help="Of one exercise: a debugger at breakpoint() and where a test fails.")
+]
 
 
-def check(which: Which = None, trace: Trace = False) -> None:
+def check(which: Which = None, trace: Trace = False, pdb: Pdb = False) -> None:
     """Run the tests of exercises on your code. Exit status 1 unless all pass."""
+    if pdb:
+        raise typer.Exit(debug(choose_one(which or "")))
     if is_hunt(which):
         raise typer.Exit(0 if hunts.check_hunts(choose_hunts(which)) else 1)
     chosen = choose(which)
@@ -33,12 +45,24 @@ def check(which: Which = None, trace: Trace = False) -> None:
     raise typer.Exit(0 if check_all(chosen, trace) else 1)
 
 
+def debug(exercise: Exercise) -> int:
+    """Run its tests in this terminal, up to the first that fails; the exit status."""
+    from labs.kit.forks import test_files
+
+    learners_exercise(exercise)  # says so where Python cannot read it
+    number, files = exercise.number, [shown(path) for path in test_files(exercise.number)]
+    command = ["pytest", "-x", "-s", "--pdb", "-m", "", "-p", "labs.kit.plugin", "--lab", number, *files]
+    console.print(f"[dim]lab run --labs {number} -- {escape(shlex.join(command))}[/]")
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment(number)).returncode
+
+
 def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     """Grade, say what came out, remember what passed; whether all did."""
     from labs.kit.grade import grade
 
     progress, states = Progress(), {}
-    for result in in_order(grade(chosen, trace, say_test if console.is_terminal else None), chosen):
+    graded = grade(chosen, trace, say_test if console.is_terminal else None, say_wait)
+    for result in in_order(graded, chosen):
         states[result.exercise.number] = result.state
         say_grade(result, trace)
         if result.state == "passed":
@@ -49,6 +73,11 @@ def check_all(chosen: list[Exercise], trace: bool = False) -> bool:
     left = [exercise for exercise in chosen if states[exercise.number] != "passed"]
     if stuck := stuck_at(left, alone=len(chosen) == 1):
         console.print(f"[dim]stuck? lab hint {stuck.number}[/]")
+        if states[stuck.number] == "failed":
+            console.print(
+                f"[dim]what your code prints is shown; lab check {stuck.number} --pdb has a debugger at breakpoint()"
+                " and where a test fails[/]"
+            )
     if not left and len(chosen) == 1:
         number = chosen[0].number
         if track_of(chosen[0]) != "side":
@@ -82,6 +111,18 @@ def say_test(job: "Job", result: "Result") -> None:
     print(f"{WIPE}{name}\r", end="", flush=True)
 
 
+def say_wait(job: "Job", test: str, seconds: float) -> None:
+    """Of a test that takes long: whoever waits knows for what, and for how long at most."""
+    from labs.kit.limits import FACTOR, LEAST
+
+    if console.is_terminal:
+        print(WIPE, end="")
+    console.print(
+        f"[dim]{job.exercise} {escape(name_of(test))} has run for {seconds:.0f} s. It is ended after "
+        f"{LEAST:.0f} s of computing, or {FACTOR:.0f} times what our code takes if that is longer[/]"
+    )
+
+
 def say_grade(result: "Grade", trace: bool) -> None:
     if console.is_terminal:
         print(WIPE, end="")
@@ -104,10 +145,24 @@ def say_grade(result: "Grade", trace: bool) -> None:
         shown_messages.add(test.message)
         console.print(f"    [bold]{escape(name_of(test.test))}[/]")
         console.print("\n".join(f"      {line}" for line in test.message.split("\n")), markup=False)
+        say_printed(test)
         yours = f"your code: {test.place}   " if test.place else ""
-        console.print(f"      [dim]{yours}asked in {test.asked}[/]")
+        console.print(f"      [dim]{yours}{f'asked in {test.asked}' * bool(test.asked)}[/]")
+    talkative = [test for test in outcome.results if test.printed]
+    if talkative and not wrong:
+        console.print(f"    [bold]{escape(name_of(talkative[0].test))}[/]")
+        say_printed(talkative[0])
     if (wrong or (outcome.trouble and outcome.results)) and not trace:
         say_mistakes(result)
+
+
+def say_printed(test: "Result") -> None:
+    """What the learner's code has printed in a test."""
+    lines = test.printed.splitlines()
+    for line in lines[:MOST_LINES]:
+        console.print(f"      printed: {line}", markup=False)
+    if len(lines) > MOST_LINES:
+        console.print(f"      [dim]... {len(lines) - MOST_LINES} more lines[/]")
 
 
 def name_of(test: str) -> str:
@@ -119,10 +174,10 @@ def name_of(test: str) -> str:
 
 def say_mistakes(result: "Grade") -> None:
     """Which of the known mistakes it looks like. That takes a while, so it is said first."""
-    from labs.kit.likeness import known_mistakes, likenesses
+    from labs.kit.likeness import is_plain, known_mistakes, likenesses
 
     known = known_mistakes(result.exercise)
-    if not known:
+    if not known or is_plain(result.outcome):
         return
     console.print(
         f"    [dim]comparing with {len(known)} known mistakes[/]", end="\r" * console.is_terminal or "\n"

@@ -46,7 +46,7 @@ def tell(hunt: Hunt) -> None:
     console.print(f"\n1. Write a test that fails on this engine: {shown(hunt.test_file)}")
     console.print(f"     lab hunt {hunt.id} -- pytest {shown(hunt.test_file)}   runs it on the broken engine")
     console.print(f"     pytest {shown(hunt.test_file)}   runs it on the sound one")
-    files = [shown(hunt.fix_file(module)) for module in hunt.broken() if hunt.fix_file(module).exists()]
+    files = [shown(hunt.fix_file(module)) for module in hunt.modules if hunt.fix_file(module).exists()]
     then = "2. Mend the broken code" + (
         f": {', '.join(files)}" if files else ", which you get with the first step"
     )
@@ -83,7 +83,16 @@ def check_hunts(hunts: list[Hunt]) -> bool:
     progress, passed = Progress(), 0
     for hunt in hunts:
         of_test = f"{hunt.number} test"  # in the list of what passed, beside the whole hunt
-        grade = grade_hunt(hunt, progress.passed.get(of_test) == hunt.digest(with_fixes=False))
+        if hunt.state(progress) == "started":
+            engines = "the sound engine, the broken one, its variants and those of other hunts"
+            console.print(f"[dim]Checking {hunt.number}: your test on {engines}; that takes a while[/]")
+        try:
+            grade = grade_hunt(hunt, progress.passed.get(of_test) == hunt.digest(with_fixes=False))
+        except LabError as error:
+            if len(hunts) == 1:
+                raise
+            console.print(f"{SIGNS['failed']} {hunt.number} {escape(hunt.title)}\n    {escape(str(error))}")
+            continue
         if grade.step == "fix":
             progress.passed[of_test] = hunt.digest(with_fixes=False)
             progress.save()
@@ -109,7 +118,7 @@ def next_step(grade: Any) -> list[str]:
     if grade.state == "passed":
         return [f"[dim]lab hunt {hunt.id} --spoil shows what was changed[/]"]
     if grade.step == "fix" and grade.state == "todo":
-        files = ", ".join(shown(hunt.fix_file(module)) for module in hunt.broken())
+        files = ", ".join(shown(hunt.fix_file(module)) for module in hunt.modules)
         return [f"[green]Your test is right.[/] Now mend the code: {files}"]
     if grade.state == "todo":
         return [f"TODO {shown(hunt.test_file)}"]
@@ -130,7 +139,7 @@ def reset(hunts: list[Hunt]) -> list[Path]:
     """Put the starters back and take the handed-out code away; returns where the learner's files are kept."""
     kept = []
     for hunt in hunts:
-        fixes = [hunt.fix_file(module) for module in hunt.broken()]
+        fixes = [hunt.fix_file(module) for module in hunt.modules]
         for path in [hunt.test_file, *fixes]:
             if path.is_file() and (path in fixes or path.read_text(encoding="utf-8") != hunt.starter):
                 kept.append(keep(path, f"{path.parent.name}-{path.stem}"))

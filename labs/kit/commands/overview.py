@@ -6,12 +6,15 @@ from rich.markup import escape
 
 from labs.kit.commands import hunts, opened
 from labs.kit.commands.shared import SIGNS, choose, console
+from labs.kit.engine_state import complaint, edited
 from labs.kit.hints import hints_of
 from labs.kit.migrate import strays
 from labs.kit.path import TRACKS, counts, mark, next_of, track_of
 from labs.kit.progress import Progress, place, shown
 from labs.kit.regions import Exercise
 
+# `lab doctor` says it by itself, and maintainers know what they edit.
+ON_OUR_CODE = (None, "check", "watch", "grade", "hunt", "demo", "run", "compare", "notebook")
 WHAT_NOW = """\
   lab run -- minivllm demo   the demo, served with your code
   lab compare                the same on our code, too: the first step that differs, if any
@@ -29,6 +32,8 @@ def overview(context: typer.Context) -> None:
     """Your path through the course, and how far along it you are."""
     if context.invoked_subcommand not in ("migrate", "sync"):
         say_strays()
+    if context.invoked_subcommand in ON_OUR_CODE:
+        say_edits()
     if context.invoked_subcommand:
         return
     progress, exercises = Progress(), choose(None)
@@ -48,6 +53,12 @@ def overview(context: typer.Context) -> None:
     opened.say_count()
     console.print()
     say_next(next_of(exercises, states, progress.last))
+
+
+def say_edits() -> None:
+    """On the other stream, too."""
+    if said := complaint(edited() or []):
+        Console(stderr=True).print(f"[yellow]{escape(said)}[/]", soft_wrap=True, highlight=False)
 
 
 def say_strays() -> None:

@@ -1,12 +1,13 @@
 """What commands share: the screen, arguments, and how exercises and hunts are chosen."""
 
+import re
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from labs.kit.hunt import Hunt, choose_hunts
-from labs.kit.regions import PHASES, Exercise, read_engine
+from labs.kit.regions import PHASES, Exercise, read_engine, sort_key
 from minivllm.labs import LabError, starters
 
 console = Console(highlight=False, soft_wrap=True)
@@ -26,11 +27,21 @@ def choose(which: str | None) -> list[Exercise]:
     found = [e for number, e in exercises.items() if which in (None, number, number.partition(".")[0])]
     if not found:
         near = [n for n in exercises if n.partition(".")[0] == which.partition(".")[0]] or list(exercises)
+        if is_gone(which, near):
+            raise LabError(
+                f"there is no lab {which} any more, and no other exercise gets its number; phase "
+                f"{which.partition('.')[0]} has {', '.join(near)}"
+            )
         raise LabError(
             f"there is no lab '{which}': give a phase, 1 to {int(PHASES[-1][:2])}, or an exercise, "
             f"{near[0]} to {near[-1]}"
         )
     return found
+
+
+def is_gone(which: str, near: list[str]) -> bool:
+    """Whether a number lies between those of exercises that there are.   near: their numbers, in order"""
+    return bool(re.fullmatch(r"\d+\.\d+", which)) and sort_key(near[0]) < sort_key(which) < sort_key(near[-1])
 
 
 def choose_one(number: str) -> Exercise:

@@ -82,14 +82,11 @@ class FilesystemResolver(LoRAResolver):
 
     def find(self, lora_name: str) -> str | None:
         """The folder of the adapter of that name, whatever model it is for; None if there is none."""
-        # A plain relative path only: else one adapter would have many names, and an id for each of them.
-        if len(lora_name) > LONGEST_PATH:
-            return None
-        if os.path.isabs(lora_name) or lora_name != os.path.normpath(lora_name):
+        if not is_plain_path(lora_name):
             return None
         try:
             path = os.path.realpath(os.path.join(self.folder, lora_name))
-        except ValueError:  # text that no path can be: a null in it, half a character
+        except ValueError:  # the file system's encoding has no such character
             return None
         inside = path.startswith(os.path.join(self.folder, ""))
         return path if inside and os.path.isfile(os.path.join(path, CONFIG)) else None
@@ -119,6 +116,17 @@ class FilesystemResolver(LoRAResolver):
         other = f"it was trained on {trained_on!r}, and the engine serves '{base_model_name}'"
         logger.warning("%s", one_sentence(f"'{path}' is no answer for '{lora_name}': {other}"))
         return False
+
+
+def is_plain_path(lora_name: str) -> bool:
+    """Whether a name is one folder below another: `sql`, `team/sql`.
+
+    No other text may name an adapter below a root. With `..`, `.` or empty parts one adapter would have any number of
+    names, each with an id, a place in memory and a slot; and `../root/sql` would tell what the root's folder is called.
+    """
+    if len(lora_name) > LONGEST_PATH or not lora_name.isprintable() or "\\" in lora_name:
+        return False
+    return not {"", ".", ".."} & set(lora_name.split("/"))
 
 
 def stable_id(lora_name: str) -> int:

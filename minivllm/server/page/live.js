@@ -306,6 +306,7 @@ class Live {
   }
 
   async order(path, body) {
+    this.say(this.managed, "Asked. The server answers when it is done: an unload, when the requests that use the adapter have ended.");
     try {
       const response = await this.post(path, body);
       this.say(this.managed, await response.text());
