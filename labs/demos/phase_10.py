@@ -8,7 +8,7 @@ from minivllm.policies.fairness import VirtualTokenCounter
 from minivllm.policies.keeping import GreedyDualSizeFrequency
 from minivllm.policies.prefetching import ByQueuePosition, BySession, Waiting
 from minivllm.policies.routing import BoundedLoads, ConsistentHashing, least_loaded
-from minivllm.policies.scheduling import fcfs
+from minivllm.policies.scheduling import first_come_first_served
 from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.replica import ReplicaConfig
@@ -51,7 +51,7 @@ def demo_10_3() -> Iterator[str]:
     yield "sql sends six requests at once, and then json two; two rows, a token a step"
     arrivals = [Arrival(0.0, 10, 2, 0)] * 6 + [Arrival(0.5, 10, 2, 1)] * 2
     for name, policy in (
-        ("first come, first served", fcfs),
+        ("first come, first served", first_come_first_served),
         ("virtual token counter", VirtualTokenCounter()),
     ):
         made = fleet(scheduling=lambda ranks, policy=policy: policy)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpu import DEVICE, compile_for_gpu
+from patience import PATIENCE
 
 from minivllm.config import ParallelConfig
 from minivllm.distributed import peer_group, peer_memory
@@ -206,7 +207,7 @@ def run_ranks(size: int, folder: Path, case: str) -> list[tuple[int, dict]]:
         subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands
     ]
     try:
-        ended = [process.communicate(timeout=120) for process in started]
+        ended = [process.communicate(timeout=3 * PATIENCE) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -243,4 +244,4 @@ class TestProcesses:
 
         assert last == 9
         for code, found in left:
-            assert code == 0 and found["is_on"] and 0.4 < found["seconds"] < 5
+            assert code == 0 and found["is_on"] and 0.4 < found["seconds"] < 50

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from patience import PATIENCE
 
 from minivllm.distributed.tensor_parallel import TensorParallel
-
-PATIENCE_SECONDS = 60
 
 
 class Meeting:
@@ -19,7 +18,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.turn = threading.Lock()
-        self.barrier = threading.Barrier(size, timeout=PATIENCE_SECONDS)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
         self.brought: list[torch.Tensor] = [torch.empty(0)] * size
 
     def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:

@@ -117,7 +117,9 @@ class Checkout:
 
     def _put(self, number: str, text: str, exercises: dict[str, Exercise]) -> None:
         path = self.file(number)
-        path.write_text(splice(path.read_text(), text, exercises.keys() - {number}, path.name)[0])
+        changed = path.with_suffix(".changed")
+        changed.write_text(splice(path.read_text(), text, exercises.keys() - {number}, path.name)[0])
+        changed.replace(path)  # at once: `lab watch` may look at any time
 
 
 def environment(root: Path, labs: str | None) -> dict[str, str]:

@@ -16,12 +16,12 @@ import nbformat
 import pytest
 from checkout import Checkout, environment
 from jupyter_client import BlockingKernelClient
+from patience import PATIENCE
 
 from labs.kit import notebook, progress
 from labs.kit.regions import PHASES
 from minivllm.labs import LabError
 
-LIMIT = 60  # seconds that a server or a cell may take
 SERVED = "notebooks/03_cpu_punica.ipynb"
 
 
@@ -72,11 +72,11 @@ class Server:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Authorization": "token secret", "Content-Type": "application/json"},
         )
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + PATIENCE
         while True:
             assert self.process.poll() is None, self.said()
             try:
-                with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+                with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                     return json.load(answer)
             except ConnectionError:
                 assert time.monotonic() < until, self.said()
@@ -92,7 +92,7 @@ class Server:
         client = BlockingKernelClient(connection_file=str(self.runtime / f"kernel-{kernel}.json"))
         client.load_connection_file()
         client.start_channels()
-        client.wait_for_ready(timeout=LIMIT)
+        client.wait_for_ready(timeout=PATIENCE)
         printed = []
 
         def note(message):
@@ -101,16 +101,16 @@ class Server:
                 printed.append(content.get("text", content.get("evalue")))
 
         try:
-            client.execute_interactive(code, timeout=LIMIT, output_hook=note)
+            client.execute_interactive(code, timeout=PATIENCE, output_hook=note)
         except (TimeoutError, queue.Empty):
-            pytest.fail(f"no answer after {LIMIT} s: {code}")
+            pytest.fail(f"no answer after {PATIENCE} s: {code}")
         finally:
             client.stop_channels()
         return "".join(printed)
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(LIMIT)
+        self.process.wait(PATIENCE)
         self.log.close()
 
 
