@@ -80,11 +80,23 @@ class Scheduler:
             request.arrival_order = self._num_arrived
             self._num_arrived += 1
         self.requests[request.request_id] = request
-        self.in_flight.setdefault(request.adapter_id, Counter())[request.adapter_generation] += 1
+        self.count_in_flight(request, 1)
         if self._is_prompt_pending(request.follows):
             self.followers.setdefault(request.follows.request_id, []).append(request)
         else:
             self.waiting.add(request)
+
+    def count_in_flight(self, request: Request, change: int) -> None:
+        """One request more of its adapter and generation, or one fewer: a change of 1 or -1.
+
+        Also for a request that has ended here, as long as its last token might have to be computed again.
+        """
+        generations = self.in_flight.setdefault(request.adapter_id, Counter())
+        generations[request.adapter_generation] += change
+        if not generations[request.adapter_generation]:
+            del generations[request.adapter_generation]
+        if not generations:
+            del self.in_flight[request.adapter_id]
 
     def check_request(self, request: Request) -> None:
         """ValueError if its id is in use, LoRA is off, or an empty KV cache would not hold it."""
@@ -297,9 +309,7 @@ class Scheduler:
             (held if request in held else self.running).remove(request)
         del self.requests[request.request_id]
         self._queue_followers(request)
-        self.in_flight[request.adapter_id] -= Counter([request.adapter_generation])  # which drops zeros
-        if not self.in_flight[request.adapter_id]:
-            del self.in_flight[request.adapter_id]
+        self.count_in_flight(request, -1)
         self.kv_cache.free(request)
         request.status = status
         request.error = error

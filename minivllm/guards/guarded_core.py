@@ -125,7 +125,7 @@ class GuardedCore(EngineCore):
         self, request: Request, outputs: list[RequestOutput], logprobs: dict[int, Logprob] | None = None
     ) -> None:
         if logprobs is UNREAD:
-            self._ahead.step.answered.append(request)
+            self._ahead.postpone(request)
             return
         if self._ahead is not None:
             self._ahead.before_output(request, outputs)

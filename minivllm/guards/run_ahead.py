@@ -27,12 +27,15 @@ class StepAhead:
     request_ids  of its rows
     wait         gives the rows' tokens and logprobs
     answered     requests that were given a stand-in, which is their last token
+    ended        those of them that the scheduler is through with. They count as in flight until the tokens are there:
+                 if the step is lost it is computed again, with the weights that it had
     sampled      what `wait` gave, once the tokens have taken the places of the stand-ins
     """
 
     request_ids: frozenset[str]
     wait: Callable[[], Sampled]
     answered: list[Request] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
     sampled: Sampled | None = None
 
 
@@ -73,6 +76,13 @@ class RunAhead:
         self.step = StepAhead(frozenset(ids), wait)
         return {request_id: (-1 - row, UNREAD) for row, request_id in enumerate(ids)}
 
+    def postpone(self, request: Request) -> None:
+        """Its output is made when the stand-in that it was given has been read."""
+        self.step.answered.append(request)
+        if request.is_finished:
+            self.step.ended.append(request)
+            self.engine.scheduler.count_in_flight(request, 1)
+
     def before_output(self, request: Request, outputs: list[RequestOutput]) -> None:
         """Answer the step before, if the request is of it: its output is about to be made."""
         if self.step is not None and request.request_id in self.step.request_ids:
@@ -87,6 +97,8 @@ class RunAhead:
         if step is None:
             return
         self._read(step)
+        while step.ended:
+            engine.scheduler.count_in_flight(step.ended.pop(), -1)
         for request in step.answered:
             # Who ended in the meantime has had an output, or wants none.
             if request.status not in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):

@@ -12,7 +12,7 @@ from running_ahead import WISHES, run_ahead
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
-from minivllm import SamplingParams
+from minivllm import LoRARequest, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +260,35 @@ def test_any_history_tells_what_an_engine_that_waits_tells(world, seed):
         blocks = engine.scheduler.kv_cache.block_pool
         assert blocks.get_num_free_blocks() == blocks.num_usable_blocks
         assert not engine.scheduler.in_flight
+
+
+@pytest.mark.parametrize("change", ["reload", "unload", "reload by a request"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_step_that_is_lost_is_computed_again_with_the_weights_it_had(world, change, steps):
+    """The scheduler is through with a request when its last token is launched; the token may never come."""
+    prompt = token_ids(6, 2)
+    engine = ahead_engine(world)
+    engine.add_request("a", prompt, greedy(steps), lora_request=world.request("qv", lora_int_id=9))
+    for _ in range(steps):
+        engine.step()
+    new = LoRARequest("other", 9, str(world.path("all")), load_inplace=True)
+    if change == "unload":
+        engine.remove_lora(9)
+    elif change == "reload":
+        engine.add_lora(new)
+    else:
+        engine.add_request("b", prompt, greedy(3), lora_request=new)
+    engine.ahead.fail_next = True
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        engine.step()
+    outputs = run(engine)
+
+    assert tokens_of(outputs["a"]) == world.oracle().greedy("qv", prompt, steps)
+    assert engine.list_loras() == (set() if change == "unload" else {9})
+    if change == "reload by a request":
+        assert tokens_of(outputs["b"]) == world.oracle().greedy("all", prompt, 3)
+    assert not engine.scheduler.in_flight
 
 
 @pytest.mark.nightly
