@@ -217,8 +217,11 @@ class AdapterRegistry(AdapterPins):
         case the answer is False. RuntimeError when all that memory holds is pinned or in use. After an error the
         adapter is known as before.
         """
+        known = self.adapters.get(lora_request.lora_int_id)
+        before = known and known.version
         request, generation = self.register(lora_request, "add_lora", self.examine(lora_request))
         adapter = self.adapters[request.lora_int_id]
+        registered = adapter.version
         try:
             self.settle()
             if error := adapter.failures.get(generation):
@@ -236,6 +239,11 @@ class AdapterRegistry(AdapterPins):
                 )
             self._read(adapter)
             return True
+        except BaseException:
+            # The name may be a new one. A reload has gone back already, and so has a version that cannot be read.
+            if adapter is known and adapter.version is registered:
+                self._set_version(adapter, before)
+            raise
         finally:
             if not adapter.was_read:
                 self.release_unused(adapter.id)

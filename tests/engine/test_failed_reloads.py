@@ -225,6 +225,30 @@ def test_one_that_is_refused_for_lack_of_memory_changes_nothing(world):
         engine.add_request("refused", PROMPT, greedy(2), lora_request=policy(2, world.path("all")))
 
 
+@pytest.mark.parametrize("why", ["no memory", "gone"])
+def test_another_name_for_what_cannot_be_loaded_is_not_known(world, tmp_path, why):
+    folder = shutil.copytree(world.path("qv"), tmp_path / "mine")
+    engine = world.engine(max_loras=1, max_cpu_loras=1)
+    engine.add_lora(policy(1, folder))
+    engine.add_lora(world.request("mlp"))
+    if why == "gone":
+        weights = (folder / "adapter_model.safetensors").read_bytes()
+        (folder / "adapter_model.safetensors").unlink()
+    else:
+        engine.pin_lora(3)
+
+    with pytest.raises(RuntimeError if why == "no memory" else FileNotFoundError):
+        engine.add_lora(LoRARequest("alias", ID, str(folder)))
+
+    assert engine.adapters.by_name == {"policy-1": ID, "mlp": 3}
+    if why == "gone":
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+    engine.unpin_lora(3)
+    assert answer(engine, "policy-1") == world.oracle().greedy("qv", PROMPT, 6)
+    engine.add_lora(LoRARequest("alias", 10, str(world.path("all"))))
+    assert answer(engine, "alias") == world.oracle().greedy("all", PROMPT, 6)
+
+
 @pytest.mark.parametrize("load_inplace", [True, False], ids=["reload", "first load"])
 def test_a_slot_that_cannot_be_written_leaves_the_adapter_known_as_before(world, monkeypatch, load_inplace):
     """Its weights have been read into memory by then."""
