@@ -13,7 +13,7 @@ def edited() -> list[str] | None:
     """Files of the engine that are not as in git's last commit. None where git does not know."""
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ENGINE]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if found.returncode:

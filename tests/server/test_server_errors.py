@@ -187,7 +187,7 @@ def test_a_prompt_that_is_refused_while_another_streams_is_told_in_the_stream(se
 
     async def the_second_waits(function):
         if next(read):
-            await asyncio.to_thread(let_go.wait, 30)
+            await asyncio.to_thread(let_go.wait, PATIENCE)
         return await tokenizing(function)
 
     monkeypatch.setattr(llm, "beside", the_second_waits)

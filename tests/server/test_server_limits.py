@@ -298,17 +298,20 @@ def test_who_hangs_up_aborts_the_request(server, stream):
 def test_the_queue_of_the_engine_is_full_before_its_memory_is(world):
     with serving(world, "qv", max_queued=0, engine={"max_num_seqs": 1}) as server:
         body = json.dumps({**ASK, "max_tokens": 110, "ignore_eos": True})
-        with httpx.stream(
-            "POST",
-            f"{server.url}/v1/completions",
-            content=json.dumps({**json.loads(body), "stream": True}),
-            headers={"content-type": "application/json"},
-            timeout=PATIENCE,
-        ) as stream:
+        with (
+            held_up(server, after_steps=4) as let_go,
+            httpx.stream(
+                "POST",
+                f"{server.url}/v1/completions",
+                content=json.dumps({**json.loads(body), "stream": True}),
+                headers={"content-type": "application/json"},
+                timeout=PATIENCE,
+            ) as stream,
+        ):
             events = stream.iter_lines()
             next(events)
-            with held_up(server):
-                refused = post(server, body)
+            refused = post(server, body)
+            let_go()
             rest = list(events)
 
         assert refused.status_code == 429

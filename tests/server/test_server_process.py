@@ -6,7 +6,7 @@ import signal
 
 import httpx
 import pytest
-from far_engine import process_id
+from far_engine import hold_after, process_id
 from patience import PATIENCE
 from tiny_engine import tiny_world
 from tiny_server import Answers, client_of, serving
@@ -64,10 +64,12 @@ def test_a_page_sees_steps_as_they_happen(server):
     assert {row["adapter"] for step in steps for row in step["rows"]} == {"qv"}
 
 
-def test_its_end_is_told_to_whoever_waits_and_to_whoever_comes(world):
+def test_its_end_is_told_to_whoever_waits_and_to_whoever_comes(world, tmp_path):
     body = {"model": "qv", "prompt": "long", "max_tokens": 120, "n": 8, "ignore_eos": True, "stream": True}
     with serving(world, "qv", in_a_process=True) as server:
-        pid = server.server.state.llm._client.call(process_id).result(PATIENCE)
+        call = server.server.state.llm._client.call
+        pid = call(process_id).result(PATIENCE)
+        call(hold_after, 3, tmp_path / "never there").result(PATIENCE)
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
             lines = response.iter_lines()
             next(lines)
