@@ -28,7 +28,9 @@ def open_browser() -> Iterator[object]:
     if program is None:
         pytest.skip("no browser: apt-get install chromium")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        browser = driver.chromium.launch(
+            executable_path=program, args=["--no-sandbox"], timeout=1000 * PATIENCE
+        )
         try:
             yield browser
         finally:

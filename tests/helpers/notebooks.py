@@ -13,8 +13,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from patience import PATIENCE
 
-LIMIT = 180  # seconds a cell
+LIMIT = 5 * PATIENCE  # seconds a cell
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
@@ -42,7 +43,12 @@ def client_for(path: Path) -> NotebookClient:
     os.environ["MPLCONFIGDIR"] = fonts_of_its_own()
     resources = {"metadata": {"path": str(path.parent)}}
     return NotebookClient(
-        notebook, timeout=LIMIT, kernel_name="python3", resources=resources, coalesce_streams=True
+        notebook,
+        timeout=LIMIT,
+        startup_timeout=LIMIT,
+        kernel_name="python3",
+        resources=resources,
+        coalesce_streams=True,
     )
 
 
