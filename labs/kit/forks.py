@@ -39,17 +39,19 @@ from labs.kit.limits import (
     room_to_report,
 )
 from labs.kit.plugin import exercises_of, learners_place, reason_of, steady_hypothesis
+from labs.kit.regions import read_engine
 from labs.kit.tampering import judges, replaced
 from minivllm.labs import ROOT, Overlay, Source
 from minivllm.quiet import quiet_libraries
 
+GENERIC = "labs/kit/generic"  # where the tests are that every exercise has
 NO_TEST = "no test carries its mark"
 TROUBLE = {3: "pytest itself failed", 4: "pytest would not start", 5: NO_TEST}  # by pytest's exit status
 SKIPPED = "it was skipped, which it is not on our code"
 LONGEST_MESSAGE = 1 << 22  # bytes of a result
 MOST_PRINTED = 4000  # characters of what a test's code has printed
 FOREIGN = "something else than the tests wrote to the grader"
-WANTED_BY_ALL = ("safetensors.torch", "hypothesis")
+WANTED_BY_ALL = ("safetensors.torch", "hypothesis", "labs.kit.generic")
 # What takes long to import, and which files of tests do so.
 WANTED_BY_SOME = {
     # By no exercise, but by tests of incidents.
@@ -103,14 +105,19 @@ class Job:
         if self.files:
             return list(self.files)
         found = test_files(self.exercise)
-        if self.only is None:
+        if self.only is None or self.is_about_all_calls:
             return found
         wanted = {test.partition("::")[0] for test in self.only}
         return [path for path in found if path.relative_to(ROOT).as_posix() in wanted]
 
+    @property
+    def is_about_all_calls(self) -> bool:
+        """Whether one of the tests to run is one that looks at what the others call, so that all must run."""
+        return self.only is not None and any(test.startswith(f"{GENERIC}::") for test in self.only)
+
     def wants(self, item: pytest.Item) -> bool:
         """Whether a test is one of the job's."""
-        if self.only is not None and item.nodeid not in self.only:
+        if self.only is not None and item.nodeid not in self.only and not self.is_about_all_calls:
             return False
         if not self.files:
             return self.exercise in exercises_of(item)
@@ -441,10 +448,21 @@ def _run_tests(
         *["-x"] * job.stop_at_first,
         *["--tb=long"] * job.trace,
     ]
-    status = int(pytest.main([*map(str, files), *options], plugins=[recorder])) if files else 5
+    plugins = [recorder] if job.files else [_generic_checks(job), recorder]
+    status = int(pytest.main([*map(str, files), *options], plugins=plugins)) if files else 5
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     recorder.send("end", [status, sum(use.ru_utime + use.ru_stime for use in used)])
     os._exit(0)  # threads that tests have left must not hold it up
+
+
+def _generic_checks(job: Job) -> object:
+    """A plugin with the tests that every exercise has. Code that nobody trusts starts no process, so it has fewer."""
+    from labs.kit.generic import GenericChecks
+
+    exercise = read_engine()[job.exercise]
+    checks = GenericChecks(exercise, job.sources.get(exercise.module), can_fork=job.memory is None)
+    checks.install()
+    return checks
 
 
 def _confine(home: Path, memory: int) -> None:

@@ -1,0 +1,276 @@
+"""Each call that a body makes raises an ordinary error once: what comes out, and what is left behind?
+
+A call of an exercise's function is played again in forks of the process, before it runs. In each another call that its
+body makes raises instead of doing anything. The error must come out. What the body has changed by then must not stand
+in the way of a second attempt: that gives what a first one would, unless all is done already.
+
+Ours is the measure. Where our own body keeps such an error to itself, or cannot be called again, nobody's need.
+"""
+
+import inspect
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from labs.kit.generic.forked import in_fork
+from labs.kit.generic.snapshots import Change, Snapshot, TooLarge, changes, snapshot
+from labs.kit.generic.table import Table
+from labs.kit.generic.watching import MADE_BY, Call, Watch, Watched
+from labs.kit.plugin import chain
+
+PLAYED = 6  # calls of a function at most
+PLAYED_IN_VAIN = 2  # one after the other that reach nothing new: then no more
+MOST_STEPS = 1000  # of a coroutine that waits for nothing
+MOST_CHANGES = 3  # that are kept for people
+SAFE = sys.stdlib_module_names | {"builtins"}  # what comes from there is not what fails
+
+
+class Fault(RuntimeError):
+    """What a call raises that fails here."""
+
+
+class Waits(Exception):
+    """The body waits for something that never comes here."""
+
+
+class Made(NamedTuple):
+    """A call that a body makes.   place: in the body; name: of what is called"""
+
+    place: int
+    name: str
+
+
+class Clean(NamedTuple):
+    """What happens when nothing fails.
+
+    made      calls that may fail, in their order
+    outcome   what is returned or raised; state: of all arguments afterwards
+    """
+
+    made: list[Made]
+    outcome: Snapshot
+    state: Snapshot
+
+
+class Failure(NamedTuple):
+    """What happens when one call fails.
+
+    came_out     whether the error did; else `returned` says what there was instead
+    is_kept      whether everything is as before, or as after a call in which nothing fails
+    can_repeat   whether it is, or a second attempt gives what a first one gives
+    left, again  what is not as before, and what a second attempt gives otherwise; a few of each
+    """
+
+    came_out: bool
+    is_kept: bool
+    can_repeat: bool
+    returned: str
+    left: list[Change]
+    again: list[Change]
+
+
+class Faults:
+    """found: calls, with a sentence on what is wrong"""
+
+    title = "test_an_error_on_the_way_comes_out_and_leaves_nothing_behind"
+
+    def __init__(self, watch: Watch, table: Table) -> None:
+        self.watch, self.table = watch, table
+        self.played: Counter[str] = Counter()
+        self.in_vain: Counter[str] = Counter()
+        self.covered: set[tuple[str, int, bool]] = set()
+        self.found: list[tuple[Call, str]] = []
+
+    def before(self, call: Call) -> None:
+        name = call.watched.qualname
+        is_done = self.played[name] >= PLAYED or self.in_vain[name] >= PLAYED_IN_VAIN
+        if not is_done and not self.found:
+            self.played[name] += 1
+            self._play(call)
+
+    def after(self, call: Call, kept: None) -> None:
+        pass
+
+    def _play(self, call: Call) -> None:
+        theirs, watched = Player(self.watch, call, ours=False), call.watched
+        clean = in_fork(theirs.clean)
+        numbers = self._to_fail(watched, clean) if clean else []
+        self.in_vain[watched.qualname] = 0 if numbers else self.in_vain[watched.qualname] + 1
+        ours = Ours(self.watch, call)
+        for number in numbers:
+            failed = clean.made[number].name
+            failure = in_fork(partial(theirs.failing, number, clean))
+            if failure is None or (failure.came_out and failure.is_kept):
+                continue
+            if ours.is_better(failed, failure) and not self._is_allowed(call, failed):
+                self.found.append((call, self._sentence(call, theirs, number)))
+                return
+
+    def _is_allowed(self, call: Call, failed: str) -> bool:
+        return self.table.allows("faults", call) or self.table.allows("faults", call, failed)
+
+    def _to_fail(self, watched: Watched, clean: Clean) -> list[int]:
+        """The last call of each place, where none was yet that was reached as often: once, or again."""
+        last = {made.place: number for number, made in enumerate(clean.made)}
+        times = Counter(made.place for made in clean.made)
+        keys = {number: (watched.qualname, place, times[place] > 1) for place, number in last.items()}
+        new = [number for number, key in keys.items() if key not in self.covered]
+        self.covered |= set(keys.values())
+        return new
+
+    def _sentence(self, call: Call, theirs: "Player", number: int) -> str:
+        clean = in_fork(partial(theirs.clean, in_words=True))
+        failure = in_fork(partial(theirs.failing, number, clean, in_words=True))
+        name, failed = call.watched.name, clean.made[number].name
+        if not failure.came_out:
+            return f"{name}: an error in {failed} does not come out, {name} returns {failure.returned}"
+        left = min(failure.left, key=lambda change: (change.is_of_identity, len(change.path)))
+        said = f"{name}: an error in {failed} leaves a change behind, {left}"
+        if failure.again:
+            change = failure.again[0]
+            said += f"; so {change.path} is {change.now} when it is called again, and not {change.before}"
+        return said
+
+
+class Ours:
+    """What our own body does in the place of the learner's. It is asked only where that does not do well."""
+
+    def __init__(self, watch: Watch, call: Call) -> None:
+        self.player = Player(watch, call, ours=True)
+        self.failures: dict[str, list[Failure | None]] = {}
+
+    def is_better(self, failed: str, than: Failure) -> bool:
+        """Whether ours does better, whenever a call of that name fails in it. Not if it makes none."""
+        if failed not in self.failures:
+            self.failures[failed] = self._when(failed)
+        failures = self.failures[failed]
+        if not failures or None in failures:
+            return False
+        if not than.came_out:
+            return all(one.came_out for one in failures)
+        if all(one.is_kept for one in failures):
+            return not than.is_kept
+        return not than.can_repeat and all(one.can_repeat for one in failures)
+
+    def _when(self, failed: str) -> list[Failure | None]:
+        numbers = [n for n, made in enumerate(self.clean.made) if made.name == failed] if self.clean else []
+        return [in_fork(partial(self.player.failing, n, self.clean)) for n in {*numbers[:1], *numbers[-1:]}]
+
+    @cached_property
+    def clean(self) -> Clean | None:
+        return in_fork(self.player.clean)
+
+
+class Player:
+    """Makes a call again, by the learner's body or ours, in a process that is thrown away afterwards."""
+
+    def __init__(self, watch: Watch, call: Call, ours: bool) -> None:
+        self.watch, self.call, self.ours = watch, call, ours
+
+    def clean(self, in_words: bool = False) -> Clean | None:
+        made: list[Made] = []
+        try:
+            outcome = self._play(made, in_words)
+            return Clean(made, outcome, self._state(in_words))
+        except (TooLarge, Waits):
+            return None
+
+    def failing(self, number: int, clean: Clean, in_words: bool = False) -> Failure | None:
+        """Where the call of that number fails."""
+        fault = Fault(f"{clean.made[number].name} has failed")
+        again: list[Change] = []
+        try:
+            before = self._state(in_words)
+            outcome = self._play([], in_words, number, fault)
+            state = self._state(in_words)
+            left = changes(before, state)
+            is_kept = not left or not changes(clean.state, state)
+            if not is_kept:
+                second = self._play([], in_words)
+                again = changes(clean.outcome, second) + changes(clean.state, self._state(in_words))
+        except (TooLarge, Waits):
+            return None
+        returned = next(iter(outcome.values()))[1] if outcome else ""
+        shown = left[:MOST_CHANGES], again[:MOST_CHANGES]
+        return Failure(not outcome, is_kept, not again, returned, *shown)
+
+    def _state(self, in_words: bool) -> Snapshot:
+        hidden = "self" if self.call.watched.name in MADE_BY else None
+        arguments = {name: value for name, value in self.call.arguments.items() if name != hidden}
+        return snapshot(arguments, deep=True, in_words=in_words)
+
+    def _play(
+        self, made: list[Made], in_words: bool, fail_at: int | None = None, fault: Fault | None = None
+    ) -> Snapshot:
+        """What it returns or raises; empty where the fault comes out."""
+        bodies = self.watch.bodies
+
+        def on_call(place: int, function: Callable) -> Callable:
+            if not may_fail(function):
+                return function
+            made.append(Made(place, name_of(function)))
+            return fail if len(made) - 1 == fail_at else function
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise fault
+
+        def instead(watched: Watched) -> Callable:
+            """Of functions that the body calls: their own calls are not the body's."""
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                bodies.on_call, before = None, bodies.on_call
+                try:
+                    return ((self.ours and bodies.ours(watched)) or watched.function)(*args, **kwargs)
+                finally:
+                    bodies.on_call = before
+
+            return call
+
+        watched = self.call.watched
+        body = bodies.ours(watched) if self.ours else bodies.theirs(watched)
+        self.watch.instead, bodies.on_call = instead, on_call
+        try:
+            result = body(*self.call.args, **self.call.kwargs)
+            result = finished(result) if inspect.iscoroutine(result) else result
+        except Waits:
+            raise
+        except BaseException as error:
+            if fault is not None and any(link is fault for link in chain(error)):
+                return {}
+            return snapshot({"the error": f"{type(error).__name__}: {error}"}, deep=False, in_words=in_words)
+        finally:
+            self.watch.instead = bodies.on_call = None
+        return snapshot({"the result": result}, deep=True, in_words=in_words)
+
+
+def finished(coroutine: Any) -> Any:
+    """What it returns without a loop that runs. Waits where it cannot go on."""
+    try:
+        for _ in range(MOST_STEPS):
+            if coroutine.send(None) is not None:
+                break
+    except StopIteration as end:
+        return end.value
+    raise Waits
+
+
+def may_fail(function: Any) -> bool:
+    """Whether it is the engine's, a test's or torch's. Of what Python brings nothing is expected to fail."""
+    function = getattr(function, "func", function)  # of a partial
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, types.BuiltinMethodType) and owner is not None:
+        if isinstance(owner, types.ModuleType):
+            return owner.__name__.partition(".")[0] not in SAFE
+        kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+        kind = next((kind for kind in kinds if function.__name__ in kind.__dict__), kinds[0])
+        return kind.__module__.partition(".")[0] not in SAFE
+    if isinstance(function, type | types.FunctionType | types.MethodType):
+        return (function.__module__ or "").partition(".")[0] not in SAFE
+    return type(function).__module__.partition(".")[0] not in SAFE
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
