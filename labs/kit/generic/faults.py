@@ -9,6 +9,7 @@ Ours is the measure. Where our own body keeps such an error to itself, or cannot
 
 import inspect
 import sys
+import threading
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -87,7 +88,8 @@ class Faults:
     def before(self, call: Call) -> None:
         name = call.watched.qualname
         is_done = self.played[name] >= PLAYED or self.in_vain[name] >= PLAYED_IN_VAIN
-        if not is_done and not self.found:
+        # Calls of other threads may wait for threads that a fork has not.
+        if not is_done and not self.found and threading.current_thread() is threading.main_thread():
             self.played[name] += 1
             self._play(call)
 
@@ -95,14 +97,20 @@ class Faults:
         pass
 
     def _play(self, call: Call) -> None:
-        theirs, watched = Player(self.watch, call, ours=False), call.watched
-        clean = in_fork(theirs.clean)
-        numbers = self._to_fail(watched, clean) if clean else []
+        watched = call.watched
+        theirs = Player(self.watch, call, ours=False)
+        if (clean := in_fork(theirs.clean)) is None:
+            self.in_vain[watched.qualname] = PLAYED_IN_VAIN
+            return
+        numbers = self._to_fail(watched, clean)
         self.in_vain[watched.qualname] = 0 if numbers else self.in_vain[watched.qualname] + 1
-        ours = Ours(self.watch, call)
+        if not numbers:
+            return
+        before = theirs.state(in_words=False)
+        ours = Ours(self.watch, call, before)
         for number in numbers:
             failed = clean.made[number].name
-            failure = in_fork(partial(theirs.failing, number, clean))
+            failure = in_fork(partial(theirs.failing, number, clean, before))
             if failure is None or (failure.came_out and failure.is_kept):
                 continue
             if ours.is_better(failed, failure) and not self._is_allowed(call, failed):
@@ -122,8 +130,8 @@ class Faults:
         return new
 
     def _sentence(self, call: Call, theirs: "Player", number: int) -> str:
-        clean = in_fork(partial(theirs.clean, in_words=True))
-        failure = in_fork(partial(theirs.failing, number, clean, in_words=True))
+        clean, before = in_fork(partial(theirs.clean, in_words=True)), theirs.state(in_words=True)
+        failure = in_fork(partial(theirs.failing, number, clean, before, in_words=True))
         name, failed = call.watched.name, clean.made[number].name
         if not failure.came_out:
             return f"{name}: an error in {failed} does not come out, {name} returns {failure.returned}"
@@ -138,8 +146,8 @@ class Faults:
 class Ours:
     """What our own body does in the place of the learner's. It is asked only where that does not do well."""
 
-    def __init__(self, watch: Watch, call: Call) -> None:
-        self.player = Player(watch, call, ours=True)
+    def __init__(self, watch: Watch, call: Call, before: Snapshot) -> None:
+        self.player, self.before = Player(watch, call, ours=True), before
         self.failures: dict[str, list[Failure | None]] = {}
 
     def is_better(self, failed: str, than: Failure) -> bool:
@@ -157,7 +165,8 @@ class Ours:
 
     def _when(self, failed: str) -> list[Failure | None]:
         numbers = [n for n, made in enumerate(self.clean.made) if made.name == failed] if self.clean else []
-        return [in_fork(partial(self.player.failing, n, self.clean)) for n in {*numbers[:1], *numbers[-1:]}]
+        few = {*numbers[:1], *numbers[-1:]}
+        return [in_fork(partial(self.player.failing, number, self.clean, self.before)) for number in few]
 
     @cached_property
     def clean(self) -> Clean | None:
@@ -174,30 +183,31 @@ class Player:
         made: list[Made] = []
         try:
             outcome = self._play(made, in_words)
-            return Clean(made, outcome, self._state(in_words))
+            return Clean(made, outcome, self.state(in_words))
         except (TooLarge, Waits):
             return None
 
-    def failing(self, number: int, clean: Clean, in_words: bool = False) -> Failure | None:
-        """Where the call of that number fails."""
+    def failing(
+        self, number: int, clean: Clean, before: Snapshot, in_words: bool = False
+    ) -> Failure | None:
+        """Where the call of that number fails.   before: of all arguments"""
         fault = Fault(f"{clean.made[number].name} has failed")
         again: list[Change] = []
         try:
-            before = self._state(in_words)
             outcome = self._play([], in_words, number, fault)
-            state = self._state(in_words)
+            state = self.state(in_words)
             left = changes(before, state)
             is_kept = not left or not changes(clean.state, state)
             if not is_kept:
                 second = self._play([], in_words)
-                again = changes(clean.outcome, second) + changes(clean.state, self._state(in_words))
+                again = changes(clean.outcome, second) + changes(clean.state, self.state(in_words))
         except (TooLarge, Waits):
             return None
         returned = next(iter(outcome.values()))[1] if outcome else ""
         shown = left[:MOST_CHANGES], again[:MOST_CHANGES]
         return Failure(not outcome, is_kept, not again, returned, *shown)
 
-    def _state(self, in_words: bool) -> Snapshot:
+    def state(self, in_words: bool) -> Snapshot:
         hidden = "self" if self.call.watched.name in MADE_BY else None
         arguments = {name: value for name, value in self.call.arguments.items() if name != hidden}
         return snapshot(arguments, deep=True, in_words=in_words)

@@ -26,10 +26,11 @@ from labs.kit.generic.forked import fork, in_fork
 from labs.kit.generic.snapshots import SIMPLE, Snapshot, TooLarge, changes, snapshot
 from labs.kit.generic.watching import Call, Watch
 
-KEPT = 4  # calls of a function
+KEPT = 3  # calls of a function
 REFUSED = 4  # of its calls that cannot be pickled; then no more are tried
-LARGEST = 1 << 18  # bytes of a call's arguments
-TRIED = 64  # times that arguments are made anew to get an address of before
+LARGEST = 1 << 16  # bytes of a call's arguments
+TRIED = 16  # times that arguments are made anew to get an address of before,
+SMALL = 1 << 12  # where they have no more bytes than this
 RESULT = "the result"
 
 
@@ -58,9 +59,10 @@ class Memory:
         try:
             kept = Kept(name, pickle.dumps((call.args, call.kwargs)))
         except Exception:  # whatever objects of tests raise
+            kept = None
+        if kept is None or len(kept.arguments) > LARGEST:
             self.refused[name] += 1
-            return
-        if len(kept.arguments) <= LARGEST and kept not in self.kept:
+        elif kept not in self.kept:
             self.kept[kept] = call
             self.counts[name] += 1
 
@@ -184,7 +186,8 @@ class Replay:
         changeable = [value if type(value) in _INTO else None for value in held]
         held.clear()
         others = []  # so that each attempt gets other places
-        for _ in range(TRIED if places else 1):
+        is_tried = places and len(self.calls[number].arguments) <= SMALL and None in changeable
+        for _ in range(TRIED if is_tried else 1):
             args, kwargs = self._arguments(number)
             values = [*args, *kwargs.values()]
             if any(id(v) == place and type(v) not in SIMPLE for v, place in zip(values, places)):
@@ -195,7 +198,7 @@ class Replay:
 
     def _make(self, args: tuple, kwargs: dict[str, Any], ours: bool, in_words: bool) -> Snapshot | None:
         """What it returns or raises, and its arguments afterwards. None for what cannot be told."""
-        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        random.seed(0), torch.default_generator.manual_seed(0)
         bodies = self.watch.bodies
         self.watch.instead = lambda watched: (ours and bodies.ours(watched)) or watched.function
         try:

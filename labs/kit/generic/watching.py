@@ -80,7 +80,7 @@ class Watch(importlib.abc.MetaPathFinder):
         self.source = source or Source(str(engine_file(exercise.module)), exercise.text)
         self.observers: list[Observer] = []
         self.watched: dict[str, Watched] = {}
-        self.bodies = Bodies(self)
+        self.bodies = Bodies(exercise, self.source)
         self.instead: Callable[[Watched], Callable] | None = None
         self.unsolved: Todo | None = None
         self.process = os.getpid()
@@ -152,6 +152,7 @@ class Watch(importlib.abc.MetaPathFinder):
             arguments = dict(watched.signature.bind(*args, **kwargs).arguments)
         except TypeError:  # the call itself says it better
             return None
+        self.bodies.prepare()
         return Call(watched, args, kwargs, arguments, number, self._asked())
 
     def _asked(self) -> str:
@@ -232,40 +233,38 @@ class Bodies:
     on_call   asked with (place in the body, what is called) before each call; returns what is called instead
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, exercise: Exercise, source: Source) -> None:
+        self.exercise, self.source = exercise, source
         self.on_call: Callable[[int, Callable], Callable] | None = None
+        self._codes: dict[bool, dict[str, CodeType]] = {}
+
+    def prepare(self) -> None:
+        """Compile them. Forks of this process need not do it again."""
+        if not self._codes:
+            theirs = _marked(self.source, self.exercise)
+            engine = Source(str(engine_file(self.exercise.module)), self.exercise.text)
+            is_ours = self.source.text == engine.text
+            self._codes = {False: theirs, True: theirs if is_ours else _marked(engine, self.exercise)}
 
     def called(self, place: int, function: Callable) -> Callable:
         return function if self.on_call is None else self.on_call(place, function)
 
     def theirs(self, watched: Watched) -> FunctionType:
-        return _made(self._their_codes[watched.qualname], watched)
+        return _made(self._codes[False][watched.qualname], watched)
 
     def ours(self, watched: Watched) -> FunctionType | None:
         """None for a function that only the learner has."""
-        code = self._our_codes.get(watched.qualname)
+        code = self._codes[True].get(watched.qualname)
         return code and _made(code, watched)
-
-    @functools.cached_property
-    def _their_codes(self) -> dict[str, CodeType]:
-        return _marked(self.watch.source, self.watch.exercise)
-
-    @functools.cached_property
-    def _our_codes(self) -> dict[str, CodeType]:
-        exercise = self.watch.exercise
-        if exercise.text == self.watch.source.text:
-            return self._their_codes
-        return _marked(Source(str(engine_file(exercise.module)), exercise.text), exercise)
 
 
 def _marked(source: Source, exercise: Exercise) -> dict[str, CodeType]:
     """Code of the exercise's functions by qualified name, in which each call asks `MARK` what to call."""
     tree = compile_source(source)
-    marker = _Marker()
-    for _, function in _exercise_functions(tree, source.text, exercise):
+    marker, wanted = _Marker(), set()
+    for qualname, function in _exercise_functions(tree, source.text, exercise):
         function.body = [marker.visit(statement) for statement in function.body]
-    wanted = {qualname for qualname, _ in _exercise_functions(tree, source.text, exercise)}
+        wanted.add(qualname)
     whole = compile(tree, source.path, "exec", dont_inherit=True)
     return {code.co_qualname: code for code in _codes(whole) if code.co_qualname in wanted}
 
