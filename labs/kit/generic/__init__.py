@@ -6,8 +6,8 @@ While an exercise's tests run the calls of its functions are watched (`watching`
 `faults`          each call that a body makes raises once: the error comes out, and nothing is left behind
 `memory`          a second call, with other arguments, gives what it would give as the first of a process
 
-What a check finds is a failure of a test of its own, which comes after the exercise's. `table.toml` has what bodies may do
-all the same. Kernels of Triton (4.2, 4.3) are not watched, since Python does not run their bodies.
+What a check finds is a failure of a test of its own, which comes after the exercise's. `table.toml` has what bodies may
+do all the same. Kernels of Triton (4.2, 4.3) are not watched, since Python does not run their bodies.
 """
 
 import sys

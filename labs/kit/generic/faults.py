@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from labs.kit.generic.forked import in_fork
-from labs.kit.generic.snapshots import Change, Snapshot, TooLarge, changes, snapshot
+from labs.kit.generic.snapshots import RESULT, Change, Snapshot, TooLarge, changes, snapshot
 from labs.kit.generic.table import Table
 from labs.kit.generic.watching import MADE_BY, Call, Watch, Watched
 from labs.kit.plugin import chain
@@ -187,9 +187,7 @@ class Player:
         except (TooLarge, Waits):
             return None
 
-    def failing(
-        self, number: int, clean: Clean, before: Snapshot, in_words: bool = False
-    ) -> Failure | None:
+    def failing(self, number: int, clean: Clean, before: Snapshot, in_words: bool = False) -> Failure | None:
         """Where the call of that number fails.   before: of all arguments"""
         fault = Fault(f"{clean.made[number].name} has failed")
         again: list[Change] = []
@@ -250,10 +248,10 @@ class Player:
         except BaseException as error:
             if fault is not None and any(link is fault for link in chain(error)):
                 return {}
-            return snapshot({"the error": f"{type(error).__name__}: {error}"}, deep=False, in_words=in_words)
+            return snapshot({RESULT: f"{type(error).__name__}: {error}"}, deep=False, in_words=in_words)
         finally:
             self.watch.instead = bodies.on_call = None
-        return snapshot({"the result": result}, deep=True, in_words=in_words)
+        return snapshot({RESULT: result}, deep=True, in_words=in_words)
 
 
 def finished(coroutine: Any) -> Any:

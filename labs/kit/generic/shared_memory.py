@@ -16,6 +16,7 @@ from labs.kit.generic.snapshots import (
     CHANGEABLE,
     NUMBERS,
     PLAIN,
+    RESULT,
     Seen,
     Snapshot,
     TooLarge,
@@ -27,7 +28,6 @@ from labs.kit.generic.table import Table
 from labs.kit.generic.watching import MADE_BY, Call
 
 LOOKED_INTO = 2  # calls of a function in a test of which the objects are searched for what they share
-RESULT = "the result"
 
 
 class SharedMemory:
@@ -85,6 +85,8 @@ class SharedMemory:
                 yield f"elements of {path} lie in the same memory, as `expand` makes them; make room for each"
             if isinstance(value, CHANGEABLE) and id(value) in theirs:
                 yield f"{path} is no copy of {same_as}, but the same {type(value).__name__}"
+            elif isinstance(value, CHANGEABLE) and same_as is not None and same_as.startswith(RESULT):
+                yield f"{path} and {same_as} are one {type(value).__name__}"
             elif same_as is None and _memory(value) in memory:
                 yield f"{path} shares its memory with {memory[_memory(value)]}; make a copy"
 

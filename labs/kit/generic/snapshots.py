@@ -33,9 +33,11 @@ PLAIN = (
     *(torch.dtype, torch.device, types.ModuleType, types.CodeType),
 )
 NUMBERS = (torch.Tensor, np.ndarray)
+CONTAINERS = (list, dict, set, frozenset, tuple, deque)
 CHANGEABLE = (list, dict, set, deque, bytearray, array.array, *NUMBERS)
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial)
 NOTHING = "nothing"
+RESULT = "the result"  # the path of what a call gives, or of the error that it raises
 SAME = "the same as "
 _OF_NUMPY = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
@@ -53,6 +55,8 @@ class Change(NamedTuple):
     now: str
 
     def __str__(self) -> str:
+        if self.before == self.now:
+            return f"{self.path} ({self.now}) has other numbers than before"
         return f"{self.path}: {self.before} -> {self.now}"
 
     @property
@@ -125,6 +129,8 @@ def _parts(value: Any, deep: bool) -> list[tuple[str, Any]]:
     """What it consists of, by what follows its path. Nothing where nobody looks into it."""
     if isinstance(value, dict):
         parts = _entries(value)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = [(f".{name}", item) for name, item in zip(value._fields, value)]
     elif isinstance(value, list | tuple | deque):
         parts = [(f"[{n}]", item) for n, item in enumerate(value)]
     elif isinstance(value, set | frozenset):
@@ -222,23 +228,32 @@ def array_of(value: torch.Tensor | np.ndarray) -> np.ndarray | None:
 
 
 def short(value: Any) -> str:
-    """In a few words: the elements of a container only if they are few and plain, an object as its class."""
+    """In a few words: of a container what is in it, if that is little, and of an object its class."""
     if type(value) in SIMPLE or isinstance(value, PLAIN):
         text = clean(repr(value))
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
     if isinstance(value, NUMBERS):
         return _short_numbers(value)
+    if not isinstance(value, CONTAINERS) or hasattr(value, "_fields"):
+        return type(value).__name__
+    text = _short_items(value) if len(value) <= SHORT else ""
+    return text if 0 < len(text) <= LONGEST else f"{type(value).__name__} of {len(value)}"
+
+
+def _short_items(value: Any) -> str:
+    """What is in a container, one step deep."""
     if isinstance(value, dict):
-        if not _is_short(value.values()):
-            return f"{type(value).__name__} of {len(value)}"
-        return "{" + ", ".join(f"{short(k)}: {short(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return clean(repr(value)) if _is_short(value) else f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__
+        return f"{{{', '.join(f'{_short_item(key)}: {_short_item(item)}' for key, item in value.items())}}}"
+    items = ", ".join(map(_short_item, value))
+    if isinstance(value, set | frozenset):
+        return f"{{{items}}}" if items else "set()"
+    return f"({items})" if isinstance(value, tuple) else f"[{items}]"
 
 
-def _is_short(items: Collection[Any]) -> bool:
-    return len(items) <= SHORT and all(isinstance(item, PLAIN) for item in items)
+def _short_item(value: Any) -> str:
+    if isinstance(value, CONTAINERS):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__ if isinstance(value, NUMBERS) else short(value)
 
 
 def _short_numbers(value: torch.Tensor | np.ndarray) -> str:
