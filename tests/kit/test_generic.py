@@ -1,13 +1,19 @@
-"""Checks that every exercise has: wrong answers that they refuse, whatever an exercise's own tests say."""
+"""Checks that every exercise has: wrong answers that they refuse, and right ones that they do not."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import pytest
+import torch
 
 from labs.kit.forks import GENERIC
-from labs.kit.regions import edit, read_engine
+from labs.kit.generic.snapshots import TooLarge, changes, snapshot
+from labs.kit.generic.table import read
+from labs.kit.regions import edit, functions_in, read_engine
 from minivllm.labs import ROOT
 
 SHARED, FAULTS, MEMORY = (
@@ -145,6 +151,35 @@ WRONG = {
         "shrink_runs: output is float",
     ),
 }
+# What is unusual and right; where an exercise's own tests ask for more than that, they may refuse it.
+RIGHT = {
+    "3.1 remembered by what it is": (
+        "slot_of_id = {",
+        "memo = globals().setdefault('memo', {})\n"
+        "    key = ids, tuple(lora_index_to_id)\n"
+        "    if key in memo:\n        return list(memo[key])\n"
+        "    slot_of_id = {",
+        "return [slot_of_id[adapter] for adapter in ids]",
+        "memo[key] = tuple(slot_of_id[adapter] for adapter in ids)\n    return list(memo[key])",
+    ),
+    "5.2 the table first, and put back": (
+        "self._write(lora, slot)\n        self._active_adapters.put(lora_id, slot)\n",
+        "self._active_adapters.put(lora_id, slot)\n"
+        "        try:\n            self._write(lora, slot)\n"
+        "        except Exception as error:\n            self._active_adapters.pop(lora_id)\n"
+        "            raise RuntimeError('no copy') from error\n",
+    ),
+    "5.8 seconds of its own": (
+        "        return True\n",
+        "        import time\n\n        return time.perf_counter() > 0\n",
+    ),
+    "11.1 a copy of all": ("return lora_a\n", "return lora_a.clone()\n"),
+    "11.3 a view of all rows": (
+        "own = by_token[self.part(share)]\n",
+        "own = by_token[self.part(share)]\n        if len(own) == share:\n            return own\n",
+    ),
+}
+PRINTS = "    return runs\n", "    print('here')\n    return runs\n"
 RUN = """
 import json, sys
 from labs.kit.forks import Job, run
@@ -154,34 +189,33 @@ jobs = [Job(name, name.split()[0], {module: Source(f"{name}.py", text)})
         for name, (module, text) in json.load(sys.stdin).items()]
 for job, outcome in run(jobs):
     failed = {r.test: [r.message, r.place, r.asked] for r in outcome.of("failed")}
-    print(json.dumps([job.key, failed, outcome.trouble]), flush=True)
+    printed = {r.test: r.printed for r in outcome.results}
+    print(json.dumps([job.key, [failed, outcome.trouble, printed]]), flush=True)
 """
 
 
-def judge(texts):
-    """Name -> tests that failed, with message and places; and what kept the tests from their end."""
-    process = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT
-    )
-    assert process.returncode == 0, process.stderr
-    return {name: (failed, trouble) for name, failed, trouble in map(json.loads, process.stdout.splitlines())}
+def edited(name, texts):
+    """The module of an exercise and its text, in which each second text stands in the place of the one before it."""
+    exercise = read_engine()[name.split()[0]]
+    return exercise.module, edit(exercise, list(zip(texts[::2], texts[1::2])))
 
 
 @pytest.fixture(scope="module")
 def judged():
-    exercises = {name: read_engine()[name.split()[0]] for name in WRONG}
-    return judge({name: (e.module, edit(e, batched(WRONG[name][0]))) for name, e in exercises.items()})
-
-
-def batched(texts):
-    """Old and new in turn, as pairs."""
-    return list(zip(texts[::2], texts[1::2]))
+    """Answer -> tests that failed, with message and places; what kept the tests from their end; what was printed."""
+    answers = {name: texts for name, (texts, _, _) in WRONG.items()} | RIGHT | {"3.4 prints": PRINTS}
+    texts = {name: edited(name, texts) for name, texts in answers.items()}
+    process = subprocess.run(
+        [sys.executable, "-c", RUN], input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT
+    )
+    assert process.returncode == 0, process.stderr
+    return dict(map(json.loads, process.stdout.splitlines()))
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_is_seen_by_a_check_that_knows_nothing_of_the_exercise(judged, name):
     _, check, said = WRONG[name]
-    failed, trouble = judged[name]
+    failed, trouble, _ = judged[name]
 
     assert trouble is None
     assert f"{GENERIC}::{check}" in failed, failed
@@ -189,3 +223,107 @@ def test_a_wrong_answer_is_seen_by_a_check_that_knows_nothing_of_the_exercise(ju
     assert message.startswith(said)
     assert place.startswith(f"{name}.py:")
     assert asked.startswith("tests/phase_")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_is_not(judged, name):
+    failed, trouble, _ = judged[name]
+
+    assert trouble is None
+    assert not [message for test, (message, _, _) in failed.items() if test.startswith(GENERIC)]
+
+
+def test_what_code_prints_is_shown_once_however_often_it_is_called_by_checks(judged):
+    _, _, printed = judged["3.4 prints"]
+    calls_once = [text for test, text in printed.items() if "::test_runs_are_neighbours" in test]
+
+    assert set(calls_once) == {"here\n"}
+
+
+def test_the_table_names_functions_of_exercises_and_their_parameters():
+    exercises = read_engine()
+    for section, lines in read().items():
+        for number, function, *more in lines:
+            exercise = exercises[number]
+            tree = ast.parse(exercise.text)
+            found = [
+                f for region in exercise.regions for f in functions_in(tree, region) if f.name == function
+            ]
+            assert found, f"lab {number} has no {function}"
+            parameters = {a.arg for f in found for a in (*f.args.args, *f.args.kwonlyargs)}
+            if section == "arguments":
+                assert set(more) <= parameters, f"{function} has no {more}"
+
+
+@dataclass
+class Point:
+    at: list
+
+
+class Plain:
+    """Of a module of tests, so that snapshots look into it."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+def filled(value):
+    value[1] = 7
+    return value
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "said"),
+    [
+        (lambda: [2, 2], list.clear, "it: [2, 2] -> []"),
+        (lambda: [2, 2], lambda v: v.__setitem__(1, -1), "it[1]: 2 -> -1"),
+        (lambda: {"a": [1]}, lambda v: v["a"].append(2), "it['a']: [1] -> [1, 2]"),
+        (lambda: {3, 1}, lambda v: v.remove(3), "it: {1, 3} -> {1}"),
+        (lambda: Point([1]), lambda v: v.at.pop(), "it.at: [1] -> []"),
+        (lambda: torch.zeros(2), filled, "it: float32 (2,) [0., 0.] -> float32 (2,) [0., 7.]"),
+        (
+            lambda: torch.zeros(9, dtype=torch.bfloat16),
+            filled,
+            "it (bfloat16 (9,)) has other numbers than before",
+        ),
+        (lambda: torch.zeros(4)[::2], filled, "it: float32 (2,) [0., 0.] -> float32 (2,) [0., 7.]"),
+        (
+            lambda: OrderedDict(a=1, b=2),
+            lambda v: v.move_to_end("a"),
+            "it in the order of[0]: \"'a'\" -> \"'b'\"",
+        ),
+        (lambda: Plain(x=Plain(y=[])), lambda v: v.x.y.append(1), "it.x.y: [] -> [1]"),
+        (lambda: Plain(x=1), lambda v: setattr(v, "z", v), "it.z: nothing -> the same as it"),
+    ],
+)
+def test_a_snapshot_tells_what_has_changed(made, change, said):
+    value = made()
+    before = snapshot({"it": value}, deep=True)
+
+    change(value)
+
+    assert str(changes(before, snapshot({"it": value}, deep=True))[0]) == said
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor([float("nan")]), {2: Point([1]), 1: "b"}, (x for x in "ab"), {None, 1}]
+)
+def test_a_snapshot_of_what_has_not_changed_is_the_same(value):
+    before = snapshot({"it": value}, deep=True)
+
+    assert changes(before, snapshot({"it": value}, deep=True)) == []
+
+
+def test_a_snapshot_of_data_looks_into_no_object():
+    value = Plain(x=[])
+    before = snapshot({"it": [value]}, deep=False)
+
+    value.x.append(1)
+
+    assert changes(before, snapshot({"it": [value]}, deep=False)) == []
+    assert changes(before, snapshot({"it": [Plain(x=[])]}, deep=False))
+
+
+def test_a_snapshot_does_not_go_on_for_ever():
+    with pytest.raises(TooLarge):
+        snapshot({"it": list(range(100_000))}, deep=False)

@@ -1,10 +1,10 @@
 """Each call that a body makes raises an ordinary error once: what comes out, and what is left behind?
 
 A call of an exercise's function is played again in forks of the process, before it runs. In each another call that its
-body makes raises instead of doing anything. The error must come out. What the body has changed by then must not stand
-in the way of a second attempt: that gives what a first one would, unless all is done already.
+body makes raises instead of doing anything. The error must come out. What others can see is then as it was, or as if
+nothing had failed. What is private must only not stand in the way of a second attempt, which gives what a first one would.
 
-Ours is the measure. Where our own body keeps such an error to itself, or cannot be called again, nobody's need.
+Ours is the measure: when a call fails in a learner's body no more is asked than our own does when that call fails in it.
 """
 
 import inspect
@@ -14,6 +14,7 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from labs.kit.generic.forked import in_fork
@@ -61,12 +62,14 @@ class Failure(NamedTuple):
 
     came_out     whether the error did; else `returned` says what there was instead
     is_kept      whether everything is as before, or as after a call in which nothing fails
+    is_seen      whether it is not, in attributes that are not private
     can_repeat   whether it is, or a second attempt gives what a first one gives
     left, again  what is not as before, and what a second attempt gives otherwise; a few of each
     """
 
     came_out: bool
     is_kept: bool
+    is_seen: bool
     can_repeat: bool
     returned: str
     left: list[Change]
@@ -135,7 +138,9 @@ class Faults:
         name, failed = call.watched.name, clean.made[number].name
         if not failure.came_out:
             return f"{name}: an error in {failed} does not come out, {name} returns {failure.returned}"
-        left = min(failure.left, key=lambda change: (change.is_of_identity, len(change.path)))
+        left = min(
+            failure.left, key=lambda change: (change.is_of_identity, change.is_private, len(change.path))
+        )
         said = f"{name}: an error in {failed} leaves a change behind, {left}"
         if failure.again:
             change = failure.again[0]
@@ -159,8 +164,8 @@ class Ours:
             return False
         if not than.came_out:
             return all(one.came_out for one in failures)
-        if all(one.is_kept for one in failures):
-            return not than.is_kept
+        if than.is_seen and not any(one.is_seen for one in failures):
+            return True
         return not than.can_repeat and all(one.can_repeat for one in failures)
 
     def _when(self, failed: str) -> list[Failure | None]:
@@ -202,8 +207,9 @@ class Player:
         except (TooLarge, Waits):
             return None
         returned = next(iter(outcome.values()))[1] if outcome else ""
-        shown = left[:MOST_CHANGES], again[:MOST_CHANGES]
-        return Failure(not outcome, is_kept, not again, returned, *shown)
+        is_seen = not is_kept and not all(change.is_private for change in left)
+        shown = sorted(left, key=attrgetter("is_private"))[:MOST_CHANGES], again[:MOST_CHANGES]
+        return Failure(not outcome, is_kept, is_seen, not again, returned, *shown)
 
     def state(self, in_words: bool) -> Snapshot:
         hidden = "self" if self.call.watched.name in MADE_BY else None

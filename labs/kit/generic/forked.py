@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +40,20 @@ def _run(function: Callable[[], Any], sender: int, loop: asyncio.AbstractEventLo
             signal.setitimer(timer, seconds)
         asyncio._set_running_loop(loop)  # the loop that runs is another process's, or so asyncio thinks
         gc.disable()  # it would write to all pages
+        _be_silent()
         _stop_clocks()
         with os.fdopen(sender, "wb") as pipe:
             pipe.write(pickle.dumps(function()))
     finally:
         os._exit(0)
+
+
+def _be_silent() -> None:
+    """What a learner's code prints is shown once."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    sys.stdout = sys.stderr = os.fdopen(nothing, "w")
 
 
 def _stop_clocks() -> None:

@@ -7,6 +7,7 @@ import array
 import ctypes
 import functools
 import itertools
+import re
 import sys
 import types
 import zlib
@@ -41,6 +42,8 @@ RESULT = "the result"  # the path of what a call gives, or of the error that it 
 SAME = "the same as "
 _OF_NUMPY = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
+_PRIVATE = re.compile(r"\._(?!_|modules\b|parameters\b|buffers\b)")
+
 Snapshot = dict[str, tuple[Any, str]]  # path -> a key that is equal where the values are, and words for it
 Seen = dict[int, tuple[str, Any]]  # id -> where an object is, and the object
 
@@ -58,6 +61,11 @@ class Change(NamedTuple):
         if self.before == self.now:
             return f"{self.path} ({self.now}) has other numbers than before"
         return f"{self.path}: {self.before} -> {self.now}"
+
+    @property
+    def is_private(self) -> bool:
+        """Whether an attribute on its path is private. Those in which PyTorch keeps a module's parts are not."""
+        return _PRIVATE.search(self.path) is not None
 
     @property
     def is_of_identity(self) -> bool:
