@@ -2,9 +2,9 @@
 
 A call of an exercise's function is played again in forks of the process, before it runs. In each another call that its
 body makes raises instead of doing anything. The error must come out. What others can see is then as it was, or as if
-nothing had failed. What is private must only not stand in the way of a second attempt, which gives what a first one would.
+nothing had failed. What is private must only not stand in the way of a second attempt.
 
-Ours is the measure: when a call fails in a learner's body no more is asked than our own does when that call fails in it.
+Ours is the measure: when a call fails in a learner's body no more is asked than our own does when that call fails.
 """
 
 import inspect
