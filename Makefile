@@ -62,6 +62,7 @@ nightly: setup $(RAY)
 	$(BIN)/python -m pytest -m ray --disable-warnings tests/deploy
 	$(BIN)/python tests/engine/malformed.py --adapters 10000 --seed 0
 	$(BIN)/python tests/engine/interrupts.py --interrupts 1000 --seed 0
+	$(BIN)/python tests/engine/engine_machine.py --operations 150000 --seed 0
 	$(BIN)/python tests/server/server_soak.py --seed 0
 
 lint: setup
