@@ -44,6 +44,9 @@ class AdapterCalls(GuardedCore):
     @in_turn(on_threads=True)
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot. vLLM: `pin_lora`."""
+        if self._ahead is not None:
+            # Whom that leaves without a slot the next step ends, and by then its last token must have been read.
+            self._ahead.answer(self._undelivered)
         return self._adapters().pin_lora(lora_id)
 
     @in_turn(on_threads=True, refuses=False)

@@ -147,6 +147,25 @@ def test_an_id_is_in_use_until_the_last_token_was_told(world):
     assert tokens_of(run(engine)["a"]) == world.oracle().greedy(None, token_ids(5, 1), 1)
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_request_that_a_pin_leaves_without_a_slot_has_all_of_its_tokens(world, stops):
+    engine = ahead_engine(world, max_loras=1, max_cpu_loras=2)
+    engine.add_lora(world.request("all"))
+    [token] = world.oracle().greedy("qv", token_ids(5, 1), 1)
+    params = SamplingParams(
+        temperature=0, max_tokens=3, logprobs=1, ignore_eos=True, stop_token_ids=[token] if stops else []
+    )
+    engine.add_request("a", token_ids(5, 1), params, lora_request=world.request("qv"))
+    assert engine.step() == []
+
+    engine.pin_lora(world.request("all").lora_int_id)
+    answer = run(engine)["a"].outputs[0]
+
+    assert answer.token_ids == [token]
+    assert [set(logprobs) >= {token} for logprobs in answer.logprobs] == [True]
+    assert answer.finish_reason == ("stop" if stops else "error")
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_an_aborted_request_is_gone_and_the_others_go_on(world, steps):
     engine = ahead_engine(world)
