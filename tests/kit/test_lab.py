@@ -393,14 +393,15 @@ def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
 
     checkout.forget()
     checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
+    # A fork that plays the call for the generic checks computes for two seconds of them.
     code = (
         "from labs.kit.forks import Job, run\nfrom minivllm.labs import learners_sources\n"
         "job = Job(None, '3.2', learners_sources('3.2'))\n"
-        "[[result]] = [outcome.results for _, outcome in run([job], limit=2)]\n"
+        "[[result]] = [outcome.results for _, outcome in run([job], limit=5)]\n"
         "print(result.message, result.test.partition('::')[2][:5], result.place)"
     )
     place = checkout.place("3.2", "while True: pass")
-    assert checkout.execute(code).stdout == f"no end after 2 s of computing test_ {place}\n"
+    assert checkout.execute(code).stdout == f"no end after 5 s of computing test_ {place}\n"
 
 
 def test_an_exercise_is_graded_by_the_tests_that_carry_its_mark(checkout):
