@@ -27,15 +27,15 @@ import torch
 from benchmarks.adapters import write_adapters
 from benchmarks.arguments import SHAPES, each_once, one_of, run_as_command, whole
 from benchmarks.report import Report, default_path
+from minivllm.ahead.run_ahead import RunAhead
 from minivllm.assembly import LLMEngine, paged_attention
 from minivllm.engine_args import EngineArgs
-from minivllm.guards.run_ahead import RunAhead
+from minivllm.gpu.cuda_graphs import DecodeOutput, DecodeStep
+from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import slot_writers
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.pauses import avoid_pauses
-from minivllm.worker.cuda_graphs import DecodeOutput, DecodeStep
-from minivllm.worker.step_graphs import StepGraphs
 
 NAME = "python -m benchmarks.host"
 CASES = ("decode", "mixed")

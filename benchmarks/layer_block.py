@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.options import model_folder
+from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.attention import Attention
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.layers.triton_ops.rotary import rotary_and_cache
 from minivllm.models.config import ModelArchitecture
 
 BLOCK_SIZE = 16

@@ -21,14 +21,14 @@ from benchmarks.report import Report
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.config import LoRAConfig
 from minivllm.economics import shapes_of
-from minivllm.lora.gpu.page_locked import PageLockedMemory
-from minivllm.lora.gpu.slot_writer import SlotWriter
-from minivllm.lora.io.known_layouts import KnownLayouts
+from minivllm.gpu.page_locked import PageLockedMemory
+from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.wrapped_modules import WrappedModules
 from minivllm.models.config import ModelArchitecture
+from minivllm.sources.known_layouts import KnownLayouts
 from minivllm.worker.openmp import set_num_threads
 
 RANKS = (4, 8, 10, 16)

@@ -12,8 +12,6 @@ import torch
 
 from minivllm.config import PAGED_BACKENDS, EngineConfig
 from minivllm.core.scheduler import Scheduler
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.parts import (
     EngineParts,
@@ -22,6 +20,8 @@ from minivllm.engine.parts import (
     scheduler_arguments,
     scheduler_options,
 )
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.policies.install import evict_as_configured, scheduling_policy
 from minivllm.worker.executor import Executor
 from minivllm.worker.kv_memory import KVMemory
@@ -55,7 +55,7 @@ def make_executor(config: EngineConfig) -> Executor:
     """One runner in this process, or one that has other ranks run each step too."""
     if config.parallel_config.tensor_parallel_size == 1:
         return Executor(make_model_runner(config))
-    from minivllm.distributed.leader import start_ranks
+    from minivllm.parallel.leader import start_ranks
 
     return start_ranks(config, make_model_runner)
 
@@ -68,13 +68,13 @@ def make_model_runner(
     """The runner that a configuration asks for. Parameters as of `ModelRunner`."""
     options = {} if torch.device(config.device).type == "cpu" else _gpu_parts(config)
     if config.lora_config is not None and config.lora_config.backend_on(config.device) in PAGED_BACKENDS:
-        from minivllm.lora.gpu.elastic_manager import ElasticWorkerLoRAManager
-        from minivllm.worker.shared_memory import SharedMemory
+        from minivllm.gpu.elastic_manager import ElasticWorkerLoRAManager
+        from minivllm.gpu.shared_memory import SharedMemory
 
         options["make_lora_manager"] = ElasticWorkerLoRAManager
         options["memory"] = SharedMemory(options.get("memory", KVMemory()))
     if config.model_config.batch_invariant:
-        from minivllm.worker.invariant_attention import build_invariant_attention
+        from minivllm.gpu.invariant_attention import build_invariant_attention
 
         options["build_attention"] = build_invariant_attention(config)
     return ModelRunner(config, tp=tp, adapters_are_active=adapters_are_active, **options)
@@ -85,7 +85,7 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
 
     Steps in float32, which nobody serves, have PyTorch's attention and run eagerly.
     """
-    from minivllm.worker.measured_memory import MeasuredMemory
+    from minivllm.gpu.measured_memory import MeasuredMemory
 
     is_paged = config.model_config.dtype in (torch.float16, torch.bfloat16)
     captures = is_paged and not config.model_config.enforce_eager
@@ -93,11 +93,11 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
     if is_paged:
         parts["build_attention"] = paged_attention(config)
     if captures:
-        from minivllm.worker.step_graphs import StepGraphs
+        from minivllm.gpu.step_graphs import StepGraphs
 
         buffers = {}
         if config.model_config.batch_invariant:
-            from minivllm.worker.invariant_attention import InvariantBuffers
+            from minivllm.gpu.invariant_attention import InvariantBuffers
 
             buffers["decode_buffers"] = InvariantBuffers
         parts["capture"] = partial(StepGraphs.of_all_steps, **buffers)
@@ -110,7 +110,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
     tiers = runner.worker_manager and runner.worker_manager.manager
     options["policy"] = scheduling_policy(config.scheduler_config, tiers)
     if blocks_a_page := getattr(runner.memory_plan, "blocks_a_page", 0):
-        from minivllm.elastic.scheduler import ElasticScheduler
+        from minivllm.gpu.elastic.scheduler import ElasticScheduler
 
         manager = runner.worker_manager.manager
         return ElasticScheduler(*arguments, manager=manager, blocks_a_page=blocks_a_page, **options)
@@ -119,7 +119,7 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
 
 def paged_attention(config: EngineConfig) -> BuildAttention:
     """Attention that reads the KV cache where it lies, by kernels for GPUs."""
-    from minivllm.layers.paged_attention import PagedAttentionMetadata
+    from minivllm.gpu.paged_attention import PagedAttentionMetadata
 
     return partial(
         PagedAttentionMetadata.build,

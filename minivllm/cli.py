@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
 from minivllm.commands.simulate_cli import simulate_app
-from minivllm.faults import EngineDeadError
+from minivllm.errors import EngineDeadError
 from minivllm.labs import Todo, describe
 from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 

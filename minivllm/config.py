@@ -10,10 +10,7 @@ import torch
 
 from minivllm.devices import DTYPES as DTYPES
 from minivllm.devices import parse_device, parse_dtype
-from minivllm.distributed.checks import between_a_and_b, refuse_uneven_shares
-from minivllm.model_options import check_batch_invariant, check_one_order, check_quantization
-from minivllm.models.config import ModelArchitecture
-from minivllm.validation import (
+from minivllm.errors import (
     is_folder,
     is_list_of_names,
     is_real,
@@ -24,6 +21,9 @@ from minivllm.validation import (
     require_text,
     shown,
 )
+from minivllm.model_options import check_batch_invariant, check_one_order, check_quantization
+from minivllm.models.config import ModelArchitecture
+from minivllm.parallel.checks import between_a_and_b, refuse_uneven_shares
 
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")

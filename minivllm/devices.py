@@ -2,7 +2,7 @@
 
 import torch
 
-from minivllm.validation import shown
+from minivllm.errors import shown
 
 _DTYPE_NAMES = ("float32", "float", "float64", "double", "bfloat16", "float16", "half")
 DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 GIB = 2**30
 

@@ -12,7 +12,7 @@ from minivllm.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from minivllm.validation import require_bool
+from minivllm.errors import require_bool
 
 # Options that are called otherwise here than in the configuration.
 OPTION_NAMES = {

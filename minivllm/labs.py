@@ -30,7 +30,7 @@ _OPEN = re.compile(r"\s*# region lab (\d+\.\d+): (\S.*)")
 _STUB = re.compile(r'(?:\bTodo\(|static_assert\(False, )"lab (\d+\.\d+): ')
 
 
-class Todo(Exception):
+class Todo(NotImplementedError):
     """An exercise that nobody has solved yet was run. Its text is `lab N.M: title`."""
 
 

@@ -5,8 +5,8 @@ import os
 
 import torch
 
+from minivllm.errors import shown
 from minivllm.models.config import ModelArchitecture
-from minivllm.validation import shown
 
 TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
 

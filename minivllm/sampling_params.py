@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from minivllm.structured_outputs import StructuredOutputsParams
-from minivllm.validation import LARGEST_INT, is_finite, is_integral, require_bool, require_count, shown
+from minivllm.errors import LARGEST_INT, is_finite, is_integral, require_bool, require_count, shown
+from minivllm.text.structured_outputs import StructuredOutputsParams
 
 # Below this a temperature is a greedy choice (vLLM's _SAMPLING_EPS): dividing by less only breeds infinities.
 GREEDY_TEMPERATURE = 1e-5

@@ -3,7 +3,6 @@
 import ast
 from pathlib import Path
 
-import house
 import pytest
 from code_lines import code_lines, function_lines
 from imports import import_circles
@@ -11,108 +10,10 @@ from imports import import_circles
 PACKAGE = Path(__file__).resolve().parents[1] / "minivllm"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.read_text().strip()]
 
-# Lowest first; a module may import from its own layer and from those before it.
-LAYERS = (
-    ("labs", "quiet"),
-    (
-        "config",
-        "devices",
-        "distributed",
-        "engine_args",
-        "faults",
-        "palette",
-        "processes",
-        "progress",
-        "scattered_reads",
-        "sentences",
-        "timed_patterns",
-        "sampling_params",
-        "structured_outputs",
-        "validation",
-        "model_options",
-        "models.config",
-        "models.interfaces",
-        "models.demo_model",
-        "layers.rotary",
-    ),
-    (
-        "lora.seams",
-        "lora.limits",
-        "lora.checks",
-        "lora.request",
-        "lora.names",
-        "lora.safetensors_file",
-        "lora.weights_files",
-        "lora.peft_helper",
-        "lora.lru_cache",
-        "lora.events",
-        "lora.stats",
-    ),
-    (
-        "lora.module_weights",
-        "lora.lora_weights",
-        "lora.options.expert_weights",
-        "lora.adapter_tensors",
-        "lora.lora_model",
-    ),
-    ("layers", "models", "lora.ops", "text"),
-    (
-        "lora.mapping",
-        "lora.slots",
-        "lora.backend",
-        "lora.loops_backend",
-        "lora.runs_backend",
-    ),
-    ("lora.layers",),
-    (
-        "lora.replace",
-        "lora.adaptable",
-        "lora.wrapped_modules",
-        "lora.memory_stats",
-        "lora.event_log",
-        "lora.tiers",
-        "lora.adapter_slots",
-        "lora.model_manager",
-    ),
-    ("lora.loading", "lora.worker_manager"),
-    ("lora.options", "lora.io", "lora.gpu"),
-    ("lora", "economics", "vllm"),
-    ("guards.refusals", "guards.turns"),
-    ("core", "policies"),
-    ("elastic",),
-    ("worker",),
-    (
-        "distributed.follower",
-        "distributed.leader",
-        "distributed.other_ranks",
-        "distributed.ranks",
-        "distributed.shared_reading",
-        "distributed.step_messages",
-        "distributed.torchrun",
-    ),
-    ("simulate",),
-    ("engine", "guards", "serving", "text.answer", "text.chats", "assembly", "distributed.rank_process"),
-    ("server",),
-    ("commands",),
-    ("cli",),
-)
-
 
 def module_name(path: Path) -> str:
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name.removesuffix(".__init__").removesuffix("__init__")
-
-
-def layer_of(name: str) -> int:
-    """The layer with the longest name that the module's name starts with."""
-    found = [
-        (len(prefix), number)
-        for number, prefixes in enumerate(LAYERS)
-        for prefix in prefixes
-        if name == prefix or name.startswith(f"{prefix}.")
-    ]
-    assert found, f"minivllm.{name} is in no layer; add it to LAYERS"
-    return max(found)[1]
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -133,15 +34,6 @@ def imports_of(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if module_name(f)], ids=module_name)
-def test_imports_run_one_way(path):
-    layer = layer_of(module_name(path))
-
-    upward = [name for name in imports_of(ast.parse(path.read_text())) if layer_of(name) > layer]
-
-    assert not upward, f"minivllm.{module_name(path)} imports {upward} from above"
-
-
 def test_the_lora_package_knows_nothing_of_the_engine():
     for path in (PACKAGE / "lora").rglob("*.py"):
         tops = {name.partition(".")[0] for name in imports_of(ast.parse(path.read_text()))}
@@ -152,48 +44,6 @@ def test_the_lora_package_knows_nothing_of_the_engine():
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_a_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
-
-
-def test_every_module_of_the_subject_names_the_vllm_file_it_stands_for():
-    ours = {"lora/lru_cache.py", "lora/seams.py"}
-    for path in [p for folder in ("lora", "core", "worker") for p in (PACKAGE / folder).rglob("*.py")]:
-        if path.name == "__init__.py" or str(path.relative_to(PACKAGE)) in ours:
-            continue
-
-        assert "vllm/" in ast.get_docstring(ast.parse(path.read_text())), path.name
-
-
-@pytest.mark.parametrize("rule", house.RULES, ids=lambda rule: rule.__name__)
-def test_the_core_imports_nothing_outwards_and_nothing_goes_round(rule):
-    said = house.compare(rule.__name__, rule(), house.owed(rule.__name__))
-
-    hint = "`python tests/helpers/house.py` writes what there is into house_debt.toml"
-    assert not said, "\n".join([*said, hint])
-
-
-def test_what_grows_is_new_or_is_settled_is_said():
-    owed = {"a.py": {"lines": 300}, "b.py": {"lines": 210, "f": 44}, "gone.py": {"lines": 400}}
-    found = {"a.py": {"lines": 301}, "b.py": {"lines": 205}, "new.py": {"lines": 201}}
-
-    said = house.compare("long", found, owed)
-
-    assert [sentence.split(":")[0] for sentence in said] == [
-        *("long, a.py", "long, new.py", "long, b.py", "long, gone.py")
-    ]
-
-
-def test_imports_of_other_rings_are_found_wherever_they_stand():
-    text = """
-from typing import TYPE_CHECKING
-from minivllm.lora import seams, gpu
-from minivllm.lora.options_of_old import these
-if TYPE_CHECKING:
-    import minivllm.vllm.kernels
-def late():
-    from minivllm.lora.io.hub import fetch
-"""
-
-    assert house.outward(text) == ["minivllm.lora.gpu", "minivllm.lora.io", "minivllm.vllm"]
 
 
 def test_circles_of_imports_are_found_wherever_the_imports_stand(tmp_path):

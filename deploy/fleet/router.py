@@ -14,8 +14,8 @@ from ray.serve.request_router import (
 )
 
 from deploy.fleet.seats import Seats
-from minivllm.lora.io.resolver import stable_id
 from minivllm.policies.routing import POLICIES
+from minivllm.sources.resolver import stable_id
 
 # Far more than it takes: a request that waits for room is chosen for again and again.
 SECONDS_UNTIL_SENT = 10.0

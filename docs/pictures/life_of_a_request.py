@@ -58,9 +58,9 @@ ARROWS = (
 )
 # What is plugged in or stands around: folder or file, and what is in it.
 AROUND = (
-    ("lora/options/", "experts, ends, bias, ..."),
-    ("lora/io/", "hub, resolvers, .bin"),
-    ("lora/gpu/", "Triton, slot writer"),
+    ("options/", "experts, ends, bias, ..."),
+    ("sources/", "hub, resolvers, .bin"),
+    ("gpu/", "Triton, slot writer"),
     ("vllm/", "vLLM's further names"),
     ("lora/stats.py", "counts, bytes, log"),
     ("guards/, text/", "threads, Ctrl-C; words"),

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.adapter_share import EVERYTHING, Share, share_of_linear
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.seams import beside_checks
 from minivllm.lora.slots import Slots
+from minivllm.parallel.adapter_share import EVERYTHING, Share, share_of_linear
 
 LayerWeights = LoRALayerWeights | PackedLoRALayerWeights
 Parts = list[LoRALayerWeights | None]  # of a layer, one entry a slice

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.token_share import share_of_tokens
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.options.option_layer import OptionLayer
-from minivllm.lora.options.vocabulary import EMBEDDINGS, pad_to_slots
 from minivllm.lora.slots import Slots
+from minivllm.options.option_layer import OptionLayer
+from minivllm.options.vocabulary import EMBEDDINGS, pad_to_slots
+from minivllm.parallel.token_share import share_of_tokens
 
 
 class VocabParallelEmbeddingWithLoRA(OptionLayer):

@@ -7,7 +7,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead
-from minivllm.lora.options.head_slots import HeadSlots
+from minivllm.options.head_slots import HeadSlots
 
 
 class LogitsProcessorWithLoRA(HeadSlots):

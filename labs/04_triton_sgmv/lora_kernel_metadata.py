@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.lora.ops.triton_ops.tuning import FEW_TOKENS, block_rows
+from minivllm.gpu.sgmv.tuning import FEW_TOKENS, block_rows
 
 
 class TileList(NamedTuple):

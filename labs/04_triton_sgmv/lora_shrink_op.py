@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.lora.ops.triton_ops.lora_kernel_metadata import TileList
-from minivllm.lora.ops.triton_ops.tuning import shrink_tiles
+from minivllm.gpu.sgmv.lora_kernel_metadata import TileList
+from minivllm.gpu.sgmv.tuning import shrink_tiles
 
 
 # region lab 4.2: the shrink kernel

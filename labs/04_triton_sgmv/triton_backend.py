@@ -3,16 +3,16 @@
 from minivllm.labs import Todo
 import torch
 
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.gpu.sgmv import TileList, expand, shrink, tiles_of
+from minivllm.gpu.triton_halves import TritonHalves
+from minivllm.gpu.triton_slots import TritonSlots
+from minivllm.gpu.triton_tables import TritonTables
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import ALL_SLICES
-from minivllm.lora.gpu.triton_halves import TritonHalves
-from minivllm.lora.gpu.triton_slots import TritonSlots
-from minivllm.lora.gpu.triton_tables import TritonTables
 from minivllm.lora.mapping import LoRAMapping, slots_of
-from minivllm.lora.ops.triton_ops import TileList, expand, shrink, tiles_of
-from minivllm.lora.options.halved_slots import HalvedSlots
 from minivllm.lora.slots import Slots
+from minivllm.options.halved_slots import HalvedSlots
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 class TritonBackend(TritonTables):

@@ -10,7 +10,7 @@ from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterVersion
-from minivllm.faults import as_fault
+from minivllm.errors import recoverable
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -83,7 +83,7 @@ class AdapterChanges:
         What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room. Once
         it is read, versions before it are of no use any more (`_note_read`).
 
-        After any error (`as_fault`) the worker still has the old weights. The error is kept in `failures` for the
+        After any error (`recoverable`) the worker still has the old weights. The error is kept in `failures` for the
         requests of this generation. The adapter's own is then at least the one after it: whoever comes next does not
         share their fate. The record goes back to the version before the order (`_go_back`), or it would name a folder
         that was never read.

@@ -14,7 +14,7 @@ from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parallel_sampling import ParallelSampling
 from minivllm.engine.parts import MakeParts, plain_parts
-from minivllm.faults import told
+from minivllm.errors import log_unexpected
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
@@ -126,7 +126,7 @@ class EngineCore:
         self.adapters.could_not_be_read(adapter_id)
 
     def _fail(self, request_ids: list[str], error: BaseException, outputs: list[RequestOutput]) -> None:
-        sentence = told(error, request_ids)
+        sentence = log_unexpected(error, request_ids)
         for request in self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, sentence):
             self._finish(request, outputs)
 

@@ -12,14 +12,14 @@ import torch
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.gpu.gpu_memory import refuse_slots_that_do_not_fit
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.sampler import Sampler
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import get_model
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.worker.cpu_threads import cpu_threads
-from minivllm.worker.gpu_memory import refuse_slots_that_do_not_fit
 from minivllm.worker.graphs import NO_GRAPHS, Graphs
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.kv_memory import KVMemory

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from minivllm.faults import is_fault
+from minivllm.errors import is_recoverable
 from minivllm.serving.errors import died_of
 
 T, E = TypeVar("T"), TypeVar("E")
@@ -39,7 +39,7 @@ class HandOver(Generic[E]):
         raise Todo("lab 9.1: calls from any thread")
 
     def run(self, engine: E, wait: bool) -> None:
-        """Run all calls there are, in the engine's thread. What is no fault (`is_fault`) is raised here.
+        """Run all calls there are, in the engine's thread. What is no fault (`is_recoverable`) is raised here.
 
         wait   for one, if there is none
         """

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
-from minivllm.lora.io.by_name import find_by_name
-from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
 from minivllm.server.keys import Holder
 from minivllm.server.paths import below_root
@@ -17,6 +15,8 @@ from minivllm.server.protocol import LoadAdapterRequest
 from minivllm.server.served import ServedNames
 from minivllm.server.settings import ServerSettings
 from minivllm.serving.async_llm import AsyncLLM
+from minivllm.sources.by_name import find_by_name
+from minivllm.sources.resolver import stable_id
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from minivllm.lora.layers.linear import (
     QKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from minivllm.lora.options.halved_slots import halve_linear
 from minivllm.lora.seams import sharded_wrappers
 from minivllm.lora.slots import Slots
+from minivllm.options.halved_slots import halve_linear
 
 
 class _FullySharded(BaseLinearLayerWithLoRA):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from minivllm.distributed.summing import Norm
-from minivllm.distributed.vocabulary import get_masked_input_and_mask
+from minivllm.parallel.summing import Norm
+from minivllm.parallel.vocabulary import get_masked_input_and_mask
 
 if TYPE_CHECKING:
-    from minivllm.distributed.words_op import Words
+    from minivllm.parallel.words_op import Words
 
 
 class TensorParallel:

@@ -6,12 +6,12 @@ import torch
 
 from labs.demos.small import numbers
 from minivllm.config import LoRAConfig
+from minivllm.gpu.sgmv import expand, shrink, tiles_of
+from minivllm.gpu.sgmv.lora_kernel_metadata import build_tiles
+from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.layers.linear import RowParallelLinear
-from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
-from minivllm.lora.ops.triton_ops import expand, shrink, tiles_of
-from minivllm.lora.ops.triton_ops.lora_kernel_metadata import build_tiles
 from minivllm.lora.slots import Slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

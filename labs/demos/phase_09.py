@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, decoders, models
 
 from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.keys import Holder
@@ -21,6 +20,7 @@ from minivllm.server.settings import ServerSettings
 from minivllm.serving.hand_over import HandOver
 from minivllm.serving.listening import listen
 from minivllm.serving.streams import Stream, output_stream
+from minivllm.sources.resolver import stable_id
 from minivllm.text.detokenizer import IncrementalDetokenizer
 
 

@@ -9,12 +9,12 @@ import torch
 from labs.demos.small import numbers, ones
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.distributed.adapter_share import share_of_linear
-from minivllm.distributed.step_messages import StepReader, StepWriter
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from minivllm.lora.module_weights import LoRALayerWeights
-from minivllm.lora.options.fully_sharded import _ShardedColumn
+from minivllm.options.fully_sharded import _ShardedColumn
+from minivllm.parallel.adapter_share import share_of_linear
+from minivllm.parallel.step_messages import StepReader, StepWriter
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.sampling_params import SamplingParams
 
 SIZE = 2

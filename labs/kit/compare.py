@@ -23,7 +23,7 @@ LEAST_LIMIT, LIMIT = 60.0, 5.0
 class Recorded:
     """What a program's engine did.
 
-    room   as of `minivllm.engine.recorder.room`
+    room   as of `minivllm.observe.recorder.room`
     end    what ended the program too early; None = nothing did
     said   the last line of its standard error
     """

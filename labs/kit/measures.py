@@ -87,7 +87,7 @@ def bytes_of_shrink() -> Counts:
     import torch
 
     from labs.kit.judges.counting import kernel_bytes
-    from minivllm.lora.ops.triton_ops import LoRAKernelMeta, shrink
+    from minivllm.gpu.sgmv import LoRAKernelMeta, shrink
 
     found = {}
     for adapters in (1, 2, 4, 8):

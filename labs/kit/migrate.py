@@ -19,7 +19,14 @@ from minivllm.labs import ROOT, LabError, find_regions, splice, unsolved
 
 _MARKER = re.compile(r"^\s*# region lab (\d+\.\d+): ", re.MULTILINE)
 # What stands around exercises and had another name in the last release: answers use it.
-RENAMED = {"_matrices": "matrices", "_unsupported": "unsupported", "_widest_dtype": "widest_dtype"}
+RENAMED = {
+    "_matrices": "matrices",
+    "_unsupported": "unsupported",
+    "_widest_dtype": "widest_dtype",
+    "as_fault": "recoverable",
+    "is_fault": "is_recoverable",
+    "put_down_to": "blamed_on",
+}
 _TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
 
 

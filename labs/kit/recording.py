@@ -25,9 +25,9 @@ import torch
 
 from minivllm.assembly import LLMEngine
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine.recorder import room
-from minivllm.engine.trace import StepRecord
 from minivllm.labs import LabError
+from minivllm.observe.recorder import room
+from minivllm.observe.trace import StepRecord
 from minivllm.serving import engine_process
 from minivllm.worker.row_sampler import PendingStep, RowSampler, Sampled
 

@@ -12,18 +12,17 @@ from pathlib import Path
 import torch
 
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
-from minivllm.faults import as_fault, reason
+from minivllm.errors import message_of, one_sentence, recoverable
 from minivllm.lora.limits import READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, find_adapter_folder
-from minivllm.lora.options.new_embeddings import find_new_embeddings, put_beside, read_new_embeddings
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import find_weights_file, read_weights, weights_bytes
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
-from minivllm.sentences import one_sentence
+from minivllm.options.new_embeddings import find_new_embeddings, put_beside, read_new_embeddings
 
 
 @dataclass
@@ -54,7 +53,7 @@ class AdapterOnDisk:
         try:
             yield
         except BaseException as error:
-            self.problems.append(one_sentence(reason(as_fault(error))))
+            self.problems.append(one_sentence(message_of(recoverable(error))))
 
 
 def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDisk:

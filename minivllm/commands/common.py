@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from minivllm.devices import parse_device
-from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
 from minivllm.lora.request import LoRARequest
+from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 
 console = Console()
 

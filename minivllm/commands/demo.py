@@ -17,11 +17,11 @@ from minivllm.assembly import LLMEngine
 from minivllm.commands.common import checkout_folder, console, print_json
 from minivllm.commands.serve_progress import ServeProgress, say_how_long
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine.recorder import room
-from minivllm.engine.trace_plot import draw_trace
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import MODEL_NAME, demo_model_path
+from minivllm.observe.recorder import room
+from minivllm.observe.trace_plot import draw_trace
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.page import build_page, run_of
 

@@ -12,9 +12,9 @@ from rich.markup import escape
 from minivllm.assembly import LLM
 from minivllm.commands.common import console, parse_adapters, print_json, register_folder, resolve_model
 from minivllm.engine.outputs import RequestOutput
-from minivllm.lora.io.resolver import FilesystemResolver
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.sources.resolver import FilesystemResolver
 
 SAMPLING = (
     *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"),

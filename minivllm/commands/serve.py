@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from minivllm.commands.common import checkout_folder, register_folder, resolve_model
 from minivllm.engine_args import EngineArgs
-from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
 from minivllm.progress import Listener
 from minivllm.server.app import build_app
@@ -20,6 +19,7 @@ from minivllm.server.run import DrainingServer, bind
 from minivllm.server.settings import ServerSettings
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.pauses import avoid_pauses
+from minivllm.sources.resolver import stable_id
 
 # Of the command's options those that `ServerSettings` takes as they are.
 SETTINGS = ("lora_root", "allow_runtime_lora", "drain_seconds", "max_body_bytes", "max_concurrency")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.commands.common import console
-from minivllm.engine.trace import StepRecord, Trace
+from minivllm.observe.trace import StepRecord, Trace
 from minivllm.server.page import build_page, run_of
 
 

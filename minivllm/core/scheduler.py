@@ -11,7 +11,7 @@ from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS, ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, check_stop
 from minivllm.core.waiting_queue import WaitingQueue
-from minivllm.guards.refusals import all_pinned, id_in_use, lacks_blocks, lora_is_off
+from minivllm.errors import all_pinned, id_in_use, lora_is_off
 
 
 class Scheduler:
@@ -107,7 +107,10 @@ class Scheduler:
         num_tokens = request.max_num_tokens(self.max_model_len) - 1
         block_size, usable = self.kv_cache.block_size, self.kv_cache.block_pool.num_usable_blocks
         if num_tokens > usable * block_size:
-            raise lacks_blocks(request.request_id, num_tokens, usable, block_size)
+            raise ValueError(
+                f"request '{request.request_id}' may need {-(-num_tokens // block_size)} KV blocks ({num_tokens} "
+                f"tokens) but the cache has {usable}; shorten the prompt, lower max_tokens, or raise num_blocks"
+            )
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus, error: str | None = None

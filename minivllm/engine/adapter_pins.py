@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.adapter_changes import AdapterChanges
-from minivllm.faults import RuntimeRefusal, as_fault, is_fault
+from minivllm.errors import RuntimeRefusal, is_recoverable, recoverable
 from minivllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class AdapterPins(AdapterChanges):
         try:
             self.worker.add_adapter(self._next_to_serve(adapter))
         except BaseException as error:
-            if is_fault(error) and not was_held and not self._in_flight(adapter):
+            if is_recoverable(error) and not was_held and not self._in_flight(adapter):
                 self.worker.remove_adapter(adapter.id)  # it may have been read, and not come into its slot
                 self._go_back_from_unread(adapter)
             raise
@@ -97,7 +97,7 @@ class AdapterPins(AdapterChanges):
             try:
                 self._pin(adapter)
             except BaseException as error:
-                as_fault(error)
+                recoverable(error)
                 self._drop_pin(adapter.id)
                 logger.warning("adapter '%s' could not be pinned: %s", adapter.request.lora_name, error)
 

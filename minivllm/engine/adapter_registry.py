@@ -11,8 +11,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import Adapter, AdapterTraits, AdapterVersion
 from minivllm.engine.adapter_pins import AdapterPins
-from minivllm.faults import RuntimeRefusal
-from minivllm.guards.refusals import all_pinned, is_leaving
+from minivllm.errors import RuntimeRefusal, all_pinned, is_leaving
 from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers

@@ -5,11 +5,10 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.engine.adapter import AdapterTraits
-from minivllm.guards import refusals
+from minivllm.errors import is_finite, require_kind, shown
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import tokenize
-from minivllm.validation import is_finite, require_kind, shown
 
 Prompt = str | dict[str, Any] | list[int]
 
@@ -38,10 +37,16 @@ class InputProcessor:
             most = f"at most {LONGEST_REQUEST_ID} printable characters"
             raise ValueError(f"request_id must be {most}, got {shown(request_id)}")
         if arrival_time is not None and not is_finite(arrival_time):
-            raise refusals.is_no_time(request_id, arrival_time)
+            raise ValueError(
+                f"arrival_time of request '{request_id}' must be a finite number of seconds, or None, "
+                f"got {shown(arrival_time)}"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.model_config.max_logprobs > -1:  # -1: all
-                raise refusals.asks_too_much(request_id, name, params, self.model_config)
+                raise ValueError(
+                    f"request '{request_id}' asks for {name}={getattr(params, name)}, but max_logprobs is "
+                    f"{self.model_config.max_logprobs}; ask for fewer, or start the engine with more (-1 is all)"
+                )
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, traits: AdapterTraits
@@ -65,8 +70,11 @@ class InputProcessor:
         longest = min(self.model_config.max_model_len, positions)
         self._check_prompt(request_id, token_ids, longest, vocab_size, traits)
         check_sampling(params, vocab_size)
-        if (params.structured_outputs is not None or params.stop) and self.tokenizer is None:
-            raise refusals.needs_text(request_id, params)
+        if self.tokenizer is None and (params.structured_outputs is not None or params.stop):
+            what = f"stop strings {shown(params.stop)}, which are looked for in its text,"
+            if params.structured_outputs is not None:
+                what = "structured_outputs, which speak of text,"
+            raise ValueError(f"request '{request_id}' has {what} but there is no tokenizer; leave them out")
         room = longest - len(token_ids)
         if params.max_tokens is None or params.max_tokens > room:
             params = replace(params, max_tokens=room)
@@ -77,13 +85,26 @@ class InputProcessor:
     ) -> None:
         """ValueError for what is no list of ids below `vocab_size`, empty, or not shorter than `longest`."""
         if not isinstance(token_ids, list | tuple):
-            raise refusals.is_no_prompt(request_id, token_ids)
+            raise ValueError(
+                f"request '{request_id}' has {type(token_ids).__name__} for a prompt; give text, a list of token "
+                'ids, or a dict with "prompt" or "prompt_token_ids"'
+            )
         if not token_ids:
             raise ValueError(f"request '{request_id}' has an empty prompt; give it at least one token")
         if len(token_ids) >= longest:
-            raise refusals.leaves_no_room(request_id, len(token_ids), longest, self.model_config)
+            limit = f"the {longest} positions that its adapter, or the base model, was trained for"
+            if longest == self.model_config.max_model_len:
+                limit = f"max_model_len {longest}"
+            raise ValueError(
+                f"request '{request_id}' has a prompt of {len(token_ids)} tokens, which leaves no room for an "
+                f"answer in {limit}; shorten it or raise --max-model-len"
+            )
         if wrong := [t for t in token_ids if not (type(t) is int and 0 <= t < vocab_size)]:
-            raise refusals.unknown_tokens(request_id, wrong, vocab_size, traits)
+            whose = f" (adapter '{traits.name}' adds {traits.added_tokens} tokens)" if traits.name else ""
+            raise ValueError(
+                f"request '{request_id}' has prompt token ids {shown(wrong[:5])}; "
+                f"use ints from 0 to {vocab_size - 1}{whose}"
+            )
 
     def _tokenize(self, request_id: str, text: str, traits: AdapterTraits) -> list[int]:
         if self.tokenizer is None:

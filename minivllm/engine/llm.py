@@ -8,12 +8,12 @@ from typing import Any
 from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine_args import EngineArgs
+from minivllm.errors import for_each
 from minivllm.lora.request import LoRARequest
 from minivllm.progress import ProgressBar
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.shared_engine import Caller, SharedEngine
 from minivllm.text.chats import Chats, LoRAs, Params
-from minivllm.validation import for_each
 
 
 class LLM(Chats):

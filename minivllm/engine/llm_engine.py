@@ -6,12 +6,12 @@ from minivllm.core.request import Request
 from minivllm.engine.adapter import BASE
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.metrics import EngineReports
-from minivllm.engine.recorder import Recorder
 from minivllm.engine_args import EngineArgs
+from minivllm.errors import lora_is_off
 from minivllm.guards.adapter_calls import AdapterCalls
-from minivllm.guards.refusals import lora_is_off
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
+from minivllm.observe.recorder import Recorder
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import load_tokenizer
 

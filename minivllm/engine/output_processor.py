@@ -8,8 +8,8 @@ from typing import Any
 from minivllm.core.request import Request
 from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.errors import one_sentence
 from minivllm.layers.sampler import Logprob
-from minivllm.sentences import one_sentence
 from minivllm.text.answer import Answer
 from minivllm.text.detokenizer import fast_backend
 

@@ -11,7 +11,7 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.guards.refusals import id_in_use
+from minivllm.errors import id_in_use
 from minivllm.sampling_params import SamplingParams
 
 

@@ -3,13 +3,11 @@
 from typing import Any
 
 from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.faults import RuntimeRefusal
+from minivllm.errors import RuntimeRefusal, in_one_sentence, require_kind
 from minivllm.guards.guarded_core import GuardedCore
 from minivllm.guards.turns import in_turn
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import name_finders
-from minivllm.sentences import in_one_sentence
-from minivllm.validation import require_kind
 from minivllm.worker.model_runner import ModelRunner
 
 

@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
+from minivllm.ahead.run_ahead import UNREAD, RunAhead
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.engine.core import EngineCore
 from minivllm.engine.outputs import RequestOutput
-from minivllm.faults import adapter_at_fault, as_fault
+from minivllm.errors import blamed_adapter, recoverable
 from minivllm.guards.mending import mend
-from minivllm.guards.run_ahead import UNREAD, RunAhead
 from minivllm.guards.turns import Turns, in_turn
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.row_sampler import PendingStep, Sampled
@@ -51,7 +51,7 @@ class GuardedCore(EngineCore):
                         self._step(self._undelivered)
                     self._failed_steps = 0
                 except BaseException as error:
-                    self._end_who_is_at_fault(as_fault(error))
+                    self._end_who_is_at_fault(recoverable(error))
                 self._settle_what_was_left()
                 # In one line each: a Ctrl-C may come between any two.
                 if of is None:
@@ -144,7 +144,7 @@ class GuardedCore(EngineCore):
         launched, self._launched = self._launched, None
         if self._ahead is not None and self._ahead.step is not None:
             self._mend()
-        if adapter_id := adapter_at_fault(error):
+        if adapter_id := blamed_adapter(error):
             return self._fail_adapter(adapter_id, error, self._undelivered)
         self._failed_steps += 1
         if self._failed_steps == 1:

@@ -12,8 +12,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any
 
-from minivllm.faults import is_refusal
-from minivllm.sentences import REFUSALS, raise_in_one_sentence
+from minivllm.errors import REFUSALS, is_refusal, raise_in_one_sentence
 
 IN_THE_MIDDLE = (
     "this {} was called in the middle of another call, by a signal handler, say; "

@@ -23,7 +23,7 @@ class SiluAndMul(nn.Module):
             rest, self.rest = self.rest, None
             return rest(gate_up)
         if gate_up.is_cuda:
-            from minivllm.layers.triton_ops.activation import silu_and_mul
+            from minivllm.gpu.kernels.activation import silu_and_mul
 
             return silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)  # (T, I) each

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.layers.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata, paged_attention
+from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata, paged_attention
 from minivllm.layers.rotary import apply_rotary
 
 # Decodes share one padded product; one much longer than the shortest starts a product of its own, so that a

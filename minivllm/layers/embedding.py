@@ -8,11 +8,11 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
-from minivllm.distributed.vocabulary import VocabParallelEmbeddingShardIndices
-from minivllm.distributed.vocabulary import get_masked_input_and_mask as get_masked_input_and_mask
 from minivllm.layers.linear import LinearBase
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
+from minivllm.parallel.vocabulary import VocabParallelEmbeddingShardIndices
+from minivllm.parallel.vocabulary import get_masked_input_and_mask as get_masked_input_and_mask
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.activation import SiluAndMul
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 # grouped_mm reads rows in pieces of so many bytes.
 GROUPED_MM_ALIGNMENT = 16

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.summing import Summing
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.norm import RMSNorm
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.summing import Summing
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 # (x (..., K), weight (N, K), bias (N,) or None) -> (..., N)
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]

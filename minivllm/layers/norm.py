@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         # Imported here, so that a machine without Triton still serves on its CPU.
-        from minivllm.layers.triton_ops.norm import fused_add_rms_norm, rms_norm
+        from minivllm.gpu.kernels.norm import fused_add_rms_norm, rms_norm
 
         if residual is None:
             return rms_norm(x, self.weight, self.eps)
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
     def norm_(self, x: torch.Tensor) -> None:
         """Norm x in place. x: as `forward` takes it, of any strides but the last"""
         if x.is_cuda:
-            from minivllm.layers.triton_ops.norm import rms_norm
+            from minivllm.gpu.kernels.norm import rms_norm
 
             rms_norm(x, self.weight, self.eps, out=x)
         else:

@@ -1,5 +1,5 @@
 """Multi-LoRA: the core, and here what is plugged into it (see `seams`). Stands for vllm/lora/ (v0.22.1)."""
 
-from minivllm.lora import gpu, io, options
+from minivllm import gpu, options, sources
 
-__all__ = ["gpu", "io", "options"]
+__all__ = ["gpu", "options", "sources"]

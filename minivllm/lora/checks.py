@@ -14,8 +14,8 @@ import torch
 
 import minivllm.lora.seams as seams
 from minivllm.config import DTYPES, LoRAConfig
-from minivllm.timed_patterns import PLAIN_KEY
-from minivllm.validation import shown
+from minivllm.errors import shown
+from minivllm.lora.timed_patterns import PLAIN_KEY
 
 # ---- configs --------------------------------------------------------------------------------------------------
 

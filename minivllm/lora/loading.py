@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import minivllm.lora.seams as seams
-from minivllm.faults import as_fault, reason
+from minivllm.errors import LONGEST_NAME, message_of, one_sentence, recoverable
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
@@ -16,7 +16,6 @@ from minivllm.lora.names import find_adapter_folder
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import weights_bytes
-from minivllm.sentences import LONGEST_NAME, one_sentence
 
 
 class AdapterSource:
@@ -108,9 +107,9 @@ def reading_parameters(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
 
 
 def _refusal(name: str, error: BaseException) -> Exception:
-    """The error in one sentence that names the adapter; `as_fault` raises again what is no fault, such as Ctrl-C."""
+    """The error in one sentence that names the adapter; `recoverable` raises again what is no fault, such as Ctrl-C."""
     # What somebody else's bytes make a library raise is in no list, and must not end the requests of others.
     if not isinstance(error, OSError | ValueError):
-        return ValueError(one_sentence(f"adapter '{name}' cannot be read: {reason(as_fault(error))}"))
+        return ValueError(one_sentence(f"adapter '{name}' cannot be read: {message_of(recoverable(error))}"))
     kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
     return kind(one_sentence(f"adapter '{name}': {error}"))

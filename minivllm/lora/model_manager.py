@@ -11,7 +11,6 @@ from torch import nn
 from minivllm.config import LoRAConfig
 from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.lora.backend import Backend
-from minivllm.lora.event_log import EventLog
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
@@ -20,6 +19,7 @@ from minivllm.lora.runs_backend import RunsBackend
 from minivllm.lora.seams import backends, slot_writers
 from minivllm.lora.stats import LoRAStats
 from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.observe.event_log import EventLog
 
 DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"  # vLLM's
 

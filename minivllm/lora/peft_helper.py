@@ -8,8 +8,8 @@ from typing import Any
 import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
 from minivllm.lora.checks import check_config, check_fields
+from minivllm.lora.timed_patterns import TimedPatterns
 from minivllm.lora.weights_files import read_adapter_config
-from minivllm.timed_patterns import TimedPatterns
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from minivllm.sentences import in_one_sentence
+from minivllm.errors import in_one_sentence
 
 
 @dataclass(frozen=True)

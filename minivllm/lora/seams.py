@@ -54,7 +54,7 @@ slot_writers: dict[str, Callable[..., Any]] = {}
 beside_checks: dict[str, Callable[..., None]] = {}
 
 # Called with (model manager, whether requests are text). What it gives says what prompts of an adapter that is not
-# plain may be: see `minivllm.lora.options.traits`.
+# plain may be: see `minivllm.options.traits`.
 traits_readers: list[Callable[[Any, bool], Any]] = []
 
 # Called with (name, base model, known names) for a name that no adapter has. Gives a LoRARequest, or raises.

@@ -13,7 +13,7 @@ import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_depth, without_duplicates
 from minivllm.lora.limits import CONFIG_BYTES, MOST_TENSORS
 from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
-from minivllm.scattered_reads import Part, read_parts
+from minivllm.lora.scattered_reads import Part, read_parts
 
 # PEFT's file names, in the order we prefer them: safetensors cannot run code.
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")

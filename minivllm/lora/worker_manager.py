@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minivllm.faults import as_fault, put_down_to
+from minivllm.errors import blamed_on, recoverable
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
@@ -89,7 +89,7 @@ class LRUCacheWorkerLoRAManager:
         """Bring every requested adapter into a slot, *then* translate the batch's ids to slots.
 
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
-        loading pass through, put down to their adapter (`adapter_at_fault`).
+        loading pass through, put down to their adapter (`blamed_adapter`).
 
         A step like the last one, with the same `residents`, finds everything in its slot: only the hits are told. On a
         GPU, where slots are written beside steps, the slots' writer hears of the step, too.
@@ -111,13 +111,13 @@ class LRUCacheWorkerLoRAManager:
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
         """Bring a step's adapters into memory and slots. Told is a "hit" for each that had a slot, or a "miss".
 
-        What is raised on the way is noted to be the adapter's (`put_down_to`).
+        What is raised on the way is noted to be the adapter's (`blamed_on`).
 
         To use: `_load_if_missing(request)`; `activate_adapter(id)`, True if it copied, and
-        `tell(kind, id)` of the manager (adapter_slots.py, tiers.py); `with put_down_to(id)` (faults.py).
+        `tell(kind, id)` of the manager (adapter_slots.py, tiers.py); `with blamed_on(id)` (errors.py).
         """
         for adapter_id, request in self._claim(requests).items():
-            with put_down_to(adapter_id):
+            with blamed_on(adapter_id):
                 self._load_if_missing(request)
                 activated = self.manager.activate_adapter(adapter_id)
             self.manager.tell("miss" if activated else "hit", adapter_id)
@@ -135,14 +135,14 @@ class LRUCacheWorkerLoRAManager:
     def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:
         """Read into memory what a step needs and is not there, all that can be read.
 
-        Returns adapter id -> the error that kept it out, of whatever kind. What is no fault (`as_fault`) is raised.
+        Returns adapter id -> the error that kept it out, of whatever kind. What is no fault (`recoverable`) is raised.
         """
         failures: dict[int, BaseException] = {}
         for adapter_id, request in self._claim(requests).items():
             try:
                 self._load_if_missing(request)
             except BaseException as error:
-                failures[adapter_id] = as_fault(error)
+                failures[adapter_id] = recoverable(error)
         return failures
 
     # endregion
@@ -201,7 +201,7 @@ class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
         wanted = self._distinct(requests)
         loaded = []
         for adapter_id in wanted.keys() - self.list_adapters():
-            with put_down_to(adapter_id):
+            with blamed_on(adapter_id):
                 loaded.append(self._load(wanted[adapter_id]))
         for adapter_id in self.list_adapters() - wanted.keys():
             self.remove_adapter(adapter_id)
@@ -209,7 +209,7 @@ class WorkerLoRAManager(LRUCacheWorkerLoRAManager):
             self.manager.add_adapter(lora)
         # vLLM goes through a set, too, and its tests know the order: adapters 6, 7, 8 get slots 1, 2, 0.
         for adapter_id in set(wanted):
-            with put_down_to(adapter_id):
+            with blamed_on(adapter_id):
                 self.manager.activate_adapter(adapter_id)
 
     def add_adapter(self, lora_request: LoRARequest) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from minivllm.validation import is_finite, shown
+from minivllm.errors import is_finite, shown
 
 # model_type -> the architecture that implements it.
 ARCHITECTURES = {

@@ -5,18 +5,18 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.interfaces import SupportsLoRA
 from minivllm.models.moe import SparseMoeBlock
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata | TiledAttentionMetadata

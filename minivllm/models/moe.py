@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.linear import ReplicatedLinear
 from minivllm.models.config import ModelArchitecture
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 class SparseMoeBlock(nn.Module):

@@ -5,9 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
-from minivllm.layers.batch_invariant import make_batch_invariant
+from minivllm.gpu.batch_invariant import make_batch_invariant
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.quantization import quantize_linears
@@ -16,6 +14,8 @@ from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import initialize_dummy_weights, load_weights
 from minivllm.models.mixtral import MixtralForCausalLM
 from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 MODELS = {
     "LlamaForCausalLM": LlamaForCausalLM,

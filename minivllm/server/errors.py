@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minivllm.guards.refusals import AllPinned, IsLeaving
+from minivllm.errors import AllPinned, IsLeaving
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
 
 MOST_CHARACTERS = 500

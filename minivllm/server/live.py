@@ -12,8 +12,8 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, StreamingResponse
 
-from minivllm.engine.trace import StepRecord
 from minivllm.labs import active
+from minivllm.observe.trace import StepRecord
 from minivllm.server.context import Managing, Server
 from minivllm.server.page import build_page, run_of
 from minivllm.serving.errors import EngineDeadError

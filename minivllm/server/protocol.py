@@ -46,7 +46,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's own field: exactly one of them; `minivllm.structured_outputs` says what each means."""
+    """vLLM's own field: exactly one of them; `minivllm.text.structured_outputs` says what each means."""
 
     json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
     regex: str | None = None

@@ -2,7 +2,7 @@
 
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from minivllm.structured_outputs import StructuredOutputsParams
+from minivllm.text.structured_outputs import StructuredOutputsParams
 
 # Fields that are called alike here and there.
 SAME = (

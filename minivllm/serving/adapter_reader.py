@@ -12,10 +12,10 @@ from minivllm.core.request import Request
 from minivllm.engine.adapter import Adapter
 from minivllm.engine.adapter_registry import with_real_folder
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
+from minivllm.sources.known_layouts import KnownLayouts
 from minivllm.worker.openmp import set_num_threads
 
 # Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take

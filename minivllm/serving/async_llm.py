@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from minivllm.assembly import LLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine.trace import StepRecord
 from minivllm.engine_args import EngineArgs
+from minivllm.errors import require_kind
 from minivllm.lora.events import LoRAEvent
-from minivllm.lora.io.by_name import find_by_name
 from minivllm.lora.request import LoRARequest
+from minivllm.observe.trace import StepRecord
 from minivllm.progress import Listener
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
@@ -27,8 +27,8 @@ from minivllm.serving.listening import listen
 from minivllm.serving.streams import OutputKind, Stream, aborted, output_stream, wake
 from minivllm.serving.turns import TurnExecutor
 from minivllm.serving.views import is_leaving
+from minivllm.sources.by_name import find_by_name
 from minivllm.text.prompts import chat_prompt, tokenize
-from minivllm.validation import require_kind
 
 T = TypeVar("T")
 

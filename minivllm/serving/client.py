@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
-from minivllm.engine.trace import StepRecord
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
+from minivllm.observe.trace import StepRecord
 from minivllm.serving.engine_loop import Sink
 
 T = TypeVar("T")

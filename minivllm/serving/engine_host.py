@@ -20,7 +20,7 @@ from typing import Any
 
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
-from minivllm.faults import reason
+from minivllm.errors import message_of
 from minivllm.lora.request import LoRARequest
 from minivllm.progress import told_to
 from minivllm.serving.engine_thread import EngineThread
@@ -235,7 +235,7 @@ class EngineHost:
             try:
                 pickled = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
             except Exception as error:  # a result can be anything
-                said = f"the result cannot be sent to another process: {reason(error)}"
+                said = f"the result cannot be sent to another process: {message_of(error)}"
                 self._outbox.send("refusal", number, RuntimeError(said))
             else:
                 self._outbox.send("reply", number, pickled)

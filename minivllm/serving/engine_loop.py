@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 from minivllm.core.output import SchedulerOutput
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
-from minivllm.engine.trace import StepRecord
-from minivllm.faults import as_fault
+from minivllm.errors import recoverable
 from minivllm.lora.events import LoRAEvent
+from minivllm.observe.trace import StepRecord
 from minivllm.serving.hand_over import HandOver
 from minivllm.serving.streams import aborted, wake
 
@@ -159,7 +159,7 @@ class EngineLoop:
             outputs = self.engine.step(of=self.sinks)
             self._failed_steps = 0
         except BaseException as error:
-            as_fault(error)
+            recoverable(error)
             self._wake()
             self._failed_steps += 1
             if self._failed_steps == MOST_FAILED_STEPS:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.guards.refusals import id_in_use
+from minivllm.errors import id_in_use
 from minivllm.lora.request import LoRARequest
 from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
 from minivllm.serving.client import SECONDS_TO_STOP

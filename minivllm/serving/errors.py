@@ -1,6 +1,6 @@
 """Why an engine takes no request. Stands for vllm/v1/engine/exceptions.py (v0.22.1)."""
 
-from minivllm.faults import EngineDeadError, reason
+from minivllm.errors import EngineDeadError, message_of
 
 
 class QueueFull(RuntimeError):
@@ -15,6 +15,6 @@ def died_of(error: BaseException) -> EngineDeadError:
     """What everybody is told who waits for an engine that this error ended."""
     if isinstance(error, EngineDeadError):
         return error
-    dead = EngineDeadError(f"the engine has ended: {reason(error)}; start another one")
+    dead = EngineDeadError(f"the engine has ended: {message_of(error)}; start another one")
     dead.__cause__ = error
     return dead

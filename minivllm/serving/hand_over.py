@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from minivllm.faults import is_fault
+from minivllm.errors import is_recoverable
 from minivllm.serving.errors import died_of
 
 T, E = TypeVar("T"), TypeVar("E")
@@ -42,7 +42,7 @@ class HandOver(Generic[E]):
         return future
 
     def run(self, engine: E, wait: bool) -> None:
-        """Run all calls there are, in the engine's thread. What is no fault (`is_fault`) is raised here.
+        """Run all calls there are, in the engine's thread. What is no fault (`is_recoverable`) is raised here.
 
         wait   for one, if there is none
         """
@@ -84,8 +84,8 @@ def _run(function: Callable[[E], Any], future: Future, engine: E) -> None:
     try:
         result = function(engine)
     except BaseException as error:
-        future.set_exception(error if is_fault(error) else died_of(error))
-        if not is_fault(error):
+        future.set_exception(error if is_recoverable(error) else died_of(error))
+        if not is_recoverable(error):
             raise
     else:
         future.set_result(result)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from minivllm.faults import reason
+from minivllm.errors import message_of
 
 Outcome = tuple[Any, BaseException | None]  # a result, or what was raised
 
@@ -59,7 +59,7 @@ def _outcome(function: Callable[[], Any]) -> Outcome:
     try:
         return function(), None
     except StopIteration as error:  # no future takes it
-        return None, RuntimeError(reason(error))
+        return None, RuntimeError(message_of(error))
     except BaseException as error:  # whoever waits for it hears of it, and nobody else
         return None, error
 

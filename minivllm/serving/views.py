@@ -9,8 +9,8 @@ from typing import Any
 
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.metrics import SchedulerStats, scheduler_stats, state_of
-from minivllm.engine.recorder import room
-from minivllm.engine.trace import StepRecord
+from minivllm.observe.recorder import room
+from minivllm.observe.trace import StepRecord
 
 
 @dataclass(frozen=True)

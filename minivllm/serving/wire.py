@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.faults import reason
+from minivllm.errors import message_of
 from minivllm.layers.sampler import Logprob
 
 Order = tuple[int, str, bytes]  # number, name of a method of `EngineHost`, pickled arguments
@@ -42,7 +42,7 @@ def portable(error: BaseException) -> BaseException:
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:  # its class may do anything when it is copied
-        return RuntimeError(reason(error))
+        return RuntimeError(message_of(error))
 
 
 class News(NamedTuple):

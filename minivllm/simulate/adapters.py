@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from minivllm.config import LoRAConfig, SchedulerConfig
+from minivllm.gpu.elastic_manager import ElasticSlots
+from minivllm.gpu.page_pool import PagePool
 from minivllm.lora.adapter_slots import AdapterSlots
-from minivllm.lora.gpu.elastic_manager import ElasticSlots
-from minivllm.lora.gpu.page_pool import PagePool
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.policies.keeping import PolicyCache

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minivllm.gpu.cuda_graphs import smallest_that_holds
+from minivllm.gpu.mixed_graphs import MOST_TOKENS
 from minivllm.simulate.cost_model import CostModel, Held, StepWork, graph_size, graph_sizes
 from minivllm.simulate.fit_reads import ReadTraffic, fit_reads, reads_of
 from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.records import Call, calls_of
-from minivllm.worker.cuda_graphs import smallest_that_holds
-from minivllm.worker.mixed_graphs import MOST_TOKENS
 
 ROUNDS = 5
 NOT_HELD = Held()

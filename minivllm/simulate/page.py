@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
-from minivllm.palette import ADAPTER_COLOURS
+from minivllm.observe.palette import ADAPTER_COLOURS
 
 TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Policies compared</title>

@@ -10,8 +10,8 @@ from typing import Any
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.elastic.scheduler import ElasticScheduler
-from minivllm.lora.gpu.page_pool import PAGE_RANKS
+from minivllm.gpu.elastic.scheduler import ElasticScheduler
+from minivllm.gpu.page_pool import PAGE_RANKS
 from minivllm.lora.request import LoRARequest
 from minivllm.policies.install import rank_in
 from minivllm.policies.keeping import use_eviction_policy

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minivllm.core.request import Request, RequestStatus
-from minivllm.faults import as_fault, told
+from minivllm.errors import log_unexpected, recoverable
 from minivllm.layers.sampler import Logprob
 from minivllm.text.detokenizer import IncrementalDetokenizer, add_decoded_tokens
 
@@ -46,5 +46,5 @@ class Answer:
         # A tokenizer may come with an adapter.
         except BaseException as error:
             request.status = RequestStatus.FINISHED_ERROR
-            request.error = told(as_fault(error), [request.request_id])
+            request.error = log_unexpected(recoverable(error), [request.request_id])
             return ""

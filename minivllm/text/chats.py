@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from minivllm.engine.outputs import RequestOutput
+from minivllm.errors import for_each
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.shared_engine import SharedEngine
 from minivllm.text.prompts import TokenizingEngine, chat_prompts
-from minivllm.validation import for_each
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 LoRAs = LoRARequest | str | Sequence[LoRARequest | str | None] | None

@@ -5,9 +5,8 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from minivllm.config import EngineConfig, ModelConfig
-from minivllm.faults import as_fault
+from minivllm.errors import recoverable, shown
 from minivllm.lora.request import LoRARequest
-from minivllm.validation import shown
 
 # Tokenizer -> characters that one of its tokens can stand for at most.
 _longest_tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -35,7 +34,7 @@ def tokenize(what: str, text: str, tokenizer: Any, max_model_len: int, **options
         return tokenizer(text, **options)["input_ids"]
     # A tokenizer may come with an adapter, and what it raises is a matter of this prompt alone.
     except BaseException as error:
-        raise ValueError(f"{what} cannot be read by its tokenizer: {shown(as_fault(error))}") from error
+        raise ValueError(f"{what} cannot be read by its tokenizer: {shown(recoverable(error))}") from error
 
 
 def load_tokenizer(model_config: ModelConfig) -> Any:

@@ -4,13 +4,14 @@ Short aliases that readers of vLLM expect stand in our classes themselves. What 
 vLLM's that nothing of ours uses, and modules that lie elsewhere here. No class of ours changes by the import.
 
 After it `minivllm.lora.utils`, `.punica_wrapper`, `.punica_wrapper.punica_gpu`, `.ops.torch_ops` and `.resolver` can be
-imported, and `minivllm.lora.layers` has all of vLLM's layers. Where Triton is missing, `.punica_gpu` is, too.
+imported, and `minivllm.lora.layers` has all of vLLM's layers. Where Triton is missing, so are `.punica_gpu` and
+`.ops.triton_ops`.
 """
 
 import importlib.util
 import sys
 
-import minivllm.lora.io.resolver
+import minivllm.sources.resolver
 from minivllm.vllm import layers, punica_selector, torch_ops, utils
 
 __all__ = ["layers", "punica_selector", "torch_ops", "utils"]
@@ -20,10 +21,17 @@ PATHS = {
     "minivllm.lora.utils": utils,
     "minivllm.lora.punica_wrapper": punica_selector,
     "minivllm.lora.ops.torch_ops": torch_ops,
-    "minivllm.lora.resolver": minivllm.lora.io.resolver,
+    "minivllm.lora.resolver": minivllm.sources.resolver,
 }
 if importlib.util.find_spec("triton"):
+    from minivllm.gpu import sgmv
     from minivllm.vllm import punica_gpu
 
-    PATHS["minivllm.lora.punica_wrapper.punica_gpu"] = punica_gpu
+    PATHS |= {
+        "minivllm.lora.punica_wrapper.punica_gpu": punica_gpu,
+        "minivllm.lora.ops.triton_ops": sgmv,
+        "minivllm.lora.ops.triton_ops.lora_expand_op": sgmv.lora_expand_op,
+        "minivllm.lora.ops.triton_ops.lora_kernel_metadata": sgmv.lora_kernel_metadata,
+        "minivllm.lora.ops.triton_ops.lora_shrink_op": sgmv.lora_shrink_op,
+    }
 sys.modules.update(PATHS)

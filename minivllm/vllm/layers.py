@@ -11,17 +11,17 @@ from minivllm.lora.layers.linear import (
     RowParallelLinearWithLoRA,
 )
 from minivllm.lora.mapping import LoRAMapping, LoRAMappingType
-from minivllm.lora.options.embedding import VocabParallelEmbeddingWithLoRA
-from minivllm.lora.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
-from minivllm.lora.options.fully_sharded import (
+from minivllm.options.embedding import VocabParallelEmbeddingWithLoRA
+from minivllm.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from minivllm.options.fully_sharded import (
     ColumnParallelLinearWithShardedLoRA,
     MergedColumnParallelLinearWithShardedLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithShardedLoRA,
 )
-from minivllm.lora.options.logits import LogitsProcessorWithLoRA
-from minivllm.lora.options.long_context import LinearScalingRotaryEmbeddingWithLoRA
+from minivllm.options.logits import LogitsProcessorWithLoRA
+from minivllm.options.long_context import LinearScalingRotaryEmbeddingWithLoRA
 
 __all__ = [
     "BaseLayerWithLoRA",

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from minivllm.lora.gpu.folded_backend import FoldedBackend
-from minivllm.lora.gpu.triton_backend import TritonBackend
-from minivllm.lora.ops.triton_ops import lora_expand, lora_shrink
+from minivllm.gpu.folded_backend import FoldedBackend
+from minivllm.gpu.sgmv import lora_expand, lora_shrink
+from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.vllm.punica_wrapper import PunicaWrapperBase, Stacked
 
 

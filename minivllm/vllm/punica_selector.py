@@ -3,7 +3,7 @@
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.gpu import refuse_without_gpu
+from minivllm.gpu import refuse_without_gpu
 from minivllm.vllm.punica_wrapper import (
     PunicaWrapperABC,
     PunicaWrapperBase,

@@ -9,8 +9,8 @@ from minivllm.lora.names import (
     is_left_out,
     parse_fine_tuned_lora_name,
 )
-from minivllm.lora.options.logits import from_layer_logits_processor
 from minivllm.lora.replace import from_layer, replace_submodule
+from minivllm.options.logits import from_layer_logits_processor
 
 __all__ = [
     "from_layer",

@@ -10,7 +10,7 @@ from minivllm.worker.row_sampler import PendingStep, Sampled
 class Executor:
     """Runs each step on one model runner, in this process. vLLM: `UniProcExecutor`.
 
-    `minivllm.distributed` has the one whose steps several ranks run; it replaces the methods below.
+    `minivllm.parallel` has the one whose steps several ranks run; it replaces the methods below.
     """
 
     def __init__(self, runner: ModelRunner) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
-from minivllm.faults import RuntimeRefusal
+from minivllm.errors import RuntimeRefusal
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager

@@ -7,7 +7,7 @@ server answers the requests of another one that has the same id.
 from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
-from minivllm.faults import RuntimeRefusal
+from minivllm.errors import RuntimeRefusal
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minivllm.core.request import Request
-from minivllm.faults import as_fault
+from minivllm.errors import recoverable
 from minivllm.layers.penalties import TokenHistory
 from minivllm.layers.sampler import Logprob, RepeatableDraws, Sampler, SamplerOutput
 from minivllm.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ class RowSampler:
         try:
             return self.sample(step.requests, logits)
         except BaseException as error:
-            sampled, errors = self.sample_apart(step.requests, logits, as_fault(error))
+            sampled, errors = self.sample_apart(step.requests, logits, recoverable(error))
             step.errors.update(errors)
             return sampled
 
@@ -98,7 +98,7 @@ class RowSampler:
             try:
                 sampled |= self.sample([request], logits[row : row + 1])
             except BaseException as own:
-                errors[request.request_id] = as_fault(own)
+                errors[request.request_id] = recoverable(own)
         if not sampled:
             raise error
         return sampled, errors

@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from minivllm.lora.ops.triton_ops.lora_kernel_metadata import build_tiles
+from minivllm.gpu.sgmv.lora_kernel_metadata import build_tiles
 
 COLOURS = {"base": "#9aa0a6", "json": "#0072B2", "sql": "#E69F00", "bullets": "#009E73", "dates": "#CC79A7"}
 SLOTS = ["json", "sql", "bullets", "dates"]

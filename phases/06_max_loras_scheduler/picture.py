@@ -11,8 +11,8 @@ from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.recorder import skips
 from minivllm.lora.request import LoRARequest
+from minivllm.observe.recorder import skips
 from minivllm.sampling_params import SamplingParams
 
 NAMES = ("base", "json", "sql", "bullets", "dates")

@@ -8,7 +8,7 @@ from lockstep import in_lockstep
 from tiny_engine import greedy, run, tokens_of
 
 from minivllm import LLMEngine, assembly
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.worker.executor import Executor
 from minivllm.worker.model_runner import ModelRunner
 

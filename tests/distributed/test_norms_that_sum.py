@@ -11,12 +11,12 @@ from test_shared_adapters import LINEARS, pairs_of
 from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
 from tiny_set import AdapterSet
 
-from minivllm.distributed.alone import ALONE
+from minivllm.gpu import readers
+from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.lora.gpu import readers
-from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
 from minivllm.models.registry import get_model
+from minivllm.parallel.alone import ALONE
 
 MOST_ROWS = 8  # more are summed before
 PLAIN = {name: {**config, "lora_bias": False} for name, config in LINEARS.items()}

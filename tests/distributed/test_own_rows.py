@@ -4,9 +4,9 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from minivllm.distributed.own_rows_op import own_rows
-from minivllm.distributed.peer_group import PeerGroup
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.parallel.own_rows_op import own_rows
+from minivllm.parallel.peer_group import PeerGroup
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 def table_of(*shape, dtype=torch.float32):

@@ -9,15 +9,15 @@ from gpu import DEVICE
 from nan_guard import Guarded
 from test_peer_sums import in_interpreter, run_ranks
 
-from minivllm.distributed.packed_norm_op import packed_norm, packs
-from minivllm.distributed.peer_norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_of
-from minivllm.distributed.peer_sum_op import peer_sum, programs_of
-from minivllm.distributed.words_op import MORE_WORDS
-from minivllm.layers.triton_ops import norm
-from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
-from minivllm.lora.gpu.ops.adapted_peer_norm_op import adapted_peer_norm
-from minivllm.lora.gpu.ops.paged_tuning import MOST_NORM_RANK, MOST_NORM_TOKENS
-from minivllm.lora.gpu.ops.update import Update
+from minivllm.gpu.kernels import norm
+from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
+from minivllm.gpu.kernels.adapted_peer_norm_op import adapted_peer_norm
+from minivllm.gpu.kernels.paged_tuning import MOST_NORM_RANK, MOST_NORM_TOKENS
+from minivllm.gpu.kernels.update import Update
+from minivllm.parallel.packed_norm_op import packed_norm, packs
+from minivllm.parallel.peer_norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_of
+from minivllm.parallel.peer_sum_op import peer_sum, programs_of
+from minivllm.parallel.words_op import MORE_WORDS
 
 NAN = float("nan")
 EPS = 1e-3

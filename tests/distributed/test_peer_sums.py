@@ -13,8 +13,8 @@ from gpu import DEVICE, compile_for_gpu
 from patience import PATIENCE
 
 from minivllm.config import ParallelConfig
-from minivllm.distributed import peer_group, peer_memory
-from minivllm.distributed.peer_sum_op import peer_sum, programs_of
+from minivllm.parallel import peer_group, peer_memory
+from minivllm.parallel.peer_sum_op import peer_sum, programs_of
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "peer_ranks.py"
 in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own memory")

@@ -18,7 +18,7 @@ from rank_ends import all_end, group_is_left, is_there, kill_rank, misinform_oth
 from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
-from minivllm.distributed import other_ranks
+from minivllm.parallel import other_ranks
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.errors import EngineDeadError
 

@@ -8,9 +8,9 @@ from rank_ends import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pi
 from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LoRARequest, SamplingParams
-from minivllm.distributed import other_ranks, shared_reading
-from minivllm.distributed.ranks import config_of, device_of
-from minivllm.sentences import in_one_sentence
+from minivllm.errors import in_one_sentence
+from minivllm.parallel import other_ranks, shared_reading
+from minivllm.parallel.ranks import config_of, device_of
 from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -126,7 +126,7 @@ class TestOneProcess:
 
     def test_gives_each_rank_its_share_of_the_cores(self, world, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("minivllm.distributed.ranks.available_cores", lambda: 9)
+        monkeypatch.setattr("minivllm.parallel.ranks.available_cores", lambda: 9)
         options = {**OPTIONS, "tensor_parallel_size": 4}
         config = EngineArgs(str(world.base), **options).create_engine_config()
 

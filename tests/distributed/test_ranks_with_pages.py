@@ -3,8 +3,8 @@
 import pytest
 from tiny_engine import greedy, tiny_world, tokens_of
 
-from minivllm.distributed.follower import ToldPages
-from minivllm.lora.gpu.page_ledger import PageLedger
+from minivllm.gpu.page_ledger import PageLedger
+from minivllm.parallel.follower import ToldPages
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -10,15 +10,15 @@ from tiny_moe import MIXTRAL, QWEN, sparse_world
 
 from minivllm import LLM
 from minivllm.config import LoRAConfig
-from minivllm.distributed.tensor_parallel import TensorParallel
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.options.sharded_experts import FusedMoEWithShardedLoRA
 from minivllm.models import registry
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.mixtral import MixtralForCausalLM
 from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from minivllm.options.sharded_experts import FusedMoEWithShardedLoRA
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 FULLY = {"max_loras": 3, "max_cpu_loras": 20, "fully_sharded_loras": True}
 # Of few ranks, of one part, of some experts: at four processes of two ranks each some have nothing.

@@ -6,15 +6,15 @@ from test_slot_memory import large, manage, tiny
 
 from minivllm import EngineArgs
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig, ParallelConfig
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.economics import GIB, plan, slot_memory
-from minivllm.lora.gpu.elastic_manager import ElasticModelManager
-from minivllm.lora.gpu.paged_slots import ALIGNMENT
-from minivllm.lora.gpu.paged_writer import PagedSlotWriter
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.elastic_manager import ElasticModelManager
+from minivllm.gpu.paged_slots import ALIGNMENT
+from minivllm.gpu.paged_writer import PagedSlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.models.registry import MODELS
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 

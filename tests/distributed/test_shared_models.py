@@ -5,8 +5,8 @@ import torch
 from lockstep import in_lockstep
 from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
 
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.models.registry import MODELS, get_model
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 TEXTS = [token_ids(n, seed=n) for n in (9, 1, 14)]
 STEPS = [[(0, 5), (1, 1)], [(0, 4), (2, 9)], [(2, 5)]]

@@ -9,8 +9,8 @@ from tiny_engine import greedy
 from minivllm import LoRARequest, SamplingParams
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.distributed.step_messages import StepReader, StepWriter
-from minivllm.worker.mixed_graphs import MixedGraphs
+from minivllm.gpu.mixed_graphs import MixedGraphs
+from minivllm.parallel.step_messages import StepReader, StepWriter
 
 
 @pytest.fixture

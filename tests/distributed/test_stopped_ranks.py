@@ -9,9 +9,9 @@ from multiprocessing import Pipe
 import pytest
 from patience import PATIENCE, wait_until
 
-from minivllm.distributed import other_ranks
-from minivllm.distributed.other_ranks import OtherRanks, is_stopped
-from minivllm.faults import EngineDeadError
+from minivllm.errors import EngineDeadError
+from minivllm.parallel import other_ranks
+from minivllm.parallel.other_ranks import OtherRanks, is_stopped
 
 
 @pytest.fixture

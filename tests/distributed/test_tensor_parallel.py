@@ -4,7 +4,7 @@ import pytest
 import torch
 from lockstep import in_lockstep
 
-from minivllm.distributed.alone import ALONE
+from minivllm.parallel.alone import ALONE
 
 
 def test_alone_a_process_has_all_and_hands_tensors_back_as_they_are():

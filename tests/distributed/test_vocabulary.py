@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.embedding import VocabParallelEmbedding, get_masked_input_and_mask
 from minivllm.layers.linear import (
     ColumnParallelLinear,
@@ -15,6 +14,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.utils import from_layer
 
 

@@ -221,8 +221,8 @@ class Attack:
             f"cannot be printed: {sentence[:200]!r}": not sentence.isprintable(),
             "changed the engine": not is_as_before,
         }
-        for text, is_fault in faults.items():
-            if is_fault:
+        for text, is_recoverable in faults.items():
+            if is_recoverable:
                 self._fault(way, number, text)
         for worst, value in ((self.report.slowest, seconds), (self.report.largest, growth)):
             worst.append((value, way, number, ascii(sentence[:200])))

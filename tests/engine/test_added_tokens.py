@@ -10,7 +10,7 @@ from tiny_engine import OPTIONS, character_tokenizer, greedy, run, snapshot, tok
 from tiny_tokens import COUNTS, H, TokenSet, V, with_new
 
 from minivllm import LLM, SamplingParams
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 
 EXTRA = 4  # more than any adapter adds
 VARIANTS = ["llama-llama3-rope", "qwen2-tied"]

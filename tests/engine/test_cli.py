@@ -12,7 +12,7 @@ from minivllm.cli import app
 from minivllm.commands.common import parse_adapters
 from minivllm.commands.demo import demo_requests, show
 from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
-from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
+from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 
 run = CliRunner().invoke
 

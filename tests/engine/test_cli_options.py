@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import minivllm
 from minivllm.cli import app, main
 from minivllm.commands.options import options_of, with_options_of
-from minivllm.faults import EngineDeadError
+from minivllm.errors import EngineDeadError
 from minivllm.labs import describe
 from minivllm.models.demo_model import _silence_library_bars
 

@@ -10,8 +10,8 @@ from tiny_models import token_ids
 
 from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from minivllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, parse_device
-from minivllm.worker import gpu_memory
-from minivllm.worker.measured_memory import MeasuredMemory
+from minivllm.gpu import gpu_memory
+from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.worker.warm_up import profile_run
 
 

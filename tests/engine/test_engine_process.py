@@ -28,9 +28,9 @@ from patience import PATIENCE, some_turns, until, wait_until
 from tiny_engine import OPTIONS, character_tokenizer, greedy, tiny_world, tokens_of
 
 from minivllm import AsyncLLM, EngineArgs, SamplingParams
-from minivllm.lora.io.resolver import LoRAResolverRegistry
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.errors import EngineDeadError
+from minivllm.sources.resolver import LoRAResolverRegistry
 
 PROMPT = [5, 6, 7, 8, 9]
 

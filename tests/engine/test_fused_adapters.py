@@ -16,7 +16,7 @@ from tiny_models import SIZES, token_ids
 from tiny_oracle import Oracle
 from tiny_set import AdapterSet
 
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 
 # Trained on Phi-3: one A, and one B as tall as the whole module.
 FUSED = {

@@ -14,12 +14,12 @@ from tiny_engine import tiny_world
 from tiny_set import AdapterSet
 
 from minivllm import LoRARequest
+from minivllm.gpu.page_locked import PageLockedMemory
+from minivllm.gpu.slot_writer import SlotWriter, _pieces
 from minivllm.lora import loading
-from minivllm.lora.gpu.page_locked import PageLockedMemory
-from minivllm.lora.gpu.slot_writer import SlotWriter, _pieces
-from minivllm.lora.io import known_layouts
-from minivllm.lora.io.known_layouts import KnownLayouts
 from minivllm.lora.loading import AdapterSource
+from minivllm.sources import known_layouts
+from minivllm.sources.known_layouts import KnownLayouts
 
 WORLD_OPTIONS = {"lora_extra_vocab_size": 4, "bias_enabled": True}
 # Names of adapters of a tiny world whose files hold A's and B's of linears alone: all of them.

@@ -88,8 +88,8 @@ def test_a_step_says_which_requests_ran_out_of_blocks(world, caplog):
 
 
 def test_below_the_level_nothing_is_put_into_words(world, monkeypatch):
-    from minivllm.engine import recorder
     from minivllm.lora import event_log
+    from minivllm.observe import recorder
 
     class Unworded(dict):
         def get(self, kind, default):
@@ -112,7 +112,7 @@ class _Unformatted(str):
 
 
 def test_a_program_that_does_not_listen_hears_nothing():
-    code = "import minivllm.faults as f; f.logger.warning('said to nobody')"
+    code = "import minivllm.errors as f; f.logger.warning('said to nobody')"
 
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

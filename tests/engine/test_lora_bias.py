@@ -9,7 +9,7 @@ from tiny_engine import greedy, run, snapshot
 from tiny_set import AdapterSet, assert_logits, watch_logits
 
 from minivllm import SamplingParams
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 
 ADAPTERS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},

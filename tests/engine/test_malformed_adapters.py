@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tiny_engine import character_tokenizer, greedy, tiny_world
 
 from minivllm import LoRARequest
-from minivllm.lora.io.resolver import FilesystemResolver
+from minivllm.sources.resolver import FilesystemResolver
 
 WEIGHTS = "adapter_model.safetensors"
 Q0 = "model.layers.0.self_attn.q_proj"

@@ -9,10 +9,10 @@ import pytest
 from small_engine import SmallWorld
 
 from minivllm import SamplingParams
-from minivllm.engine import recorder
-from minivllm.lora.options import tokenizers as adapter_tokenizers
-from minivllm.lora.options.tokenizers import AdapterTokenizers
 from minivllm.lora.request import LoRARequest
+from minivllm.observe import recorder
+from minivllm.options import tokenizers as adapter_tokenizers
+from minivllm.options.tokenizers import AdapterTokenizers
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from tiny_engine import tiny_world
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.economics import slot_memory
-from minivllm.worker.gpu_memory import room_for_slots
-from minivllm.worker.measured_memory import MeasuredMemory
+from minivllm.gpu.gpu_memory import room_for_slots
+from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.worker.model_runner import ModelRunner
 
 OPTIONS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "block_size": 4, "warm_up": False}

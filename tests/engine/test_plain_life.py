@@ -29,16 +29,16 @@ MOST_FUNCTIONS = {ADDING: 60}
 # Below minivllm/: options, GPU, vLLM's names, sources, reports. The steps may be counted (engine/metrics.py).
 AROUND = (
     *(
-        "lora/options/",
-        "lora/gpu/",
+        "options/",
+        "gpu/",
         "vllm/",
-        "lora/io/",
-        "lora/ops/triton_ops/",
+        "sources/",
+        "gpu/sgmv/",
         "lora/stats.py",
-        "lora/event_log.py",
+        "observe/event_log.py",
     ),
-    *("engine/recorder.py", "engine/trace.py", "engine/trace_plot.py"),
-    *("worker/cuda_graphs.py", "worker/decode_buffers.py", "worker/gpu_memory.py"),
+    *("observe/recorder.py", "observe/trace.py", "observe/trace_plot.py"),
+    *("gpu/cuda_graphs.py", "gpu/decode_buffers.py", "gpu/gpu_memory.py"),
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 from tiny_engine import greedy, run, snapshot, tiny_world, tokens_of
 
 from minivllm import LoRARequest
-from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolver, LoRAResolverRegistry, stable_id
+from minivllm.sources.resolver import FilesystemResolver, LoRAResolver, LoRAResolverRegistry, stable_id
 
 PROMPT = [5, 6, 7, 8, 9]
 PROMPT_DICT = {"prompt_token_ids": PROMPT}
@@ -108,7 +108,7 @@ class TestFolder:
 
     def test_gives_ids_that_are_the_same_in_every_process_and_none_that_people_count(self):
         names = ["sql", "json", "sql ", "\ud800"]
-        code = f"from minivllm.lora.io.resolver import stable_id; print([stable_id(n) for n in {names!a}])"
+        code = f"from minivllm.sources.resolver import stable_id; print([stable_id(n) for n in {names!a}])"
         printed = {
             subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed})
             for seed in ("1", "2")

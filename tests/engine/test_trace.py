@@ -11,10 +11,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from minivllm.engine.metrics import EngineMetrics, SchedulerStats
-from minivllm.engine.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
-from minivllm.engine.trace_plot import draw_trace
 from minivllm.lora.stats import LoRAStats
-from minivllm.palette import adapter_colours
+from minivllm.observe.palette import adapter_colours
+from minivllm.observe.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
+from minivllm.observe.trace_plot import draw_trace
 
 
 def small_trace() -> Trace:

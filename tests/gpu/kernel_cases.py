@@ -20,36 +20,34 @@ from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
 
-from minivllm.distributed import own_rows_op, packed_norm_op, peer_gather_op, peer_norm_op, peer_sum_op
-from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.layers.triton_ops import (
+from minivllm.gpu.kernels import (
     activation,
-    attention,
-    invariant_linear,
-    likeliest,
-    mixed_attention,
-    norm,
-    rotary,
-    stand_ins,
-)
-from minivllm.lora.gpu.ops import (
     adapted_norm_op,
     adapted_norm_tiles_op,
     adapted_peer_norm_op,
     adapted_rotary_op,
     adapted_silu_op,
+    attention,
+    invariant_linear,
+    likeliest,
+    mixed_attention,
+    norm,
     paged_expand_op,
     paged_shrink_op,
+    rotary,
+    stand_ins,
 )
-from minivllm.lora.gpu.ops.paged_tuning import (
+from minivllm.gpu.kernels.paged_tuning import (
     adapted_norm_tiles,
     adapted_rotary_tiles,
     adapted_silu_tiles,
     paged_expand_tiles,
     paged_shrink_tiles,
 )
-from minivllm.lora.gpu.ops.update import Update
-from minivllm.lora.ops.triton_ops import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
+from minivllm.gpu.kernels.update import Update
+from minivllm.gpu.sgmv import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
+from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.parallel import own_rows_op, packed_norm_op, peer_gather_op, peer_norm_op, peer_sum_op
 
 NAN = float("nan")
 CLOSE = 3e-6  # float32, as a share of the largest value

@@ -10,15 +10,15 @@ from tiny_engine import run, tiny_world
 
 from minivllm.assembly import paged_attention
 from minivllm.config import LoRAConfig
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.gpu import folded_backend, paged_backend, readers
+from minivllm.gpu.kernels import paged_tuning
+from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
+from minivllm.gpu.kernels.paged_tuning import MOST_NORM_TOKENS, norm_kernel
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.lora.gpu import folded_backend, paged_backend, readers
-from minivllm.lora.gpu.ops import paged_tuning
-from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
-from minivllm.lora.gpu.ops.paged_tuning import MOST_NORM_TOKENS, norm_kernel
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.layers import LoRAMapping
 
 INNER, WIDTH, SLOTS, EPS = 48, 40, 3, 1e-3

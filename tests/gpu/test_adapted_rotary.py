@@ -9,16 +9,16 @@ from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.alone import ALONE
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.gpu import folded_backend, paged_backend, readers
+from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
+from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.linear import LinearBase, QKVParallelLinear
-from minivllm.layers.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
-from minivllm.lora.gpu import folded_backend, paged_backend, readers
-from minivllm.lora.gpu.ops.adapted_rotary_op import adapted_rotary
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
+from minivllm.parallel.alone import ALONE
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.layers import LoRAMapping
 
 WIDTH, HEADS, KV_HEADS, SIZE, SLOTS, BLOCK, SCALE = 48, 6, 2, 20, 3, 4, 0.2

@@ -13,7 +13,7 @@ from tiny_set import AdapterSet
 from tiny_tokens import COUNTS, TokenSet, V, with_new
 
 from minivllm import SamplingParams
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 
 EXTRA = 5
 BIASES = {

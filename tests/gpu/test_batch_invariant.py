@@ -19,16 +19,16 @@ from tiny_models import token_ids
 from tiny_moe import MIXTRAL, sparse_world
 
 from minivllm.config import ModelConfig
+from minivllm.gpu.invariant_attention import InvariantBuffers
+from minivllm.gpu.invariant_backend import InvariantBackend
+from minivllm.gpu.kernels.invariant_linear import FASTEST, invariant_linear
+from minivllm.gpu.paged_attention import query_tiles
+from minivllm.gpu.paged_backend import PagedBackend
 from minivllm.layers.linear import ColumnParallelLinear
-from minivllm.layers.paged_attention import query_tiles
-from minivllm.layers.triton_ops.invariant_linear import FASTEST, invariant_linear
-from minivllm.lora.gpu.invariant_backend import InvariantBackend
-from minivllm.lora.gpu.paged_backend import PagedBackend
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.slots import Slots
 from minivllm.model_options import check_one_order
-from minivllm.worker.invariant_attention import InvariantBuffers
 
 TILES = [tiles for _, _, tiles in FASTEST]
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

@@ -8,7 +8,7 @@ from gpu import DEVICE
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm.core.output import ADAPTER_COPY
-from minivllm.lora.gpu.slot_writer import SlotWriter
+from minivllm.gpu.slot_writer import SlotWriter
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from minivllm.layers.triton_ops.attention import paged_decode_attention
-from minivllm.layers.triton_ops.mixed_attention import mixed_attention
-from minivllm.layers.triton_ops.rotary import rotary_and_cache
-from minivllm.lora.gpu.ops.adapted_norm_tiles_op import adapted_norm_of_tiles
-from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
-from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
-from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
-from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, paged_shrink
-from minivllm.lora.gpu.ops.paged_tuning import paged_shrink_tiles
-from minivllm.lora.gpu.ops.update import Update
-from minivllm.lora.gpu.ops.write_pages_op import write_pages
-from minivllm.lora.ops.triton_ops.lora_kernel_metadata import tiles_of
+from minivllm.gpu.kernels.adapted_norm_tiles_op import adapted_norm_of_tiles
+from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
+from minivllm.gpu.kernels.attention import paged_decode_attention
+from minivllm.gpu.kernels.mixed_attention import mixed_attention
+from minivllm.gpu.kernels.paged_expand_op import paged_expand
+from minivllm.gpu.kernels.paged_pieces import PagedPieces
+from minivllm.gpu.kernels.paged_shrink_op import ShrinkRoom, paged_shrink
+from minivllm.gpu.kernels.paged_tuning import paged_shrink_tiles
+from minivllm.gpu.kernels.rotary import rotary_and_cache
+from minivllm.gpu.kernels.update import Update
+from minivllm.gpu.kernels.write_pages_op import write_pages
+from minivllm.gpu.sgmv.lora_kernel_metadata import tiles_of
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's memory is taken when it is asked for")
 FAR = 2**31  # elements

@@ -20,7 +20,7 @@ from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
 
 import minivllm
-from minivllm.lora.gpu.paged_slots import PagedSlots
+from minivllm.gpu.paged_slots import PagedSlots
 
 __all__ = ["new_memory_is_nan"]
 
@@ -312,7 +312,7 @@ def written_by_address(engine):
 
 # ---- what the guard sees ------------------------------------------------------------------------------------
 
-SLOTS, PAGES = "lora/ops/triton_ops", "lora/gpu/ops"
+SLOTS, PAGES = "lora/ops/triton_ops", "gpu/ops"
 LAYERS = "layers/triton_ops"
 WAIT = "tl.extra.cuda.gdc_wait()"
 # file, what stands there, what is put there, the case, what is said

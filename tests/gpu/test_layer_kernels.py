@@ -5,12 +5,12 @@ import torch
 from gpu import DEVICE
 from nan_guard import Guarded
 
+from minivllm.gpu.kernels.activation import silu_and_mul
+from minivllm.gpu.kernels.norm import fused_add_rms_norm, rms_norm
+from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.layers.triton_ops.activation import silu_and_mul
-from minivllm.layers.triton_ops.norm import fused_add_rms_norm, rms_norm
-from minivllm.layers.triton_ops.rotary import rotary_and_cache
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # What one rounding of the result may cost, relative to the largest element, and float32 arithmetic before it.

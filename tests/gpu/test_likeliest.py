@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from minivllm.layers.triton_ops.likeliest import keep_likeliest
+from minivllm.gpu.kernels.likeliest import keep_likeliest
 
 DTYPES = [torch.float16, torch.float32, torch.float64]  # bfloat16 where the interpreter does not compute it
 if DEVICE == "cuda":

@@ -7,9 +7,9 @@ from gpu import DEVICE
 from nan_guard import Guarded
 from test_paged_attention_kernels import ERRORS, SCALE, Batch, assert_close, new_memory_is_nan
 
+from minivllm.gpu.kernels.mixed_attention import mixed_attention, queries_per_tile
+from minivllm.gpu.mixed_buffers import MixedBuffers
 from minivllm.layers.attention import Attention
-from minivllm.layers.triton_ops.mixed_attention import mixed_attention, queries_per_tile
-from minivllm.worker.mixed_buffers import MixedBuffers
 
 __all__ = ["new_memory_is_nan"]
 

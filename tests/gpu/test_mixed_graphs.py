@@ -16,8 +16,8 @@ from tiny_models import token_ids
 from minivllm import SamplingParams
 from minivllm.assembly import make_scheduler
 from minivllm.core.request import Request
-from minivllm.worker import mixed_graphs
-from minivllm.worker.mixed_graphs import mixed_sizes
+from minivllm.gpu import mixed_graphs
+from minivllm.gpu.mixed_graphs import mixed_sizes
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import torch
 from gpu import DEVICE, needs_cuda
 from nan_guard import Guarded
 
+from minivllm.gpu.kernels import attention as kernels
+from minivllm.gpu.kernels.attention import num_splits, paged_decode_attention
+from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention
-from minivllm.layers.paged_attention import PagedAttentionMetadata
-from minivllm.layers.triton_ops import attention as kernels
-from minivllm.layers.triton_ops.attention import num_splits, paged_decode_attention
 
 SCALE = 0.2
 ERRORS = {torch.float32: 3e-6, torch.float16: 3e-3}

@@ -4,19 +4,19 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from minivllm.lora.gpu.ops.adapted_norm_tiles_op import adapted_norm_of_tiles
-from minivllm.lora.gpu.ops.adapted_silu_op import adapted_silu
-from minivllm.lora.gpu.ops.paged_expand_op import paged_expand
-from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
-from minivllm.lora.gpu.ops.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
-from minivllm.lora.gpu.ops.paged_tuning import (
+from minivllm.gpu.kernels.adapted_norm_tiles_op import adapted_norm_of_tiles
+from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
+from minivllm.gpu.kernels.paged_expand_op import paged_expand
+from minivllm.gpu.kernels.paged_pieces import PagedPieces
+from minivllm.gpu.kernels.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
+from minivllm.gpu.kernels.paged_tuning import (
     adapted_silu_tiles,
     paged_expand_tiles,
     paged_shrink_tiles,
 )
-from minivllm.lora.gpu.ops.update import Update
-from minivllm.lora.gpu.ops.write_pages_op import write_pages
-from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+from minivllm.gpu.kernels.update import Update
+from minivllm.gpu.kernels.write_pages_op import write_pages
+from minivllm.gpu.sgmv import LoRAKernelMeta
 
 # Float64 is what a CPU's tests compute in, never a GPU's engine.
 DTYPES = [torch.float32, torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float64]

@@ -9,8 +9,8 @@ from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids, transformers_model
 
 from minivllm import LLM, LoRARequest
-from minivllm.lora.gpu.folded_backend import FoldedBackend
-from minivllm.lora.gpu.triton_backend import TritonBackend
+from minivllm.gpu.folded_backend import FoldedBackend
+from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.models.registry import get_model
 
 pytest.importorskip("torchao")

@@ -5,7 +5,7 @@ import random
 import pytest
 from gpu import DEVICE
 
-from minivllm.worker.decode_buffers import DecodeBuffers
+from minivllm.gpu.decode_buffers import DecodeBuffers
 
 BLOCK_SIZE = 4
 

@@ -11,7 +11,7 @@ from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
-from minivllm.worker.cuda_graphs import capture_sizes
+from minivllm.gpu.cuda_graphs import capture_sizes
 
 
 class Rerun:

@@ -8,8 +8,8 @@ from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
-from minivllm.guards.run_ahead import RunAhead
-from minivllm.layers.triton_ops.stand_ins import fill_in
+from minivllm.ahead.run_ahead import RunAhead
+from minivllm.gpu.kernels.stand_ins import fill_in
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from sanitizer import Sanitizer
 from test_paged_attention_kernels import new_memory_is_nan
 
 from minivllm.config import LoRAConfig
+from minivllm.gpu import triton_halves
+from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from minivllm.lora.gpu import triton_halves
-from minivllm.lora.gpu.triton_backend import TritonBackend
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.module_weights import LoRALayerWeights
 from minivllm.lora.replace import from_layer

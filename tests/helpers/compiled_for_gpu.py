@@ -47,9 +47,9 @@ def module_of(name, path):
 
 def compile_all(what, path):
     """The kernel as it is launched: for both dtypes, for ranks that fill their blocks and ranks that do not."""
-    from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+    from minivllm.gpu.sgmv import LoRAKernelMeta
 
-    module = module_of(f"minivllm.lora.ops.triton_ops.lora_{what}_op", path)
+    module = module_of(f"minivllm.gpu.sgmv.lora_{what}_op", path)
     meta = LoRAKernelMeta.make(3, 40, "cpu")
     meta.prepare_tensors(torch.arange(40) % 4 - 1)
     tiles, ranks = meta.meta_args(40), torch.ones(2, 3, dtype=torch.int32)
@@ -66,14 +66,14 @@ def compile_all(what, path):
 
 def compile_sums():
     """And gathers, and norms, with adapters, too: as a rank of two and of eight launches them, for all dtypes."""
-    from minivllm.distributed.packed_norm_op import packed_norm
-    from minivllm.distributed.peer_gather_op import peer_gather
-    from minivllm.distributed.peer_group import DTYPES
-    from minivllm.distributed.peer_norm_op import peer_norm
-    from minivllm.distributed.peer_sum_op import peer_sum
-    from minivllm.distributed.words_op import Words
-    from minivllm.lora.gpu.ops.adapted_peer_norm_op import adapted_peer_norm
-    from minivllm.lora.gpu.ops.update import Update
+    from minivllm.gpu.kernels.adapted_peer_norm_op import adapted_peer_norm
+    from minivllm.gpu.kernels.update import Update
+    from minivllm.parallel.packed_norm_op import packed_norm
+    from minivllm.parallel.peer_gather_op import peer_gather
+    from minivllm.parallel.peer_group import DTYPES
+    from minivllm.parallel.peer_norm_op import peer_norm
+    from minivllm.parallel.peer_sum_op import peer_sum
+    from minivllm.parallel.words_op import Words
 
     slots = torch.zeros(32, dtype=torch.int64)
     for dtype in DTYPES:
@@ -95,10 +95,10 @@ def compile_sums():
 
 def compile_rotations():
     """What adds adapters to q, k and v, from pages and from slots. Steps of few tokens, or of many, share a variant."""
-    from minivllm.lora.gpu.ops import adapted_rotary_op as rotary
-    from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
-    from minivllm.lora.gpu.ops.update import Update
-    from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+    from minivllm.gpu.kernels import adapted_rotary_op as rotary
+    from minivllm.gpu.kernels.paged_pieces import PagedPieces
+    from minivllm.gpu.kernels.update import Update
+    from minivllm.gpu.sgmv import LoRAKernelMeta
 
     rotary.can_overlap = lambda device: True
     heads, kv_heads, size, slots = 6, 2, 80, 3
@@ -135,10 +135,10 @@ def compile_rotations():
 
 def compile_norms():
     """What adds adapters to o and down in prompts, from pages and from slots. All long steps share a variant."""
-    from minivllm.lora.gpu.ops import adapted_norm_tiles_op as norms
-    from minivllm.lora.gpu.ops.paged_pieces import PagedPieces
-    from minivllm.lora.gpu.ops.update import Update
-    from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+    from minivllm.gpu.kernels import adapted_norm_tiles_op as norms
+    from minivllm.gpu.kernels.paged_pieces import PagedPieces
+    from minivllm.gpu.kernels.update import Update
+    from minivllm.gpu.sgmv import LoRAKernelMeta
 
     norms.can_overlap = lambda device: True
     width, slots, expected = 4096, 3, 0

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from minivllm.assembly import paged_attention
-from minivllm.worker.decode_buffers import DecodeBuffers
+from minivllm.gpu.decode_buffers import DecodeBuffers
+from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.worker.model_runner import ModelRunner
-from minivllm.worker.step_graphs import StepGraphs
 
 
 def rerun(step: Callable) -> Callable:

@@ -1,6 +1,6 @@
 """Ranks whose steps are "captured" on a CPU, so that their engine runs ahead: a captured step just runs again.
 
-Run with a file descriptor it is such a rank, as `minivllm.distributed.rank_process` is one.
+Run with a file descriptor it is such a rank, as `minivllm.parallel.rank_process` is one.
 """
 
 import sys
@@ -19,11 +19,11 @@ def capture(runner: ModelRunner) -> None:
 def graph_all_ranks(monkeypatch: Any) -> None:
     """Of engines that are made from now on, with `warm_up`."""
     monkeypatch.setattr(ModelRunner, "warm_up", capture)
-    monkeypatch.setattr("minivllm.distributed.other_ranks.RANK_PROCESS", "graphed_ranks")
+    monkeypatch.setattr("minivllm.parallel.other_ranks.RANK_PROCESS", "graphed_ranks")
 
 
 if __name__ == "__main__":
-    from minivllm.distributed.rank_process import main
+    from minivllm.parallel.rank_process import main
 
     ModelRunner.warm_up = capture
     main(int(sys.argv[1]))

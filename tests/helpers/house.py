@@ -19,15 +19,10 @@ HEAD = "# What breaks a rule of the house today (tests/helpers/house.py), until 
 Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> how much there is
 
 # Around book A, all that is not named here is in it.
-BESIDE_A = ("options/", "io/", "gpu/", "ops/triton_ops/", "checks.py")
-# Around book B: GPUs, memory, warm-up, threads, what draws tokens, several answers to a prompt; reports of steps; what
-# calls an engine from event loops, which no step enters.
-BESIDE_WORKER = (
-    *("cpu_threads", "cuda_graphs", "decode_buffers", "gpu_memory", "row_sampler", "prompt_logprobs"),
-    *("measured_memory", "shared_memory", "step_graphs", "openmp", "token_masks"),
-    *("block_tables", "mixed_buffers", "mixed_graphs", "invariant_attention"),
-)
-BESIDE_ENGINE = ("trace", "trace_plot", "metrics", "recorder", "parallel_sampling")
+BESIDE_A = ("checks.py", "scattered_reads.py", "timed_patterns.py")
+# Around book B: warm-up, threads, what draws tokens, several answers to a prompt; reports of steps.
+BESIDE_WORKER = ("cpu_threads", "row_sampler", "prompt_logprobs", "openmp", "token_masks")
+BESIDE_ENGINE = ("metrics", "parallel_sampling")
 
 # What the core never imports.
 OUTSIDE = ("minivllm.vllm", *(f"minivllm.lora.{name}" for name in ("options", "io", "gpu")))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from patience import PATIENCE
 
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 class Meeting:

@@ -20,19 +20,19 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from minivllm.distributed import (
+from minivllm.gpu.kernels import adapted_peer_norm_op
+from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
+from minivllm.gpu.kernels.norm import fused_add_rms_norm
+from minivllm.gpu.kernels.update import Update
+from minivllm.layers.norm import RMSNorm
+from minivllm.parallel import (
     packed_norm_op,
     peer_gather_op,
     peer_group,
     peer_norm_op,
     peer_sum_op,
 )
-from minivllm.distributed.peer_group import PeerGroup
-from minivllm.layers.norm import RMSNorm
-from minivllm.layers.triton_ops.norm import fused_add_rms_norm
-from minivllm.lora.gpu.ops import adapted_peer_norm_op
-from minivllm.lora.gpu.ops.adapted_norm_op import adapted_norm
-from minivllm.lora.gpu.ops.update import Update
+from minivllm.parallel.peer_group import PeerGroup
 
 MOST = 8192  # bytes: the interpreter takes a while for a program
 DTYPES = (torch.float16, torch.float32)  # the interpreter cuts bfloat16 off, where a GPU rounds

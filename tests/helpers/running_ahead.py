@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from minivllm.guards.run_ahead import RunAhead
-from minivllm.worker.step_graphs import StepGraphs
+from minivllm.ahead.run_ahead import RunAhead
+from minivllm.gpu.step_graphs import StepGraphs
 
 # Name -> what `SamplingParams` are given.
 WISHES = {

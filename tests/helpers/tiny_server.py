@@ -9,12 +9,12 @@ from openai import OpenAI
 from patience import PATIENCE
 from tiny_engine import AdapterFolders, TinyWorld, character_tokenizer
 
-from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
 from minivllm.server.app import build_app
 from minivllm.server.run import ServerThread
 from minivllm.server.settings import ServerSettings
 from minivllm.serving.async_llm import AsyncLLM
+from minivllm.sources.resolver import stable_id
 
 BASE_NAME = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}assistant:"

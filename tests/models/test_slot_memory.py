@@ -9,8 +9,8 @@ from tiny_models import SIZES, VARIANTS
 
 from minivllm.config import LoRAConfig
 from minivllm.economics import adapted_layers, slot_memory
+from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.labs import ROOT
-from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS

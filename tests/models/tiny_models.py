@@ -5,8 +5,8 @@ import functools
 import numpy as np
 import torch
 
+from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
-from minivllm.layers.paged_attention import PagedAttentionMetadata
 
 SIZES = {
     "vocab_size": 97,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from adapter_folders import good_config, good_tensors, load, write
 
-from minivllm import scattered_reads
+from minivllm.lora import scattered_reads
+from minivllm.lora.scattered_reads import Part, read_parts
 from minivllm.lora.weights_files import read_weights
-from minivllm.scattered_reads import Part, read_parts
 
 NBYTES = 300_000
 

@@ -13,14 +13,14 @@ from adapter_folders import PREFIX, Q, good_config, good_tensors, load, write, w
 from resource_limits import Peak, TimeLimit
 
 from minivllm.config import LoRAConfig
+from minivllm.errors import in_one_sentence, one_sentence
 from minivllm.lora import checks, limits
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.options.target_parameters import rank_of
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.timed_patterns import TimedPatterns
 from minivllm.lora.weights_files import read_weights
-from minivllm.sentences import in_one_sentence, one_sentence
-from minivllm.timed_patterns import TimedPatterns
+from minivllm.options.target_parameters import rank_of
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"

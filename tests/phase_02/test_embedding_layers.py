@@ -13,9 +13,9 @@ from new_tensors import NewTensors
 from rows import assert_rows_equal
 
 from minivllm.config import LoRAConfig
-from minivllm.distributed.alone import ALONE
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.parallel.alone import ALONE
 from minivllm.vllm.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from minivllm.vllm.punica_selector import get_punica_wrapper
 

@@ -17,11 +17,11 @@ from toy_model import (
     wrap,
 )
 
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.memory_stats import slot_bytes
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 @pytest.fixture

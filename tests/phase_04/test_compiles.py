@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from gpu import compile_for_gpu
 
-import minivllm.lora.ops.triton_ops.lora_expand_op as lora_expand_op
-import minivllm.lora.ops.triton_ops.lora_shrink_op as lora_shrink_op
+import minivllm.gpu.sgmv.lora_expand_op as lora_expand_op
+import minivllm.gpu.sgmv.lora_shrink_op as lora_shrink_op
 from minivllm.labs import Todo, active
 
 STUB = re.compile(r'static_assert\(False, "(lab \d+\.\d+: [^"]+)"')

@@ -6,9 +6,9 @@ from gpu import DEVICE
 from guarded import DTYPES, TOLERANCE, assert_rows_close, exact_expand, exact_shrink, random, random_slots
 
 from minivllm.config import LoRAConfig
+from minivllm.gpu import folded_backend, triton_backend
+from minivllm.gpu.sgmv import tuning
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from minivllm.lora.gpu import folded_backend, triton_backend
-from minivllm.lora.ops.triton_ops import tuning
 from minivllm.lora.replace import from_layer
 from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper

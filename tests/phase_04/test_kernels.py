@@ -18,8 +18,8 @@ from guarded import (
     random_slots,
 )
 
-import minivllm.lora.ops.triton_ops.lora_expand_op as lora_expand_op
-from minivllm.lora.ops.triton_ops import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink, tuning
+import minivllm.gpu.sgmv.lora_expand_op as lora_expand_op
+from minivllm.gpu.sgmv import LoRAKernelMeta, expand, lora_expand, lora_shrink, shrink, tuning
 
 # tokens, slots, rank, K, widths: powers of two and anything but. The first are small, and grade.
 SMALL = [
@@ -273,7 +273,7 @@ def test_an_expand_that_is_told_no_ranks_reads_all_columns_of_b():
 
 @pytest.mark.lab("4.3")
 def test_slices_that_fill_their_blocks_have_no_block_more():
-    from minivllm.lora.ops.triton_ops.tuning import expand_tiles
+    from minivllm.gpu.sgmv.tuning import expand_tiles
 
     block = expand_tiles(3, 4, 1).block_n
     batch = Batch((3, 2, 4, 16, [block, 2 * block, block]), torch.float32)

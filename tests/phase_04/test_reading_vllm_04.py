@@ -3,7 +3,7 @@
 import torch
 from gpu import DEVICE
 
-from minivllm.lora.ops.triton_ops import LoRAKernelMeta
+from minivllm.gpu.sgmv import LoRAKernelMeta
 
 ROWS, SLOTS, BLOCK = 33, 4, 16
 

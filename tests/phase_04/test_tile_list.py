@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from new_tensors import NewTensors
 from torch.overrides import TorchFunctionMode
 
-from minivllm.lora.ops.triton_ops import LoRAKernelMeta
-from minivllm.lora.ops.triton_ops.lora_kernel_metadata import build_tiles, tile_count
+from minivllm.gpu.sgmv import LoRAKernelMeta
+from minivllm.gpu.sgmv.lora_kernel_metadata import build_tiles, tile_count
 
 BATCHES = {
     "one row": [2],

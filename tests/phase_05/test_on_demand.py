@@ -16,7 +16,7 @@ from small_model import (
 )
 from tiers_model import TwoTiers
 
-from minivllm.faults import adapter_at_fault
+from minivllm.errors import blamed_adapter
 from minivllm.vllm.layers import LoRAMapping
 
 pytestmark = pytest.mark.lab("5.7")
@@ -327,7 +327,7 @@ def test_what_an_adapter_raises_in_a_step_is_put_down_to_it(folders, monkeypatch
     with pytest.raises(OSError, match="device lost") as raised:
         worker.set_active_adapters(requests, None)
 
-    assert adapter_at_fault(raised.value) == 3, f"{where} failed in a step that needs 1 and 3"
+    assert blamed_adapter(raised.value) == 3, f"{where} failed in a step that needs 1 and 3"
 
 
 def test_a_step_like_the_last_one_brings_back_what_a_failed_copy_has_thrown_out(folders, monkeypatch):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from patience import PATIENCE, wait_until
 
-from minivllm.lora.gpu import page_locked
-from minivllm.lora.gpu.page_locked import PageLockedMemory
+from minivllm.gpu import page_locked
+from minivllm.gpu.page_locked import PageLockedMemory
 
 
 class Driver:
@@ -323,7 +323,7 @@ def test_memory_may_be_given_up_while_a_piece_is_being_locked(ahead):
 def test_a_process_ends_while_a_piece_is_being_locked():
     code = """if True:
         import threading
-        from minivllm.lora.gpu import page_locked
+        from minivllm.gpu import page_locked
         page_locked.PIECE_BYTES = 4096
         begun = threading.Event()
         def lock(piece):

@@ -12,9 +12,9 @@ from gpu import DEVICE
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.linear import ReplicatedLinear
-from minivllm.lora.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager

@@ -13,8 +13,8 @@ from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.recorder import skips
 from minivllm.lora.request import LoRARequest
+from minivllm.observe.recorder import skips
 from minivllm.sampling_params import SamplingParams
 
 VOCAB = 7

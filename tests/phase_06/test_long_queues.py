@@ -10,8 +10,8 @@ from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.recorder import Skip, skips
 from minivllm.lora.request import LoRARequest
+from minivllm.observe.recorder import Skip, skips
 from minivllm.sampling_params import SamplingParams
 
 NUM_WAITING, NUM_ADAPTERS = 20_000, 2_000

@@ -4,7 +4,7 @@ import pytest
 from scheduler_model import World
 
 from minivllm.core.output import MAX_LORAS, RELOAD_PENDING
-from minivllm.engine.recorder import Skip
+from minivllm.observe.recorder import Skip
 
 pytestmark = pytest.mark.lab("6.2")
 

@@ -10,7 +10,7 @@ from tiny_engine import character_backend, greedy, run, tokens_of
 from tiny_models import token_ids
 
 from minivllm import LoRARequest
-from minivllm.engine.trace import SlotEvent, Trace, TraceSkip
+from minivllm.observe.trace import SlotEvent, Trace, TraceSkip
 
 lab = pytest.mark.lab("7.4")
 

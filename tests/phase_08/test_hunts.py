@@ -325,7 +325,7 @@ def test_a_test_of_kernels_runs_by_hand_as_the_hunt_says(checkout):
     """On a machine without a GPU they need Triton's interpreter, which nobody but `lab` had chosen."""
     path = checkout.root / "labs" / PHASE / "test_by_hand.py"
     path.write_text(
-        "from minivllm.lora.ops.triton_ops.lora_shrink_op import shrink\n"
+        "from minivllm.gpu.sgmv.lora_shrink_op import shrink\n"
         "import torch\nfrom hunting import SmallLinear\n\npytest_plugins = 'hunt_world'\n\n"
         "def test_rows():\n"
         "    layer = SmallLinear(backend='triton', dtype=torch.float32)\n"

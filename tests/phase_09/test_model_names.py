@@ -8,13 +8,13 @@ from patience import PATIENCE
 from small_engine import SmallWorld, write_adapter
 
 from minivllm import AsyncLLM, SamplingParams
-from minivllm.lora.io.resolver import stable_id
 from minivllm.lora.request import LoRARequest
 from minivllm.server.errors import ApiError
 from minivllm.server.keys import Holder
 from minivllm.server.names import ModelNames
 from minivllm.server.protocol import LoadAdapterRequest
 from minivllm.server.settings import ServerSettings
+from minivllm.sources.resolver import stable_id
 
 pytestmark = pytest.mark.lab("9.4")
 

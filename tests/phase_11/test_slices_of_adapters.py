@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from minivllm.distributed.adapter_share import ALL, EVERYTHING, Cut, share_of_linear
-from minivllm.distributed.tensor_parallel import TensorParallel
 from minivllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -13,6 +11,8 @@ from minivllm.layers.linear import (
     RowParallelLinear,
 )
 from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.parallel.adapter_share import ALL, EVERYTHING, Cut, share_of_linear
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.lab("11.1")
 

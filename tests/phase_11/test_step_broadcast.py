@@ -8,7 +8,7 @@ import pytest
 from minivllm import LoRARequest, SamplingParams
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.distributed.step_messages import StepReader, StepWriter
+from minivllm.parallel.step_messages import StepReader, StepWriter
 
 pytestmark = pytest.mark.lab("11.4")
 

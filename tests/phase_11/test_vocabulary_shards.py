@@ -4,7 +4,7 @@ import pytest
 import torch
 from lockstep import in_lockstep
 
-from minivllm.distributed.tensor_parallel import TensorParallel
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.lab("11.3")
 

@@ -34,7 +34,7 @@ from patience import PATIENCE, wait_until
 from server_soak_world import MOST_TOKENS, PROMPTS, SoakWorld
 from tiny_server import BASE_NAME, serving
 
-from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
+from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 
 ENGINE = {"max_loras": 4, "max_cpu_loras": 12, "max_num_seqs": 24, "num_kv_blocks": 400}
 HTTP = (

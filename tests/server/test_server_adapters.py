@@ -17,8 +17,8 @@ from tiny_engine import tiny_world
 from tiny_oracle import Oracle
 from tiny_server import BASE_NAME, Answers, client_of, held_up, serving
 
-from minivllm.lora.io.resolver import FilesystemResolver, LoRAResolverRegistry
 from minivllm.server.names import ModelNames
+from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 

@@ -9,8 +9,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from minivllm.engine.trace import StepRecord
-from minivllm.palette import ADAPTER_COLOURS, BASE_COLOUR
+from minivllm.observe.palette import ADAPTER_COLOURS, BASE_COLOUR
+from minivllm.observe.trace import StepRecord
 
 SCRIPTS = ("trace.js", "charts.js", "page.js")
 
@@ -21,7 +21,7 @@ def run_of(name: str, steps: Iterable[Step], room: Mapping[str, int] | None = No
     """An engine's steps, as the page takes them.
 
     steps   records, or what `asdict` makes of them; with `tokens`, request -> id, and `error` where there are any
-    room    what `minivllm.engine.recorder.room` says of the engine
+    room    what `minivllm.observe.recorder.room` says of the engine
     """
     plain = [asdict(step) if isinstance(step, StepRecord) else dict(step) for step in steps]
     return {"name": name, "steps": plain, "room": dict(room or {})}

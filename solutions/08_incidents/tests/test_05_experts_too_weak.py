@@ -3,7 +3,7 @@
 import torch
 
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.options.expert_weights import pack_moe
+from minivllm.options.expert_weights import pack_moe
 
 
 def test_packed_experts_keep_their_scaling():

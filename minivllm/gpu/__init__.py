@@ -1,0 +1,62 @@
+"""What only a GPU needs: slots laid out for kernels, copies beside a step. See vllm/lora/punica_wrapper/."""
+
+import os
+from typing import Any
+
+import torch
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.backend import Backend
+from minivllm.lora.seams import backends, slot_writers
+
+
+def refuse_without_gpu(name: str, device: torch.device | str) -> None:
+    """ValueError on a CPU, except through Triton's interpreter."""
+    # The variable is Triton's own, for its interpreter: slow, and enough for tests.
+    if torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"punica backend '{name}' needs a GPU; on a CPU take grouped, or set TRITON_INTERPRET=1"
+        )
+
+
+# Below, imports are late: Triton is not everywhere.
+
+
+def _triton(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
+    refuse_without_gpu("triton", device)
+    from minivllm.gpu.triton_backend import TritonBackend
+
+    return TritonBackend(max_tokens, max_samples, device, config.max_loras)
+
+
+def _folded(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
+    refuse_without_gpu("folded", device)
+    from minivllm.gpu.folded_backend import FoldedBackend
+
+    return FoldedBackend(max_tokens, max_samples, device, config.max_loras)
+
+
+def _paged(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
+    refuse_without_gpu("paged", device)
+    from minivllm.gpu.paged_backend import PagedBackend
+
+    return PagedBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
+
+
+def _invariant(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
+    refuse_without_gpu("invariant", device)
+    from minivllm.gpu.invariant_backend import InvariantBackend
+
+    return InvariantBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
+
+
+def _slot_writer(wrapped: Any, device: torch.device | str) -> Any:
+    from minivllm.gpu.paged_writer import PagedSlotWriter
+    from minivllm.gpu.slot_writer import SlotWriter
+
+    pool = getattr(wrapped.backend, "pool", None)
+    return SlotWriter(wrapped, device) if pool is None else PagedSlotWriter(wrapped, device, pool)
+
+
+backends.update(triton=_triton, folded=_folded, paged=_paged, invariant=_invariant)
+slot_writers["cuda"] = _slot_writer

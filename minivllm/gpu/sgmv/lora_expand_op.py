@@ -1,0 +1,151 @@
+"""y += h · Bᵀ, every row with its own adapter's B. Stands for vllm/lora/ops/triton_ops/lora_expand_op.py (v0.22.1)."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from minivllm.gpu.sgmv.lora_kernel_metadata import TileList
+from minivllm.gpu.sgmv.tuning import can_overlap, expand_tiles
+
+
+# region lab 4.3: the expand kernel
+# These strides differ from step to step: not a variant of the kernel for each of their values.
+@triton.jit(do_not_specialize=["h_split_stride", "h_slice_stride"])
+def _lora_expand_kernel(
+    h_ptr,  # (splits, n, T, R), or the columns of a wider product: see the strides
+    b_ptrs,  # n x (S, N_i, R)
+    y_ptr,  # (T, >= N)
+    rows_ptr,  # (T,) rows by slot
+    tiles_ptr,  # (3, capacity) slot, first row, rows
+    ranks_ptr,  # (n, S) live ranks, or None: all R
+    R,
+    capacity,
+    num_slots,
+    h_split_stride,
+    h_slice_stride,
+    h_row_stride,
+    h_slot_stride,
+    b_slot_strides,  # n
+    b_row_stride,
+    y_row_stride,
+    WIDTHS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one tile of rows, one block of columns of one slice.
+
+    y[row, offset of slice i + column] += sum over splits of h[split, i, row] · B_i[slot, column]; = without ADD.
+    Axis 0 of the grid counts tiles (slot -1 is none), axis 1 blocks of BLOCK_N columns: those of slice 0, then those of
+    slice 1, and so on. A slice need not fill its last block, nor R its one block of BLOCK_R.
+    h and B past the live rank may hold anything and are not read. A slot's h begins `h_slot_stride` elements past that
+    of the slot before. Planes are summed in float32 and multiplied in B's dtype, with input_precision="ieee", into
+    float32. Row and slot numbers in int64.
+    With OVERLAP the kernels ahead may still run: tl.extra.cuda.gdc_wait() before h or y is read, and before any return.
+    """
+    tile, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(tiles_ptr + tile).to(tl.int64)
+    if slot < 0:
+        if OVERLAP:  # or what comes after this kernel might not wait for what came before it
+            tl.extra.cuda.gdc_wait()
+        return
+    first = tl.load(tiles_ptr + capacity + tile)
+    length = tl.load(tiles_ptr + 2 * capacity + tile)
+
+    place = tl.arange(0, BLOCK_ROWS)
+    is_row = place < length
+    rows = tl.load(rows_ptr + first + place, mask=is_row, other=0).to(tl.int64)  # (BLOCK_ROWS,)
+    rank = tl.arange(0, BLOCK_R)
+
+    offset = 0
+    for i in tl.static_range(len(b_ptrs)):
+        blocks = (WIDTHS[i] + BLOCK_N - 1) // BLOCK_N
+        if (block >= 0) & (block < blocks):
+            live = R if ranks_ptr is None else tl.load(ranks_ptr + i * num_slots + slot)
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_column = columns < WIDTHS[i]
+            is_live = rank < live
+            b_block = b_ptrs[i] + slot * b_slot_strides[i] + columns[None, :] * b_row_stride + rank[:, None]
+            b = tl.load(b_block, mask=is_live[:, None] & is_column[None, :], other=0.0)  # (BLOCK_R, BLOCK_N)
+
+            # Up to here nothing depends on the product before; from here on, its h and its y must be there.
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            h_block = h_ptr + i * h_slice_stride + slot * h_slot_stride
+            h_block += rows[:, None] * h_row_stride + rank[None, :]
+            h = tl.zeros((BLOCK_ROWS, BLOCK_R), dtype=tl.float32)
+            for split in tl.static_range(SPLITS):
+                h += tl.load(
+                    h_block + split * h_split_stride, mask=is_row[:, None] & is_live[None, :], other=0.0
+                )
+            update = tl.dot(h.to(b.dtype), b, input_precision="ieee")  # (BLOCK_ROWS, BLOCK_N) float32
+
+            y_block = y_ptr + rows[:, None] * y_row_stride + offset + columns[None, :]
+            mask = is_row[:, None] & is_column[None, :]
+            if ADD:
+                update += tl.load(y_block, mask=mask, other=0.0)
+            tl.store(y_block, update, mask=mask)
+        block -= blocks
+        offset += WIDTHS[i]
+
+
+# endregion
+
+
+def expand(
+    h: torch.Tensor,
+    lora_b: Sequence[torch.Tensor],
+    y: torch.Tensor,
+    tiles: TileList,
+    ranks: torch.Tensor | None = None,
+    add_inputs: bool = True,
+    h_slot_stride: int = 0,
+) -> None:
+    """y[:, slice i] += h[i] · B_iᵀ, in place. One launch for all slices.
+
+    h       (splits, n, T, R): planes to be added up, rank contiguous
+    lora_b  n x (S, N_i, R) of one row stride, rank contiguous; slice i begins where slice i - 1 ends
+    y       (T, >= N), rows may be further apart than N
+    ranks   (n, S) int32 live rank of each slice and slot; None = R everywhere
+    h_slot_stride  elements from one slot's h to the next, for products that hold h for all slots; 0 = one h a row
+
+    Base rows of y are not touched.
+    """
+    num_slots, _, rank = lora_b[0].shape
+    widths = tuple(b.shape[1] for b in lora_b)
+    tuned = expand_tiles(len(y), rank, max(widths))
+    # Hopper: programs may start while the product that makes h is ending ("programmatic dependent launch").
+    overlap = can_overlap(y.device)
+    blocks = sum(triton.cdiv(width, tuned.block_n) for width in widths)
+    _lora_expand_kernel[(tiles.count, blocks)](
+        h,
+        tuple(lora_b),
+        y,
+        tiles.rows,
+        tiles.tiles,
+        ranks,
+        rank,
+        tiles.tiles.shape[1],
+        num_slots,
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        h_slot_stride,
+        tuple(b.stride(0) for b in lora_b),
+        lora_b[0].stride(1),
+        y.stride(0),
+        WIDTHS=widths,
+        SPLITS=len(h),
+        ADD=add_inputs,
+        OVERLAP=overlap,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        BLOCK_N=tuned.block_n,
+        num_warps=tuned.num_warps,
+        **({"launch_pdl": True} if overlap else {}),
+    )

@@ -1,0 +1,87 @@
+"""The GPU's backend: SGMV kernels. Stands for vllm/lora/punica_wrapper/punica_gpu.py (v0.22.1)."""
+
+import torch
+
+from minivllm.gpu.sgmv import TileList, expand, shrink, tiles_of
+from minivllm.gpu.triton_halves import TritonHalves
+from minivllm.gpu.triton_slots import TritonSlots
+from minivllm.gpu.triton_tables import TritonTables
+from minivllm.layers.linear import LinearBase
+from minivllm.lora.backend import ALL_SLICES
+from minivllm.lora.mapping import LoRAMapping, slots_of
+from minivllm.lora.slots import Slots
+from minivllm.options.halved_slots import HalvedSlots
+from minivllm.parallel.tensor_parallel import TensorParallel
+
+
+class TritonBackend(TritonTables):
+    """A shrink and an expand for each linear, one launch each, whatever the mixture. vLLM: `PunicaWrapperGPU`.
+
+    Adapters need not be neighbours in the batch: a tile list, made once a step, gathers their rows. The buffers
+    that kernels read stay where they are, so a captured CUDA graph holds for every later step of its size. Rows are
+    tile lists.
+    """
+
+    # region lab 4.4: tile lists once a step, two launches a linear
+    def begin_step(self, mapping: LoRAMapping, slot_table: list[int | None]) -> None:
+        """Take in a step: both index tensors, kept on the CPU, `no_lora`, and a tile list of each for the kernels.
+
+        Done once a step, for all layers. A step without adapters launches nothing, so it needs no tile lists. Live
+        ranks come up to date here too (`sync_slots`). A mapping that `slots_of` refuses changes nothing.
+        """
+        tokens = torch.tensor(slots_of(mapping.index_mapping, slot_table), dtype=torch.long)
+        prompts = torch.tensor(slots_of(mapping.prompt_mapping, slot_table), dtype=torch.long)
+        self.token_lora_indices, self.sampler_indices = tokens, prompts
+        self.no_lora = not bool((tokens >= 0).any())
+        if not self.no_lora:
+            self.token_meta.prepare_tensors(tokens)
+            self.prompt_meta.prepare_tensors(prompts)
+        self.sync_slots()
+
+    def linear(self, x: torch.Tensor, base: LinearBase, slots: TritonSlots) -> torch.Tensor:
+        """Base output plus every row's own adapter, in two launches for all slices.   x: (T, K) -> (T, N)
+
+        A batch without adapters pays for nothing beyond `base.forward`, which answers (output, None). A short adapter
+        does not pay for R: the shrink is told `slots.ranks`, the expand `slots.expand_ranks`. The buffers as the
+        kernels take them are `slots.flat_a` and `flat_b`.
+        """
+        y = base.forward(x)[0]  # (T, N)
+        if not self.no_lora:
+            tiles = self.token_meta.meta_args(len(x))
+            h = shrink(x, slots.flat_a, tiles, slots.ranks)  # (splits, n, T, R)
+            expand(h, slots.flat_b, y, tiles, slots.expand_ranks)
+        return y
+
+    # endregion
+
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        slots: TritonSlots,
+        rows: TileList,
+        slices: slice = ALL_SLICES,
+    ) -> None:
+        experts = slots.a[0].shape[1]
+        ranks = slots.ranks[slices]
+        if experts > 1:
+            ranks = ranks.repeat_interleave(experts, dim=1)  # (n, S * E)
+        h = shrink(x, slots.flat_a[slices], rows, ranks)  # (splits, n, rows, R)
+        expand(h, slots.flat_b[slices], y, rows, ranks)
+
+    def expand(self, y: torch.Tensor, h: torch.Tensor, slots: TritonSlots, rows: TileList) -> None:
+        expand(h[None, None], slots.flat_b, y, rows)
+
+    def halve(self, slots: Slots, tp: TensorParallel, dealt: slice) -> HalvedSlots:
+        """Slots whose A and B are used apart: one launch for all slices' h, and one for what is made of it."""
+        return TritonHalves(slots, self, tp)
+
+    def token_rows(self, tokens: int) -> TileList:
+        return self.token_meta.meta_args(tokens)
+
+    def sample_rows(self, samples: int) -> TileList:
+        return self.prompt_meta.meta_args(samples)
+
+    def pair_rows(self, adapters: torch.Tensor, slots: Slots) -> TileList:
+        """Made where the pairs are: the CPU never learns which experts were chosen."""
+        return tiles_of(adapters, slots.a[0].shape[0] * slots.a[0].shape[1])

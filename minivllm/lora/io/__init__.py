@@ -1,5 +1,0 @@
-"""Where adapters come from beside local folders of safetensors. vLLM: inside vllm/lora/ and vllm/plugins/."""
-
-from minivllm.lora.io import bin, by_name, hub, memory
-
-__all__ = ["bin", "by_name", "hub", "memory"]

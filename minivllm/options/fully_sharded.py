@@ -1,0 +1,134 @@
+"""Adapters of which processes share out both A and B. Stands for the `*WithShardedLoRA` of vllm/lora/layers (v0.22.1).
+
+S-LoRA, https://arxiv.org/abs/2311.03285. Of a column-parallel linear every process would have all of A, of others
+all of B. Here these are shared out, too. No process then has all of h = A · x. So they meet once more for every
+linear, over rank-sized rows. So they do for experts (sharded_experts.py). Adapters on the ends of a model have one of
+the two whole all the same.
+"""
+
+import torch
+from torch import nn
+
+from minivllm.config import LoRAConfig
+from minivllm.lora.backend import Backend
+from minivllm.lora.layers.base import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.linear import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from minivllm.lora.seams import sharded_wrappers
+from minivllm.lora.slots import Slots
+from minivllm.options.halved_slots import halve_linear
+
+
+class _FullySharded(BaseLinearLayerWithLoRA):
+    """A wrapped linear with `HalvedSlots`, where processes share it; alone, one has all, and this is the plain one."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        self.tp = base_layer.tp
+
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """Where `fully_sharded_loras` is on; the plain class takes the layer otherwise. vLLM: the same name."""
+        return lora_config.fully_sharded_loras and cls.takes(source_layer, len(packed_modules_list))
+
+    def set_mapping(self, punica_wrapper: Backend) -> None:
+        if self.tp.size == 1:
+            super().set_mapping(punica_wrapper)
+            return
+        self.backend = punica_wrapper
+        self.slots, self.share = halve_linear(self.slots, self.share, punica_wrapper, self.tp)
+
+    # region lab 11.2: the gather of fully sharded
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The layer's output with adapters, which add to what the base layer gives before that is completed.
+
+        Alone, or with no adapter in the step, it is the parent's.   input_: (T, own part of K) -> (T, own part of N)
+        """
+        if self.tp.size == 1 or self.backend.no_lora:
+            return super().forward(input_)
+        y = self.base_layer.forward(input_)[0]
+        self._add(y, input_)
+        return self.base_layer.complete(y), None
+
+    # endregion
+
+    def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what adapters give for a linear's output, as far as it is this process's."""
+        raise NotImplementedError
+
+
+class _ShardedColumn(_FullySharded):
+    """Behind a column-parallel linear each process has some ranks of A, and computes as many of h."""
+
+    def create_lora_weights(
+        self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
+    ) -> None:
+        super().create_lora_weights(max_loras, lora_config, model_config)
+        if self.tp.size > 1:
+            own_ranks = -(-self.max_rank // self.tp.size)
+            self.share.ranks = self.tp.part(own_ranks)
+            self.slots = Slots([a[:, :, :own_ranks].clone() for a in self.slots.a], self.slots.b)
+
+    # region lab 11.2: the gather of fully sharded
+    def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """All ranks of h are gathered, and expanded by the process's rows of B.   y: (T, own part of N)"""
+        h = self.tp.all_gather(self.slots.shrink(x, self.backend))  # (T, n, R, or a little more)
+        rows = self.backend.token_rows(len(x))
+        self.slots.expand(y, h[..., : self.max_rank], self.backend, rows)
+
+    # endregion
+
+
+class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA):
+    """Behind a row-parallel linear each process has a term of h and some rows of B. vLLM: the same name."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        if self.tp.size > 1:
+            own = self.tp.share(self.output_size, f"{base_layer.prefix} outputs")
+            self.share.rows, self.share.cuts_beside = [[self.tp.part(own)]], False
+
+    # region lab 11.2: the gather of fully sharded
+    def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Terms of h are summed, and expanded into the process's columns of its term of y.   y: (T, N)"""
+        h = self.tp.all_reduce(self.slots.shrink(x, self.backend))  # (T, 1, R)
+        (own,) = self.share.rows[0]
+        self.slots.expand(y[:, own], h, self.backend, self.backend.token_rows(len(x)))
+
+    # endregion
+
+
+class ColumnParallelLinearWithShardedLoRA(_ShardedColumn, ColumnParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+class MergedColumnParallelLinearWithShardedLoRA(_ShardedColumn, MergedColumnParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+class MergedQKVParallelLinearWithShardedLoRA(_ShardedColumn, MergedQKVParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+class QKVParallelLinearWithShardedLoRA(_ShardedColumn, QKVParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+
+sharded_wrappers |= {
+    ColumnParallelLinearWithLoRA: ColumnParallelLinearWithShardedLoRA,
+    RowParallelLinearWithLoRA: RowParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearWithLoRA: MergedColumnParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithLoRA: MergedQKVParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithLoRA: QKVParallelLinearWithShardedLoRA,
+}

@@ -1,0 +1,130 @@
+"""Slots of which A and B are used apart.
+
+Stands for `add_shrink` and `add_expand` in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), for every slot there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minivllm.lora.backend import ALL_SLICES, Backend
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.slots import Slots
+from minivllm.parallel.adapter_share import Cut
+from minivllm.parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class RankDeal:
+    """Which ranks of an A a process has: the first process `own` of them, the next as many, and so round and round.
+
+    process, processes   this one, of how many
+    """
+
+    process: int
+    processes: int
+    own: int
+
+    def of(self, ranks: int) -> list[int]:
+        """Those of so many ranks, ascending."""
+        return [rank for rank in range(ranks) if rank // self.own % self.processes == self.process]
+
+    def in_order(self, h: torch.Tensor) -> torch.Tensor:
+        """All ranks in their order, of those of each process side by side.   (..., processes * own * rounds)"""
+        return h.unflatten(-1, (self.processes, -1, self.own)).transpose(-2, -3).flatten(-3)
+
+
+@dataclass
+class DealtCut(Cut):
+    """As `Cut`, of A the ranks that are dealt to the process."""
+
+    deal: RankDeal | None = None
+
+    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
+        return lora_a[..., self.deal.of(lora_a.shape[-2]), :]
+
+
+def halve(slots: Slots, backend: Backend, tp: TensorParallel, dealt: slice) -> "HalvedSlots":
+    """Slots whose A and B are used apart, as the backend lays them out. Their `deal` says whose ranks of A are whose.
+
+    dealt   slices of whose A each process has some ranks
+    """
+    make = getattr(backend, "halve", None)  # of a backend whose kernels need A and B no longer together
+    return HalvedSlots(slots, backend, tp) if make is None else make(slots, tp, dealt)
+
+
+def halve_linear(slots: Slots, share: Cut, backend: Backend, tp: TensorParallel) -> tuple["HalvedSlots", Cut]:
+    """The same for a linear, and its share: where that says which ranks of A, it says so as these slots want it."""
+    if share.ranks is None:
+        return halve(slots, backend, tp, slice(0, 0)), share
+    halved = halve(slots, backend, tp, ALL_SLICES)
+    return halved, DealtCut(share.columns, share.rows, deal=halved.deal)
+
+
+class HalvedSlots(Slots):
+    """Slots whose A's and B's are used apart, so that processes can meet between. R' rows of A may be fewer than R.
+
+    a        n buffers (S, E, R', K)    b   n buffers (S, E, N_i, R)
+    shrinks  the same A's, with ones on the diagonal for B's: what a backend adds for them is h = A · x
+    expands  n slots of one slice each, the same B's
+    deal     which ranks of A this process has
+    """
+
+    def __init__(self, slots: Slots, backend: Backend, tp: TensorParallel) -> None:
+        super().__init__(slots.a, slots.b)
+        self.deal = RankDeal(tp.rank, tp.size, -(-self.b[0].shape[3] // tp.size))
+        self._place(backend)
+        self.live_ranks = self.shrinks.live_ranks
+
+    def _place(self, backend: Backend) -> None:
+        """Make `shrinks` and `expands`."""
+        ones = [torch.zeros_like(a[..., :1]).repeat(1, 1, 1, a.shape[2]) for a in self.a]  # (S, E, R', R')
+        for diagonal in ones:
+            diagonal.diagonal(dim1=-2, dim2=-1).fill_(1)
+        self.shrinks = backend.place(Slots(self.a, ones), None)
+        self.expands = [
+            backend.place(Slots([b.new_zeros(*b.shape[:2], b.shape[3], 0)], [b]), None) for b in self.b
+        ]
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [*super().memory, *self.shrinks.b]
+
+    def write(self, slot: int, parts: list[LoRALayerWeights | None]) -> None:
+        for i, part in zip(range(len(self.a)), parts, strict=True):
+            self.a[i][slot], self.b[i][slot] = 0, 0
+            self.live_ranks[i][slot] = 0 if part is None else part.lora_a.shape[-2]
+            if part is not None:
+                self.a[i][slot, :, : part.lora_a.shape[-2]].copy_(part.lora_a)
+                self.b[i][slot, :, :, : part.lora_b.shape[-1]].copy_(part.lora_b)
+        self._write_beside(slot, parts)
+        self.changed(slot)
+
+    def clear(self, slot: int) -> None:
+        self.write(slot, [None] * len(self.a))
+
+    def changed(self, slot: int) -> None:
+        super().changed(slot)
+        self.shrinks.changed(slot)
+
+    def shrink(
+        self, x: torch.Tensor, backend: Backend, rows: Any = None, slices: slice = ALL_SLICES
+    ) -> torch.Tensor:
+        """h = A · x of each of these slices, by each row's adapter, at least in float32.
+
+        x: (T, K) -> (T, n, R'), R' being one for all of them    rows: None = one row a token
+        A subclass may give h another form, which its `expand` takes: terms that may be summed, with ranks last.
+        """
+        heights = [a.shape[2] for a in self.a[slices]]
+        h = x.new_zeros(len(x), sum(heights), dtype=torch.promote_types(x.dtype, torch.float32))
+        backend.add(h, x, self.shrinks, backend.token_rows(len(x)) if rows is None else rows, slices)
+        return h.unflatten(1, (len(heights), heights[0]))
+
+    def expand(
+        self, y: torch.Tensor, h: torch.Tensor, backend: Backend, rows: Any, slices: slice = ALL_SLICES
+    ) -> None:
+        """y += B · h of each of these slices, side by side.   y: (T, sum of N_i)   h: (T, n, R)"""
+        columns = y.split([b.shape[2] for b in self.b[slices]], dim=1)
+        for i, (own, slots) in enumerate(zip(columns, self.expands[slices], strict=True)):
+            backend.expand(own, h[:, i], slots, rows)

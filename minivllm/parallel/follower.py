@@ -1,0 +1,153 @@
+"""A rank that does what rank 0 says.
+
+Stands for `WorkerProc` of vllm/v1/executor/multiproc_executor.py (v0.22.1).
+"""
+
+import gc
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minivllm.config import EngineConfig
+from minivllm.errors import message_of
+from minivllm.gpu.page_ledger import OwnPages
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.request import LoRARequest
+from minivllm.parallel.other_ranks import is_of_others
+from minivllm.parallel.ranks import MakeRunner, config_of, join_ranks, make_rank_runner
+from minivllm.parallel.shared_reading import Seat, stamp_of
+from minivllm.parallel.step_messages import StepMessage, StepReader
+
+# Adapters that are read at the same time, beside the steps.
+PARALLEL_READS = 2
+
+
+class Follower:
+    """A rank's model and adapters. It decides nothing: rank 0 says which adapter is read, and which slot it is in.
+
+    adapters   number -> an adapter that was read; it has been told what to do with it by that number
+    """
+
+    def __init__(self, pipe: Connection, make_runner: MakeRunner) -> None:
+        self._pipe = pipe
+        self._make_runner = make_runner
+        self._reader = StepReader()
+        self._pool = ThreadPoolExecutor(PARALLEL_READS, thread_name_prefix="minivllm-reader")
+        self.adapters: dict[int, Future[LoRAModel]] = {}
+        self._seats: dict[int, Seat] = {}  # by adapter id
+
+    def serve(self, join: Callable[[], None], config: EngineConfig, rank: int) -> None:
+        """Until rank 0 says so, or is no more. What is raised here it is told."""
+        try:
+            join()
+            self.runner = make_rank_runner(config_of(rank, config), self._make_runner)
+            with self.runner.cpu_threads.in_use():
+                self._obey()
+        except (EOFError, ConnectionError):
+            return  # nobody would hear of anything
+        except BaseException as error:  # whatever it is, rank 0 must hear of it
+            self._tell("failed", (is_of_others(error), message_of(error)))
+
+    def _obey(self) -> None:
+        while True:
+            name, args = pickle.loads(self._pipe.recv_bytes())
+            if name == "stop":
+                return
+            getattr(self, name)(*args)
+
+    def _tell(self, name: str, value: Any) -> None:
+        self._pipe.send_bytes(pickle.dumps((name, value)))
+
+    # ---- what rank 0 says -----------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        self.runner.warm_up()
+        gc.freeze()  # what is there by now stays: to look through it again and again would hold up steps on all ranks
+
+    def launch(
+        self, message: StepMessage, seats: dict[int, Seat] | None, dropped: list[int], drawn: int
+    ) -> None:
+        """Run a step.
+
+        seats     of all adapters in slots, by their ids; None = as in the step before
+        dropped   numbers of adapters that nobody will ask for
+        drawn     rows whose tokens rank 0 will share; 0 = the next step needs no others than the likeliest
+        """
+        if seats is not None:
+            self._seat(seats)
+        for number in dropped:
+            self.adapters.pop(number, None)
+        self.runner.launch_model(self._reader.read(message))
+        if drawn:
+            self._share_tokens(drawn)
+
+    @torch.inference_mode()
+    def _share_tokens(self, rows: int) -> None:
+        """Take what rank 0 has sampled for the first rows of the step launched last; the next step reads it."""
+        self.runner.tp.broadcast(self.runner.graphs.output.tokens[:rows])
+
+    def read(self, number: int, lora_request: LoRARequest, stamp: object) -> None:
+        """Read an adapter beside the steps, and say whether it could be.   stamp: of its folder, as rank 0 saw it"""
+        self.adapters[number] = future = self._pool.submit(self._read, lora_request, stamp)
+        future.add_done_callback(partial(self._answer, number))
+
+    def _read(self, lora_request: LoRARequest, stamp: object) -> LoRAModel:
+        worker = self.runner.worker_manager
+        lora = worker.source.load(lora_request)
+        if stamp != stamp_of(lora_request):
+            raise ValueError("its files have changed while they were read; load it again")
+        worker.manager._stage(lora)
+        return lora
+
+    def _answer(self, number: int, future: Future) -> None:
+        error = future.exception()
+        self._tell("answer", (number, None if error is None else message_of(error)))
+
+    def _seat(self, seats: dict[int, Seat]) -> None:
+        """Bring the slots into the state that rank 0's are in."""
+        manager = self.runner.worker_manager.manager
+        for adapter_id in [i for i, seat in self._seats.items() if seats.get(i) != seat]:
+            manager.remove_adapter(adapter_id)
+        for adapter_id, seat in seats.items():
+            if self._seats.get(adapter_id) == seat:
+                continue
+            lora = self.adapters[seat.number].result()
+            manager._registered_adapters.put(adapter_id, lora)
+            if seat.pages:
+                manager.pool.ledger.lender = ToldPages(seat.pages)
+            manager._write(lora, seat.slot)
+            manager._active_adapters.put(adapter_id, seat.slot)
+        self._seats = seats
+
+
+class ToldPages(OwnPages):
+    """A `Lender` of just the pages that the slot has on rank 0."""
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self._pages = list(pages)
+
+    def choose(self, pages: Iterable[int], most: int) -> list[int]:
+        return self._pages[: max(most, 0)]
+
+
+def follow(pipe: Connection, make_runner: MakeRunner) -> None:
+    """Do what rank 0 says, until it says no more."""
+    try:
+        config, rank, port = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        return
+    follower = Follower(pipe, make_runner)
+    follower._tell("answer", (0, None))
+    size = config.parallel_config.tensor_parallel_size
+
+    def join() -> None:
+        if port is not None:
+            join_ranks(rank, size, config.device, dist.TCPStore("127.0.0.1", port, size, is_master=False))
+
+    follower.serve(join, config, rank)
