@@ -12,6 +12,7 @@ import torch
 
 from minivllm.config import PAGED_BACKENDS, EngineConfig
 from minivllm.core.scheduler import Scheduler
+from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.parts import (
     EngineParts,
@@ -77,7 +78,13 @@ def make_model_runner(
         from minivllm.gpu.invariant_attention import build_invariant_attention
 
         options["build_attention"] = build_invariant_attention(config)
-    return ModelRunner(config, tp=tp, adapters_are_active=adapters_are_active, **options)
+    return ModelRunner(
+        config,
+        tp=tp,
+        adapters_are_active=adapters_are_active,
+        check_slots=refuse_slots_that_do_not_fit,
+        **options,
+    )
 
 
 def _gpu_parts(config: EngineConfig) -> dict[str, object]:

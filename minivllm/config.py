@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from minivllm.devices import DTYPES as DTYPES
-from minivllm.devices import parse_device, parse_dtype
 from minivllm.errors import (
     is_folder,
     is_list_of_names,
@@ -21,7 +20,6 @@ from minivllm.errors import (
     require_text,
     shown,
 )
-from minivllm.model_options import check_batch_invariant, check_one_order, check_quantization
 from minivllm.models.config import ModelArchitecture
 from minivllm.parallel.checks import between_a_and_b, refuse_uneven_shares
 
@@ -39,6 +37,9 @@ MOST_SLOTS, LEAST_SLOTS, MOST_SLOT_RANKS = 256, 32, 4096
 LARGEST_LORAS, LARGEST_RANK, LARGEST_EXTRA_VOCAB = 1_000_000, 2**20, 2**20
 LARGEST_THREADS = 1024
 LARGEST_FACTOR = 2**32  # of positions: no memory holds so many angles
+TORCHAO_REQUIREMENT = "torchao>=0.18,<0.19"
+_DTYPE_NAMES = ("float32", "float", "float64", "double", "bfloat16", "float16", "half")
+DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -333,3 +334,85 @@ class EngineConfig:
         if lora_config.punica_backend == "auto" and torch.device(self.device).type == "cuda":
             return replace(lora_config, punica_backend="triton")
         return lora_config
+
+
+# ---- names of dtypes and devices ------------------------------------------------------------------------------
+
+
+def parse_dtype(dtype: str | torch.dtype, option: str = "dtype") -> torch.dtype:
+    """A torch dtype from its name; ValueError lists the names there are."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"unknown {option} {shown(dtype)}; use one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def parse_device(device: str | torch.device) -> str:
+    """Where to run: "cpu", "cuda" or "cuda:N"; "auto" is "cuda" where there is a GPU, else "cpu".
+
+    ValueError for another kind of device, or for a GPU that is not there.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        parsed = torch.device(device) if isinstance(device, str | torch.device) else None
+    except RuntimeError:
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {shown(device)} is not supported; use auto, cpu, cuda or cuda:N")
+    if parsed.type == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ValueError(f"device '{device}' was asked for but PyTorch finds no CUDA GPU; use cpu or auto")
+    if parsed.index is not None and parsed.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device '{device}' was asked for but there are only {torch.cuda.device_count()} GPUs, "
+            "counted from cuda:0"
+        )
+    return str(parsed)
+
+
+# ---- what cannot be asked of a base model ----------------------------------------------------------------------
+
+
+def check_quantization(quantization: str, dtype: str | torch.dtype) -> None:
+    """ValueError for what torchao cannot do, ModuleNotFoundError where it is missing."""
+    if quantization != "torchao":
+        raise ValueError(
+            f"quantization {shown(quantization)} is not supported; use torchao, or None for the weights as stored"
+        )
+    # It multiplies by the int8 numbers before it scales, and so leaves float16's range; float64 it does not know.
+    if dtype in (torch.float16, torch.float64):
+        raise ValueError(
+            f"quantization 'torchao' computes in float32 or bfloat16, but the dtype is {dtype}; "
+            "pass --dtype bfloat16 or float32"
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise ModuleNotFoundError(
+            "quantization 'torchao' needs the package torchao, which is not installed; "
+            f"run `pip install '{TORCHAO_REQUIREMENT}'`"
+        )
+
+
+def check_batch_invariant(quantization: str | None, architecture: ModelArchitecture) -> None:
+    """ValueError for what has no kernel that sums in one order."""
+    if quantization is not None:
+        raise ValueError(f"batch_invariant does not go with quantization {quantization!r}; leave one out")
+    if architecture.num_experts:
+        raise ValueError(
+            f"batch_invariant does not know experts, but {architecture.architecture} has "
+            f"{architecture.num_experts} of them in a layer; leave it out"
+        )
+
+
+def check_one_order(device: str, tensor_parallel_size: int) -> None:
+    """ValueError for where `batch_invariant` cannot be kept."""
+    # The variable is Triton's own, for its interpreter: slow, and enough for tests.
+    if torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"batch_invariant needs a GPU, but the device is {device}; leave it out")
+    if tensor_parallel_size > 1:
+        raise ValueError(
+            f"batch_invariant does not go with tensor_parallel_size {tensor_parallel_size}: sums over ranks have "
+            "another order; leave one out"
+        )

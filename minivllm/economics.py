@@ -5,11 +5,12 @@ vLLM 0.22.1 finds out by allocating (`determine_available_memory`, vllm/v1/worke
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
 
-from minivllm.config import LoRAConfig
+from minivllm.config import EngineConfig, LoRAConfig
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture
@@ -147,6 +148,36 @@ def slot_memory(
     taken = shapes.get_memory_stats()
     layout = taken["slot_buffers"] - a_and_b - beside
     return SlotMemory(a_and_b, beside, layout, taken["staging"], taken["tables"])
+
+
+def refuse_slots_that_do_not_fit(config: EngineConfig, tp: TensorParallel = ALONE) -> None:
+    """ValueError when a device cannot hold what LoRA is about to allocate; the base model is there already.
+
+    vLLM runs out of memory instead.
+    """
+    model, lora_config = config.model_config.architecture, config.lora_config
+    needed = slot_memory(model, lora_config, config.device, config.model_config.dtype, tp).total
+    if needed <= (free := room_for_slots(config.device)):
+        return
+    names = sorted({name.rpartition(".")[2] for name in adapted_layers(model, lora_config)})
+    options = ("max_loras", "max_lora_rank", "lora_extra_vocab_size", "long_lora_scaling_factors")
+    given = [f"{name} ({value})" for name in options if (value := getattr(lora_config, name))]
+    raise ValueError(
+        f"LoRA slots need {needed:,} bytes, but {config.device} has {free:,} for them: lower "
+        f"{', '.join(given[:-1])} or {given[-1]}, or name fewer target_modules than {', '.join(names)}"
+    )
+
+
+def room_for_slots(device: torch.device | str) -> int:
+    """Bytes: on a GPU what is free now. On a CPU all memory that the machine has.
+
+    What of it can be had is not asked: the system may swap, count files it could forget, or stop a container
+    short of it. It is enough to refuse what can never be held.
+    """
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)

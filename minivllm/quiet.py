@@ -4,8 +4,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 # torchao, which transformers and PEFT import, tells of kernels for hardware that is not there, and PyTorch of torchao.
@@ -36,14 +34,3 @@ def end_at_ctrl_c() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, stop)
-
-
-@contextmanager
-def no_warnings_of_torchao() -> Iterator[None]:
-    """For a program of other people's, whose logging is theirs: nobody warns inside."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

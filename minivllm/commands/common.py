@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from minivllm.devices import parse_device
+from minivllm.config import parse_device
 from minivllm.lora.request import LoRARequest
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 

@@ -1,10 +1,13 @@
 """Linears in int8, by torchao. Stands for vllm/model_executor/layers/quantization/torchao.py (v0.22.1)."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from minivllm.layers.linear import LinearBase, RowParallelLinear
-from minivllm.quiet import no_warnings_of_torchao
 
 # The head reads what all blocks have computed, and the router's near ties decide which experts run.
 KEPT_IN_FULL = ("lm_head", "gate")
@@ -44,3 +47,14 @@ def _is_quantized(module: nn.Module, name: str) -> bool:
     """Whether it is to be; what processes have quantized together is."""
     is_plain = isinstance(module, LinearBase) and type(module.weight) is nn.Parameter
     return is_plain and name.rpartition(".")[2] not in KEPT_IN_FULL
+
+
+@contextmanager
+def no_warnings_of_torchao() -> Iterator[None]:
+    """For a program of other people's, whose logging is theirs: nobody warns inside."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

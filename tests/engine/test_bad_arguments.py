@@ -8,7 +8,7 @@ import pytest
 from tiny_engine import character_tokenizer, greedy, run, snapshot, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LLMEngine, SamplingParams
-from minivllm.gpu.gpu_memory import refuse_slots_that_do_not_fit
+from minivllm.economics import refuse_slots_that_do_not_fit
 
 PROMPT = [5, 6, 7, 8, 9]
 INTS = [

@@ -8,8 +8,7 @@ from allocations import live_bytes
 from tiny_engine import tiny_world
 
 from minivllm import EngineArgs, LLMEngine
-from minivllm.economics import slot_memory
-from minivllm.gpu.gpu_memory import room_for_slots
+from minivllm.economics import room_for_slots, slot_memory
 from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.worker.model_runner import ModelRunner
 

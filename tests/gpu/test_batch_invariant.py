@@ -18,7 +18,7 @@ from tiny_engine import greedy, run, tokens_of
 from tiny_models import token_ids
 from tiny_moe import MIXTRAL, sparse_world
 
-from minivllm.config import ModelConfig
+from minivllm.config import ModelConfig, check_one_order
 from minivllm.gpu.invariant_attention import InvariantBuffers
 from minivllm.gpu.invariant_backend import InvariantBackend
 from minivllm.gpu.kernels.invariant_linear import FASTEST, invariant_linear
@@ -28,7 +28,6 @@ from minivllm.layers.linear import ColumnParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.slots import Slots
-from minivllm.model_options import check_one_order
 
 TILES = [tiles for _, _, tiles in FASTEST]
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
