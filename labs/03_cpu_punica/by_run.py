@@ -20,7 +20,7 @@ def shrink_runs(
 ) -> None:
     """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot.
 
-    To use, here and below: `matrices(weights)`, which are (S, R, K) or (S, N, R), and `widest_dtype` (by_token.py).
+    To use: `matrices(weights)`, which are (S, R, K), and `widest_dtype` (by_token.py).
     """
     raise Todo("lab 3.5: shrink and expand, a run at a time")
 
@@ -34,7 +34,10 @@ def expand_runs(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """What `bgmv_expand_slice` computes, one matrix product a run."""
+    """What `bgmv_expand_slice` computes, one matrix product a run.
+
+    To use: `matrices(weights)`, which are (S, N, R), and `widest_dtype` (by_token.py).
+    """
     raise Todo("lab 3.5: shrink and expand, a run at a time")
 
 

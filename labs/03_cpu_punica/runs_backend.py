@@ -39,8 +39,8 @@ class RunsBackend(LoopsBackend):
         (output, None). Rows of `runs` get a shrink and an expand for each slice where their adapter has weights
         (`slots.live`). Where x is of another dtype than the slots, `add` does it all: it promotes.
 
-        To use: `no_lora`, `runs`, `token_rows(T)` and `add(y, x, slots, rows)` of a backend (backend.py).
-        Slots have `live(slot)`, which gives columns, A and B of each slice, and `a` (slots.py).
+        To use: `no_lora`, `runs`, `token_rows(T)` and `add(y, x, slots, rows)` of a backend (backend.py). Slots have
+        `live(slot)`, which gives columns, A and B of each slice, and `a` (slots.py).
         """
         raise Todo("lab 3.6: the whole product of a wrapped linear")
 

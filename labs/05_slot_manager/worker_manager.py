@@ -114,8 +114,8 @@ class LRUCacheWorkerLoRAManager:
 
         What is raised on the way is noted to be the adapter's (`blamed_on`).
 
-        To use: `_load_if_missing(request)`; `activate_adapter(id)`, True if it copied, and
-        `tell(kind, id)` of the manager (adapter_slots.py, tiers.py); `with blamed_on(id)` (errors.py).
+        To use: `_load_if_missing(request)`; `activate_adapter(id)`, True if it copied, and `tell(kind, id)` of the
+        manager (adapter_slots.py, tiers.py); `with blamed_on(id)` (errors.py).
         """
         raise Todo("lab 5.7: load on demand, and spare what the step needs")
 

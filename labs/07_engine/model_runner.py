@@ -170,8 +170,9 @@ class ModelRunner(LoRAModelRunnerMixin):
             attn        `build_attention` of the rows: new tokens, context lengths with them, and block tables
             last_rows   (P,) int64, where among the T the last token of each row that samples is
 
-        All of them on `self.device`. To use: `all_token_ids`, `num_computed_tokens` and `block_ids` of a request
-        (core/request.py).
+        All of them on `self.device`.
+
+        To use: `all_token_ids`, `num_computed_tokens` and `block_ids` of a request (core/request.py).
         """
         raise Todo("lab 7.3: one mixed step")
 

@@ -12,6 +12,8 @@ class Hints(NamedTuple):
 
     track: core, on the way to the engine; kernels, the path of phase 4; serving, that of phase 9; policies, that of
     phase 10; ranks, that of phase 11; side, about options
+
+    An exercise's `uses` there are its recipes (labs.kit.regions).
     """
 
     minutes: int

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from labs.kit.regions import Exercise, Function, code_of, functions_in, read_engine, starter
+from labs.kit.regions import Exercise, Function, code_of, functions_in, read_engine
 from labs.kit.sync import sha256
 from minivllm.labs import ROOT, LabError, find_regions, splice, unsolved
 
@@ -49,7 +49,7 @@ def _is_old(text: str, exercise: Exercise | None, known: set[str]) -> bool:
     if not exercise:
         return bool(numbers)
     try:
-        fresh = starter(exercise.text, exercise.module)
+        fresh = exercise.fresh
         if set(numbers) - set(_MARKER.findall(fresh)):
             return True
         frame = _frame(text, exercise.module)
@@ -84,7 +84,7 @@ def unreleased(root: Path = ROOT) -> list[str]:
 
 def _fresh(root: Path) -> dict[Path, str]:
     """Every starter's file, and its text as it belongs there today."""
-    return {_home(e, root): starter(e.text, e.module) for e in read_engine(root).values()}
+    return {_home(exercise, root): exercise.fresh for exercise in read_engine(root).values()}
 
 
 class _Migration:

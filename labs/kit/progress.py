@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from labs.kit.regions import Exercise, code_of, read_engine, starter
+from labs.kit.regions import Exercise, code_of, read_engine
 from labs.kit.sync import sha256
 from minivllm.labs import ROOT, LabError, Source, compile_source, learners_sources, read, splice, unsolved
 
@@ -82,7 +82,7 @@ def learners_code(exercise: Exercise) -> str:
 
 def stubs(exercise: Exercise) -> str:
     """The starter of its module."""
-    return starter(exercise.text, exercise.module)
+    return exercise.fresh
 
 
 def learners_exercise(exercise: Exercise) -> dict[str, Source]:

@@ -3,7 +3,8 @@
 import ast
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,12 +28,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Exercise:
-    """number: such as `3.2`; text: of the whole module, as the engine has it"""
+    """number: such as `3.2`; text: of the whole module, as the engine has it; recipes: see `read_recipes`"""
 
     number: str
     module: str
     text: str
     regions: list[Region] = field(default_factory=list)
+    recipes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def phase(self) -> str:
@@ -45,6 +47,11 @@ class Exercise:
     @property
     def starter(self) -> Path:
         return ROOT / "labs" / self.phase / (self.module.rpartition(".")[2] + ".py")
+
+    @property
+    def fresh(self) -> str:
+        """The text that a learner begins with."""
+        return starter(self.text, self.module, self.recipes)
 
     def code(self, text: str | None = None) -> str:
         """The regions' text, moved to the left; of another version of the module if one is given."""
@@ -74,6 +81,7 @@ def code_of(text: str, exercise: str, where: str) -> str:
 def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
     """Every exercise, by number, in order. LabError for regions that break a rule."""
     exercises: dict[str, Exercise] = {}
+    recipes = read_recipes(root)
     phase_of: dict[str, str] = {}
     for path in sorted((root / "minivllm").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -88,22 +96,48 @@ def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
                 raise LabError(
                     f"{module} has regions of phases {phase_of[module]} and {phase}; split the module"
                 )
-            exercise = exercises.setdefault(number, Exercise(number, module, text))
+            exercise = exercises.setdefault(number, Exercise(number, module, text, recipes=recipes))
             if exercise.module != module:
                 raise LabError(f"the regions of lab {number} lie in {exercise.module} and in {module}")
             exercise.regions.append(region)
     return {number: exercises[number] for number in sorted(exercises, key=sort_key)}
 
 
-def starter(text: str, where: str) -> str:
-    """A module's text with a stub in the place of every body in a region. LabError for what is no Python."""
+def read_recipes(root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """What an exercise's functions are made of: exercise -> name of a function -> sentences for its starter.
+
+    They are the `uses` of labs/NN_name/hints.toml.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted((root / "labs").glob("[01]*/hints.toml")):
+        try:
+            entries = tomllib.loads(path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise LabError(f"{path.relative_to(root)}: {error}") from None
+        found |= {number: entry["uses"] for number, entry in entries.items() if "uses" in entry}
+    return found
+
+
+def starter(text: str, where: str, recipes: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """A module's text with a stub in the place of every body in a region, and recipes at the end of docstrings.
+
+    recipes   as `read_recipes` gives them
+
+    LabError for what is no Python, and for a recipe whose function has no docstring or is not there.
+    """
     try:
         tree, lines = ast.parse(text), text.split("\n")
     except SyntaxError as error:
         raise LabError(f"{where}:{error.lineno}: {error.msg}") from None
-    for region in reversed(find_regions(text, where)):
-        for first, last, column, stub in reversed(list(_stubs(tree, lines, region, where))):
-            lines[first:last] = [" " * column + stub]
+    regions, recipes = find_regions(text, where), recipes or {}
+    missing = {(region.exercise, name) for region in regions for name in recipes.get(region.exercise, ())}
+    for region in reversed(regions):
+        missing -= {(region.exercise, function.name) for function in functions_in(tree, region)}
+        uses = recipes.get(region.exercise, {})
+        for first, last, new in reversed(list(_stubs(tree, lines, region, where, uses))):
+            lines[first:last] = new
+    for exercise, function in sorted(missing):
+        raise LabError(f"lab {exercise} says what {function} may use, and {where} has no such function in it")
     if any("raise Todo(" in line for line in lines):
         lines.insert(_first_import(tree), "from minivllm.labs import Todo")
     result = "\n".join(lines)
@@ -112,13 +146,22 @@ def starter(text: str, where: str) -> str:
 
 
 def _stubs(
-    tree: ast.Module, lines: list[str], region: Region, where: str
-) -> Iterator[tuple[int, int, int, str]]:
-    """(first line, line past the last, indentation, stub) of all that is replaced, counted from 0."""
+    tree: ast.Module, lines: list[str], region: Region, where: str, uses: Mapping[str, str]
+) -> Iterator[tuple[int, int, list[str]]]:
+    """(first line, line past the last, new lines) of all that is replaced, counted from 0.
+
+    uses   name of a function -> what its docstring says last
+    """
     title = json.dumps(f"lab {region.exercise}: {region.title}", ensure_ascii=False)
     functions = list(functions_in(tree, region))
     for function in functions:
-        body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+        docstring = ast.get_docstring(function)
+        body = function.body if docstring is None else function.body[1:]
+        if function.name in uses:
+            if docstring is None:
+                raise LabError(f"{where}: {function.name} has no docstring that could say what to use")
+            end = function.body[0].end_lineno
+            yield end - 1, end, _with_recipe(lines[end - 1], uses[function.name], body[0].col_offset)
         if not body or body[0].lineno == function.lineno:
             raise LabError(
                 f"{where}:{function.lineno}: {function.name} has no body that a stub could replace"
@@ -128,7 +171,7 @@ def _stubs(
         if isinstance(function, ast.AsyncFunctionDef) and _is_generator(function):
             # Without it nothing of the stub would run: whoever iterates would be given a coroutine.
             stub += f"\n{' ' * body[0].col_offset}yield"
-        yield body[0].lineno - 1, function.end_lineno, body[0].col_offset, stub
+        yield body[0].lineno - 1, function.end_lineno, [" " * body[0].col_offset + stub]
     if functions:
         return
     code = [n for n in range(region.start, region.stop) if lines[n].strip() and lines[n].strip()[0] != "#"]
@@ -140,7 +183,17 @@ def _stubs(
         raise LabError(
             f"{where}:{region.start}: the region of lab {region.exercise} holds no function's code"
         )
-    yield code[0], region.stop, len(lines[code[0]]) - len(lines[code[0]].lstrip()), f"raise Todo({title})"
+    indent = lines[code[0]][: -len(lines[code[0]].lstrip())]
+    yield code[0], region.stop, [f"{indent}raise Todo({title})"]
+
+
+def _with_recipe(last: str, recipe: str, column: int) -> list[str]:
+    """What takes the place of a docstring's last line: the same with one paragraph more."""
+    said, indent = last.rstrip().removesuffix('"""').rstrip(), " " * column
+    paragraph = textwrap.wrap(
+        f"To use: {recipe}", 120, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    return [*([said] if said else []), "", *paragraph, f'{indent}"""']
 
 
 def _is_generator(function: Function) -> bool:

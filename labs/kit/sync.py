@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from labs.kit.hunt import read_hunts
-from labs.kit.regions import Exercise, read_engine, starter
+from labs.kit.regions import Exercise, read_engine
 from minivllm.labs import ROOT, LabError
 
 # The open exercise of each phase: its files are named open_NAME*.py, and its judge labs.kit.judges.NAME.
@@ -73,7 +73,7 @@ def _starters(root: Path, exercises: dict[str, Exercise]) -> tuple[dict[Path, st
         name = str(exercise.starter.relative_to(ROOT / "labs"))
         if entries.setdefault(name, {"module": exercise.module})["module"] != exercise.module:
             raise LabError(f"labs/{name} would stand for {entries[name]['module']} and {exercise.module}")
-        files[root / "labs" / name] = starter(exercise.text, exercise.module)
+        files[root / "labs" / name] = exercise.fresh
         entries[name]["sha256"] = sha256(files[root / "labs" / name])
     files |= {root / "labs" / name: None for name in recorded.keys() - entries.keys()}
     for path, wanted in list(files.items()):
@@ -127,7 +127,7 @@ def _chapters(root: Path, exercises: dict[str, Exercise]) -> Iterator[tuple[Path
         if match[2] not in exercises:
             raise LabError(f"a chapter shows lab {match[2]}, and there is none")
         exercise = exercises[match[2]]
-        lines = starter(exercise.text, exercise.module).split("\n")
+        lines = exercise.fresh.split("\n")
         line = next(n for n, line in enumerate(lines, 1) if f"# region lab {exercise.number}:" in line)
         return f"{match[1]}{exercise.starter.relative_to(ROOT)}:{line}"
 

@@ -50,9 +50,6 @@ class AdapterSlots(AdapterTiers):
         table names an adapter only once all its weights are there; a failed copy leaves the slot free. Once the table
         names it, an "activate" is told with slot and seconds. They are by `time.perf_counter`, since the wall clock
         may be set back.
-
-        To use: `_active_adapters`, the table, with its `put` (lru_cache.py), `touch_adapter`, `get_adapter` and
-        `tell(kind, id, slot, seconds=...)` (tiers.py).
         """
         if lora_id in self._active_adapters:
             self.touch_adapter(lora_id)

@@ -51,8 +51,6 @@ def pair_up(
 
     ValueError names a tensor whose name is not LoRA's, or one that is there twice (with PEFT's prefix and without). It
     is raised, too, when there are no LoRA weights at all.
-
-    To use: `parse_fine_tuned_lora_name(name, mapper)` (names.py), `check_tensor(name, tensor, vocab_size)` (checks.py).
     """
     pairs: Pairs = {}
     for name, tensor in tensors.items():
@@ -90,9 +88,6 @@ def to_weights(
 
     ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
     numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.
-
-    To use: `LoRALayerWeights.from_config(name, peft_helper, rank)` and `replace_tensors` (module_weights.py),
-    `check_pair(module, pair, peft_helper.ranks)` and `check_numbers(module, pair, scaling, dtype)` (checks.py).
     """
     loras: dict[str, LoRALayerWeights] = {}
     for (module, trained_as), pair in pairs.items():

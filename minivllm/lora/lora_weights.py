@@ -59,8 +59,6 @@ class PackedLoRALayerWeights:
                 optimized: what is packed needs no scaling any more.
 
         The result is named after the first part that is there. Its rank is what a slot must have room for.
-
-        To use: `module_name`, `rank` and `optimize` of a part (module_weights.py), `from_parts`.
         """
         present = [lora.optimize() for lora in loras if lora is not None]
         rank = max(lora.rank for lora in present)

@@ -37,9 +37,6 @@ class RunsBackend(LoopsBackend):
         The scaling is in B already. A batch without adapters pays for nothing beyond `base.forward`, which answers
         (output, None). Rows of `runs` get a shrink and an expand for each slice where their adapter has weights
         (`slots.live`). Where x is of another dtype than the slots, `add` does it all: it promotes.
-
-        To use: `no_lora`, `runs`, `token_rows(T)` and `add(y, x, slots, rows)` of a backend (backend.py).
-        Slots have `live(slot)`, which gives columns, A and B of each slice, and `a` (slots.py).
         """
         y = base.forward(x)[0]  # (T, N)
         if self.no_lora:

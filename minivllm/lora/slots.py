@@ -73,8 +73,6 @@ class Slots:
         left. When a copy fails, `live_ranks` covers all that may have been written, so that `clear` empties it.
 
         Raises ValueError for another number of parts than n.
-
-        To use: `lora_a` (r, K) and `lora_b` (N, r) of a part (module_weights.py). Of experts they have a first axis E.
         """
         for i, part in zip(range(len(self.a)), parts, strict=True):
             rank = 0 if part is None else part.lora_a.shape[-2]

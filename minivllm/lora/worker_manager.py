@@ -112,9 +112,6 @@ class LRUCacheWorkerLoRAManager:
         """Bring a step's adapters into memory and slots. Told is a "hit" for each that had a slot, or a "miss".
 
         What is raised on the way is noted to be the adapter's (`blamed_on`).
-
-        To use: `_load_if_missing(request)`; `activate_adapter(id)`, True if it copied, and
-        `tell(kind, id)` of the manager (adapter_slots.py, tiers.py); `with blamed_on(id)` (errors.py).
         """
         for adapter_id, request in self._claim(requests).items():
             with blamed_on(adapter_id):

@@ -87,10 +87,7 @@ class Cut(Share):
 
 # region lab 11.1: slice an adapter for a rank
 def share_of_linear(linear: Any, slices: int) -> Share:
-    """For adapters on so many slices of a base linear: one for each linear that it fuses, or one for all of it.
-
-    To use: `tp`, `heights`, `rows` and `columns` of the linear (minivllm/layers/linear.py).
-    """
+    """For adapters on so many slices of a base linear: one for each linear that it fuses, or one for all of it."""
     if linear.tp.size == 1:
         return EVERYTHING
     columns = ALL if linear.input_size_per_partition == linear.input_size else linear.columns

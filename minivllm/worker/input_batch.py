@@ -42,9 +42,6 @@ class InputBatch:
 
         Those in `output.scheduled` have the tokens that the scheduler gave them, and sample if it says so. The others
         have no tokens and do not sample. Rows of one adapter keep the scheduler's order.
-
-        To use: `request`, `num_new_tokens` and `samples` of what is scheduled (core/output.py); `request_id`,
-        `adapter_id` and `lora_request` of a request (core/request.py).
         """
         entries = list(output.scheduled)
         if len(entries) < len(output.running):

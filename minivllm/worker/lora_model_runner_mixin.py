@@ -73,9 +73,6 @@ class LoRAModelRunnerMixin:
         `LoRAMapping` with `is_prefill=True`, as in vLLM; no backend here asks.
 
         RuntimeError when LoRA is off (`_manager`).
-
-        To use: `make_lora_inputs` of the batch (input_batch.py), `LoRAMapping(ids of tokens, ids of sampled rows)`
-        (lora/mapping.py), `set_active_adapters(requests, mapping)` (lora/worker_manager.py).
         """
         if num_sampled_tokens is None:
             num_sampled_tokens = np.ones_like(num_scheduled_tokens)

@@ -150,11 +150,6 @@ class ModelRunner(LoRAModelRunnerMixin):
         `score_prompts` scores the prompts whose logprobs are asked for.
 
         Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
-
-        To use: `InputBatch` and its three fields (input_batch.py), `graphs` (graphs.py), `activate(batch)`.
-        `model(input_ids, positions, attn)`: hidden states (T, H); `model.compute_logits` gives the logits of some.
-        `PendingStep(requests that sample, logits)` (row_sampler.py), `score_prompts(self, batch, hidden_states)`
-        (prompt_logprobs.py).
         """
         batch = InputBatch.from_scheduler_output(output)
         graph = self.graphs.find(output)
@@ -179,8 +174,7 @@ class ModelRunner(LoRAModelRunnerMixin):
             attn        `build_attention` of the rows: new tokens, context lengths with them, and block tables
             last_rows   (P,) int64, where among the T the last token of each row that samples is
 
-        All of them on `self.device`. To use: `all_token_ids`, `num_computed_tokens` and `block_ids` of a request
-        (core/request.py).
+        All of them on `self.device`.
         """
         token_ids: list[int] = []
         positions: list[np.ndarray] = []

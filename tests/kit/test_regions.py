@@ -115,6 +115,55 @@ class Adder:
     )
 
 
+def test_recipes_end_the_docstrings_of_their_functions():
+    text = (
+        "class Pool:\n"
+        "    # region lab 3.2: slots\n"
+        "    def free(self):\n"
+        '        """Which are free."""\n'
+        "        return self.slots\n"
+        "\n"
+        "    def put(self, key):\n"
+        '        """Takes a slot.\n'
+        "\n"
+        "        KeyError if none is free.\n"
+        '        """\n'
+        "        self.slots.pop(key)\n"
+        "    # endregion\n"
+    )
+    recipes = {"3.2": {"free": "`slots` of the pool.", "put": "`free`."}, "3.3": {"elsewhere": "anything"}}
+
+    stub = starter(text, "it", recipes)
+
+    assert stub.partition("class Pool:\n")[2] == (
+        "    # region lab 3.2: slots\n"
+        "    def free(self):\n"
+        '        """Which are free.\n'
+        "\n"
+        "        To use: `slots` of the pool.\n"
+        '        """\n'
+        '        raise Todo("lab 3.2: slots")\n'
+        "\n"
+        "    def put(self, key):\n"
+        '        """Takes a slot.\n'
+        "\n"
+        "        KeyError if none is free.\n"
+        "\n"
+        "        To use: `free`.\n"
+        '        """\n'
+        '        raise Todo("lab 3.2: slots")\n'
+        "    # endregion\n"
+    )
+    assert splice(stub, text, (), "it")[0].partition("class")[2] == text.partition("class")[2]
+
+
+def test_a_recipe_for_a_function_that_is_gone_or_has_no_docstring_is_refused():
+    with pytest.raises(LabError, match=r"lab 3.1 says what gone may use, and it has no such function"):
+        starter(FUNCTIONS, "it", {"3.1": {"gone": "`x`"}})
+    with pytest.raises(LabError, match=r"it: twice has no docstring"):
+        starter(FUNCTIONS, "it", {"3.1": {"twice": "`x`"}})
+
+
 def test_statements_keep_their_leading_comments_and_what_is_around_them():
     stub = starter(FUNCTIONS, "it")
 

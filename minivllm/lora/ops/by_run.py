@@ -17,10 +17,7 @@ Runs = Iterable[tuple[int, slice]]
 def shrink_runs(
     inputs: torch.Tensor, lora_a: torch.Tensor, output: torch.Tensor, runs: Runs, scaling: float = 1.0
 ) -> None:
-    """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot.
-
-    To use, here and below: `matrices(weights)`, which are (S, R, K) or (S, N, R), and `widest_dtype` (by_token.py).
-    """
+    """What `bgmv_shrink` computes, one matrix product for each run of tokens with the same slot."""
     lora_a = matrices(lora_a)  # (S, R, K)
     rank, dtype = lora_a.shape[1], widest_dtype(inputs, lora_a, output)
     for slot, rows in runs:
