@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import PlainTextResponse
 
 from minivllm.server.context import Call, Managing, TheCall
@@ -22,13 +23,23 @@ router = APIRouter()
 STARTED = int(time.time())
 
 
+class ModelNameConvertor(PathConvertor):
+    """The rest of a path, line feeds included: Starlette's own "path" leaves out one at the end, so that "sql" would
+    answer for "sql%0A"."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("model_name", ModelNameConvertor())
+
+
 @router.get("/v1/models")
 async def models(call: TheCall) -> dict[str, Any]:
     """The base model and the adapters that this key may use."""
     return {"object": "list", "data": [card(call, name) for name in call.server.names.visible(call.holder)]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:model_name}")
 async def model(name: str, call: TheCall) -> dict[str, Any]:
     """One of them. vLLM has no route for it; the openai client does."""
     await call.adapter(name)

@@ -6,7 +6,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.server.errors import ApiError
 from minivllm.server.keys import Holder
 from minivllm.server.protocol import LoadAdapterRequest
-from minivllm.server.settings import ServerSettings
+from minivllm.server.settings import ServerSettings, check_printable
 from minivllm.serving.async_llm import AsyncLLM
 
 MOST_NAMES_SHOWN = 8
@@ -31,12 +31,10 @@ class ServedNames:
     def _check_free(self, order: LoadAdapterRequest) -> None:
         """ApiError 400 for a name that nobody can write, or that is taken, unless it is to be read again."""
         name = order.lora_name
-        if not name.isprintable():
-            raise ApiError(
-                400,
-                f"lora_name {name[:100]!a} has characters that cannot be printed; give another one",
-                "lora_name",
-            )
+        try:
+            check_printable(name)
+        except ValueError as error:
+            raise ApiError(400, str(error), "lora_name") from None
         if name == self.settings.model_name:
             raise ApiError(400, f"'{name}' is the base model's name; give another one", "lora_name")
         if self.is_known(name) and not order.load_inplace:

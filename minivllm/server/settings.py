@@ -25,7 +25,7 @@ class ServerSettings:
     write_seconds        that a reader may take nothing before it is cut off
     most_labels          adapters that have metrics of their own; all others share the label "other"
 
-    ValueError for names that are taken, keys that open nothing, and limits below 1.
+    ValueError for names that are taken or that nobody can write, keys that open nothing, and limits below 1.
     """
 
     model_name: str
@@ -47,6 +47,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         names = [self.model_name, *(adapter.lora_name for adapter in self.adapters)]
         for name in names:
+            check_printable(name)
             if names.count(name) > 1:
                 raise ValueError(f"two models are called '{name}'; give each a name of its own")
         if self.lora_root is not None and not os.path.isdir(self.lora_root):
@@ -72,3 +73,9 @@ class ServerSettings:
                 raise ValueError(
                     "no header can hold this API key; use ASCII characters, and no blanks around them"
                 )
+
+
+def check_printable(name: str) -> None:
+    """ValueError for a model's name that nobody can write, or read in a log."""
+    if not name.isprintable():
+        raise ValueError(f"the name {name[:100]!a} has characters that cannot be printed; give another one")

@@ -51,6 +51,8 @@ def test_an_empty_host_does_not_open_the_server_to_everybody():
     [
         ({"model_name": "m", "adapters": adapters_of(["m=x"], None)}, "two models are called 'm'"),
         ({"model_name": "m", "adapters": adapters_of(["a=x", "a=y"], None)}, "two models are called 'a'"),
+        ({"model_name": "m", "adapters": adapters_of(["a\n=x"], None)}, r"'a\\n' has characters"),
+        ({"model_name": "m\x7f"}, r"'m\\x7f' has characters"),
         ({"model_name": "m", "allow_runtime_lora": True}, "--lora-root"),
         ({"model_name": "m", "max_concurrency": 0}, "max_concurrency must be at least 1"),
     ],

@@ -173,6 +173,8 @@ def test_a_name_leads_to_no_file_outside_of_the_root(http, world, root):
         "//mlp",
         "..\\root\\mlp",
         "mlp\t",
+        "mlp\n",
+        "all\n",
         "mlp\0",
         "x" * 1000,
         "x/" * 500 + "mlp",
