@@ -21,8 +21,7 @@ from minivllm.engine.parts import (
     scheduler_arguments,
     scheduler_options,
 )
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.tensor_parallel import TensorParallel
+from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.policies.install import evict_as_configured, scheduling_policy
 from minivllm.worker.executor import Executor
 from minivllm.worker.kv_memory import KVMemory
@@ -63,7 +62,7 @@ def make_executor(config: EngineConfig) -> Executor:
 
 def make_model_runner(
     config: EngineConfig,
-    tp: TensorParallel = ALONE,
+    tp: Ranks = ONE_RANK,
     adapters_are_active: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
     """The runner that a configuration asks for. Parameters as of `ModelRunner`."""

@@ -21,7 +21,6 @@ from minivllm.errors import (
     shown,
 )
 from minivllm.models.config import ModelArchitecture
-from minivllm.parallel.checks import between_a_and_b, refuse_uneven_shares
 
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
@@ -311,10 +310,9 @@ class EngineConfig:
         object.__setattr__(self, "device", parse_device(self.device))
         object.__setattr__(self, "model_config", self.model_config.on_device(self.device))
         size = self.parallel_config.tensor_parallel_size
-        refuse_uneven_shares(self.model_config.architecture, size)
+        self.model_config.architecture.refuse_uneven_shares(size)
         if self.lora_config is not None:
-            lora_config = between_a_and_b(self.lora_config, size, self.device, PAGE_RANKS)
-            lora_config = lora_config.on_device(self.device)
+            lora_config = self._with_a_and_b_apart(self.lora_config).on_device(self.device)
             slot_dtype = lora_config.slot_dtype(self.model_config.dtype)
             object.__setattr__(self, "lora_config", replace(lora_config, lora_dtype=slot_dtype))
         if self.model_config.batch_invariant:
@@ -323,6 +321,24 @@ class EngineConfig:
                 object.__setattr__(self, "lora_config", replace(self.lora_config, punica_backend="invariant"))
         if self.lora_config is not None and self.model_config.quantization is not None:
             object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
+
+    def _with_a_and_b_apart(self, lora_config: LoRAConfig) -> LoRAConfig:
+        """The same with a backend that uses A and B apart, which ranks that share out both do between two meetings.
+
+        ValueError if "paged" was asked for, and ranks cannot have equal parts of each page.
+        """
+        size, rank = self.parallel_config.tensor_parallel_size, lora_config.max_lora_rank
+        if size == 1 or not lora_config.fully_sharded_loras:
+            return lora_config
+        if lora_config.punica_backend == "paged" and (PAGE_RANKS % size or rank % PAGE_RANKS):
+            raise ValueError(
+                f"punica_backend 'paged' has {PAGE_RANKS} ranks in a page, which processes share out with "
+                f"fully_sharded_loras: tensor_parallel_size {size} must divide them, and they max_lora_rank {rank}; "
+                "use auto or triton"
+            )
+        if lora_config.punica_backend == "auto" and torch.device(self.device).type == "cuda":
+            return replace(lora_config, punica_backend="triton")
+        return lora_config
 
     def _beside_a_quantized_base(self, lora_config: LoRAConfig) -> LoRAConfig:
         """The same with a backend that leaves the base weights alone. ValueError if another was asked for."""

@@ -12,11 +12,10 @@ import torch
 
 from minivllm.config import EngineConfig, LoRAConfig
 from minivllm.gpu.slot_writer import SlotWriter
+from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 GIB = 2**30
 
@@ -26,11 +25,11 @@ def shapes_of(
     lora_config: LoRAConfig,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
-    tp: TensorParallel = ALONE,
+    tp: Ranks = ONE_RANK,
 ) -> LRUCacheLoRAModelManager:
     """A model with the slots that an engine on that device makes: shapes without values, and no room for a step.
 
-    tp   of several processes that share the model, whose part it is: TensorParallel(rank, size)
+    tp   of several processes that share the model, whose part it is: `TensorParallel(rank, size)`
     """
     lora_config = lora_config.on_device(device)
     config = replace(lora_config, punica_backend=lora_config.backend_on(device))
@@ -66,13 +65,13 @@ def adapter_bytes(model: ModelArchitecture, rank: int, itemsize: int = 2) -> int
     return sum(rank * (k + n) for pairs in adapted.values() for k, n in pairs) * itemsize
 
 
-def weight_bytes(model: ModelArchitecture, itemsize: int = 2, tp: TensorParallel = ALONE) -> int:
+def weight_bytes(model: ModelArchitecture, itemsize: int = 2, tp: Ranks = ONE_RANK) -> int:
     """Bytes of the base model's weights: linears and experts, their biases, norms, embedding and output."""
     base = MODELS[model.architecture](model, torch.float32, "meta", tp)
     return sum(parameter.numel() for parameter in base.parameters()) * itemsize
 
 
-def kv_bytes_per_token(model: ModelArchitecture, itemsize: int = 2, tp: TensorParallel = ALONE) -> int:
+def kv_bytes_per_token(model: ModelArchitecture, itemsize: int = 2, tp: Ranks = ONE_RANK) -> int:
     """Bytes of a token's keys and values in all layers."""
     heads = tp.kv_heads(model.num_key_value_heads)
     return 2 * model.num_hidden_layers * (heads.stop - heads.start) * model.head_dim * itemsize
@@ -124,7 +123,7 @@ def slot_memory(
     lora_config: LoRAConfig,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    tp: TensorParallel = ALONE,
+    tp: Ranks = ONE_RANK,
 ) -> SlotMemory:
     """What slots of this configuration will take on a device, before any is allocated.
 
@@ -150,7 +149,7 @@ def slot_memory(
     return SlotMemory(a_and_b, beside, layout, taken["staging"], taken["tables"])
 
 
-def refuse_slots_that_do_not_fit(config: EngineConfig, tp: TensorParallel = ALONE) -> None:
+def refuse_slots_that_do_not_fit(config: EngineConfig, tp: Ranks = ONE_RANK) -> None:
     """ValueError when a device cannot hold what LoRA is about to allocate; the base model is there already.
 
     vLLM runs out of memory instead.
@@ -207,7 +206,7 @@ def plan(
     activations: int = 2 * GIB,
     device: str | torch.device = "cuda",
     dtype: torch.dtype | None = None,
-    tp: TensorParallel = ALONE,
+    tp: Ranks = ONE_RANK,
 ) -> Plan:
     """Spend a device's memory: weights, activations and slots first, the rest on keys and values.
 

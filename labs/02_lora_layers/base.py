@@ -11,11 +11,11 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import LinearBase
+from minivllm.layers.ranks import EVERYTHING, Share
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.seams import beside_checks
 from minivllm.lora.slots import Slots
-from minivllm.parallel.adapter_share import EVERYTHING, Share, share_of_linear
 
 LayerWeights = LoRALayerWeights | PackedLoRALayerWeights
 Parts = list[LoRALayerWeights | None]  # of a layer, one entry a slice
@@ -192,7 +192,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def __init__(self, base_layer: LinearBase) -> None:
         sizes = [(base_layer.input_size, width) for width in self._slice_widths(base_layer)]
         super().__init__(base_layer, sizes)
-        self.share = share_of_linear(base_layer, len(sizes))
+        self.share = base_layer.tp.adapter_share(base_layer, len(sizes))
         self.output_slices = tuple(width for _, width in self.share.sizes(sizes))
         self.input_size, self.output_size = base_layer.input_size_per_partition, sum(self.output_slices)
         base_layer.is_complete = False  # `forward` sums terms once, with what adapters have added to each

@@ -10,7 +10,6 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 from minivllm.options.option_layer import OptionLayer
 from minivllm.options.vocabulary import EMBEDDINGS, pad_to_slots
-from minivllm.parallel.token_share import share_of_tokens
 
 
 class VocabParallelEmbeddingWithLoRA(OptionLayer):
@@ -29,7 +28,7 @@ class VocabParallelEmbeddingWithLoRA(OptionLayer):
         self.vocab_size = base_layer.org_vocab_size
         super().__init__(base_layer, [(self.vocab_size, base_layer.embedding_dim)])
         self.tp = base_layer.tp
-        self.share = share_of_tokens(self.tp, self.vocab_size, of_embedding=True)
+        self.share = self.tp.adapter_share(base_layer)
         self.embeddings_tensors: torch.Tensor | None = None
 
     def create_lora_weights(

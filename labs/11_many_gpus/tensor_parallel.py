@@ -5,15 +5,21 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from minivllm.parallel.summing import Norm
+from minivllm.layers.embedding import LogitsProcessor, VocabParallelEmbedding
+from minivllm.layers.fused_moe import FusedMoE
+from minivllm.layers.ranks import Ranks, Share
+from minivllm.layers.summing import Norm
+from minivllm.parallel.adapter_share import share_of_experts, share_of_linear
+from minivllm.parallel.token_share import share_of_tokens
 from minivllm.parallel.vocabulary import get_masked_input_and_mask
 
 if TYPE_CHECKING:
     from minivllm.parallel.words_op import Words
 
 
-class TensorParallel:
+class TensorParallel(Ranks):
     """One of `size` processes that share every layer of a model, on paper: it knows its part, and meets nobody.
 
     Layers get it when they are made. They ask it what part is theirs, and have it put parts together. vLLM asks globals
@@ -67,6 +73,16 @@ class TensorParallel:
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
         """A term that the first process alone adds to a sum; zeros on others."""
         return x if self.rank == 0 else torch.zeros_like(x)
+
+    def adapter_share(self, layer: nn.Module, slices: int = 1) -> Share:
+        """What of an adapter goes with this process's part of a layer."""
+        if isinstance(layer, FusedMoE):
+            return share_of_experts(layer, slices)
+        if isinstance(layer, VocabParallelEmbedding):
+            return share_of_tokens(self, layer.org_vocab_size, of_embedding=True)
+        if isinstance(layer, LogitsProcessor):
+            return share_of_tokens(self, layer.vocab_size, of_embedding=False)
+        return share_of_linear(layer, slices)
 
     def own_part(self, vocabulary: int) -> slice:
         """Which tokens this process has; the last processes may have fewer than others."""

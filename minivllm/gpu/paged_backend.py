@@ -15,9 +15,9 @@ from minivllm.gpu.sgmv import TileList
 from minivllm.gpu.sgmv.tuning import FEW_TOKENS
 from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.layers.linear import LinearBase
+from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.slots import Slots
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 class PagedBackend(TritonBackend):
@@ -52,7 +52,7 @@ class PagedBackend(TritonBackend):
             self.counts = self.counts.new_zeros(wanted)
         return self._keep(PagedSlots(slots, self.outdate_ranks, self.pool))
 
-    def halve(self, slots: Slots, tp: TensorParallel, dealt: slice) -> PagedHalves:
+    def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> PagedHalves:
         """Slots whose A and B are used apart, where processes share out the ranks of these slices' A's."""
 
         def place(kind: type[PagedSlots], of_half: Slots, page_ranks: int) -> PagedSlots:

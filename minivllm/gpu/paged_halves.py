@@ -14,11 +14,11 @@ import torch
 
 from minivllm.config import PAGE_RANKS
 from minivllm.gpu.paged_slots import PagedSlots
+from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 from minivllm.options.halved_slots import HalvedSlots, RankDeal
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 class PagedB(PagedSlots):
@@ -42,7 +42,7 @@ class PagedHalves(HalvedSlots):
     def __init__(
         self,
         slots: Slots,
-        tp: TensorParallel,
+        tp: Ranks,
         dealt: slice,
         place: Callable[[type[PagedSlots], Slots, int], Any],
     ) -> None:

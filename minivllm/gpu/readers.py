@@ -17,7 +17,7 @@ from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.attention import Attention
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.parallel.summing import Summing
+from minivllm.layers.summing import Summing
 
 Rest = Callable[..., torch.Tensor | None]
 

@@ -7,11 +7,11 @@ from minivllm.gpu.triton_halves import TritonHalves
 from minivllm.gpu.triton_slots import TritonSlots
 from minivllm.gpu.triton_tables import TritonTables
 from minivllm.layers.linear import LinearBase
+from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.mapping import LoRAMapping, slots_of
 from minivllm.lora.slots import Slots
 from minivllm.options.halved_slots import HalvedSlots
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 class TritonBackend(TritonTables):
@@ -72,7 +72,7 @@ class TritonBackend(TritonTables):
     def expand(self, y: torch.Tensor, h: torch.Tensor, slots: TritonSlots, rows: TileList) -> None:
         expand(h[None, None], slots.flat_b, y, rows)
 
-    def halve(self, slots: Slots, tp: TensorParallel, dealt: slice) -> HalvedSlots:
+    def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> HalvedSlots:
         """Slots whose A and B are used apart: one launch for all slices' h, and one for what is made of it."""
         return TritonHalves(slots, self, tp)
 

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from minivllm.layers.linear import LinearBase
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.tensor_parallel import TensorParallel
-from minivllm.parallel.vocabulary import VocabParallelEmbeddingShardIndices
-from minivllm.parallel.vocabulary import get_masked_input_and_mask as get_masked_input_and_mask
+from minivllm.layers.ranks import ONE_RANK, Ranks
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -30,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         org_num_embeddings: int | None = None,
         prefix: str = "",
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
     ) -> None:
         super().__init__()
         self.prefix, self.tp = prefix, tp
@@ -41,16 +38,6 @@ class VocabParallelEmbedding(nn.Module):
         weight = torch.empty(tp.tokens(num_embeddings), embedding_dim, dtype=params_dtype, device=device)
         weight[self.rows.stop - self.rows.start :] = 0
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.num_embeddings_padded = tp.size * len(weight)
-
-    @property
-    def shard_indices(self) -> VocabParallelEmbeddingShardIndices:
-        """Of which tokens the rows of `weight` are (vLLM: the same name)."""
-        return VocabParallelEmbeddingShardIndices.of(self.rows, len(self.weight), self.org_vocab_size)
-
-    def get_sharded_to_full_mapping(self) -> list[int] | None:
-        """Where each token's row is among the rows of all processes: in order (vLLM: the same name). None alone."""
-        return list(range(self.num_embeddings_padded)) if self.tp.size > 1 else None
 
     tp_rank, tp_size = property(attrgetter("tp.rank")), property(attrgetter("tp.size"))
 
@@ -76,7 +63,7 @@ class ParallelLMHead(LinearBase):
         device: torch.device | str | None = None,
         org_num_embeddings: int | None = None,
         prefix: str = "",
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
     ) -> None:
         super().__init__(embedding_dim, num_embeddings, bias, params_dtype, device, prefix, tp)
         self.num_embeddings = num_embeddings
@@ -102,7 +89,7 @@ class ParallelLMHead(LinearBase):
 class LogitsProcessor(nn.Module):
     """Hidden states to logits of all tokens, a module of its own so that LoRA can wrap it (vLLM: LogitsProcessor)."""
 
-    def __init__(self, vocab_size: int, tp: TensorParallel = ALONE) -> None:
+    def __init__(self, vocab_size: int, tp: Ranks = ONE_RANK) -> None:
         super().__init__()
         self.vocab_size, self.tp = vocab_size, tp
 

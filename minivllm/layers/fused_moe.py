@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.layers.activation import SiluAndMul
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.tensor_parallel import TensorParallel
+from minivllm.layers.ranks import ONE_RANK, Ranks
 
 # grouped_mm reads rows in pieces of so many bytes.
 GROUPED_MM_ALIGNMENT = 16
@@ -57,7 +56,7 @@ class FusedMoE(nn.Module):
         renormalize: bool = True,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
     ) -> None:
         super().__init__()
         self.num_experts, self.top_k, self.tp = num_experts, top_k, tp

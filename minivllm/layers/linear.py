@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from minivllm.layers.norm import RMSNorm
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.summing import Summing
-from minivllm.parallel.tensor_parallel import TensorParallel
+from minivllm.layers.ranks import ONE_RANK, Ranks
+from minivllm.layers.summing import Summing
 
 # (x (..., K), weight (N, K), bias (N,) or None) -> (..., N)
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -47,7 +46,7 @@ class LinearBase(nn.Module):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         prefix: str = "",
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
     ) -> None:
         super().__init__()
         self.prefix, self.tp = prefix, tp
@@ -166,7 +165,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         prefix: str = "",
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
     ) -> None:
         self.output_sizes = list(output_sizes)
         super().__init__(input_size, sum(output_sizes), bias, params_dtype, device, prefix, tp)
@@ -188,7 +187,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         prefix: str = "",
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
     ) -> None:
         self.head_size = head_size
         self.total_num_heads = total_num_heads

@@ -154,6 +154,35 @@ class ModelArchitecture:
             )
         return requested
 
+    def refuse_uneven_shares(self, size: int) -> None:
+        """ValueError unless so many ranks can have equal parts of every layer. It names what cannot be divided, and
+        the largest size that fits.
+        """
+        if (uneven := self._uneven_among(size)) is None:
+            return
+        smaller = range(min(size, self.num_attention_heads), 0, -1)
+        fits = next(s for s in smaller if self._uneven_among(s) is None)
+        raise ValueError(
+            f"{uneven} cannot be divided by tensor_parallel_size {size}; pass --tensor-parallel-size {fits}"
+        )
+
+    def _uneven_among(self, size: int) -> str | None:
+        """Name and number of what so many ranks cannot have equal parts of, None = of everything they can.
+
+        Where ranks are more than key-value heads, as many ranks may have each of these.
+        """
+        has_dense_layers = len(self.sparse_layers) < self.num_hidden_layers
+        divides = {
+            "num_attention_heads": self.num_attention_heads % size == 0,
+            "num_key_value_heads": self.num_key_value_heads % size == 0
+            or size % self.num_key_value_heads == 0,
+            "intermediate_size": not has_dense_layers or self.intermediate_size % size == 0,
+            "moe_intermediate_size": self.moe_intermediate_size % size == 0,
+        }
+        return next(
+            (f"{name} {getattr(self, name)}" for name, is_even in divides.items() if not is_even), None
+        )
+
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:

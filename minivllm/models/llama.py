@@ -11,12 +11,11 @@ from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.interfaces import SupportsLoRA
 from minivllm.models.moe import SparseMoeBlock
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata | TiledAttentionMetadata
@@ -26,7 +25,7 @@ class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (vLLM: LlamaMLP)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
     ) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.intermediate_size
@@ -48,7 +47,7 @@ class LlamaAttention(nn.Module):
     """Grouped-query attention; Qwen3 also normalises each head of q and k (vLLM: LlamaAttention)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
     ) -> None:
         super().__init__()
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -89,7 +88,7 @@ class LlamaDecoderLayer(nn.Module):
         layer: int,
         dtype: torch.dtype,
         device: torch.device,
-        tp: TensorParallel,
+        tp: Ranks,
     ) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config, dtype, device, tp)
@@ -124,7 +123,7 @@ class LlamaModel(nn.Module):
     """Embeddings, blocks and the last norm (vLLM: LlamaModel)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
@@ -175,7 +174,7 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
         config: ModelArchitecture,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp

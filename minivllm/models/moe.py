@@ -5,15 +5,15 @@ from torch import nn
 
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.linear import ReplicatedLinear
+from minivllm.layers.ranks import Ranks
 from minivllm.models.config import ModelArchitecture
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 class SparseMoeBlock(nn.Module):
     """What a sparse layer has for an MLP: a router and experts (vLLM: MixtralMoE, Qwen3MoeSparseMoeBlock)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
     ) -> None:
         super().__init__()
         self.gate = ReplicatedLinear(config.hidden_size, config.num_experts, False, dtype, device)

@@ -9,13 +9,12 @@ from minivllm.gpu.batch_invariant import make_batch_invariant
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.quantization import quantize_linears
+from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import initialize_dummy_weights, load_weights
 from minivllm.models.mixtral import MixtralForCausalLM
 from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 MODELS = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -37,7 +36,7 @@ def get_model(
     seed: int = 0,
     quantization: str | None = None,
     batch_invariant: bool = False,
-    tp: TensorParallel = ALONE,
+    tp: Ranks = ONE_RANK,
 ) -> nn.Module:
     """Build the model a Hugging Face folder describes, and load its weights (vLLM: get_model).
 

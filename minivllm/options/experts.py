@@ -12,7 +12,6 @@ from minivllm.lora.slots import Slots
 from minivllm.options.expert_parts import DOWN, GATE_UP, OTHER_SPELLING, by_part, parts_of_experts
 from minivllm.options.expert_weights import pack_moe
 from minivllm.options.option_layer import OptionLayer
-from minivllm.parallel.adapter_share import share_of_experts
 
 # Which of the slices, w1, w2, w3 or w13, w2, are added to what w13 gives, and which to what w2 gives.
 W13, W2 = slice(0, None, 2), slice(1, 2)
@@ -32,7 +31,7 @@ class FusedMoEWithLoRA(OptionLayer):
     def __init__(self, base_layer: FusedMoE) -> None:
         sizes = self._shapes_of_parts(base_layer.hidden_size, base_layer.intermediate_size)
         super().__init__(base_layer, sizes)
-        self.share = share_of_experts(base_layer, len(sizes))
+        self.share = base_layer.tp.adapter_share(base_layer, len(sizes))
         self.num_experts = base_layer.num_experts
         self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
 

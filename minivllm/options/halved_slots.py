@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 from minivllm.parallel.adapter_share import Cut
-from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DealtCut(Cut):
         return lora_a[..., self.deal.of(lora_a.shape[-2]), :]
 
 
-def halve(slots: Slots, backend: Backend, tp: TensorParallel, dealt: slice) -> "HalvedSlots":
+def halve(slots: Slots, backend: Backend, tp: Ranks, dealt: slice) -> "HalvedSlots":
     """Slots whose A and B are used apart, as the backend lays them out. Their `deal` says whose ranks of A are whose.
 
     dealt   slices of whose A each process has some ranks
@@ -54,7 +54,7 @@ def halve(slots: Slots, backend: Backend, tp: TensorParallel, dealt: slice) -> "
     return HalvedSlots(slots, backend, tp) if make is None else make(slots, tp, dealt)
 
 
-def halve_linear(slots: Slots, share: Cut, backend: Backend, tp: TensorParallel) -> tuple["HalvedSlots", Cut]:
+def halve_linear(slots: Slots, share: Cut, backend: Backend, tp: Ranks) -> tuple["HalvedSlots", Cut]:
     """The same for a linear, and its share: where that says which ranks of A, it says so as these slots want it."""
     if share.ranks is None:
         return halve(slots, backend, tp, slice(0, 0)), share
@@ -71,7 +71,7 @@ class HalvedSlots(Slots):
     deal     which ranks of A this process has
     """
 
-    def __init__(self, slots: Slots, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(self, slots: Slots, backend: Backend, tp: Ranks) -> None:
         super().__init__(slots.a, slots.b)
         self.deal = RankDeal(tp.rank, tp.size, -(-self.b[0].shape[3] // tp.size))
         self._place(backend)

@@ -8,7 +8,6 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 from minivllm.options.option_layer import OptionLayer
 from minivllm.options.vocabulary import EMBEDDINGS, IS_ADDED, pad_to_slots
-from minivllm.parallel.token_share import share_of_tokens
 
 
 class HeadSlots(OptionLayer):
@@ -34,7 +33,7 @@ class HeadSlots(OptionLayer):
     ) -> None:
         super().__init__(base_layer, [(hidden_size, base_layer.vocab_size)])
         self.tp = base_layer.tp
-        self.share = share_of_tokens(self.tp, base_layer.vocab_size, of_embedding=False)
+        self.share = self.tp.adapter_share(base_layer)
         if sharded_to_full_mapping is not None:
             raise ValueError("sharded_to_full_mapping must be None: gathered logits are in order")
         self.hidden_size = hidden_size

@@ -7,34 +7,10 @@ from typing import Any
 
 import torch
 
+from minivllm.layers.ranks import EVERYTHING, Share
+
 ALL = slice(None)
 Runs = Sequence[slice]
-
-
-class Share:
-    """Of each pair of A and B of a layer: what goes with the process's part of the base weight. Here, all of it."""
-
-    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """K_i and N_i of each slice of the layer -> those of the process."""
-        return list(sizes)
-
-    def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
-        """The process's part of slice i's A: (..., r, K_i)"""
-        return lora_a
-
-    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
-        """The process's part of slice i's B: (..., N_i, r)"""
-        return lora_b
-
-    def of(self, parts: list[Any]) -> list[Any]:
-        """An adapter's weights for each slice, cut to the process's part; None stays None.
-
-        Of experts there are n entries each, one expert after the other. The adapter's own tensors stay as they are.
-        """
-        return parts
-
-
-EVERYTHING = Share()
 
 
 @dataclass

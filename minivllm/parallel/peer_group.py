@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from minivllm.config import ParallelConfig
+from minivllm.layers.summing import Norm
 from minivllm.parallel.peer_memory import WAYS, SharedMemory
 from minivllm.parallel.process_group import ProcessGroup
-from minivllm.parallel.summing import Norm
 
 if TYPE_CHECKING:
     from minivllm.parallel.words_op import Words

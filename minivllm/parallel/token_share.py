@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from minivllm.parallel.adapter_share import EVERYTHING, Share
-from minivllm.parallel.tensor_parallel import TensorParallel
+from minivllm.layers.ranks import EVERYTHING, Ranks, Share
 
 
 @dataclass
@@ -17,7 +16,7 @@ class TokenShare(Share):
     vocabulary   V; past it come added tokens, which every process has     of_embedding   whether it is A that is cut
     """
 
-    tp: TensorParallel
+    tp: Ranks
     vocabulary: int
     of_embedding: bool
 
@@ -44,5 +43,5 @@ class TokenShare(Share):
         return torch.cat([self.tp.own_tokens(own), added])
 
 
-def share_of_tokens(tp: TensorParallel, vocabulary: int, of_embedding: bool) -> Share:
+def share_of_tokens(tp: Ranks, vocabulary: int, of_embedding: bool) -> Share:
     return EVERYTHING if tp.size == 1 else TokenShare(tp, vocabulary, of_embedding)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from minivllm.layers.embedding import VocabParallelEmbedding
+
 
 def get_masked_input_and_mask(
     input_: torch.Tensor,
@@ -42,11 +44,15 @@ class VocabParallelEmbeddingShardIndices:
     num_added_vocab_padding: int
 
     @classmethod
-    def of(cls, rows: slice, share: int, org_vocab_size: int) -> "VocabParallelEmbeddingShardIndices":
-        """For a process whose tokens are `rows`, of `share` rows in all. What is padding comes last."""
+    def of(cls, embedding: VocabParallelEmbedding) -> "VocabParallelEmbeddingShardIndices":
+        """Which tokens the rows of an embedding's weight stand for. What is padding comes last.
+
+        vLLM: `VocabParallelEmbedding.shard_indices`.
+        """
+        rows, org_vocab_size = embedding.rows, embedding.org_vocab_size
         start, end = min(rows.start, org_vocab_size), min(rows.stop, org_vocab_size)
         added = max(rows.start, org_vocab_size), max(rows.stop, org_vocab_size)
-        padding = share - (rows.stop - rows.start)
+        padding = len(embedding.weight) - (rows.stop - rows.start)
         of_added = padding if added[1] > added[0] else 0
         return cls(start, end, *added, padding - of_added, of_added)
 
@@ -69,3 +75,16 @@ class VocabParallelEmbeddingShardIndices:
     @property
     def num_elements_padded(self) -> int:
         return self.num_org_elements_padded + self.num_added_elements_padded
+
+
+def num_embeddings_padded(embedding: VocabParallelEmbedding) -> int:
+    """Rows of an embedding on all processes. vLLM: `VocabParallelEmbedding.num_embeddings_padded`."""
+    return embedding.tp.size * len(embedding.weight)
+
+
+def sharded_to_full_mapping(embedding: VocabParallelEmbedding) -> list[int] | None:
+    """Where each token's row is among the rows of all processes: in order; None where one process has all.
+
+    vLLM: `VocabParallelEmbedding.get_sharded_to_full_mapping`.
+    """
+    return list(range(num_embeddings_padded(embedding))) if embedding.tp.size > 1 else None

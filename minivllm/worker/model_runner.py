@@ -12,11 +12,10 @@ from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.layers.attention import Attention, AttentionMetadata
+from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.layers.sampler import Sampler
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import get_model
-from minivllm.parallel.alone import ALONE
-from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.worker.cpu_threads import cpu_threads
 from minivllm.worker.graphs import NO_GRAPHS, Graphs
 from minivllm.worker.input_batch import InputBatch
@@ -56,13 +55,13 @@ class ModelRunner(LoRAModelRunnerMixin):
         self,
         config: EngineConfig,
         *,
-        tp: TensorParallel = ALONE,
+        tp: Ranks = ONE_RANK,
         build_attention: BuildAttention | None = None,
         make_lora_manager: Callable[[EngineConfig, str], Any] = LRUCacheWorkerLoRAManager,
         memory: KVMemory | None = None,
         capture: Callable[["ModelRunner"], Graphs] | None = None,
         adapters_are_active: Callable[[], None] = lambda: None,
-        check_slots: Callable[[EngineConfig, TensorParallel], None] = lambda config, tp: None,
+        check_slots: Callable[[EngineConfig, Ranks], None] = lambda config, tp: None,
     ) -> None:
         self.config, self.device = config, config.device
         self.tp = tp

@@ -15,8 +15,8 @@ from minivllm.gpu import readers
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.ranks import ONE_RANK
 from minivllm.models.registry import get_model
-from minivllm.parallel.alone import ALONE
 
 MOST_ROWS = 8  # more are summed before
 PLAIN = {name: {**config, "lora_bias": False} for name, config in LINEARS.items()}
@@ -149,4 +149,4 @@ def test_a_process_alone_touches_no_norm():
 
     y, _ = linear(torch.ones(1, 4))
 
-    assert linear.tp is ALONE and norm.rest is rest and torch.equal(y[0], linear.weight.sum(1))
+    assert linear.tp is ONE_RANK and norm.rest is rest and torch.equal(y[0], linear.weight.sum(1))

@@ -13,6 +13,7 @@ from minivllm.gpu.paged_writer import PagedSlotWriter
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
 from minivllm.parallel.tensor_parallel import TensorParallel
 
@@ -126,7 +127,7 @@ def test_an_engine_of_uneven_shares_is_refused_before_anything_is_started(folder
 
 @pytest.mark.parametrize(("size", "rank"), [(3, 16), (2, 12)])
 def test_pages_are_refused_whose_ranks_cannot_be_shared_out(folder, monkeypatch, size, rank):
-    monkeypatch.setattr("minivllm.config.refuse_uneven_shares", lambda model, size: None)
+    monkeypatch.setattr(ModelArchitecture, "refuse_uneven_shares", lambda model, size: None)
     args = {"model": folder, "device": "cpu", "enable_lora": True, "fully_sharded_loras": True}
     paged = {**args, "punica_backend": "paged", "max_lora_rank": rank}
 

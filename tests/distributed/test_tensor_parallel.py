@@ -4,16 +4,16 @@ import pytest
 import torch
 from lockstep import in_lockstep
 
-from minivllm.parallel.alone import ALONE
+from minivllm.layers.ranks import ONE_RANK
 
 
 def test_alone_a_process_has_all_and_hands_tensors_back_as_they_are():
     x = torch.randn(3, 4)
 
-    assert ALONE.share(7, "heads") == 7
-    assert ALONE.part(7) == slice(0, 7)
-    assert ALONE.all_reduce(x) is x
-    assert ALONE.all_gather(x) is x
+    assert ONE_RANK.share(7, "heads") == 7
+    assert ONE_RANK.part(7) == slice(0, 7)
+    assert ONE_RANK.all_reduce(x) is x
+    assert ONE_RANK.all_gather(x) is x
 
 
 def test_the_parts_of_all_processes_are_the_whole_in_order():

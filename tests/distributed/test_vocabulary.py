@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.layers.embedding import VocabParallelEmbedding, get_masked_input_and_mask
+from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -15,6 +15,12 @@ from minivllm.layers.linear import (
     RowParallelLinear,
 )
 from minivllm.parallel.tensor_parallel import TensorParallel
+from minivllm.parallel.vocabulary import (
+    VocabParallelEmbeddingShardIndices,
+    get_masked_input_and_mask,
+    num_embeddings_padded,
+    sharded_to_full_mapping,
+)
 from minivllm.vllm.utils import from_layer
 
 
@@ -30,7 +36,7 @@ def test_vocab_parallel_embedding_indices(size, seed):
         for rank in range(size)
     ]
 
-    shards = [layer.shard_indices for layer in layers]
+    shards = [VocabParallelEmbeddingShardIndices.of(layer) for layer in layers]
     tokens, end_of_org, end_of_added = [], 0, org
     for shard in shards:
         assert (shard.org_vocab_start_index, shard.added_vocab_start_index) == (end_of_org, end_of_added)
@@ -40,8 +46,8 @@ def test_vocab_parallel_embedding_indices(size, seed):
         tokens += range(shard.added_vocab_start_index, end_of_added)
         tokens += [-1] * (shard.num_added_elements_padded - shard.num_added_elements)
     assert (end_of_org, end_of_added) == (org, vocabulary)
-    assert sum(shard.num_elements_padded for shard in shards) == layers[0].num_embeddings_padded
-    mapping = layers[0].get_sharded_to_full_mapping()
+    assert sum(shard.num_elements_padded for shard in shards) == num_embeddings_padded(layers[0])
+    mapping = sharded_to_full_mapping(layers[0])
     assert (mapping is None) == (size == 1)
     in_order = tokens if mapping is None else [tokens[place] for place in mapping]
     assert in_order[:vocabulary] == list(range(vocabulary))

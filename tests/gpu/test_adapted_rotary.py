@@ -14,10 +14,10 @@ from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
 from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.linear import LinearBase, QKVParallelLinear
+from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
-from minivllm.parallel.alone import ALONE
 from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.layers import LoRAMapping
 
@@ -39,7 +39,7 @@ class QKV:
     parts   1 = one adapter for q, k and v
     """
 
-    def __init__(self, backend, dtype=torch.float32, rank=8, parts=3, tp=ALONE, room=64):
+    def __init__(self, backend, dtype=torch.float32, rank=8, parts=3, tp=ONE_RANK, room=64):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
         self.dtype, self.tp = dtype, tp
         self.punica = make_backend(room, room, DEVICE, config)

@@ -14,8 +14,8 @@ from rows import assert_rows_equal
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.parallel.alone import ALONE
 from minivllm.vllm.layers import LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from minivllm.vllm.punica_selector import get_punica_wrapper
 
@@ -48,7 +48,7 @@ class Ends:
     inputs_of_a: int
     outputs_of_b: int
 
-    def __init__(self, backend=None, dtype=torch.float64, extra=0, tp=ALONE):
+    def __init__(self, backend=None, dtype=torch.float64, extra=0, tp=ONE_RANK):
         self.dtype, self.extra, self.device, self.tp = dtype, extra, device_of(backend), tp
         self.config = LoRAConfig(RANK, SLOTS, lora_extra_vocab_size=extra, punica_backend=backend or "auto")
         self.punica = NaivePunica()
