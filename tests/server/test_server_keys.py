@@ -98,7 +98,7 @@ ROUTES = {
         {"model": "qv", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     ),
     ("GET", "/v1/models"): (200, None),
-    ("GET", "/v1/models/{name:path}"): (403, None),
+    ("GET", "/v1/models/{name:model_name}"): (403, None),
     ("GET", "/v1/adapters"): (200, None),
     ("POST", "/v1/load_lora_adapter"): (403, {"lora_name": "qv", "lora_path": "secret"}),
     ("POST", "/v1/unload_lora_adapter"): (403, {"lora_name": "qv"}),
