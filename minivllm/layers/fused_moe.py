@@ -62,8 +62,8 @@ class FusedMoE(nn.Module):
         self.num_experts, self.top_k, self.tp = num_experts, top_k, tp
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.renormalize = renormalize
-        share = tp.share(intermediate_size, "the experts' intermediate size")
-        self.inner = tp.part(share)
+        self.inner = tp.part_of(intermediate_size, "the experts' intermediate size")
+        share = self.inner.stop - self.inner.start
         shape = num_experts, 2 * share, hidden_size
         # Uninitialised: the loader fills every parameter or raises.
         w13_weight = torch.empty(shape, dtype=params_dtype, device=device)  # (E, 2I, H)

@@ -125,7 +125,7 @@ class ColumnParallelLinear(LinearBase):
 
     def _take_part(self) -> None:
         self.heights = getattr(self, "output_sizes", [self.output_size])
-        self.rows = [self.tp.part(self.tp.share(n, f"{self.prefix} outputs")) for n in self.heights]
+        self.rows = [self.tp.part_of(n, f"{self.prefix} outputs") for n in self.heights]
         self.columns = slice(0, self.input_size)
 
 
@@ -137,7 +137,7 @@ class RowParallelLinear(LinearBase):
 
     def _take_part(self) -> None:
         self.heights, self.rows = [self.output_size], [slice(0, self.output_size)]
-        self.columns = self.tp.part(self.tp.share(self.input_size, f"{self.prefix} inputs"))
+        self.columns = self.tp.part_of(self.input_size, f"{self.prefix} inputs")
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """x: (T, own part of K) -> (T, N), None"""
@@ -197,7 +197,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(hidden_size, q_size + 2 * kv_size, bias, params_dtype, device, prefix, tp)
 
     def _take_part(self) -> None:
-        q = self.tp.part(self.tp.share(self.total_num_heads, "num_attention_heads"))
+        q = self.tp.part_of(self.total_num_heads, "num_attention_heads")
         kv = self.tp.kv_heads(self.total_num_kv_heads)
         self.num_heads, self.num_kv_heads = q.stop - q.start, kv.stop - kv.start
         self.heights, self.columns = self.output_sizes, slice(0, self.input_size)

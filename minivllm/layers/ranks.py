@@ -54,13 +54,9 @@ class Ranks:
 
     # ---- which part is here ---------------------------------------------------------------------------------
 
-    def share(self, n: int, what: str) -> int:
-        """How many of n things each rank has; ValueError, naming what they are, unless all have as many."""
-        return n
-
-    def part(self, share: int) -> slice:
-        """Which of all things are here, where each rank has `share` of them."""
-        return slice(0, share)
+    def part_of(self, n: int, what: str) -> slice:
+        """Which of n things are here; ValueError, naming what they are, unless all ranks can have as many."""
+        return slice(0, n)
 
     def kv_heads(self, heads: int) -> slice:
         """Which key-value heads are here."""

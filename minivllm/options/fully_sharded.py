@@ -6,6 +6,8 @@ linear, over rank-sized rows. So they do for experts (sharded_experts.py). Adapt
 the two whole all the same.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -77,7 +79,8 @@ class _ShardedColumn(_FullySharded):
         super().create_lora_weights(max_loras, lora_config, model_config)
         if self.tp.size > 1:
             own_ranks = -(-self.max_rank // self.tp.size)
-            self.share.ranks = self.tp.part(own_ranks)
+            first = self.tp.rank * own_ranks
+            self.share = replace(self.share, ranks=slice(first, first + own_ranks))
             self.slots = Slots([a[:, :, :own_ranks].clone() for a in self.slots.a], self.slots.b)
 
     # region lab 11.2: the gather of fully sharded
@@ -96,8 +99,8 @@ class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA)
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
         if self.tp.size > 1:
-            own = self.tp.share(self.output_size, f"{base_layer.prefix} outputs")
-            self.share.rows, self.share.cuts_beside = [[self.tp.part(own)]], False
+            own = self.tp.part_of(self.output_size, f"{base_layer.prefix} outputs")
+            self.share = replace(self.share, rows=[[own]], cuts_beside=False)
 
     # region lab 11.2: the gather of fully sharded
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:

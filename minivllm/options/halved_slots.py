@@ -3,16 +3,16 @@
 Stands for `add_shrink` and `add_expand` in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), for every slot there.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from minivllm.layers.ranks import Ranks
+from minivllm.layers.ranks import Ranks, Share
 from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
-from minivllm.parallel.adapter_share import Cut
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,28 @@ class RankDeal:
 
 
 @dataclass
-class DealtCut(Cut):
-    """As `Cut`, of A the ranks that are dealt to the process."""
+class DealtShare(Share):
+    """Of A the ranks that are dealt to the process, of B and of what is beside it the same as another share.
 
-    deal: RankDeal | None = None
+    of_whole_a   that other share, which leaves every A whole
+    """
+
+    of_whole_a: Share
+    deal: RankDeal
+
+    def sizes(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return self.of_whole_a.sizes(sizes)
 
     def of_a(self, i: int, lora_a: torch.Tensor) -> torch.Tensor:
         return lora_a[..., self.deal.of(lora_a.shape[-2]), :]
+
+    def of_b(self, i: int, lora_b: torch.Tensor) -> torch.Tensor:
+        return self.of_whole_a.of_b(i, lora_b)
+
+    def of(self, parts: list[Any]) -> list[Any]:
+        return [
+            part and replace(part, lora_a=self.of_a(0, part.lora_a)) for part in self.of_whole_a.of(parts)
+        ]
 
 
 def halve(slots: Slots, backend: Backend, tp: Ranks, dealt: slice) -> "HalvedSlots":
@@ -54,12 +69,14 @@ def halve(slots: Slots, backend: Backend, tp: Ranks, dealt: slice) -> "HalvedSlo
     return HalvedSlots(slots, backend, tp) if make is None else make(slots, tp, dealt)
 
 
-def halve_linear(slots: Slots, share: Cut, backend: Backend, tp: Ranks) -> tuple["HalvedSlots", Cut]:
-    """The same for a linear, and its share: where that says which ranks of A, it says so as these slots want it."""
+def halve_linear(slots: Slots, share: Share, backend: Backend, tp: Ranks) -> tuple["HalvedSlots", Share]:
+    """The same for a linear of several processes, and its share: where that says which ranks of A are this process's,
+    it says so as these slots want it.
+    """
     if share.ranks is None:
         return halve(slots, backend, tp, slice(0, 0)), share
     halved = halve(slots, backend, tp, ALL_SLICES)
-    return halved, DealtCut(share.columns, share.rows, deal=halved.deal)
+    return halved, DealtShare(replace(share, ranks=None), halved.deal)
 
 
 class HalvedSlots(Slots):

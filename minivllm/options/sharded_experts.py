@@ -4,6 +4,7 @@ Stands for `fully_sharded` in vllm/lora/layers/fused_moe.py (v0.22.1). As for li
 row-parallel, and the rows are pairs of a token and an expert.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ class FusedMoEWithShardedLoRA(FusedMoEWithLoRA):
         super().__init__(base_layer)
         self.tp = base_layer.tp
         if self.tp.size > 1:
-            self.share.rows[1] = [
-                self.tp.part(self.tp.share(base_layer.hidden_size, "the experts' hidden size"))
-            ]
+            own = self.tp.part_of(base_layer.hidden_size, "the experts' hidden size")
+            of_w1, _, *of_w3 = self.share.rows
+            self.share = replace(self.share, rows=[of_w1, [own], *of_w3])
 
     def create_lora_weights(
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None

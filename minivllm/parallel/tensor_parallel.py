@@ -45,13 +45,17 @@ class TensorParallel(Ranks):
         """Which of all things this process has, where each has `share` of them."""
         return slice(self.rank * share, (self.rank + 1) * share)
 
+    def part_of(self, n: int, what: str) -> slice:
+        """Which of n things this process has; ValueError as of `share`."""
+        return self.part(self.share(n, what))
+
     def kv_heads(self, heads: int) -> slice:
         """Which key-value heads: as many as others have. Where processes are more than heads, some have the same one.
 
         ValueError where neither divides the other. vLLM: `num_kv_head_replicas`.
         """
         if self.size <= heads or self.size % heads:
-            return self.part(self.share(heads, "num_key_value_heads"))
+            return self.part_of(heads, "num_key_value_heads")
         first = self.rank * heads // self.size
         return slice(first, first + 1)
 

@@ -4,22 +4,30 @@ import pytest
 import torch
 from lockstep import in_lockstep
 
-from minivllm.layers.ranks import ONE_RANK
+from minivllm.layers.ranks import ONE_RANK, Ranks
+from minivllm.parallel.tensor_parallel import TensorParallel
 
 
 def test_alone_a_process_has_all_and_hands_tensors_back_as_they_are():
     x = torch.randn(3, 4)
 
-    assert ONE_RANK.share(7, "heads") == 7
-    assert ONE_RANK.part(7) == slice(0, 7)
+    assert ONE_RANK.part_of(7, "heads") == slice(0, 7)
     assert ONE_RANK.all_reduce(x) is x
     assert ONE_RANK.all_gather(x) is x
+
+
+def test_several_processes_answer_nothing_as_one_that_has_everything_would():
+    """What is not overridden would be silently wrong: each process would take its part for the whole."""
+    asked = {name for name, of_one in vars(Ranks).items() if callable(of_one)}
+
+    assert len(asked) > 10
+    assert asked - vars(TensorParallel).keys() == set()
 
 
 def test_the_parts_of_all_processes_are_the_whole_in_order():
     whole = torch.arange(12)
 
-    parts = in_lockstep(3, lambda tp: whole[tp.part(tp.share(12, "rows"))])
+    parts = in_lockstep(3, lambda tp: whole[tp.part_of(12, "rows")])
 
     assert torch.equal(torch.cat(parts), whole)
 
