@@ -23,7 +23,7 @@ from minivllm.engine_args import EngineArgs
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
-from minivllm.worker.openmp import set_num_threads
+from minivllm.worker.cpu_threads import set_num_threads
 
 NAME = "python -m benchmarks.reads"
 LAYERS = 8

@@ -29,7 +29,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.wrapped_modules import WrappedModules
 from minivllm.models.config import ModelArchitecture
 from minivllm.sources.known_layouts import KnownLayouts
-from minivllm.worker.openmp import set_num_threads
+from minivllm.worker.cpu_threads import set_num_threads
 
 RANKS = (4, 8, 10, 16)
 PYTHON_MS, WAIT_MS = 6.0, 6.0  # of a step: with the interpreter's lock, and for a GPU without it

@@ -39,6 +39,7 @@ class ModelRunner(LoRAModelRunnerMixin):
     memory_plan    says how many KV blocks there are (`num_blocks`)
     graphs         steps that were captured; `NO_GRAPHS` until the warm-up, and where every step runs eagerly
     cpu_threads    how many CPU threads a step computes on
+    warm_up_seconds   of the last step of the warm-up, a batch that decodes; None before
 
     What differs from one engine to another is given, and the plain part stands where nothing is:
 
@@ -69,6 +70,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         self.make_lora_manager = make_lora_manager
         self.memory = memory or KVMemory()
         self.graphs = NO_GRAPHS
+        self.warm_up_seconds: float | None = None
         self._capture = capture
         self._adapters_are_active = adapters_are_active
         self.on_gpu = torch.device(self.device).type == "cuda"
@@ -97,7 +99,6 @@ class ModelRunner(LoRAModelRunnerMixin):
             self.row_sampler = RowSampler(self.sampler)
             self.memory_plan = self.memory.plan(self)
             self.memory.allocate(self, self.memory_plan)
-        self.cpu_threads.measure_on(self.model, config.scheduler_config.max_num_seqs, model_config.dtype)
 
     @property
     def num_blocks(self) -> int:
@@ -125,7 +126,7 @@ class ModelRunner(LoRAModelRunnerMixin):
 
     def warm_up(self) -> None:
         """Run steps that nobody asked for, so that the first request does not pay for first calls; then capture."""
-        run_warm_up_steps(self)
+        self.warm_up_seconds = run_warm_up_steps(self)
         if self._capture is not None and self.model.supports_cuda_graphs:
             self.graphs = self._capture(self)
 

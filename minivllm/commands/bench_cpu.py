@@ -26,7 +26,7 @@ from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.openmp import set_num_threads
+from minivllm.worker.cpu_threads import available_cores, set_num_threads
 
 RANKS = (4, 8, 16, 32)
 # The batch of eight: an adapter each, by rank; None is the base model.
@@ -95,12 +95,12 @@ class CpuBench:
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(100, 40_000, (len(MIXED), PROMPT_TOKENS), generator=generator).tolist()
         lora = {"enable_lora": True, "max_loras": len(RANKS), "max_lora_rank": max(RANKS)}
+        # Given, so that it does not change meanwhile: a number would be compared with another.
+        threads = threads or min(torch.get_num_threads(), available_cores())
         self.lora_engine = self._engine(threads=threads, **lora)
-        chosen = self.lora_engine.runner.cpu_threads
-        self.threads = str(chosen)
-        chosen.settle()  # a number that changes meanwhile would be compared with another
-        set_num_threads(chosen.number)
-        self.plain_engine = self._engine(threads=chosen.number)
+        self.threads = str(self.lora_engine.runner.cpu_threads)
+        set_num_threads(threads)
+        self.plain_engine = self._engine(threads=threads)
         self.step_ms: dict[str, list[float]] = {"base": [], "mixed": [], "plain": [], "idle": []}
 
     def _engine(self, **options: Any) -> LLMEngine:

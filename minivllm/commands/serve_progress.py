@@ -16,7 +16,7 @@ BETWEEN_LINES = 5.0
 
 def say_how_long(console: Console, engine: LLMEngine, steps: int) -> None:
     """About how long so many steps will take, from the one that the warm-up timed; nothing where it timed none."""
-    seconds = engine.runner.cpu_threads.seconds
+    seconds = engine.runner.warm_up_seconds
     if seconds is None or engine.runner.on_gpu:  # whose first steps say nothing of later ones
         return
     console.print(

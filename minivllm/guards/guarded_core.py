@@ -1,7 +1,6 @@
 """An engine's steps among threads, errors and Ctrl-C. Stands for nothing in vLLM (v0.22.1); its engine dies of them."""
 
 from collections.abc import Collection, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 from minivllm.ahead.run_ahead import UNREAD, RunAhead
@@ -31,8 +30,6 @@ class GuardedCore(EngineCore):
         self._ahead: RunAhead | None = None
         if self.config.scheduler_config.async_scheduling and self.runner.graphs.hold_most_steps:
             self._ahead = RunAhead(self)
-        threads = self.runner.cpu_threads
-        self._around_step = nullcontext if threads.is_pytorchs else threads.around_step
 
     def step(self, of: Collection[str] | None = None) -> list[RequestOutput]:
         """Schedule, run, sample; what is new of every request that got a token or ended. vLLM: the same name.
@@ -47,7 +44,7 @@ class GuardedCore(EngineCore):
         try:
             with self._turns.take(errors_leave_it_whole=False):
                 try:
-                    with self._around_step():
+                    with self.runner.cpu_threads.around_step():
                         self._step(self._undelivered)
                     self._failed_steps = 0
                 except BaseException as error:

@@ -16,7 +16,7 @@ from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.sources.known_layouts import KnownLayouts
-from minivllm.worker.openmp import set_num_threads
+from minivllm.worker.cpu_threads import set_num_threads
 
 # Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take
 # cores and memory's bandwidth from the steps, so small hosts have no more (`benchmarks.reads`).

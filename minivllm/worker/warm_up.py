@@ -2,7 +2,7 @@
 vllm/v1/worker/gpu_model_runner.py (v0.22.1).
 """
 
-from functools import partial
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,15 +19,22 @@ if TYPE_CHECKING:
 
 
 @torch.inference_mode()
-def run_warm_up_steps(runner: "ModelRunner") -> None:
-    """One prompt and one decode batch; on a GPU the largest step too, because it has kernels of its own."""
+def run_warm_up_steps(runner: "ModelRunner") -> float:
+    """One prompt and one decode batch; on a GPU the largest step too, because it has kernels of its own.
+
+    Returns the seconds of the last one.
+    """
     config = runner.config
     tokens = min(16, config.cache_config.block_size, config.model_config.max_model_len)
     rows = min(8, config.scheduler_config.max_num_seqs)
-    runner.cpu_threads.measure()
     steps = [tokens], [1] * rows, *([largest_step(config)] if runner.on_gpu else [])
+    seconds = 0.0
     for query_lens in followed(steps, "Warming up kernels"):
-        runner.cpu_threads.run(partial(dummy_run, runner, query_lens))
+        started = time.perf_counter()
+        with runner.cpu_threads.in_use():
+            dummy_run(runner, query_lens)
+        seconds = time.perf_counter() - started
+    return seconds
 
 
 def dummy_run(runner: "ModelRunner", query_lens: list[int], num_logits: int = 1) -> torch.Tensor:

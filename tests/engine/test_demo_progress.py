@@ -27,11 +27,10 @@ class Clock:
 
 def some_engine(running=9, in_slots=2, seconds=0.05, on_gpu=False):
     manager = SimpleNamespace(list_active_adapters=lambda: dict.fromkeys(range(in_slots)))
-    threads = SimpleNamespace(seconds=seconds, __str__=None)
     return SimpleNamespace(
         scheduler=SimpleNamespace(running=[None] * running),
         adapters=SimpleNamespace(manager=manager),
-        runner=SimpleNamespace(cpu_threads=threads, on_gpu=on_gpu),
+        runner=SimpleNamespace(cpu_threads="2 CPU threads", warm_up_seconds=seconds, on_gpu=on_gpu),
     )
 
 

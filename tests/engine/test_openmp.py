@@ -13,7 +13,7 @@ mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 if not hasattr(mkl, "mkl_serv_get_dynamic"):
     sys.exit("no MKL to ask")
 if sys.argv[1] == "ours":
-    from minivllm.worker.openmp import set_num_threads
+    from minivllm.worker.cpu_threads import set_num_threads
 else:
     from torch import set_num_threads
 set_num_threads(3)

@@ -21,7 +21,7 @@ Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> 
 # Around book A, all that is not named here is in it.
 BESIDE_A = ("checks.py", "scattered_reads.py", "timed_patterns.py")
 # Around book B: warm-up, threads, what draws tokens, several answers to a prompt; reports of steps.
-BESIDE_WORKER = ("cpu_threads", "row_sampler", "prompt_logprobs", "openmp", "token_masks")
+BESIDE_WORKER = ("cpu_threads", "row_sampler", "prompt_logprobs", "token_masks")
 BESIDE_ENGINE = ("metrics", "parallel_sampling")
 
 # What the core never imports.
