@@ -1,8 +1,7 @@
 """From a request's body to the engine's parameters. Stands for `to_sampling_params` of vLLM's protocols (v0.22.1)."""
 
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 from minivllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from minivllm.text.structured_outputs import StructuredOutputsParams
 
 # Fields that are called alike here and there.
 SAME = (

@@ -18,7 +18,7 @@ from tiny_models import token_ids
 from tiny_oracle import Oracle
 
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
-from minivllm.text.structured_outputs import StructuredOutputsParams
+from minivllm.sampling_params import StructuredOutputsParams
 
 CITIES = ["Oslo", "Ostrava", "New York", "Zürich", "new"]
 # No two begin alike: after the first token the rest is given, and has the tokens that the tokenizer gives it.
