@@ -1,8 +1,11 @@
 """Each call that a body makes raises an ordinary error once: what comes out, and what is left behind?
 
-A call of an exercise's function is played again in forks of the process, before it runs. In each another call that its
-body makes raises instead of doing anything. The error must come out. What others can see is then as it was, or as if
-nothing had failed. What is private must only not stand in the way of a second attempt.
+A call of an exercise's function is played again in forks of the process, before it runs. Each time another call that
+its body makes raises instead of doing anything. The error must come out. What others can see is then as it was, or as
+if nothing had failed. What is private must only not stand in the way of a second attempt.
+
+A fork is what costs time here. So one that finds everything as it was goes on with the next call, and whatever does not
+look well after others is played once more in a fork of its own, before anything is said of it.
 
 Ours is the measure: when a call fails in a learner's body no more is asked than our own does when that call fails.
 """
@@ -10,15 +13,16 @@ Ours is the measure: when a call fails in a learner's body no more is asked than
 import inspect
 import sys
 import threading
+import time
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from labs.kit.generic.forked import in_fork
-from labs.kit.generic.snapshots import RESULT, Change, Snapshot, TooLarge, changes, snapshot
+from labs.kit.generic.forked import MOST_CPU, in_fork
+from labs.kit.generic.snapshots import RESULT, Change, Snapshot, TooLarge, changes, snapshot, words_of
 from labs.kit.generic.table import Table
 from labs.kit.generic.watching import MADE_BY, Call, Watch, Watched
 from labs.kit.plugin import chain
@@ -43,6 +47,9 @@ class Made(NamedTuple):
 
     place: int
     name: str
+
+
+Key = tuple[str, int, bool]  # a function, a place in its body, and whether that was reached more than once
 
 
 class Clean(NamedTuple):
@@ -75,6 +82,11 @@ class Failure(NamedTuple):
     left: list[Change]
     again: list[Change]
 
+    @property
+    def is_well(self) -> bool:
+        """Whether nobody could do better."""
+        return self.came_out and not self.is_seen and self.can_repeat
+
 
 class Faults:
     """found: calls, with a sentence on what is wrong"""
@@ -85,7 +97,7 @@ class Faults:
         self.watch, self.table = watch, table
         self.played: Counter[str] = Counter()
         self.in_vain: Counter[str] = Counter()
-        self.covered: set[tuple[str, int, bool]] = set()
+        self.covered: set[Key] = set()
         self.found: list[tuple[Call, str]] = []
 
     def before(self, call: Call) -> None:
@@ -102,35 +114,58 @@ class Faults:
     def _play(self, call: Call) -> None:
         watched = call.watched
         theirs = Player(self.watch, call, ours=False)
-        if (clean := in_fork(theirs.clean)) is None:
+        clean, failures = in_fork(partial(self._play_clean, watched, theirs)) or (in_fork(theirs.clean), [])
+        if clean is None:
             self.in_vain[watched.qualname] = PLAYED_IN_VAIN
             return
         numbers = self._to_fail(watched, clean)
+        self.covered |= {key for _, key in numbers}
         self.in_vain[watched.qualname] = 0 if numbers else self.in_vain[watched.qualname] + 1
         if not numbers:
             return
         before = theirs.state(in_words=False)
         ours = Ours(self.watch, call, before)
-        for number in numbers:
+        for number, failure in self._failures(theirs, [n for n, _ in numbers], failures, clean, before):
             failed = clean.made[number].name
-            failure = in_fork(partial(theirs.failing, number, clean, before))
-            if failure is None or (failure.came_out and failure.is_kept):
+            if failure is None or failure.is_well:
                 continue
             if ours.is_better(failed, failure) and not self._is_allowed(call, failed):
                 self.found.append((call, self._sentence(call, theirs, number)))
                 return
 
+    def _play_clean(self, watched: Watched, theirs: "Player") -> tuple[Clean | None, list[Failure]]:
+        """What happens when nothing fails, and when calls fail, as far as that can be seen in the same process."""
+        before = theirs.state(in_words=False)
+        if (clean := theirs.clean()) is None:
+            return None, []
+        numbers = [] if changes(before, clean.state) else [n for n, _ in self._to_fail(watched, clean)]
+        return clean, theirs.failing_in_a_row(numbers, clean, before, is_fresh=False)
+
+    def _failures(
+        self, theirs: "Player", numbers: list[int], known: list[Failure], clean: Clean, before: Snapshot
+    ) -> Iterator[tuple[int, Failure | None]]:
+        """What happens when the call of each number fails; None where that cannot be told.   known: of the first"""
+        yield from zip(numbers, known)
+        ahead, is_in_a_row = numbers[len(known) :], True
+        while ahead:
+            row = ahead if is_in_a_row else ahead[:1]
+            found = in_fork(partial(theirs.failing_in_a_row, row, clean, before))
+            if found is None and len(row) > 1:  # one of them has no end, and nobody knows which
+                is_in_a_row = False
+                continue
+            found = found or [None]
+            yield from zip(row, found)
+            ahead = ahead[len(found) :]
+
     def _is_allowed(self, call: Call, failed: str) -> bool:
         return self.table.allows("faults", call) or self.table.allows("faults", call, failed)
 
-    def _to_fail(self, watched: Watched, clean: Clean) -> list[int]:
+    def _to_fail(self, watched: Watched, clean: Clean) -> list[tuple[int, Key]]:
         """The last call of each place, where none was yet that was reached as often: once, or again."""
         last = {made.place: number for number, made in enumerate(clean.made)}
         times = Counter(made.place for made in clean.made)
         keys = {number: (watched.qualname, place, times[place] > 1) for place, number in last.items()}
-        new = [number for number, key in keys.items() if key not in self.covered]
-        self.covered |= set(keys.values())
-        return new
+        return [(number, key) for number, key in keys.items() if key not in self.covered]
 
     def _sentence(self, call: Call, theirs: "Player", number: int) -> str:
         clean, before = in_fork(partial(theirs.clean, in_words=True)), theirs.state(in_words=True)
@@ -206,10 +241,27 @@ class Player:
                 again = changes(clean.outcome, second) + changes(clean.state, self.state(in_words))
         except (TooLarge, Waits):
             return None
-        returned = next(iter(outcome.values()))[1] if outcome else ""
+        returned = words_of(next(iter(outcome.values()))) if outcome else ""
         is_seen = not is_kept and not all(change.is_private for change in left)
         shown = sorted(left, key=attrgetter("is_private"))[:MOST_CHANGES], again[:MOST_CHANGES]
         return Failure(not outcome, is_kept, is_seen, not again, returned, *shown)
+
+    def failing_in_a_row(
+        self, numbers: list[int], clean: Clean, before: Snapshot, is_fresh: bool = True
+    ) -> list[Failure | None]:
+        """What happens for the first numbers, up to one after which not everything is as before.
+
+        is_fresh   whether nothing was played in this process yet. What does not look well after others is left out
+        """
+        found: list[Failure | None] = []
+        for number in numbers:
+            failure = self.failing(number, clean, before)
+            is_well = failure is not None and failure.is_well
+            if is_well or (is_fresh and not found):
+                found.append(failure)
+            if not is_well or failure.left or time.process_time() > MOST_CPU / 4:
+                break
+        return found
 
     def state(self, in_words: bool) -> Snapshot:
         hidden = "self" if self.call.watched.name in MADE_BY else None

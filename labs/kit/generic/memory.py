@@ -164,7 +164,9 @@ class Replay:
     def _first_differing(self, ours: bool) -> int | None:
         """Where in the row a call gives something else than alone."""
         states = in_fork(partial(self._in_a_row, ours, in_words=False)) or []
-        alone = {step: in_fork(partial(self._alone, step, ours, in_words=False)) for step in self.steps}
+        first, *others = reversed(self.steps)
+        alone = {step: in_fork(partial(self._alone, step, ours, in_words=False)) for step in others if states}
+        alone |= dict(zip([first], states))  # nothing came before it
         for at, (step, state) in enumerate(zip(self._row(), states)):
             if state is not None and alone[step] is not None and changes(alone[step], state):
                 return at

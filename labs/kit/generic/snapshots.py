@@ -44,7 +44,8 @@ _OF_NUMPY = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "flo
 
 _PRIVATE = re.compile(r"\._(?!_|modules\b|parameters\b|buffers\b)")
 
-Snapshot = dict[str, tuple[Any, str]]  # path -> a key that is equal where the values are, and words for it
+# path -> a key that is equal where the values are, and words for it; None: the key has them
+Snapshot = dict[str, tuple[Any, str | None]]
 Seen = dict[int, tuple[str, Any]]  # id -> where an object is, and the object
 
 
@@ -77,7 +78,13 @@ def changes(before: Snapshot, now: Snapshot) -> list[Change]:
     """Where two snapshots differ, in the order of their paths."""
     absent = (None, NOTHING)
     pairs = ((path, before.get(path, absent), now.get(path, absent)) for path in {**before, **now})
-    return [Change(path, old[1], new[1]) for path, old, new in pairs if old[0] != new[0]]
+    return [Change(path, words_of(old), words_of(new)) for path, old, new in pairs if old[0] != new[0]]
+
+
+def words_of(entry: tuple[Any, str | None]) -> str:
+    """What a snapshot says of one path."""
+    key, words = entry
+    return _shortened(key[1]) if words is None else words
 
 
 def snapshot(values: dict[str, Any], deep: bool, in_words: bool = True) -> Snapshot:
@@ -95,7 +102,8 @@ def snapshot(values: dict[str, Any], deep: bool, in_words: bool = True) -> Snaps
                 raise TooLarge
             key = str(value.dtype), tuple(value.shape), _checksum(value)
         elif kind in SIMPLE or isinstance(value, PLAIN):
-            key = kind.__name__, repr(value)
+            found[path] = (kind.__name__, repr(value)), None  # nearly all that there is: words only if needed
+            continue
         elif isinstance(value, CHANGEABLE):
             key = kind.__qualname__, len(value)
         elif deep or is_dataclass(value) or isinstance(value, tuple | frozenset):
@@ -238,14 +246,18 @@ def array_of(value: torch.Tensor | np.ndarray) -> np.ndarray | None:
 def short(value: Any) -> str:
     """In a few words: of a container what is in it, if that is little, and of an object its class."""
     if type(value) in SIMPLE or isinstance(value, PLAIN):
-        text = clean(repr(value))
-        return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
+        return _shortened(repr(value))
     if isinstance(value, NUMBERS):
         return _short_numbers(value)
     if not isinstance(value, CONTAINERS) or hasattr(value, "_fields"):
         return type(value).__name__
     text = _short_items(value) if len(value) <= SHORT else ""
     return text if 0 < len(text) <= LONGEST else f"{type(value).__name__} of {len(value)}"
+
+
+def _shortened(text: str) -> str:
+    text = clean(text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
 def _short_items(value: Any) -> str:
