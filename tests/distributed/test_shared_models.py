@@ -5,11 +5,19 @@ import torch
 from lockstep import in_lockstep
 from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
 
+from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS, get_model
 from minivllm.parallel.tensor_parallel import TensorParallel
 
 TEXTS = [token_ids(n, seed=n) for n in (9, 1, 14)]
 STEPS = [[(0, 5), (1, 1)], [(0, 4), (2, 9)], [(2, 5)]]
+MOE = {
+    "model_type": "qwen3_moe",
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +116,6 @@ def test_one_key_value_head_is_on_every_process(folder_of):
     ],
 )
 def test_a_size_that_does_not_divide_a_model_is_refused_by_name(sizes, size, message):
-    from minivllm.models.config import ModelArchitecture
-
     config = {
         "model_type": "llama",
         "vocab_size": 97,
@@ -124,6 +130,39 @@ def test_a_size_that_does_not_divide_a_model_is_refused_by_name(sizes, size, mes
 
     with pytest.raises(ValueError, match=message):
         MODELS[architecture.architecture](architecture, torch.float32, "meta", TensorParallel(0, size))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 2), (6, 3), (8, 1), (12, 4)])
+@pytest.mark.parametrize(
+    "more", [{"intermediate_size": 48}, {"intermediate_size": 33}, MOE, {**MOE, "mlp_only_layers": [0]}]
+)
+def test_an_architecture_refuses_just_the_sizes_that_its_layers_would(heads, kv_heads, more):
+    architecture = ModelArchitecture.from_dict(
+        {
+            "model_type": "llama",
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "max_position_embeddings": 64,
+            **more,
+        }
+    )
+
+    def refuses(check, size):
+        try:
+            check(size)
+        except ValueError:
+            return True
+        return False
+
+    def make_layers(size):
+        MODELS[architecture.architecture](architecture, torch.float32, "meta", TensorParallel(0, size))
+
+    sizes = range(1, 14)
+    foretold = [size for size in sizes if refuses(architecture.refuse_uneven_shares, size)]
+    assert foretold == [size for size in sizes if refuses(make_layers, size)]
 
 
 @pytest.mark.parametrize("variant", ["llama-linear-rope-biases-tied", "qwen3-moe-a-dense-layer"])
