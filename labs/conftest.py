@@ -4,6 +4,8 @@ import os
 
 import torch
 
+import labs.kit.startup  # noqa: F401 -- before minivllm
+
 # Triton's interpreter stands for a GPU that is not there. It is chosen before a test's file imports Triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,15 +1,11 @@
 """minivllm: multi-LoRA serving as vLLM's V1 engine does it, small enough to read in a weekend."""
 
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 logging.getLogger("minivllm").addHandler(logging.NullHandler())  # where nobody listens, nothing is said
-
-if os.environ.get("MINIVLLM_LABS"):  # before anything else is imported that might be the learner's
-    from minivllm.labs import install_from_environment
-
-    install_from_environment()
 
 if TYPE_CHECKING:
     from minivllm.assembly import LLM, LLMEngine
@@ -46,6 +42,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'minivllm' has no attribute '{name}'")
-    import importlib
-
     return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+# Modules to import before any other of this package, here and in all processes of an engine, which inherit
+# this: what they register is there from the beginning. vLLM: entry points of the group vllm.general_plugins.
+for _plugin in filter(None, os.environ.get("MINIVLLM_PLUGINS", "").split(",")):
+    importlib.import_module(_plugin)

@@ -13,7 +13,6 @@ from rich.markup import escape
 from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
 from minivllm.commands.simulate_cli import simulate_app
 from minivllm.errors import EngineDeadError
-from minivllm.labs import Todo, describe
 from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
 quiet_libraries()
@@ -288,14 +287,8 @@ def bench_cpu(
 def main() -> None:
     """The entry point: errors of the user's doing are one sentence and exit status 2."""
     end_at_ctrl_c()
-    for sentence in describe():
-        print(sentence, file=sys.stderr)
     try:
         app()
-    except Todo as error:
-        problem = f"{error} is still TODO"
-    except SyntaxError as error:
-        problem = f"{error.filename}:{error.lineno}: {error.msg}"
     except OSError as error:
         problem = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
     except (ValueError, ModuleNotFoundError, EngineDeadError) as error:

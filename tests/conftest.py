@@ -10,6 +10,8 @@ import torch
 from gpu import taking_turns
 from interpreted import keep_the_language_replaced
 
+import labs.kit.startup  # noqa: F401 -- before minivllm
+
 pytest_plugins = ["labs.kit.plugin"]
 
 # PEFT imports torchao, which warns of kernels for hardware that is not there and that no test calls.

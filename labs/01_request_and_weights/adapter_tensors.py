@@ -1,6 +1,6 @@
 """Whose the tensors of an adapter are. Stands for `LoRAModel.from_lora_tensors`, vllm/lora/lora_model.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from functools import partial
 
 import torch

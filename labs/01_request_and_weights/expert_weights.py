@@ -1,6 +1,6 @@
 """The adapters of a layer's experts, packed. Stands for `pack_moe` of vllm/lora/lora_weights.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Sequence
 from copy import copy
 

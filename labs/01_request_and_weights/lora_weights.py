@@ -1,6 +1,6 @@
 """The A and B of one module, alone or packed. Stands for vllm/lora/lora_weights.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 

@@ -1,6 +1,6 @@
 """Names of adapter tensors and modules. Stands for the name functions of vllm/lora/utils.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import logging
 import os
 from typing import Protocol

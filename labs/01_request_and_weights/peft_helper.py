@@ -1,6 +1,6 @@
 """What adapter_config.json says. Stands for vllm/lora/peft_helper.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields

@@ -1,6 +1,6 @@
 """The adapter that a request names. Stands for vllm/lora/request.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import os
 from dataclasses import dataclass, field
 from operator import attrgetter

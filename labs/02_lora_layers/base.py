@@ -1,6 +1,6 @@
 """What every wrapped layer can do. Stands for vllm/lora/layers/base.py and base_linear.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Sequence
 from itertools import cycle
 from operator import attrgetter

@@ -1,6 +1,6 @@
 """Adapters on the input embedding. Stands for vllm/lora/layers/vocal_parallel_embedding.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import torch
 from torch import nn
 

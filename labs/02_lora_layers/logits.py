@@ -1,6 +1,6 @@
 """Adapters on the output embedding. Stands for vllm/lora/layers/logits_processor.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,6 +1,6 @@
 """Room for adapters in one wrapped layer. Stands for the buffers in vllm/lora/layers/base_linear.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import itertools
 from collections.abc import Sequence
 

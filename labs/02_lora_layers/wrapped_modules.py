@@ -1,7 +1,7 @@
 """A model's wrapped layers, and whole adapters into them. Stands for the module half of vllm/lora/model_manager.py
 (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable
 from typing import Any
 

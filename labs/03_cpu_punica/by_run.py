@@ -4,7 +4,7 @@ Stands for vllm/lora/ops/torch_ops (v0.22.1), whose signatures are in lora/vllm.
 `by_token`. `runs` has (slot, rows) of every run with an adapter (`compute_runs`).
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Iterable
 
 import torch

@@ -7,7 +7,7 @@ In every op a slot of -1 is a base row. Base rows of the output are left as they
 The CPU ops of vLLM 0.22.1 index with the -1: such rows get the last slot's adapter. That was fixed in 0.33.0.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import functools
 
 import torch

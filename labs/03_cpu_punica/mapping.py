@@ -3,7 +3,7 @@
 Stands for vllm/lora/layers/utils.py and vllm/lora/punica_wrapper/utils.py (v0.22.1).
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,6 +1,6 @@
 """The backend that computes run by run, a CPU's. Stands for vllm/lora/punica_wrapper/punica_cpu.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from typing import ClassVar
 
 import torch

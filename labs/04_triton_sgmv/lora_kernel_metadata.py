@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from dataclasses import dataclass
 from typing import NamedTuple
 

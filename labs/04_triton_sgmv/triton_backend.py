@@ -1,6 +1,6 @@
 """The GPU's backend: SGMV kernels. Stands for vllm/lora/punica_wrapper/punica_gpu.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import torch
 
 from minivllm.gpu.sgmv import TileList, expand, shrink, tiles_of

@@ -1,6 +1,6 @@
 """Adapters into slots. Stands for the half of vllm/lora/model_manager.py (v0.22.1) that copies weights."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import time
 
 from minivllm.config import LoRAConfig

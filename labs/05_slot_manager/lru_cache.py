@@ -1,6 +1,6 @@
 """A cache that forgets what was used longest ago. Stands for vllm/utils/cache.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import TypeVar

@@ -3,7 +3,7 @@
 Stands for vllm/lora/model_manager.py and vllm/lora/punica_wrapper/punica_selector.py (v0.22.1).
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from operator import attrgetter
 
 import torch

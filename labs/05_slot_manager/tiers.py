@@ -1,6 +1,6 @@
 """Who is in memory and who is in a slot. Stands for the caches of vllm/lora/model_manager.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable
 from operator import attrgetter
 

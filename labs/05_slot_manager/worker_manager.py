@@ -1,6 +1,6 @@
 """From requests to adapters in slots. Stands for vllm/lora/worker_manager.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable, Iterable
 from typing import Any
 

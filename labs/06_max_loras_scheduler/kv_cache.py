@@ -3,7 +3,7 @@
 Stands for vllm/v1/core/kv_cache_manager.py and a part of vllm/v1/core/kv_cache_utils.py (v0.22.1).
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ as the request runs, scheduled or not. A pinned one holds its slot without any.
 In vLLM a request whose adapter does not fit waits while others pass it, without end. Here its wait is bounded.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections import Counter
 from collections.abc import Iterable
 

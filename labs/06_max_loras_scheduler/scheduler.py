@@ -1,6 +1,6 @@
 """What the next step computes, and for whom. Stands for vllm/v1/core/sched/scheduler.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain

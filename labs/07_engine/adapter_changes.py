@@ -3,7 +3,7 @@
 Stands for what vllm/entrypoints/openai/models/serving.py (v0.22.1) does at once, whoever is in flight.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from dataclasses import replace
 
 from minivllm.core.output import RELOAD_PENDING

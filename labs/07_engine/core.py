@@ -1,6 +1,6 @@
 """One step of the engine. Stands for vllm/v1/engine/core.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import time
 from collections.abc import Callable
 from typing import Any

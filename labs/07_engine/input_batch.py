@@ -1,6 +1,6 @@
 """The rows of one step. Stands for vllm/v1/worker/gpu_input_batch.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Sequence
 from operator import attrgetter
 

@@ -1,6 +1,6 @@
 """The LoRA side of a model runner. Stands for vllm/v1/worker/lora_model_runner_mixin.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any

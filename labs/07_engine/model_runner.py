@@ -1,6 +1,6 @@
 """One model on one device, its KV cache and its adapters. Stands for vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable
 from functools import cached_property, partial
 from math import prod

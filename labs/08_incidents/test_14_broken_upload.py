@@ -4,7 +4,7 @@
 What there is to use stands in tests/helpers/hunting.py.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 
 pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
 

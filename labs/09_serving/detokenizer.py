@@ -1,6 +1,6 @@
 """Text out of tokens, as they come. Stands for vllm/v1/engine/detokenizer.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,7 +3,7 @@
 Stands for vllm/v1/engine/core_client.py (v0.22.1), which hands them to another process.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -2,7 +2,7 @@
 and for `with_cancellation` around its handlers (v0.22.1).
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar

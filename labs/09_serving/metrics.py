@@ -1,6 +1,6 @@
 """What a monitor reads. Stands for vllm/v1/metrics/loggers.py (v0.22.1), with its names where it has them."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import time
 from collections import deque
 from collections.abc import Callable, Iterable

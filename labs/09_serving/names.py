@@ -1,6 +1,6 @@
 """The model names that requests use. Stands for vllm/entrypoints/openai/models/serving.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import asyncio
 import logging
 from collections.abc import Callable

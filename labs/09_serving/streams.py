@@ -3,7 +3,7 @@
 Stands for `RequestOutputCollector` of vllm/v1/engine/output_processor.py (v0.22.1).
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import asyncio
 import threading
 from collections.abc import Callable, Iterable

@@ -1,6 +1,6 @@
 """Who was served least goes first. Nothing in vLLM (v0.22.1) counts what an adapter was served."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import heapq
 from collections.abc import Iterator
 from operator import attrgetter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

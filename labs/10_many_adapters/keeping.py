@@ -3,7 +3,7 @@
 A policy hears of every use, and is asked who leaves. It is told keys alone: adapter ids.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 

@@ -5,7 +5,7 @@ memory, or are being read, are passed over: to name one twice does no harm. One 
 the disk has nothing else to do. vLLM (v0.22.1) reads an adapter in the step that needs it.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice

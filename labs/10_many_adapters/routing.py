@@ -3,7 +3,7 @@
 A policy is called with a request to come and the engines, and gives the number of one.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

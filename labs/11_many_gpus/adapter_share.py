@@ -1,6 +1,6 @@
 """Which part of an adapter a process has. For `slice_lora_a` and `slice_lora_b` in vllm/lora/layers (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle

@@ -6,7 +6,7 @@ linear, over rank-sized rows. So they do for experts (sharded_experts.py). Adapt
 the two whole all the same.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from dataclasses import replace
 
 import torch

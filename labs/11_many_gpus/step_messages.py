@@ -2,7 +2,7 @@
 vllm/v1/core/sched/output.py (v0.22.1), which hold what is new since the step before.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple

@@ -1,6 +1,6 @@
 """Which part of every layer a process has. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 from typing import TYPE_CHECKING
 
 import torch

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from labs.kit.commands import answers, check, doctor, grade, hunts, maintain, opened, overview, read, run
-from minivllm.labs import LabError
+from labs.kit.regions import LabError
 from minivllm.quiet import quiet_libraries
 
 INSTRUCTORS, MAINTAINERS = "For instructors", "For maintainers"  # groups of `lab --help`

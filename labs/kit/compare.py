@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labs.kit.alignment import Step, align, differences
-from minivllm.labs import LabError
+from labs.kit.regions import LabError
 from minivllm.server.page import build_page, run_of
 
 # Seconds, and parts of what ours took, after which the learner's engine is not waited for any longer.

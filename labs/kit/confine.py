@@ -12,7 +12,7 @@ import resource
 import struct
 from pathlib import Path
 
-from minivllm.labs import LabError
+from labs.kit.regions import LabError
 
 # linux/landlock.h; all that writes is handled, so it is refused but where a rule allows it. Reading is free.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446

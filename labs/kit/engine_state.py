@@ -3,7 +3,7 @@
 import ast
 import subprocess
 
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT
 
 ENGINE = "minivllm"
 BACK = f"`git diff {ENGINE}` shows what was changed, `git checkout {ENGINE}` takes it back"

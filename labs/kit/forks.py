@@ -38,10 +38,10 @@ from labs.kit.limits import (
     refuse_forks,
     room_to_report,
 )
+from labs.kit.overlay import Overlay, Source
 from labs.kit.plugin import exercises_of, learners_place, reason_of, steady_hypothesis
-from labs.kit.regions import read_engine
+from labs.kit.regions import ROOT, read_engine
 from labs.kit.tampering import judges, replaced
-from minivllm.labs import ROOT, Overlay, Source
 from minivllm.quiet import quiet_libraries
 
 GENERIC = "labs/kit/generic"  # where the tests are that every exercise has
@@ -436,6 +436,7 @@ def _run_tests(
     else:
         _confine(home, job.memory)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ["MINIVLLM_LABS"] = ""  # the job says whose code it is
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Overlay)]
     Overlay(job.sources).install()
     steady_hypothesis()

@@ -10,8 +10,7 @@ from typing import Any
 from labs.kit.forks import Job, Outcome, Result, run
 from labs.kit.path import counts, track_of
 from labs.kit.progress import digest, has_stub, is_untouched, learners_exercise
-from labs.kit.regions import Exercise, sort_key
-from minivllm.labs import LabError
+from labs.kit.regions import Exercise, LabError, sort_key
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 import tomllib
 from typing import NamedTuple
 
-from labs.kit.regions import Exercise
-from minivllm.labs import ROOT, LabError
+from labs.kit.regions import ROOT, Exercise, LabError
 
 
 class Hints(NamedTuple):

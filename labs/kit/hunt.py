@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minivllm.labs import ROOT, LabError, Source, engine_file
+from labs.kit.overlay import Source, engine_file
+from labs.kit.regions import ROOT, LabError
 
 if TYPE_CHECKING:
     from labs.kit.progress import Progress
@@ -26,7 +27,7 @@ STARTER = '''"""Hunt {number}: {title}
 What there is to use stands in tests/helpers/hunting.py.
 """
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 
 pytest_plugins = "hunt_world"  # brings `world`: a tiny model, its adapters, engines
 

@@ -11,7 +11,8 @@ from labs.kit.forks import SKIPPED, Job, Outcome, run
 from labs.kit.hunt import Hunt, read_hunts
 from labs.kit.hunt_rules import source_reading
 from labs.kit.limits import NO_END
-from minivllm.labs import ROOT, LabError, Source, compile_source
+from labs.kit.overlay import Source, compile_source
+from labs.kit.regions import ROOT, LabError
 
 SECONDS = 15.0  # that a test of a learner's may compute, on one engine
 SOUND, BROKEN, VARIANT, OTHER, FIX = (

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from labs.kit.forks import SKIPPED, Job, Outcome, run
 from labs.kit.limits import NO_END
 from labs.kit.mutants import Mutant, mutants_of
-from labs.kit.regions import Exercise
-from minivllm.labs import LabError
+from labs.kit.regions import Exercise, LabError
 
 SURE = 0.9  # so much of what a mistake breaks must be broken in the same words, for it to be named
 NEAR = 0.5  # so much alike must the nearest be, for it to be offered

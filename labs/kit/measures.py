@@ -26,7 +26,7 @@ def bytes_of_adapters() -> Counts:
     """MB of A and B of each demo adapter, read by `LoRAModel`."""
     import torch
 
-    from minivllm.labs import ROOT
+    from labs.kit.regions import ROOT
     from minivllm.lora.lora_model import LoRAModel
     from minivllm.lora.peft_helper import PEFTHelper
 

@@ -13,9 +13,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from labs.kit.regions import Exercise, Function, code_of, functions_in, read_engine
+from labs.kit.regions import (
+    ROOT,
+    Exercise,
+    Function,
+    LabError,
+    code_of,
+    find_regions,
+    functions_in,
+    read_engine,
+    splice,
+    unsolved,
+)
 from labs.kit.sync import sha256
-from minivllm.labs import ROOT, LabError, find_regions, splice, unsolved
 
 _MARKER = re.compile(r"^\s*# region lab (\d+\.\d+): ", re.MULTILINE)
 # What stands around exercises and had another name in the last release: answers use it.

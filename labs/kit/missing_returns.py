@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
-from minivllm.labs import engine_file
+from labs.kit.overlay import engine_file
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from labs.kit.forks import NO_TEST, Job, Outcome, run
-from labs.kit.regions import Exercise, edit
-from minivllm.labs import ROOT, LabError, Source, engine_file
+from labs.kit.overlay import Source, engine_file
+from labs.kit.regions import ROOT, Exercise, LabError, edit
 
 
 class Mutant(NamedTuple):

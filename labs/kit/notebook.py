@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from labs.kit.progress import keep
-from minivllm.labs import ROOT, LabError
+from labs.kit.regions import ROOT, LabError
 
 # Git does not see it, and `make clean` leaves it: what learners try out changes no committed notebook.
 FOLDER = ROOT / "notebooks"

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from labs.kit.judges import Refused
 from labs.kit.open_rules import broken_rules
-from labs.kit.regions import PHASES
+from labs.kit.overlay import read
+from labs.kit.regions import PHASES, ROOT, LabError
 from labs.kit.sync import OPEN, OURS, sha256
-from minivllm.labs import ROOT, LabError, read
 
 LIMIT = 60  # seconds that a judge may compute with one answer
 ROUNDS = 2  # inputs that an answer is judged on; its worst count is what counts

@@ -11,7 +11,8 @@ import pytest
 
 from labs.kit import sentences
 from labs.kit.missing_returns import returning_nothing
-from minivllm.labs import ROOT, Todo, active
+from labs.kit.overlay import Todo, active
+from labs.kit.regions import ROOT
 
 _TITLE = re.compile(r"lab \d+\.\d+: [^\"'\n]+")
 IS_SHORT = pytest.StashKey[bool]()

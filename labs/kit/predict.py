@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from labs.kit.measures import QUESTIONS, Counts
-from labs.kit.regions import named_phase
-from minivllm.labs import ROOT, Todo, learners_sources
+from labs.kit.overlay import Todo, learners_sources
+from labs.kit.regions import ROOT, named_phase
 
 OURS, THEIRS, GUESS = "#0072B2", "#E69F00", "#222222"
 

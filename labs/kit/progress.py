@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from labs.kit.regions import Exercise, code_of, read_engine
+from labs.kit.overlay import Source, compile_source, learners_sources, read
+from labs.kit.regions import ROOT, Exercise, LabError, code_of, read_engine, splice, unsolved
 from labs.kit.sync import sha256
-from minivllm.labs import ROOT, LabError, Source, compile_source, learners_sources, read, splice, unsolved
 
 FOLDER = ROOT / ".lab"
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from minivllm.labs import ROOT, LabError
+from labs.kit.regions import ROOT, LabError
 
 VERSION = "v0.22.1"
 ONLINE = f"https://github.com/vllm-project/vllm/blob/{VERSION}"

@@ -23,9 +23,9 @@ from typing import Any, TextIO
 
 import torch
 
+from labs.kit.regions import LabError
 from minivllm.assembly import LLMEngine
 from minivllm.engine.outputs import RequestOutput
-from minivllm.labs import LabError
 from minivllm.observe.recorder import room
 from minivllm.observe.trace import StepRecord
 from minivllm.serving import engine_process

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from minivllm.labs import LabError
+from labs.kit.regions import LabError
 
 # Beside what our own module imports.
 IMPORTS = {
@@ -69,7 +69,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 def _refused(node: ast.AST, modules: set[str], calls_of_os: set[str], bound: set[str]) -> str | None:
     for name in _imported(node):
-        if name.split(".")[0] not in modules | IMPORTS or name.startswith("minivllm.labs"):
+        if name.split(".")[0] not in modules | IMPORTS:
             return f"the import of {name}"
     match node:
         case ast.Name(id=name) if name in NAMES:

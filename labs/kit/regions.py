@@ -1,14 +1,23 @@
-"""Regions of the engine's source: the exercises they make up, the stubs that stand for them, edits inside them."""
+"""Regions of the engine's source: the exercises they make up, the stubs that stand for them, edits inside them.
+
+An exercise is one or more regions of a module:
+
+    # region lab 3.2: shrink, one token at a time
+    ...
+    # endregion
+"""
 
 import ast
 import json
+import re
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from minivllm.labs import ROOT, LabError, Region, find_regions
+ROOT = Path(__file__).resolve().parents[2]
 
 PHASES = (
     "01_request_and_weights",
@@ -24,6 +33,47 @@ PHASES = (
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+_OPEN = re.compile(r"\s*# region lab (\d+\.\d+): (\S.*)")
+_STUB = re.compile(r'(?:\bTodo\(|static_assert\(False, )"lab (\d+\.\d+): ')
+
+
+class LabError(ValueError):
+    """Something about the labs that its user can put right, in a sentence."""
+
+
+class Region(NamedTuple):
+    """A part of an exercise: lines[start:stop] of its module, the markers around them not included."""
+
+    exercise: str
+    title: str
+    start: int
+    stop: int
+
+
+def find_regions(text: str, where: str) -> list[Region]:
+    """The regions of a module, in order. LabError for markers that do not pair up.
+
+    where   what to call the module in an error
+    """
+    regions: list[Region] = []
+    opened: tuple[str, str, int] | None = None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip().startswith("# region lab"):
+            match = _OPEN.fullmatch(line.rstrip())
+            if not match:
+                raise LabError(f"{where}:{number}: write '# region lab N.M: title', not '{line.strip()}'")
+            if opened:
+                raise LabError(f"{where}:{number}: the region of lab {opened[0]} is still open here")
+            opened = (match[1], match[2], number)
+        elif line.strip() == "# endregion":
+            if not opened:
+                raise LabError(f"{where}:{number}: no region of a lab ends here")
+            regions.append(Region(*opened, number - 1))
+            opened = None
+    if opened:
+        raise LabError(f"{where}:{opened[2]}: the region of lab {opened[0]} has no '# endregion'")
+    return regions
 
 
 @dataclass
@@ -85,7 +135,7 @@ def read_engine(root: Path = ROOT) -> dict[str, Exercise]:
     phase_of: dict[str, str] = {}
     for path in sorted((root / "minivllm").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if "# region lab" not in text or path.name == "labs.py":
+        if "# region lab" not in text:
             continue
         module = ".".join(path.relative_to(root).with_suffix("").parts)
         for region in find_regions(text, str(path.relative_to(root))):
@@ -139,7 +189,7 @@ def starter(text: str, where: str, recipes: Mapping[str, Mapping[str, str]] | No
     for exercise, function in sorted(missing):
         raise LabError(f"lab {exercise} says what {function} may use, and {where} has no such function in it")
     if any("raise Todo(" in line for line in lines):
-        lines.insert(_first_import(tree), "from minivllm.labs import Todo")
+        lines.insert(_first_import(tree), "from labs.kit.overlay import Todo")
     result = "\n".join(lines)
     ast.parse(result, where)
     return result
@@ -217,6 +267,69 @@ def _first_import(tree: ast.Module) -> int:
         if not is_docstring and getattr(node, "module", None) != "__future__":
             return node.lineno - 1
     return 0
+
+
+def unsolved(text: str) -> list[str]:
+    """Exercises whose stubs still stand in the text, in order."""
+    return list(dict.fromkeys(_STUB.findall(text)))
+
+
+def splice(base: str, other: str, keep: Collection[str], where: str) -> tuple[str, list[int]]:
+    """The text of `base`, in which `other` has its way in the regions of every exercise but those in `keep`.
+
+    Returns the text and, for each of its lines, the line of `base` it stands for. LabError when the two do not
+    have the same regions.
+    """
+    lines, theirs = base.split("\n"), other.split("\n")
+    others = find_regions(other, where)
+    try:
+        regions = find_regions(base, where)
+    except LabError as error:
+        raise LabError(f"{error}; {_remedy(lines, theirs, others)}") from None
+    if [region.exercise for region in regions] != [region.exercise for region in others]:
+        wanted = ", ".join(region.exercise for region in others)
+        raise LabError(
+            f"{where}: the '# region lab ...' lines must be those of labs {wanted}, in this order; "
+            f"{_remedy(lines, theirs, others)}"
+        )
+    text: list[str] = []
+    numbers: list[int] = []
+    done = 0
+    for mine, their in zip(regions, others):
+        if mine.exercise in keep:
+            continue
+        new = theirs[their.start : their.stop]
+        text += lines[done : mine.start] + new
+        numbers += range(done + 1, mine.start + 1)
+        numbers += (min(mine.start + 1 + i, mine.stop + 1) for i in range(len(new)))
+        done = mine.stop
+    return "\n".join(text + lines[done:]), [*numbers, *range(done + 1, len(lines) + 1)]
+
+
+def _remedy(lines: list[str], theirs: list[str], regions: list[Region]) -> str:
+    """Which marker to put back and where; what else there is to do.
+
+    lines     the file whose markers are not those of `theirs`, which has these regions
+    """
+    reset = f"`lab reset {regions[0].exercise.partition('.')[0]}` starts the phase again, and keeps a copy"
+    mine = [line.strip() for line in lines]
+    for region in regions:
+        opening = theirs[region.start - 1].strip()
+        if opening not in mine:
+            return f"put back the line '{opening}' before '{_first_code(theirs[region.start :])}', or {reset}"
+    ends = [n for n, line in enumerate(mine) if line == "# endregion"]
+    for region in regions:
+        begins = mine.index(theirs[region.start - 1].strip())
+        following = next(
+            (n for n in range(begins + 1, len(mine)) if mine[n].startswith("# region lab")), len(mine)
+        )
+        if not any(begins < end < following for end in ends):
+            return f"put back the line '# endregion' after the code of lab {region.exercise}, or {reset}"
+    return reset
+
+
+def _first_code(lines: list[str]) -> str:
+    return next((line.strip() for line in lines if line.strip() and not line.strip().startswith("#")), "")
 
 
 def edit(exercise: Exercise, edits: Iterable[tuple[str, str]]) -> str:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from labs.kit.forks import Job, Outcome, run
 from labs.kit.mutations import Mutation, mutations_of
-from labs.kit.regions import Exercise
-from minivllm.labs import ROOT, LabError, Source, engine_file
+from labs.kit.overlay import Source, engine_file
+from labs.kit.regions import ROOT, Exercise, LabError
 
 WANTED = 0.95  # of a phase's changes that are not equivalent
 SAMPLE_WANTED = 0.9  # of a few changes of all phases: a seldom one must not fail whoever moved a line

@@ -8,11 +8,11 @@ from typing import Any
 from labs.kit.confine import require_confinement
 from labs.kit.forks import Job, Outcome, run
 from labs.kit.grade import Grade, report
+from labs.kit.overlay import Source, compile_source
 from labs.kit.progress import stubs
 from labs.kit.refusals import check
-from labs.kit.regions import Exercise, code_of
+from labs.kit.regions import Exercise, LabError, code_of, splice, unsolved
 from labs.kit.sync import sha256
-from minivllm.labs import LabError, Source, compile_source, splice, unsolved
 
 MEMORY = 4 << 30  # bytes that the tests of an exercise may allocate
 
@@ -43,7 +43,7 @@ def source_of(exercise: Exercise, submission: Path) -> Source | None:
     source = Source(str(path), text, lines)
     try:
         compile(compile_source(source), where, "exec", dont_inherit=True)
-        check(text, f"{exercise.text}\nfrom minivllm.labs import Todo\n", where)
+        check(text, f"{exercise.text}\nfrom labs.kit.overlay import Todo\n", where)
     except LabError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

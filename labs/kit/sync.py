@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from labs.kit.hunt import read_hunts
-from labs.kit.regions import Exercise, read_engine
-from minivllm.labs import ROOT, LabError
+from labs.kit.regions import ROOT, Exercise, LabError, read_engine
 
 # The open exercise of each phase: its files are named open_NAME*.py, and its judge labs.kit.judges.NAME.
 OPEN = {

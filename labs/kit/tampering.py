@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT
 
 WATCHED = (
     "builtins",

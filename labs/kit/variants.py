@@ -15,8 +15,8 @@ from labs.kit.forks import Job, run
 from labs.kit.hints import hints_of
 from labs.kit.migrate import transplant
 from labs.kit.mutants import Verdict, picked
-from labs.kit.regions import Exercise, Function, code_of, read_engine, starter
-from minivllm.labs import ROOT, LabError, Source, engine_file, splice
+from labs.kit.overlay import Source, engine_file
+from labs.kit.regions import ROOT, Exercise, Function, LabError, code_of, read_engine, splice, starter
 
 _CODE_WORD = re.compile(r"\b[A-Za-z]\w*_\w+|\b_\w+")  # what only code is called
 

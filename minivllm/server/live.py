@@ -5,14 +5,12 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing, suppress
 from functools import cache
-from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse, StreamingResponse
 
-from minivllm.labs import active
 from minivllm.observe.trace import StepRecord
 from minivllm.server.context import Managing, Server
 from minivllm.server.page import build_page, run_of
@@ -128,10 +126,4 @@ def _names(server: Server) -> dict[str, Any]:
         "adapters": sorted(server.names.served),
         "may_change": settings.allow_runtime_lora and server.llm.config.lora_config is not None,
         "has_chat": getattr(server.llm.tokenizer, "chat_template", None) is not None,
-        "yours": whose_phases(),
     }
-
-
-def whose_phases() -> list[str]:
-    """Folders of labs/ that parts of this engine come from, instead of ours."""
-    return sorted({Path(source.path).parent.name for source in active().values()})

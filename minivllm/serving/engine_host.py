@@ -103,7 +103,7 @@ class HostedEngine(EngineThread):
     def _run(self) -> None:
         try:
             super()._run()
-        except BaseException as error:  # a learner's code may raise at the very end
+        except BaseException as error:  # also at the very end
             self._outbox.send("death", None, portable(error))
             raise
 

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from labs.kit.regions import ROOT
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
-from minivllm.labs import ROOT
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest

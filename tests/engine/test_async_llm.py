@@ -13,8 +13,8 @@ from patience import PATIENCE, some_turns, until
 from soak_checks import check_engine
 from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
+from labs.kit.overlay import Todo
 from minivllm import AsyncLLM, LLMEngine, SamplingParams
-from minivllm.labs import Todo
 from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
 from minivllm.serving.streams import Stream, wake
 

@@ -16,7 +16,6 @@ import minivllm
 from minivllm.cli import app, main
 from minivllm.commands.options import options_of, with_options_of
 from minivllm.errors import EngineDeadError
-from minivllm.labs import describe
 from minivllm.models.demo_model import _silence_library_bars
 
 run = CliRunner().invoke
@@ -64,11 +63,6 @@ class TestBench:
         assert told == [(["peft", "transformers"], 64, 1, 2, False), ([], 64, 3, None, False)]
 
 
-def on_learners_code():
-    """What a command says first, if it runs on any."""
-    return "".join(f"{sentence}\n" for sentence in describe())
-
-
 class TestMessages:
     RANK = "rank 64 is greater than max_lora_rank 16; pass --max-lora-rank 64."
 
@@ -108,7 +102,7 @@ class TestMessages:
             main()
 
         assert end.value.code == 2
-        assert capsys.readouterr().err == on_learners_code() + f"error: {file}: {said}\n"
+        assert capsys.readouterr().err == f"error: {file}: {said}\n"
 
     def test_of_an_engine_that_ends_at_the_start_is_all_that_is_said(self, monkeypatch, capsys):
         def end(*_: object, **__: object) -> None:
@@ -121,7 +115,7 @@ class TestMessages:
             main()
 
         told = "error: the engine's process has ended (killed by signal 9)\n"
-        assert capsys.readouterr().err == on_learners_code() + told
+        assert capsys.readouterr().err == told
 
     def test_reach_the_terminal_that_way(self, monkeypatch, capsys):
         def refuse(*_: object) -> None:

@@ -5,8 +5,8 @@ import math
 import pytest
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
+from labs.kit.overlay import Todo
 from minivllm import LoRARequest, SamplingParams
-from minivllm.labs import Todo
 from minivllm.layers import sampler
 from minivllm.text.detokenizer import IncrementalDetokenizer
 

@@ -9,7 +9,7 @@ from patience import PATIENCE, wait_until
 from soak_checks import check_engine
 from tiny_engine import greedy, tiny_world, tokens_of
 
-from minivllm.labs import Todo
+from labs.kit.overlay import Todo
 
 PROMPT = [5, 6, 7, 8, 9]
 LONG = 200

@@ -8,10 +8,10 @@ import pytest
 import torch
 from gpu import needs_cuda
 
+from labs.kit.regions import ROOT
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.economics import slot_memory, weight_bytes
-from minivllm.labs import ROOT
 from minivllm.models.registry import get_model
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 

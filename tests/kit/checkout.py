@@ -10,10 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from labs.kit.regions import Exercise, edit, read_engine
+from labs.kit import overlay
+from labs.kit.regions import ROOT, Exercise, edit, read_engine, splice
 from labs.kit.sync import sync
 from labs.kit.variants import with_variant
-from minivllm.labs import ROOT, splice
 
 # Processes that start with torch in them, and pytest's plugins: most of what `lab` and pytest take is their import.
 SERVER = multiprocessing.get_context("forkserver")
@@ -50,7 +50,7 @@ class Checkout:
         sync(self.root)
 
     def run(self, *command: str, labs: str | None = None) -> subprocess.CompletedProcess:
-        """A Python command on the copy; `labs` is what MINIVLLM_LABS is set to."""
+        """A Python command on the copy; `labs` is what of it is the learner's code."""
         return subprocess.run(
             [sys.executable, *command],
             cwd=self.root,
@@ -124,9 +124,9 @@ class Checkout:
 
 def environment(root: Path, labs: str | None) -> dict[str, str]:
     """This process's, without what it or `tests/conftest.py` has set for itself."""
-    own = ("MINIVLLM_LABS", "TRITON_INTERPRET", "COLUMNS")
+    own = ("MINIVLLM_LABS", "MINIVLLM_PLUGINS", "TRITON_INTERPRET", "COLUMNS")
     kept = {name: value for name, value in os.environ.items() if name not in own}
-    return kept | {"PYTHONPATH": str(root)} | ({"MINIVLLM_LABS": labs} if labs is not None else {})
+    return kept | {"PYTHONPATH": str(root)} | (overlay.environment(labs) if labs is not None else {})
 
 
 def run_module(command: list[str], root: Path, files: list[Path], labs: str | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from checkout import SERVER
 
 from labs.kit.compare import Recorded, read
-from minivllm.labs import Overlay, Source
+from labs.kit.overlay import Overlay, Source
 
 # Prompts that begin alike, more adapters than slots, base requests between: all that a scheduler has to do happens.
 PROGRAM = """

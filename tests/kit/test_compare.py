@@ -16,8 +16,7 @@ from tiny_engine import tiny_world
 from labs.kit.alignment import ALMOST, GAP, align, differences, distance
 from labs.kit.compare import Recorded, compare, record
 from labs.kit.mutants import mutants_of
-from labs.kit.regions import read_engine
-from minivllm.labs import LabError
+from labs.kit.regions import LabError, read_engine
 
 # Exercise, mutant, and what the first step that differs is said to have: the first words, and something further on.
 MUTANTS = [

@@ -10,10 +10,9 @@ from checkout import Checkout
 
 from labs.kit.hints import hints_of
 from labs.kit.path import TRACKS
-from labs.kit.regions import PHASES, read_engine
+from labs.kit.regions import PHASES, ROOT, find_regions, read_engine, splice
 from labs.kit.sync import sync
 from labs.kit.variants import one_a_phase
-from minivllm.labs import ROOT, find_regions, splice
 
 EXERCISES = read_engine()
 SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())]
@@ -78,7 +77,7 @@ def test_a_chapter_lists_an_exercise_among_those_of_its_track(number):
 def test_an_exercise_is_todo_on_a_fresh_starter(checkout, chosen):
     code = (
         "from labs.kit.forks import Job, run\n"
-        "from minivllm.labs import learners_sources\n"
+        "from labs.kit.overlay import learners_sources\n"
         f"for job, outcome in run([Job(None, n, learners_sources(n)) for n in {chosen}]):\n"
         "    print(job.exercise, len(outcome.of('todo')), len(outcome.of('failed')), outcome.trouble)\n"
     )
@@ -104,7 +103,7 @@ def test_starters_filled_with_the_regions_are_the_engine(checkout):
 
 def without_todo(text):
     tree = ast.parse(text)
-    tree.body = [node for node in tree.body if ast.unparse(node) != "from minivllm.labs import Todo"]
+    tree.body = [node for node in tree.body if ast.unparse(node) != "from labs.kit.overlay import Todo"]
     return ast.dump(tree)
 
 

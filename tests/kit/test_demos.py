@@ -7,10 +7,10 @@ import pytest
 from checkout import SERVER, Checkout
 
 from labs.kit.mutants import mutants_of
+from labs.kit.overlay import Overlay, Source
 from labs.kit.path import track_of
 from labs.kit.regions import read_engine
 from labs.kit.variants import one_a_phase
-from minivllm.labs import Overlay, Source
 
 EXERCISES = {number: e for number, e in read_engine().items() if track_of(e) != "side"}
 SAMPLE = [exercise.number for exercise in one_a_phase(EXERCISES.values())]

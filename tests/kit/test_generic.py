@@ -13,8 +13,7 @@ import torch
 from labs.kit.forks import GENERIC
 from labs.kit.generic.snapshots import TooLarge, changes, snapshot
 from labs.kit.generic.table import read
-from labs.kit.regions import edit, functions_in, read_engine
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT, edit, functions_in, read_engine
 
 SHARED, FAULTS, MEMORY = (
     "test_arguments_stay_as_they_were_and_nobody_else_holds_them",
@@ -183,7 +182,7 @@ PRINTS = "    return runs\n", "    print('here')\n    return runs\n"
 RUN = """
 import json, sys
 from labs.kit.forks import Job, run
-from minivllm.labs import Source
+from labs.kit.overlay import Source
 
 jobs = [Job(name, name.split()[0], {module: Source(f"{name}.py", text)})
         for name, (module, text) in json.load(sys.stdin).items()]

@@ -11,8 +11,7 @@ from checkout import Checkout
 
 from labs.kit.commands.overview import say_next
 from labs.kit.path import next_of, track_of
-from labs.kit.regions import read_engine
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT, read_engine
 
 # A classic: the base row's -1 taken as an index.
 LAST_SLOT = ("if slot >= 0:", "if slot >= -1:")
@@ -182,7 +181,8 @@ def test_what_is_solved_in_part_is_todo_for_the_grader_and_for_a_run(checkout):
         f"· 3.5 shrink and expand, a run at a time  TODO {checkout.place('3.5', '# region lab 3.5')}"
         in checked
     )
-    assert ran == "yours: 5.1\nours: 3.5, of which a part is still TODO\n5.1\n"
+    whose = "minivllm.lora.lru_cache is yours, labs/05_slot_manager/lru_cache.py; nothing left TODO"
+    assert ran == f"yours: 5.1\nours: 3.5, of which a part is still TODO\n{whose}\n5.1\n"
 
 
 @pytest.mark.nightly
@@ -308,7 +308,7 @@ def test_a_name_that_is_not_there_is_compared_with_no_known_mistake(checkout):
 def test_whoever_waits_for_a_long_test_is_told_for_which(checkout):
     code = (
         "from labs.kit import forks\nfrom labs.kit.commands.check import say_wait\n"
-        "from minivllm.labs import learners_sources\nforks.LONG = 0.5\n"
+        "from labs.kit.overlay import learners_sources\nforks.LONG = 0.5\n"
         "job = forks.Job(None, '3.2', learners_sources('3.2'))\n"
         "list(forks.run([job], limit=3, on_wait=say_wait))"
     )
@@ -395,7 +395,7 @@ def test_an_endless_loop_or_a_crash_is_an_answer_too(checkout):
     checkout.answer("3.2", ("for token,", "while True: pass\n    for token,"))
     # A fork that plays the call for the generic checks computes for two seconds of them.
     code = (
-        "from labs.kit.forks import Job, run\nfrom minivllm.labs import learners_sources\n"
+        "from labs.kit.forks import Job, run\nfrom labs.kit.overlay import learners_sources\n"
         "job = Job(None, '3.2', learners_sources('3.2'))\n"
         "[[result]] = [outcome.results for _, outcome in run([job], limit=5)]\n"
         "print(result.message, result.test.partition('::')[2][:5], result.place)"
@@ -486,9 +486,30 @@ def test_a_command_runs_on_what_was_begun(checkout):
     begun = checkout.lab("run", "--", "python", "-c", code)
     chosen = checkout.lab("run", "--labs", "3,4", "--", "python", "-c", code + "; raise SystemExit(3)")
 
-    assert begun.stdout == "yours: 3.2,5.1\n3.2,5.1\n"
-    assert chosen.stdout == "yours: 3,4\n3,4\n"
+    first, *whose, last = begun.stdout.splitlines()
+    assert (first, last) == ("yours: 3.2,5.1", "3.2,5.1")
+    assert whose == [
+        "minivllm.lora.ops.by_token is yours, labs/03_cpu_punica/by_token.py; nothing left TODO",
+        "minivllm.lora.lru_cache is yours, labs/05_slot_manager/lru_cache.py; nothing left TODO",
+    ]
+    first, *whose, last = chosen.stdout.splitlines()
+    assert (first, last) == ("yours: 3,4", "3,4")
+    assert (
+        "minivllm.gpu.sgmv.lora_shrink_op is yours, labs/04_triton_sgmv/lora_shrink_op.py; still TODO: 4.2"
+        in whose
+    )
     assert chosen.returncode == 3
+
+
+def test_a_command_that_comes_to_an_exercise_that_is_todo_says_which(checkout):
+    command = ["python", "-m", "minivllm.cli", "inspect", str(ROOT / "adapters" / "sql")]
+
+    ran = checkout.lab("run", "--labs", "1.2", "--", *command)
+
+    whose = "minivllm.lora.names is yours, labs/01_request_and_weights/names.py; still TODO: 1.2"
+    assert ran.stdout == f"yours: 1.2\n{whose}\n"
+    assert ran.stderr == "error: lab 1.2: module and side of an adapter tensor's name is still TODO\n"
+    assert ran.returncode == 1
 
 
 @pytest.mark.parametrize(

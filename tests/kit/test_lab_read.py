@@ -4,8 +4,7 @@ import pytest
 from checkout import Checkout
 
 from labs.kit import reading
-from labs.kit.regions import PHASES
-from minivllm.labs import LabError
+from labs.kit.regions import PHASES, LabError
 
 WHERE = {"vllm/lora/worker_manager.py", "vllm/lora/model_manager.py", "vllm/utils/cache.py"}
 

@@ -34,7 +34,7 @@ import json, sys
 from pathlib import Path
 from labs.kit import forks
 from labs.kit.forks import Job, run
-from minivllm.labs import Source
+from labs.kit.overlay import Source
 
 arguments = json.loads(sys.argv[1])
 jobs = []

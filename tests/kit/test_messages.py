@@ -44,7 +44,7 @@ WRONG = {
 RUN = """
 import json, sys
 from labs.kit.forks import Job, run
-from minivllm.labs import Source
+from labs.kit.overlay import Source
 
 jobs = [Job(name, number, {module: Source(f"{name}.py", text)}, stop_at_first=True)
         for name, (number, module, text) in json.load(sys.stdin).items()]

@@ -12,8 +12,8 @@ from click import Command
 from markdown_it import MarkdownIt
 
 from labs.kit.cli import app as lab
+from labs.kit.regions import ROOT
 from minivllm.cli import app as minivllm
-from minivllm.labs import ROOT
 
 GROUPS = {"minivllm": typer.main.get_command(minivllm), "lab": typer.main.get_command(lab)}
 PAGES = sorted(

@@ -19,8 +19,7 @@ from jupyter_client import BlockingKernelClient
 from patience import PATIENCE
 
 from labs.kit import notebook, progress
-from labs.kit.regions import PHASES
-from minivllm.labs import LabError
+from labs.kit.regions import PHASES, LabError
 
 SERVED = "notebooks/03_cpu_punica.ipynb"
 

@@ -11,8 +11,8 @@ from checkout import Checkout
 from labs.kit import open_exercises as kit
 from labs.kit.judges import eviction, keeping, routing
 from labs.kit.open_rules import broken_rules
+from labs.kit.regions import ROOT, LabError
 from labs.kit.sync import OPEN, OURS, sync
-from minivllm.labs import ROOT, LabError
 from minivllm.policies.replay import belady_hits
 
 EXERCISES = {exercise.name: exercise for exercise in kit.open_exercises()}

@@ -2,11 +2,15 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
-from checkout import Checkout
+import torch
+from checkout import Checkout, environment
+from tiny_engine import OPTIONS, TinyWorld
 
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT
 
 # A module without torch, with two exercises; 6.1 has two regions.
 ADMISSION = """
@@ -51,10 +55,12 @@ def test_modules_come_from_where_the_variable_says(checkout, labs, admission, ca
 
 @pytest.mark.parametrize("labs", [None, "", "all"])
 def test_importing_minivllm_imports_no_torch(checkout, labs):
-    code = "import sys, minivllm\nprint([m for m in ('torch', 'minivllm.labs', 'ast') if m in sys.modules])"
+    code = (
+        "import sys, minivllm\nprint([m for m in ('torch', 'labs.kit.overlay', 'ast') if m in sys.modules])"
+    )
     result = checkout.run("-c", code, labs=labs)
 
-    assert result.stdout.strip() == ("['minivllm.labs', 'ast']" if labs else "[]")
+    assert result.stdout.strip() == ("['labs.kit.overlay', 'ast']" if labs else "[]")
 
 
 def test_one_exercise_is_the_learners_and_the_rest_of_its_module_ours(checkout):
@@ -110,7 +116,7 @@ def test_syntax_errors_point_at_the_learners_line(checkout, labs):
 def test_a_text_without_a_file_can_be_read_as_source(checkout):
     code = """
 import inspect
-from minivllm.labs import Overlay, Source
+from labs.kit.overlay import Overlay, Source
 Overlay({"minivllm.economics": Source("/no/where.py", "def f():\\n    return 3\\n")}).install()
 from minivllm.economics import f
 print(f(), inspect.getsource(f))
@@ -147,14 +153,94 @@ def test_a_starter_that_is_gone_or_has_lost_its_markers_is_named(checkout):
     assert "labs/03_cpu_punica/by_token.py is missing" in checkout.execute("import minivllm", labs="3").stderr
 
 
-def test_a_command_says_first_whose_code_it_runs_and_then_what_is_todo(checkout):
-    checkout.solve("5.1")
-
+def test_a_program_that_comes_to_an_exercise_that_is_todo_says_which(checkout):
     command = ["-m", "minivllm.cli", "inspect", str(ROOT / "adapters" / "sql")]
-    result = checkout.run(*command, labs="1.2,5.1")
+    result = checkout.run(*command, labs="1.2")
 
-    first, second, last = result.stderr.strip().split("\n")
-    assert first == "minivllm.lora.names is yours, labs/01_request_and_weights/names.py; still TODO: 1.2"
-    assert second == "minivllm.lora.lru_cache is yours, labs/05_slot_manager/lru_cache.py; nothing left TODO"
-    assert last == "error: lab 1.2: module and side of an adapter tensor's name is still TODO"
-    assert result.returncode == 2
+    assert result.stderr == "error: lab 1.2: module and side of an adapter tensor's name is still TODO\n"
+    assert result.returncode == 1
+
+
+def test_a_program_on_a_learners_file_that_python_cannot_read_says_where(checkout):
+    path = put(checkout, "due = +*3")
+
+    result = checkout.run("-c", "import minivllm.core.lora_admission", labs="6.4")
+
+    line = checkout.place("6.4", "+*3").rpartition(":")[2]
+    assert (result.returncode, result.stderr) == (1, f"error: {path}:{line}: invalid syntax\n")
+
+
+def test_an_error_of_a_learners_code_has_its_traceback(checkout):
+    put(checkout, "undefined()")
+
+    result = checkout.run("-c", ADMISSION, labs="6.4")
+
+    assert result.stderr.startswith("Traceback") and result.returncode == 1
+    assert result.stderr.rstrip().endswith("NameError: name 'undefined' is not defined")
+
+
+# ---- every process that runs a learner's code ---------------------------------------------------------------
+
+WHOSE = "import minivllm.core.lora_admission as m; print(m.__file__)"
+
+
+def test_pytest_needs_the_selection_alone(checkout):
+    test = checkout.root / "tests" / "test_whose.py"
+    test.write_text(
+        "import os, subprocess, sys\n"
+        "import minivllm.core.lora_admission as admission\n\n"
+        "def test_here():\n"
+        "    assert 'labs/06' in admission.__file__\n\n"
+        "def test_in_a_process_of_its_own():\n"
+        f"    said = subprocess.check_output([sys.executable, '-c', {WHOSE!r}], text=True)\n"
+        "    assert 'labs/06' in said\n"
+    )
+    variables = environment(checkout.root, None) | {"MINIVLLM_LABS": "6"}
+
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    result = subprocess.run(command, cwd=checkout.root, env=variables, capture_output=True, text=True)
+
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_processes_that_the_engine_starts_have_it(checkout):
+    module = checkout.root / "minivllm" / "says_whose.py"
+    module.write_text(
+        "import os, sys\n"
+        "import minivllm.core.lora_admission as admission\n"
+        "os.write(int(sys.argv[1]), b'')\n"
+        "print(admission.__file__, flush=True)\n"
+    )
+    code = (
+        "from minivllm.processes import start_process\n"
+        "_, process = start_process('minivllm.says_whose')\n"
+        "process.wait()\n"
+    )
+
+    result = checkout.run("-c", code, labs="6")
+
+    assert result.stdout.strip().endswith("labs/06_max_loras_scheduler/lora_admission.py"), result.stderr
+
+
+@pytest.mark.nightly
+def test_an_engine_and_its_ranks_in_processes_of_their_own_have_it(checkout, tmp_path):
+    """As `minivllm serve` starts them."""
+    checkout.solve("2.1", "2.2")
+    path, told = checkout.file("2.2"), tmp_path / "told"
+    told.mkdir()
+    path.write_text(f"{path.read_text()}\n\nimport os\nopen(f'{told}/{{os.getpid()}}', 'x').close()\n")
+    world = TinyWorld(tmp_path / "world", "llama-llama3-rope", torch.float32)
+    options = {**OPTIONS, "model": str(world.base), "tensor_parallel_size": 2}
+    code = (
+        "import os\n"
+        "from minivllm import AsyncLLM, EngineArgs\n"
+        f"llm = AsyncLLM.from_engine_args(EngineArgs(**{options}))\n"
+        "print(os.getpid())\n"
+        "llm.shutdown()\n"
+    )
+
+    result = checkout.run("-c", code, labs="2.2")
+
+    assert result.returncode == 0, result.stderr
+    others = {int(process.name) for process in told.iterdir()} - {int(result.stdout)}
+    assert len(others) == 2

@@ -10,7 +10,7 @@ from checkout import Checkout
 
 from labs.kit.measures import QUESTIONS
 from labs.kit.predict import predict
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT
 
 matplotlib.use("Agg")
 

@@ -9,8 +9,8 @@ from recordings import differences, record
 from safetensors.torch import load_file, save_file
 
 from labs.kit.forks import Job, run
+from labs.kit.overlay import Source
 from labs.kit.regions import read_engine
-from minivllm.labs import Source
 
 FORBIDDEN = {
     name: Source(f"{name}.py", "raise ImportError('a check waits for no oracle')")

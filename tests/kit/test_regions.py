@@ -4,8 +4,7 @@ import ast
 
 import pytest
 
-from labs.kit.regions import code_of, edit, read_engine, starter
-from minivllm.labs import LabError, find_regions, splice, unsolved
+from labs.kit.regions import LabError, code_of, edit, find_regions, read_engine, splice, starter, unsolved
 
 FUNCTIONS = '''"""A module."""
 
@@ -190,7 +189,9 @@ def test_todo_is_imported_where_that_is_allowed():
 
     ast.parse(stub)
     assert (
-        stub.index("__future__") < stub.index("from minivllm.labs import Todo") < stub.index("import torch")
+        stub.index("__future__")
+        < stub.index("from labs.kit.overlay import Todo")
+        < stub.index("import torch")
     )
 
 
@@ -205,7 +206,7 @@ def test_markers_stay_and_every_exercise_is_unsolved():
 def test_stubs_filled_with_the_regions_are_the_module_again():
     filled, _ = splice(starter(FUNCTIONS, "it"), FUNCTIONS, (), "it")
 
-    assert filled.replace("from minivllm.labs import Todo\n", "") == FUNCTIONS
+    assert filled.replace("from labs.kit.overlay import Todo\n", "") == FUNCTIONS
 
 
 @pytest.mark.parametrize("number", ["3.1", "10.1"])

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from labs.kit.regions import edit, read_engine
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT, edit, read_engine
 
 # Exercise -> lines of ours, and others that say the same.
 ANSWERS = {
@@ -44,7 +43,7 @@ ANSWERS = {
 RUN = """
 import json, sys
 from labs.kit.forks import Job, run
-from minivllm.labs import Source
+from labs.kit.overlay import Source
 
 jobs = [Job(name, name.split()[0], {module: Source(name, text)}, stop_at_first=True)
         for name, (module, text) in json.load(sys.stdin).items()]

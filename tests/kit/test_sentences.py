@@ -64,7 +64,7 @@ def said(tmp_path_factory):
     checkout = Checkout(tmp_path_factory.mktemp("sentences"))
     (checkout.root / "tests" / "phase_05" / "test_said.py").write_text('# mark.lab("5.1")' + TESTS)
     code = (
-        "from labs.kit.forks import Job, run\nfrom minivllm.labs import learners_sources\n"
+        "from labs.kit.forks import Job, run\nfrom labs.kit.overlay import learners_sources\n"
         "[(_, outcome)] = run([Job(None, '5.1', learners_sources('5.1'))])\n"
         "print('\\0'.join(r.message for r in outcome.results if 'test_said' in r.test), end='')"
     )

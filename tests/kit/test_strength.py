@@ -7,9 +7,8 @@ import pytest
 from checkout import Checkout
 
 from labs.kit.mutations import mutations_of
-from labs.kit.regions import PHASES, Exercise, read_engine
+from labs.kit.regions import PHASES, Exercise, find_regions, read_engine
 from labs.kit.strength import SAMPLE_WANTED, equivalents_of
-from minivllm.labs import find_regions
 
 MODULE = '''"""A module."""
 

@@ -10,8 +10,7 @@ from checkout import Checkout
 
 from labs.kit.confine import LEAST_ABI, landlock_abi
 from labs.kit.refusals import check
-from labs.kit.regions import read_engine
-from minivllm.labs import LabError
+from labs.kit.regions import LabError, read_engine
 
 pytestmark = pytest.mark.skipif(
     landlock_abi() < LEAST_ABI, reason="nothing is run where nothing can be confined"
@@ -117,7 +116,7 @@ def test_the_checkout_is_as_it_was(checkout, graded):
         "import os",
         "import pytest",
         "from labs.kit import forks",
-        "from minivllm.labs import ROOT",
+        "from labs.kit.overlay import ROOT",
         "__import__('os')",
         "open('/etc/passwd')",
         "eval('1')",

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from labs.kit.regions import LabError
 from labs.kit.sync import sha256, sync
-from minivllm.labs import LabError
 
 ENGINE = '''"""A module."""
 

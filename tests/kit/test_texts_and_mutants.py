@@ -8,9 +8,9 @@ from checkout import Checkout
 from labs.kit.forks import test_files as files_of
 from labs.kit.hints import hints_of
 from labs.kit.mutants import mutants_of
-from labs.kit.regions import read_engine
+from labs.kit.overlay import engine_file
+from labs.kit.regions import ROOT, read_engine
 from labs.kit.variants import one_a_phase
-from minivllm.labs import ROOT, engine_file
 
 EXERCISES = read_engine()
 each = pytest.mark.parametrize("number", EXERCISES)

@@ -5,9 +5,8 @@ from checkout import Checkout
 
 from labs.kit import variants
 from labs.kit.hints import Hints
-from labs.kit.regions import PHASES, read_engine
+from labs.kit.regions import PHASES, LabError, read_engine
 from labs.kit.variants import drift, with_variant
-from minivllm.labs import LabError
 
 EXERCISES = read_engine()
 SUITE = [

@@ -7,10 +7,10 @@ import torch
 from allocations import allocated_by, live_bytes
 from tiny_models import SIZES, VARIANTS
 
+from labs.kit.regions import ROOT
 from minivllm.config import LoRAConfig
 from minivllm.economics import adapted_layers, slot_memory
 from minivllm.gpu.slot_writer import SlotWriter
-from minivllm.labs import ROOT
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS

@@ -8,7 +8,7 @@ from gpu import compile_for_gpu
 
 import minivllm.gpu.sgmv.lora_expand_op as lora_expand_op
 import minivllm.gpu.sgmv.lora_shrink_op as lora_shrink_op
-from minivllm.labs import Todo, active
+from labs.kit.overlay import Todo, active
 
 STUB = re.compile(r'static_assert\(False, "(lab \d+\.\d+: [^"]+)"')
 

@@ -12,7 +12,8 @@ from labs.kit.forks import Job, Outcome, Result
 from labs.kit.hunt import PHASE, read_hunts
 from labs.kit.hunt_rules import source_reading
 from labs.kit.mutants import picked
-from minivllm.labs import LabError, engine_file
+from labs.kit.overlay import engine_file
+from labs.kit.regions import LabError
 
 sys.path.append(str(Path(__file__).parents[1] / "kit"))
 from checkout import Checkout
@@ -236,8 +237,8 @@ WRONG = {
         "fails on another fault",
     ),
     "asks_for_the_engine": (
-        "from minivllm.labs import active\n    assert not active()",
-        "the import of minivllm.labs.active reads how the engine is written",
+        "from labs.kit.overlay import active\n    assert not active()",
+        "the import of labs.kit.overlay.active reads how the engine is written",
     ),
     "is_skipped": ("import pytest\n    pytest.skip('not today')", "is skipped on the sound engine"),
     "is_skipped_where_it_would_fail": (
@@ -288,7 +289,7 @@ def test_a_test_that_is_wrong_is_told_why(judged, name):
         ("open(mapping.__file__).read()", ".__file__"),
         ("text = open('minivllm/lora/mapping.py').read()", "the file 'minivllm/lora/mapping.py'"),
         ("import labs.kit.hunt", "the import of labs.kit.hunt"),
-        ("import minivllm.labs", "the import of minivllm.labs"),
+        ("import labs.kit.overlay", "the import of labs.kit.overlay"),
         ("exec('import ' + 'd' + 'is')", "exec"),
     ],
 )  # fmt: skip

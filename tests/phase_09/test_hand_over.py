@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 from patience import ends
 
-from minivllm.labs import LabError
+from labs.kit.regions import LabError
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.hand_over import HandOver
 

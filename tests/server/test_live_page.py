@@ -15,7 +15,7 @@ from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, Answers, held_up, serving
 
-from minivllm.labs import Overlay, Source
+from labs.kit.overlay import Overlay, Source
 from minivllm.server import run
 from minivllm.server.live import latencies, live_page, message, whose_phases
 from minivllm.server.page import build_page, run_of
@@ -90,11 +90,7 @@ def test_the_first_message_says_what_there_is(server):
 
     assert first["hello"]["model"] == BASE_NAME
     assert {"qv", "all", "patterns"} <= set(first["hello"]["adapters"])
-    assert (first["hello"]["may_change"], first["hello"]["has_chat"], first["hello"]["yours"]) == (
-        True,
-        True,
-        [],
-    )
+    assert (first["hello"]["may_change"], first["hello"]["has_chat"]) == (True, True)
     assert first["hello"]["room"]["kv_blocks"] == 199
     last = server.server.state.llm._client.engine.trace.records[-1]
     assert first["steps"][-1] == json.loads(json.dumps(asdict(last)))

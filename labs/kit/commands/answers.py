@@ -12,8 +12,9 @@ from labs.kit.commands import hunts
 from labs.kit.commands.shared import Number, choose, choose_one, console, only_hunt
 from labs.kit.hints import hints_of
 from labs.kit.hunt import choose_hunts, is_hunt
+from labs.kit.overlay import starters
 from labs.kit.progress import Progress, learners_code, reset, shown
-from minivllm.labs import LabError, starters
+from labs.kit.regions import LabError
 
 
 def hint(number: Number) -> None:

@@ -18,8 +18,7 @@ from labs.kit.commands.shared import SIGNS, WIPE, Which, choose, choose_one, con
 from labs.kit.hunt import choose_hunts, is_hunt
 from labs.kit.path import mark, track_of
 from labs.kit.progress import Progress, digest, is_untouched, learners_exercise, place, shown
-from labs.kit.regions import Exercise
-from minivllm.labs import ROOT
+from labs.kit.regions import ROOT, Exercise
 
 if TYPE_CHECKING:
     from labs.kit.forks import Job, Result

@@ -1,19 +1,18 @@
 """What `lab hunt` says, and what the other commands say of hunts."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from labs.kit.commands.run import environment
 from labs.kit.commands.shared import SIGNS, console, only_hunt
 from labs.kit.hunt import PHASE, Hunt, choose_hunts, read_hunts
 from labs.kit.progress import FOLDER, Progress, keep, shown
-from minivllm.labs import LabError
+from labs.kit.regions import LabError
 
 
 def say_count() -> None:
@@ -67,11 +66,8 @@ def run_broken(hunt: Hunt, command: list[str]) -> int:
     path = FOLDER / "hunts" / f"{hunt.id:02}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({module: source.text for module, source in hunt.broken().items()}))
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
-        return subprocess.run(
-            command, env={**os.environ, "MINIVLLM_LABS": str(path), "PATH": programs}
-        ).returncode
+        return subprocess.run(command, env=environment(str(path))).returncode
     except OSError as error:
         raise LabError(f"'{command[0]}' cannot be run: {error.strerror}") from None
 

@@ -14,7 +14,7 @@ from labs.kit.hunt import PHASE as HUNTS
 from labs.kit.hunt import is_hunt
 from labs.kit.path import next_of
 from labs.kit.progress import Progress, shown
-from minivllm.labs import LabError
+from labs.kit.regions import LabError
 
 
 def read_command(

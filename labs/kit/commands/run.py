@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from labs.kit import overlay
 from labs.kit.commands.shared import SIGNS, Number, choose, choose_one, console
 from labs.kit.path import track_of
 from labs.kit.progress import has_stub, is_untouched, learners_exercise, place
-from minivllm.labs import ROOT, LabError
+from labs.kit.regions import ROOT, LabError
 
 
 def run(
@@ -27,6 +28,8 @@ def run(
     console.print(f"yours: {yours or 'nothing yet, this is our code'}")
     if not labs and (left := unfinished()):
         console.print(f"ours: {left}, of which a part is still TODO")
+    for sentence in overlay.describe(yours):
+        console.print(sentence, markup=False, soft_wrap=True)
     try:
         status = subprocess.run(command, env=environment(yours)).returncode
     except OSError as error:
@@ -106,6 +109,9 @@ def unfinished() -> str:
 
 
 def environment(yours: str) -> dict[str, str]:
-    """This process's, with the learner's code for `yours`, and with this Python's programs before others."""
+    """This process's, with the learner's code for `yours`, and with this Python's programs before others.
+
+    yours   as `labs.kit.overlay.learners_sources` takes it
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, "MINIVLLM_LABS": yours, "PATH": path}
+    return {**os.environ, **overlay.environment(yours), "PATH": path}

@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 
 from labs.kit.hunt import Hunt, choose_hunts
-from labs.kit.regions import PHASES, Exercise, read_engine, sort_key
-from minivllm.labs import LabError, starters
+from labs.kit.overlay import starters
+from labs.kit.regions import PHASES, Exercise, LabError, read_engine, sort_key
 
 console = Console(highlight=False, soft_wrap=True)
 WIPE = "\x1b[2K"  # what a terminal takes for: empty this line

@@ -23,8 +23,8 @@ from labs.kit.generic.memory import Memory
 from labs.kit.generic.shared_memory import SharedMemory
 from labs.kit.generic.table import Table
 from labs.kit.generic.watching import Call, Watch
+from labs.kit.overlay import Source
 from labs.kit.regions import Exercise
-from minivllm.labs import Source
 
 Check = SharedMemory | Faults | Memory
 

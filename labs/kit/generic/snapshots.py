@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from labs.kit.regions import ROOT
 from labs.kit.sentences import clean
-from minivllm.labs import ROOT
 
 MOST_OBJECTS = 20_000  # in one snapshot
 MOST_NUMBERS = 1 << 20  # of tensors in one snapshot

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from labs.kit.regions import Exercise, Function, functions_in
-from minivllm.labs import ROOT, Source, Todo, compile_source, engine_file, find_regions
+from labs.kit.overlay import Source, Todo, compile_source, engine_file
+from labs.kit.regions import ROOT, Exercise, Function, find_regions, functions_in
 
 DECORATOR, MARK = "__watched__", "__called__"  # what watched modules have of ours
 CALLS_A_TEST = 20  # of one function

@@ -91,7 +91,6 @@ class Live {
     document.querySelector("h1").textContent = document.title = `${hello.model}, live`;
     this.page.trace.runs[0].room = hello.room;
     this.names([hello.model, ...hello.adapters]);
-    this.yours.textContent = hello.yours.length ? `Runs on your code: ${hello.yours.join(", ")}; ours for the rest.` : "";
     this.page.legend();
     this.askForAdapters();
   }
@@ -124,7 +123,6 @@ class Live {
 
   build() {
     this.status = el("p", { className: "soft", role: "status" }, "connecting");
-    this.yours = el("p", { id: "yours" });
     this.tiles = el("div", { className: "tiles" });
     const given = el("input", { type: "password", placeholder: "API key", "aria-label": "API key", autocomplete: "off" });
     const use = () => {
@@ -135,7 +133,7 @@ class Live {
     };
     this.keyBox = el("form", { className: "row", hidden: true }, given, el("button", { className: "plain main" }, "Use this key"));
     this.keyBox.addEventListener("submit", (event) => (event.preventDefault(), use()));
-    this.box.append(this.status, this.yours, this.keyBox, this.tiles, el("div", { className: "tools" }, this.playground(), this.manager()));
+    this.box.append(this.status, this.keyBox, this.tiles, el("div", { className: "tools" }, this.playground(), this.manager()));
     this.tell();
   }
 

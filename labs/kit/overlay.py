@@ -1,12 +1,12 @@
-"""Your code in place of ours: the overlay of the course. It stands for nothing in vLLM.
+"""Learners' code in place of the engine's: modules that are loaded from `labs/` under their real names.
 
-`MINIVLLM_LABS=3,5` makes the modules that phases 3 and 5 are about come from `labs/`, under their real names;
-`all` means every phase, and `3.2` one exercise, with our code for the other exercises of its module. An exercise
-is one or more regions of a module:
+`MINIVLLM_LABS=3,5` makes the modules that phases 3 and 5 are about come from `labs/`; `all` means every phase, and
+`3.2` one exercise, with the engine's code for the other exercises of its module.
 
-    # region lab 3.2: shrink, one token at a time
-    ...
-    # endregion
+A process that runs learners' code installs the overlay before it imports minivllm. `lab run`, `lab notebook` and all
+else that starts one gives it the variables of `environment`: minivllm imports `labs.kit.startup` first, since
+MINIVLLM_PLUGINS names it, and so do the processes that it starts itself (engines, ranks), which inherit them. pytest
+imports it in tests/conftest.py, so that `MINIVLLM_LABS=3 pytest` suffices.
 """
 
 import ast
@@ -16,65 +16,19 @@ import importlib.util
 import json
 import linecache
 import os
-import re
 import sys
-from collections.abc import Collection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-STARTERS = ROOT / "labs" / "starters.json"
+from labs.kit.regions import ROOT, LabError, find_regions, splice, unsolved
 
-_OPEN = re.compile(r"\s*# region lab (\d+\.\d+): (\S.*)")
-_STUB = re.compile(r'(?:\bTodo\(|static_assert\(False, )"lab (\d+\.\d+): ')
+STARTERS = ROOT / "labs" / "starters.json"
+STARTUP = "labs.kit.startup"
 
 
 class Todo(NotImplementedError):
     """An exercise that nobody has solved yet was run. Its text is `lab N.M: title`."""
-
-
-class LabError(ValueError):
-    """Something about the labs that its user can put right, in a sentence."""
-
-
-class Region(NamedTuple):
-    """A part of an exercise: lines[start:stop] of its module, the markers around them not included."""
-
-    exercise: str
-    title: str
-    start: int
-    stop: int
-
-
-def find_regions(text: str, where: str) -> list[Region]:
-    """The regions of a module, in order. LabError for markers that do not pair up.
-
-    where   what to call the module in an error
-    """
-    regions: list[Region] = []
-    opened: tuple[str, str, int] | None = None
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip().startswith("# region lab"):
-            match = _OPEN.fullmatch(line.rstrip())
-            if not match:
-                raise LabError(f"{where}:{number}: write '# region lab N.M: title', not '{line.strip()}'")
-            if opened:
-                raise LabError(f"{where}:{number}: the region of lab {opened[0]} is still open here")
-            opened = (match[1], match[2], number)
-        elif line.strip() == "# endregion":
-            if not opened:
-                raise LabError(f"{where}:{number}: no region of a lab ends here")
-            regions.append(Region(*opened, number - 1))
-            opened = None
-    if opened:
-        raise LabError(f"{where}:{opened[2]}: the region of lab {opened[0]} has no '# endregion'")
-    return regions
-
-
-def unsolved(text: str) -> list[str]:
-    """Exercises whose stubs still stand in the text, in order."""
-    return list(dict.fromkeys(_STUB.findall(text)))
 
 
 class Source(NamedTuple):
@@ -88,64 +42,6 @@ class Source(NamedTuple):
     path: str
     text: str
     lines: list[int] | None = None
-
-
-def splice(base: str, other: str, keep: Collection[str], where: str) -> tuple[str, list[int]]:
-    """The text of `base`, in which `other` has its way in the regions of every exercise but those in `keep`.
-
-    Returns the text and, for each of its lines, the line of `base` it stands for. LabError when the two do not
-    have the same regions.
-    """
-    lines, theirs = base.split("\n"), other.split("\n")
-    others = find_regions(other, where)
-    try:
-        regions = find_regions(base, where)
-    except LabError as error:
-        raise LabError(f"{error}; {_remedy(lines, theirs, others)}") from None
-    if [region.exercise for region in regions] != [region.exercise for region in others]:
-        wanted = ", ".join(region.exercise for region in others)
-        raise LabError(
-            f"{where}: the '# region lab ...' lines must be those of labs {wanted}, in this order; "
-            f"{_remedy(lines, theirs, others)}"
-        )
-    text: list[str] = []
-    numbers: list[int] = []
-    done = 0
-    for mine, their in zip(regions, others):
-        if mine.exercise in keep:
-            continue
-        new = theirs[their.start : their.stop]
-        text += lines[done : mine.start] + new
-        numbers += range(done + 1, mine.start + 1)
-        numbers += (min(mine.start + 1 + i, mine.stop + 1) for i in range(len(new)))
-        done = mine.stop
-    return "\n".join(text + lines[done:]), [*numbers, *range(done + 1, len(lines) + 1)]
-
-
-def _remedy(lines: list[str], theirs: list[str], regions: list[Region]) -> str:
-    """Which marker to put back and where; what else there is to do.
-
-    lines     the file whose markers are not those of `theirs`, which has these regions
-    """
-    reset = f"`lab reset {regions[0].exercise.partition('.')[0]}` starts the phase again, and keeps a copy"
-    mine = [line.strip() for line in lines]
-    for region in regions:
-        opening = theirs[region.start - 1].strip()
-        if opening not in mine:
-            return f"put back the line '{opening}' before '{_first_code(theirs[region.start :])}', or {reset}"
-    ends = [n for n, line in enumerate(mine) if line == "# endregion"]
-    for region in regions:
-        begins = mine.index(theirs[region.start - 1].strip())
-        following = next(
-            (n for n in range(begins + 1, len(mine)) if mine[n].startswith("# region lab")), len(mine)
-        )
-        if not any(begins < end < following for end in ends):
-            return f"put back the line '# endregion' after the code of lab {region.exercise}, or {reset}"
-    return reset
-
-
-def _first_code(lines: list[str]) -> str:
-    return next((line.strip() for line in lines if line.strip() and not line.strip().startswith("#")), "")
 
 
 def compile_source(source: Source) -> ast.Module:
@@ -253,18 +149,47 @@ def learners_sources(selection: str) -> dict[str, Source]:
     return sources
 
 
+def environment(selection: str) -> dict[str, str]:
+    """The variables with which a process, and those that it starts, run learners' code.
+
+    selection   as for `learners_sources`; "" = the engine's code alone
+    """
+    others = [name for name in os.environ.get("MINIVLLM_PLUGINS", "").split(",") if name and name != STARTUP]
+    plugins = [STARTUP, *others] if selection else others
+    return {"MINIVLLM_LABS": selection, "MINIVLLM_PLUGINS": ",".join(plugins)}
+
+
 def install_from_environment() -> None:
-    """Called first of all. The variable is typed by people: what is wrong with it is said in one sentence."""
+    """What MINIVLLM_LABS selects, here and in processes started from here; nothing where it is not set.
+
+    The variable is typed by people, so what is wrong with it is said in a sentence. So is, where it ends the program,
+    what is unsolved in a learner's code or no Python.
+    """
+    selection = os.environ.get("MINIVLLM_LABS", "")
+    if not selection:
+        return
     try:
-        Overlay(learners_sources(os.environ["MINIVLLM_LABS"])).install()
+        Overlay(learners_sources(selection)).install()
     except LabError as error:
         raise SystemExit(f"error: {error}") from None
+    os.environ.update(environment(selection))
+    sys.excepthook = _end_of_program
 
 
-def describe() -> list[str]:
-    """One sentence for each module that is the learner's in this process."""
+def _end_of_program(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For `sys.excepthook`: an exercise that nobody has solved needs no traceback."""
+    if isinstance(error, Todo):
+        print(f"error: {error} is still TODO", file=sys.stderr)
+    elif isinstance(error, SyntaxError) and error.filename in {source.path for source in active().values()}:
+        print(f"error: {error.filename}:{error.lineno}: {error.msg}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def describe(selection: str) -> list[str]:
+    """One sentence for each module that is the learner's. LabError for what is no selection."""
     said = []
-    for module, source in active().items():
+    for module, source in learners_sources(selection).items() if selection else ():
         left = unsolved(source.text)
         state = f"still TODO: {', '.join(left)}" if left else "nothing left TODO"
         said.append(f"{module} is yours, {os.path.relpath(source.path, ROOT)}; {state}")
