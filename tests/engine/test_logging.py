@@ -88,8 +88,7 @@ def test_a_step_says_which_requests_ran_out_of_blocks(world, caplog):
 
 
 def test_below_the_level_nothing_is_put_into_words(world, monkeypatch):
-    from minivllm.lora import event_log
-    from minivllm.observe import recorder
+    from minivllm.observe import event_log, recorder
 
     class Unworded(dict):
         def get(self, kind, default):

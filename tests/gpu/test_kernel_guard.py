@@ -312,8 +312,8 @@ def written_by_address(engine):
 
 # ---- what the guard sees ------------------------------------------------------------------------------------
 
-SLOTS, PAGES = "lora/ops/triton_ops", "gpu/ops"
-LAYERS = "layers/triton_ops"
+SLOTS, PAGES = "gpu/sgmv", "gpu/kernels"
+LAYERS = "gpu/kernels"
 WAIT = "tl.extra.cuda.gdc_wait()"
 # file, what stands there, what is put there, the case, what is said
 FAULTS = {
@@ -571,11 +571,11 @@ FAULTS = {
         "likeliest", (AssertionError, ""),
     ),
     "another's row is read": (
-        "distributed/own_rows_op.py", "mask=inside & (is_org | is_added)", "mask=inside",
+        "parallel/own_rows_op.py", "mask=inside & (is_org | is_added)", "mask=inside",
         "own rows", (Strayed, "_own_rows_kernel.* of tables_ptr"),
     ),
     "an added token has an own one's row": (
-        "distributed/own_rows_op.py", "added_start - (end - start)", "added_start",
+        "parallel/own_rows_op.py", "added_start - (end - start)", "added_start",
         "own rows in slots", (AssertionError, ""),
     ),
     "prompts: a tile has a row too many": (
@@ -613,19 +613,19 @@ FAULTS = {
         "tokens", (Strayed, "_fill_in_kernel.* of tokens_ptr"),
     ),
     "a gather writes past its rows": (
-        "distributed/peer_gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
+        "parallel/peer_gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
         "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
     ),
     "words: a row counts as the one before": (
-        "distributed/packed_norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
+        "parallel/packed_norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
         "words and norms", (AssertionError, ""),
     ),
     "words: a rank brings more than a row": (
-        "distributed/packed_norm_op.py", "push(own, place, is_word,", "push(own, place, place >= 0,",
+        "parallel/packed_norm_op.py", "push(own, place, is_word,", "push(own, place, place >= 0,",
         "words and norms", (Strayed, "_packed_norm_kernel.* write outside"),
     ),
     "words: one rank's are taken for another's": (
-        "distributed/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
+        "parallel/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
         "words and norms", (AssertionError, ""),
     ),
     "words: others' h is not added": (

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 from patience import ends
 
-from labs.kit.regions import LabError
+from labs.kit.overlay import Todo
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.hand_over import HandOver
 
@@ -119,7 +119,7 @@ class TestAnError:
         assert bad.exception(0) is error
         assert good.result(0) == 7
 
-    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, LabError])
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Todo])
     def test_that_is_nobodys_fault_is_raised_and_its_caller_hears_that_the_engine_ends(self, hand_over, kind):
         def interrupted(engine):
             raise kind("now")
