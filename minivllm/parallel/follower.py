@@ -136,10 +136,10 @@ class ToldPages(OwnPages):
         return self._pages[: max(most, 0)]
 
 
-def follow(pipe: Connection, make_runner: MakeRunner) -> None:
-    """Do what rank 0 says, until it says no more."""
+def follow(pipe: Connection) -> None:
+    """Do what rank 0 says, until it says no more. Its first message says what makes a runner, too."""
     try:
-        config, rank, port = pickle.loads(pipe.recv_bytes())
+        make_runner, config, rank, port = pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionError):
         return
     follower = Follower(pipe, make_runner)

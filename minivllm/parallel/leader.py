@@ -114,7 +114,7 @@ def start_ranks(config: EngineConfig, make_runner: MakeRunner) -> LeadingExecuto
             "tensor_parallel_size; shut that engine down, or start this one in another process"
         )
     if is_by_torchrun():
-        return lead(config, meet_others(size, config.device, make_runner), make_runner)
+        return lead(config, meet_others(size, config.device), make_runner)
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     return lead(config, OtherRanks.start(size - 1), make_runner, store)
 
@@ -125,7 +125,7 @@ def lead(
     """store: where they meet; None = they have met"""
     size = config.parallel_config.tensor_parallel_size
     try:
-        others.begin([(config, rank, store and store.port) for rank in range(1, size)])
+        others.begin([(make_runner, config, rank, store and store.port) for rank in range(1, size)])
         if store is not None:
             join_ranks(0, size, config.device, store)
         others.on_death.append(leave_ranks)

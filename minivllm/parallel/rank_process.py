@@ -8,7 +8,6 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from minivllm.assembly import make_model_runner
 from minivllm.parallel.follower import follow
 from minivllm.parallel.other_ranks import end_with_parent
 
@@ -19,7 +18,7 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     os.set_inheritable(descriptor, False)
-    follow(Connection(descriptor), make_model_runner)
+    follow(Connection(descriptor))
     os._exit(0)  # without waiting for threads that read, or for collectives that others have left
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minivllm.parallel.other_ranks import OtherRanks
-from minivllm.parallel.ranks import MakeRunner, join_ranks, leave_ranks
+from minivllm.parallel.ranks import join_ranks, leave_ranks
 
 
 def is_by_torchrun() -> bool:
@@ -20,7 +20,7 @@ def is_by_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def meet_others(size: int, device: str, make_runner: MakeRunner) -> OtherRanks:
+def meet_others(size: int, device: str) -> OtherRanks:
     """On rank 0 the pipes to all others, of the same host. Others follow, and then exit.
 
     ValueError when the processes are not as many as the engine has ranks.
@@ -42,7 +42,7 @@ def meet_others(size: int, device: str, make_runner: MakeRunner) -> OtherRanks:
     address, key = _share(None)
     with Client(address, authkey=key) as pipe:
         pipe.send(rank)
-        follow(pipe, make_runner)
+        follow(pipe)
     leave_ranks()
     raise SystemExit(0)
 
