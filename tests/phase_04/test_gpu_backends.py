@@ -356,7 +356,9 @@ def test_tokens_have_their_adapters_whoever_samples(token_slots, prompt_slots):
 
     linear.step(token_slots, torch.tensor(prompt_slots, dtype=torch.long))
 
-    assert not linear.punica.no_lora, f"tokens with the slots {token_slots.tolist()} have adapters"
+    assert not linear.punica.no_lora, (
+        f"`no_lora` turns adapters off, and the tokens have the slots {token_slots.tolist()}"
+    )
     linear.assert_answers(random(len(token_slots), WIDTH, seed=9), token_slots)
 
 

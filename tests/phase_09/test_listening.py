@@ -304,7 +304,9 @@ class TestAConnection:
             answer = await unless_gone(connection.receive, work.run())
             return answer, connection.num_waiting
 
-        assert run(main()) == ("the answer", 0)
+        answer, num_waiting = run(main())
+        assert answer == "the answer"
+        assert num_waiting == 0, "the answer is there, and `receive` is still waited for"
 
     def test_that_stays_open_gets_the_error(self):
         async def fail():
@@ -325,7 +327,9 @@ class TestAConnection:
             connection.closed.set()
             return await asyncio.wait_for(waits, SOON), work.state
 
-        assert run(main()) == (None, "cancelled")
+        answer, state = run(main())
+        assert answer is None
+        assert state == "cancelled", f"the connection was closed, and its work is {state}"
 
     def test_that_says_something_else_is_still_open(self):
         async def main():
@@ -348,7 +352,9 @@ class TestAConnection:
                 await waits
             return work.state, connection.num_waiting
 
-        assert run(main()) == ("cancelled", 0)
+        state, num_waiting = run(main())
+        assert state == "cancelled", f"the handler was cancelled, and its work is {state}"
+        assert num_waiting == 0, "the handler was cancelled, and `receive` is still waited for"
 
     def test_closed_too_late_still_gets_the_answer(self):
         """Both at once: the work is done, so nothing is thrown away."""
@@ -370,7 +376,9 @@ class TestAConnection:
             answer = await unless_gone(connection.receive, Work().run())
             return answer, asyncio.current_task().cancelling()
 
-        assert run(main()) == (None, 0)
+        answer, cancelling = run(main())
+        assert answer is None
+        assert cancelling == 0, "the handler's own task was cancelled, and not the work alone"
 
     @pytest.mark.parametrize("turns", range(8))
     def test_that_is_closed_while_the_handler_is_cancelled_hides_nothing(self, turns):
