@@ -81,8 +81,8 @@ class FleetLLM(AsyncLLM):
         output_kind: OutputKind = "delta",
         on_abort: Callable[[RequestOutput], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`. What comes to `on_abort` has the tokens that have reached this process; of the kind
-        "final" that is none."""
+        """As `AsyncLLM.generate`. What comes to `on_abort` has the tokens that have reached this process: of the kind
+        "final" those of the last second may be missing."""
         version = self._version(lora_request)
         name = None if version is None else version.adapter.lora_name
         reader = OutputReader(request_id)
@@ -94,7 +94,8 @@ class FleetLLM(AsyncLLM):
                     if isinstance(item, Exception):
                         raise item
                     last = reader.output(item) if isinstance(item, Delta) else item
-                    yield last
+                    if output_kind != "final" or last.finished:
+                        yield last
         except (asyncio.CancelledError, GeneratorExit):
             if on_abort is not None and not (last and last.finished):
                 on_abort(aborted(request_id, last))

@@ -1,6 +1,7 @@
 """One engine of a fleet, and which version of each adapter it has."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -15,6 +16,9 @@ from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.streams import OutputKind
 from minivllm.serving.wire import Delta, OutputWriter, portable
+
+# After so many the server hears how far a request has come whose client waits for the whole answer, and may leave.
+SECONDS_BETWEEN_REPORTS = 1.0
 
 # What says something to whoever asked. It goes as a value: Ray would wrap it into its own, with a traceback.
 TOLD = (ValueError, FileNotFoundError, RuntimeError)
@@ -54,16 +58,21 @@ class Replica:
     ) -> AsyncGenerator[Delta | RequestOutput | Exception, None]:
         """A request's outputs; an error that its sender is to hear of is the last item.
 
-        kind   "final": one output, whole; else what is new, again and again
+        kind   "final": the last output, whole, and before it what there is by then, at most once a second; else what is
+               new, again and again
         """
-        writer = OutputWriter()
-        kind = "final" if kind == "final" else "delta"
+        writer, report_at = OutputWriter(), 0.0
+        kind = "cumulative" if kind == "final" else "delta"
         try:
             adapter = None if version is None else await self._brought(version)
             outputs = self.llm.generate(prompt, params, request_id, adapter, output_kind=kind)
             async with aclosing(outputs):
                 async for output in outputs:
-                    yield output if kind == "final" else writer.delta(output)
+                    if kind == "delta":
+                        yield writer.delta(output)
+                    elif output.finished or time.monotonic() >= report_at:
+                        report_at = time.monotonic() + SECONDS_BETWEEN_REPORTS
+                        yield output
         except TOLD as error:
             yield portable(error)
 

@@ -106,8 +106,8 @@ def test_a_stream_brings_an_answer_in_pieces(client, answers, go):
     assert first + rest == answers.text("all", "a tale", 20)
 
 
-def test_whoever_leaves_a_request_is_told_what_had_come_of_it(server):
-    llm, params = server.server.state.llm, SamplingParams(max_tokens=110, ignore_eos=True)
+def test_whoever_leaves_a_request_is_told_what_had_come_of_it(server, engines, go):
+    llm, params = server.server.state.llm, SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
     told = {"delta": [], "final": [], "whole": []}
 
     async def main():
@@ -116,18 +116,22 @@ def test_whoever_leaves_a_request_is_told_what_had_come_of_it(server):
         await streamed.aclose()
         waiting = llm.generate("abc", params, "b", output_kind="final", on_abort=told["final"].append)
         task = asyncio.ensure_future(anext(waiting))
-        await asyncio.sleep(0)
+        while engines.num_given["b"] < 1:
+            await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])
-        async for _ in llm.generate("abc", params, "c", on_abort=told["whole"].append):
-            pass
-        return first
+        go.touch()
+        async for output in llm.generate("abc", params, "c", on_abort=told["whole"].append):
+            last = output
+        return first, last
 
-    first = asyncio.run(main())
+    first, last = asyncio.run(main())
 
     [streamed], [waiting] = told["delta"], told["final"]
     assert streamed.outputs[0].token_ids == first.outputs[0].token_ids != []
-    assert waiting.outputs[0].token_ids == []
+    for each in (streamed, waiting):
+        tokens = each.outputs[0].token_ids
+        assert tokens and tokens == last.outputs[0].token_ids[: len(tokens)]
     assert {each.outputs[0].finish_reason for each in (streamed, waiting)} == {"abort"}
     assert told["whole"] == []
 

@@ -1,6 +1,7 @@
 """A fleet without Ray: its engines are threads of this process, and its server listens on a port of its own."""
 
 import pickle
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from itertools import cycle
@@ -20,11 +21,13 @@ from minivllm.serving.async_llm import AsyncLLM
 class LocalEngines:
     """`Engines` that are asked in turns; what goes to them and back is copied, as between processes.
 
-    deaf   numbers of those that orders to all do not reach
+    deaf        numbers of those that orders to all do not reach
+    num_given   id of a request -> how many items of it have come, each of which was taken by whoever asked
     """
 
     def __init__(self, replicas: list[Replica]) -> None:
         self.replicas = replicas
+        self.num_given: Counter[str] = Counter()
         self.deaf: set[int] = set()
         self._turns = cycle(replicas)
 
@@ -32,6 +35,7 @@ class LocalEngines:
         async with aclosing(next(self._turns).generate(*copied(args))) as items:
             async for item in items:
                 yield copied(item)
+                self.num_given[args[2]] += 1
 
     async def one(self, method: str, *args: Any) -> Any:
         result = copied(await next(self._turns).ask(method, *copied(args)))
