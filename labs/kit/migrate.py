@@ -31,12 +31,19 @@ _MARKER = re.compile(r"^\s*# region lab (\d+\.\d+): ", re.MULTILINE)
 # What stands around exercises and had another name in the last release: answers use it.
 RENAMED = {
     "_matrices": "matrices",
+    "_timed_load": "_load",
     "_unsupported": "unsupported",
     "_widest_dtype": "widest_dtype",
     "as_fault": "recoverable",
     "is_fault": "is_recoverable",
     "put_down_to": "blamed_on",
 }
+# What learners' tests of hunts and their copies of notebooks begin with, which have no frame of ours around them.
+IMPORTS = {
+    "from minivllm.labs import ROOT": "from labs.kit.regions import ROOT",
+    "from minivllm.labs import Todo": "from labs.kit.overlay import Todo",
+}
+_IMPORTED = re.compile(r"\b(?:from|import) (minivllm(?:\.\w+)+)")
 _TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
 
 
@@ -124,6 +131,31 @@ class _Migration:
                 self.texts[path] = fresh if state == "old" else found[path]
         for path in [path for path, state in states.items() if state == "old"]:
             self._carry_all(path, found[path])
+        hunts, notebooks = self.root.glob("labs/08_*/test_*.py"), self.root.glob("notebooks/*.ipynb")
+        for path in sorted([*hunts, *notebooks]):
+            self._renew_imports(path, path.read_text(encoding="utf-8"))
+
+    def _renew_imports(self, path: Path, text: str) -> None:
+        renewed = text
+        for old, new in IMPORTS.items():
+            renewed = renewed.replace(old, new)
+        if renewed != text:
+            self.texts[path] = renewed
+            self.said.append(f"{self._shown(path)}: what it imports from minivllm.labs is in labs.kit now")
+        if path.suffix == ".ipynb" and (gone := self._gone(renewed)):
+            self.said.append(
+                f"{self._shown(path)}: {gone[0]}, which it imports, is not there any more; "
+                f"`lab notebook {int(path.stem[:2])} --fresh` starts it over and keeps this one"
+            )
+
+    def _gone(self, text: str) -> list[str]:
+        """Modules of the engine that are imported and have no file."""
+        files = {name: self.root.joinpath(*name.split(".")) for name in _IMPORTED.findall(text)}
+        return [
+            name
+            for name, path in files.items()
+            if not path.is_dir() and not path.with_suffix(".py").is_file()
+        ]
 
     def _state(self, path: Path, text: str) -> str:
         """old: of an earlier release; torn: nobody can tell; mine: all else, which is left alone"""

@@ -1,12 +1,15 @@
 """`lab migrate`: answers from starters of an earlier release go where their exercises are now, and none is lost."""
 
+import ast
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 from checkout import Checkout
 
 from labs.kit.migrate import migrate, record_release, strays, unreleased
-from labs.kit.regions import starter
+from labs.kit.regions import code_of, read_engine, splice, starter
 from labs.kit.sync import sync
 
 # The release: two exercises in a class, one in a module that stays.
@@ -406,3 +409,112 @@ def test_starters_that_no_release_has_are_named_until_one_has_them(lab):
     assert (before, after) == ([], [STAYS])
     record_release(lab.root)
     assert unreleased(lab.root) == []
+
+
+# ---- from the release e9fad465, whose engine imported the overlay from minivllm.labs -------------------------
+
+# `start` has five of its starters, `solved` the same with one exercise each answered, in five phases.
+RELEASE = Path(__file__).parent / "release_e9fad465"
+SOLVED = {
+    "1.5": "01_request_and_weights/lora_weights",  # its recipe was the engine's
+    "2.6": "02_lora_layers/accepting",  # now in base.py
+    "3.6": "03_cpu_punica/runs_backend",
+    "6.2": "06_max_loras_scheduler/step_policy",  # now in scheduler.py
+    "11.1": "11_many_gpus/adapter_share",  # of a module in another folder
+}
+HUNT, NOTEBOOK = "labs/08_incidents/test_16_base_waits.py", "notebooks/06_max_loras_scheduler.ipynb"
+
+
+def release(which):
+    """labs/NN_name/FILE.py -> its text in the release."""
+    return {f"labs/{name}.py": (RELEASE / which / f"{name}.txt").read_text() for name in SOLVED.values()}
+
+
+def merged_by_git(folder, today):
+    """What `git pull -X ours` leaves of today's starters where five of the release's were answered.
+
+    today   file -> text, of all starters
+    """
+
+    def git(*command):
+        who = ["-c", "user.name=learner", "-c", "user.email=learner@localhost"]
+        return subprocess.run(["git", *who, *command], cwd=folder, capture_output=True, text=True)
+
+    def commit(files):
+        for path in folder.glob("labs/*/*.py"):
+            path.unlink()
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        git("add", "--all")
+        assert git("commit", "--quiet", "--message", "files").returncode == 0
+
+    folder.mkdir()
+    git("init", "--quiet", "--initial-branch", "mine")
+    commit(release("start"))
+    git("branch", "ours")
+    commit(release("solved"))
+    git("checkout", "--quiet", "ours")
+    commit(today)
+    git("checkout", "--quiet", "mine")
+    git("merge", "-X", "ours", "--message", "update", "ours")
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.glob("labs/*/*.py")}
+
+
+def bodies(code):
+    """Statements of an exercise's functions, without their docstrings."""
+    found = []
+    for function in ast.walk(ast.parse(code)):
+        if isinstance(function, ast.FunctionDef):
+            is_documented = ast.get_docstring(function) is not None
+            found.append((function.name, [ast.unparse(line) for line in function.body[is_documented:]]))
+    return found
+
+
+@pytest.mark.parametrize("update", ["git's merge", "the files of before"])
+def test_five_answers_of_a_release_are_carried_into_todays_starters(tmp_path, update):
+    checkout, exercises = Checkout(tmp_path / "checkout"), read_engine()
+    today = {
+        p.relative_to(checkout.root).as_posix(): p.read_text() for p in checkout.root.glob("labs/[01]*/*.py")
+    }
+    files = merged_by_git(tmp_path / "merged", today) if "git" in update else release("solved")
+    for name, text in files.items():
+        (checkout.root / name).write_text(text)
+
+    said = checkout.lab("migrate")
+
+    assert said.returncode == 0 and "not carried" not in said.stdout, said.stdout
+    for number, name in SOLVED.items():
+        carried = code_of(checkout.file(number).read_text(), number, name)
+        answer = code_of(release("solved")[f"labs/{name}.py"], number, name)
+        assert bodies(carried) == bodies(answer), number
+        # Around it the file is today's: with our code in its regions it is the engine's module.
+        ours, _ = splice(checkout.file(number).read_text(), exercises[number].text, (), name)
+        assert without_todo(ours) == without_todo(exercises[number].text), number
+    assert strays(checkout.root) == []
+
+
+def without_todo(text):
+    tree = ast.parse(text)
+    tree.body = [line for line in tree.body if ast.unparse(line) != "from labs.kit.overlay import Todo"]
+    return ast.dump(tree)
+
+
+def test_tests_of_hunts_and_copies_of_notebooks_get_todays_imports(tmp_path):
+    checkout = Checkout(tmp_path)
+    hunt, notebook = checkout.root / HUNT, checkout.root / NOTEBOOK
+    hunt.write_text("from minivllm.labs import Todo\n\n\ndef test_mine(world):\n    assert world\n")
+    notebook.parent.mkdir(exist_ok=True)
+    cell = {"source": ["from minivllm.labs import ROOT\n", "from minivllm.core.prefix_cache import Hash\n"]}
+    notebook.write_text(json.dumps({"cells": [cell]}))
+
+    said = checkout.lab("migrate").stdout.splitlines()
+
+    assert hunt.read_text().startswith("from labs.kit.overlay import Todo\n")
+    assert "from labs.kit.regions import ROOT\\n" in notebook.read_text()
+    assert f"{HUNT}: what it imports from minivllm.labs is in labs.kit now" in said
+    [gone] = [line for line in said if "prefix_cache" in line]
+    assert gone.startswith(
+        f"{NOTEBOOK}: minivllm.core.prefix_cache, which it imports, is not there any more; "
+    )
+    assert "`lab notebook 6 --fresh`" in gone
