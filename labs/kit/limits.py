@@ -125,8 +125,7 @@ class Ends:
         interruptible   files; a test is ended while code of one of them runs, and pytest's own work never is
         fail            raises, with a sentence
         """
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (ALONE, ALONE))
+        begin_session()
 
         def end(number: int, frame: FrameType | None) -> None:
             if not _files_of(frame).isdisjoint(interruptible):
@@ -172,6 +171,12 @@ def _files_of(frame: FrameType | None) -> set[str]:
         files.add(frame.f_code.co_filename)
         frame = frame.f_back
     return files
+
+
+def begin_session() -> None:
+    """In a child: it and whatever it starts can be watched and ended together, and end should its parent be killed."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (ALONE, ALONE))
 
 
 def kill_session(leader: BaseProcess) -> None:

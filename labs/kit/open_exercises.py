@@ -21,12 +21,24 @@ from random import Random
 from typing import Any, NamedTuple
 
 from labs.kit.judges import Refused
+from labs.kit.limits import (
+    ASK,
+    LOOK,
+    MOST,
+    NO_END,
+    PATIENCE,
+    Watch,
+    begin_session,
+    kill_session,
+    limit_memory,
+    limit_of,
+    room_to_report,
+)
 from labs.kit.open_rules import broken_rules
 from labs.kit.overlay import read
 from labs.kit.regions import PHASES, ROOT, LabError
 from labs.kit.sync import OPEN, OURS, sha256
 
-LIMIT = 60  # seconds that a judge may compute with one answer
 ROUNDS = 2  # inputs that an answer is judged on; its worst count is what counts
 
 
@@ -107,37 +119,60 @@ def judge(exercise: OpenExercise, text: str, path: Path, seed: int) -> Verdict:
     """The worst count of an answer over `ROUNDS` inputs made from a seed, each in a process of its own."""
     if broken := broken_rules(text):
         return Verdict(None, broken[0])
-    rounds = [_judge_apart(exercise, text, path, seed + n) for n in range(ROUNDS)]
-    refused = [verdict for verdict in rounds if verdict.count is None]
-    return refused[0] if refused else max(rounds)
+    worst = Verdict(0.0)
+    for n in range(ROUNDS):
+        verdict = _judge_apart(exercise, text, path, seed + n)
+        if verdict.count is None:
+            return verdict
+        worst = max(worst, verdict)
+    return worst
 
 
-def _judge_apart(exercise: OpenExercise, text: str, path: Path, seed: int) -> Verdict:
-    """In a fork: what an answer does to its process stays there, and one that does not end is ended."""
+def _judge_apart(
+    exercise: OpenExercise, text: str, path: Path, seed: int, limit: float | None = None
+) -> Verdict:
+    """In a fork: what an answer does to its process stays there, and one that does not end is ended.
+
+    limit   seconds that it may compute; None = by what our naive answer takes on the same input (`labs.kit.limits`)
+    """
     judging = exercise.judge.judge  # its imports are here before the fork, so that forks start at once
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(judging, text, path, seed, sender), daemon=True)
     child.start()
     sender.close()
+    watch = Watch(child.pid)
     try:
-        found = json.loads(receiver.recv_bytes()) if receiver.poll(LIMIT + 10) else [None, _late()]
+        while not receiver.poll(LOOK):
+            watch.look()
+            if limit is None and watch.is_late(ASK, PATIENCE):
+                limit = limit_of(_seconds_of_ours(exercise, seed))
+            seconds = MOST if limit is None else limit
+            if what := watch.is_late(seconds, PATIENCE):
+                return Verdict(None, f"{NO_END} {seconds:.0f} s of {what}")
+        return Verdict(*json.loads(receiver.recv_bytes()))
     except EOFError:
-        found = [None, "its process ended before it was judged"]
-    child.kill()
-    child.join()
-    return Verdict(*found)
+        return Verdict(None, "its process ended before it was judged")
+    finally:
+        kill_session(child)
+        child.join()
 
 
-def _late() -> str:
-    return f"no end after {LIMIT} s"
+def _seconds_of_ours(exercise: OpenExercise, seed: int) -> float:
+    """For which our naive answer computes."""
+    path = exercise.ours("naive")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _judge_apart(exercise, read(path), path, seed, limit=MOST)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _child(judging: Callable[..., float], text: str, path: Path, seed: int, sender: Connection) -> None:
+    begin_session()
     silence = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silence, descriptor)
-    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
+    limit_memory()
     try:
         found = [float(judging(lambda: load(text, path), Random(seed))), ""]
     except Refused as error:
@@ -148,7 +183,8 @@ def _child(judging: Callable[..., float], text: str, path: Path, seed: int, send
         ]
         line = f" (line {where[-1]})" if where else ""
         found = [None, f"{type(error).__name__}: {error}"[:400] + line]
-    sender.send_bytes(json.dumps(found).encode())
+    with room_to_report():
+        sender.send_bytes(json.dumps(found).encode())
 
 
 def load(text: str, path: Path) -> types.ModuleType:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkout import Checkout
 
+from labs.kit import limits
 from labs.kit import open_exercises as kit
 from labs.kit.judges import eviction, keeping, routing
 from labs.kit.open_rules import broken_rules
@@ -396,13 +397,25 @@ def test_an_answer_that_raises_is_refused_with_its_line():
     assert judged("eviction", text).why == "KeyError: 16 (line 3)"
 
 
-def test_an_answer_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(kit, "LIMIT", 1)
+@pytest.mark.parametrize("body", ["while True:\n    pass\n", "import itertools\nsum(itertools.repeat(0))\n"])
+def test_an_answer_that_does_not_end_is_ended_when_it_takes_many_times_as_long_as_ours(monkeypatch, body):
+    monkeypatch.setattr(kit, "ASK", 0.5)
+    monkeypatch.setattr(limits, "LEAST", 1.0)
 
-    verdict = judged("turns", "while True:\n    pass\n")
+    assert judged("turns", body) == (None, "no end after 1 s of computing")
 
-    assert verdict.count is None
-    assert verdict.why in ("no end after 1 s", "its process ended before it was judged")
+
+def test_an_answer_that_is_slow_is_judged(monkeypatch):
+    """It computes for longer than it is allowed until it is known how long ours does."""
+    monkeypatch.setattr(kit, "ASK", 0.2)
+    monkeypatch.setattr(kit, "_seconds_of_ours", lambda exercise, seed: 1.0)
+    slow = "for n in range(20_000_000):\n    pass\n\n"
+
+    assert judged("eviction", slow + naive_of("eviction")) == judged("eviction", naive_of("eviction"))
+
+
+def test_an_answer_that_takes_all_memory_is_refused():
+    assert judged("turns", "held = bytearray(5 << 30)\n").why.startswith("MemoryError")
 
 
 def test_a_phase_without_one_is_named():
