@@ -16,7 +16,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -27,8 +26,9 @@ import torch
 from benchmarks.adapters import write_adapters
 from benchmarks.arguments import SHAPES, each_once, one_of, run_as_command, whole
 from benchmarks.report import Report, default_path
-from minivllm.ahead.run_ahead import RunAhead
+from minivllm.ahead.lookahead import LookaheadCore
 from minivllm.assembly import LLMEngine, paged_attention
+from minivllm.config import EngineConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.gpu.cuda_graphs import DecodeOutput, DecodeStep
 from minivllm.gpu.step_graphs import StepGraphs
@@ -87,10 +87,19 @@ def engine_beside_nothing(model: str, rows: int, adapters: int) -> LLMEngine:
     runner.graphs = graphs = StepGraphs(runner, wrapper=captured)
     graphs.capture_mixed()
     graphs.capture_decodes()
-    engine._ahead = RunAhead(engine)
-    engine._around_step = nullcontext  # a GPU's host does not choose among numbers of threads
     avoid_pauses()
-    return engine
+    return AheadEngine(engine)
+
+
+class AheadEngine(LLMEngine):
+    """An engine of another one's parts, whose core looks ahead."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._parts = engine
+        super().__init__(engine.config)
+
+    def make_core(self, config: EngineConfig, *others: Any) -> LookaheadCore:
+        return LookaheadCore(config, self._parts.executor, self._parts.scheduler, self._parts.adapters)
 
 
 class Traffic:

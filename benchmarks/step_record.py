@@ -52,9 +52,8 @@ class StepRecord:
         step = run_step(self.engine)
         if self._launched is None and not step.emitted:
             return False
-        ahead = self.engine._ahead
         self.steps.append(step)
-        self.ahead.append(ahead is not None and ahead.step is not None)
+        self.ahead.append(getattr(self.engine.core, "unread", None) is not None)
         self.rows.append(self._row())
         self._counts.clear()
         return True

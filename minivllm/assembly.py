@@ -14,35 +14,52 @@ from minivllm.config import PAGED_BACKENDS, EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine
-from minivllm.engine.parts import (
-    EngineParts,
-    make_registry,
-    prepare,
-    scheduler_arguments,
-    scheduler_options,
-)
+from minivllm.engine.core import EngineCore
+from minivllm.engine.parts import make_registry, prepare, scheduler_arguments, scheduler_options
 from minivllm.layers.ranks import ONE_RANK, Ranks
+from minivllm.observe import reports
+from minivllm.observe.recorder import Recorder
 from minivllm.policies.install import evict_as_configured, scheduling_policy
 from minivllm.worker.executor import Executor
 from minivllm.worker.kv_memory import KVMemory
 from minivllm.worker.model_runner import BuildAttention, ModelRunner
 
 
-def make_parts(config: EngineConfig, tokenizer: Any, warm_up: bool) -> EngineParts:
-    """The parts that a configuration asks for. FileNotFoundError and ValueError say what cannot be served."""
+def make_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]) -> EngineCore:
+    """The core that a configuration asks for. FileNotFoundError and ValueError say what cannot be served."""
     executor = make_executor(config)
     prepare(executor, tokenizer, warm_up)
     scheduler = make_scheduler(config, executor.runner)
     adapters = make_registry(scheduler, executor.runner, tokenizer)
     if adapters is not None:
         evict_as_configured(config.lora_config, adapters.manager)
-    return EngineParts(executor, scheduler, adapters)
+    core_class = EngineCore
+    if config.scheduler_config.async_scheduling and executor.runner.graphs.hold_most_steps:
+        from minivllm.ahead.lookahead import LookaheadCore as core_class
+    return core_class(config, executor, scheduler, adapters, tokenizer, clock)
 
 
 class LLMEngine(llm_engine.LLMEngine):
-    """The core's engine, made of whatever its configuration asks for. vLLM: `LLMEngine`."""
+    """The core's engine, made of whatever its configuration asks for; it tells what it did. vLLM: `LLMEngine`.
 
-    make_parts = staticmethod(make_parts)
+    trace   what every step did; without the `listeners` nothing is recorded
+    """
+
+    make_core = staticmethod(make_core)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        recorder = Recorder(self.core)
+        self.trace = recorder.trace
+        self.listeners.append(recorder)
+
+    def get_metrics(self) -> dict[str, object]:
+        """All counters as plain values."""
+        return reports.get_metrics(self.core)
+
+    def debug_info(self) -> dict[str, object]:
+        """Everything worth knowing when something looks wrong: counters, slots, memory, adapters, queues."""
+        return reports.debug_info(self.core)
 
 
 class LLM(llm.LLM):

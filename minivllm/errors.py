@@ -30,6 +30,15 @@ class EngineDeadError(RuntimeError):
     """The engine has ended, and with it every request. vLLM: the same name, in vllm/v1/engine/exceptions.py."""
 
 
+def died_of(error: BaseException) -> EngineDeadError:
+    """What everybody is told who waits for an engine that this error ended."""
+    if isinstance(error, EngineDeadError):
+        return error
+    dead = EngineDeadError(f"the engine has ended: {message_of(error)}; start another one")
+    dead.__cause__ = error
+    return dead
+
+
 class Refusal(ValueError):
     """Raised on purpose, before anything has changed: a ValueError of a narrower kind, for who tells kinds apart."""
 

@@ -229,6 +229,7 @@ SURFACE = {
             "generate": "prompts, sampling_params=None, *, use_tqdm=True, lora_request=None",
             "chat": "messages, ...",
         },
+        "LLMEngine": {"debug_info": ""},
         "SamplingParams": {"": "*, temperature=..., max_tokens=..."},
         "RequestOutput": attributes("request_id outputs"),
         "CompletionOutput": attributes("text token_ids finish_reason"),
@@ -244,7 +245,6 @@ SURFACE = {
             "remove_lora": "lora_id",
             "pin_lora": "lora_id",
             "list_loras": "",
-            "debug_info": "",
         }
     },
     "models.interfaces": {"SupportsLoRA": attributes("packed_modules_mapping embedding_modules")},

@@ -63,7 +63,7 @@ AROUND = (
     ("gpu/", "Triton, slot writer"),
     ("vllm/", "vLLM's further names"),
     ("lora/stats.py", "counts, bytes, log"),
-    ("guards/, text/", "threads, Ctrl-C; words"),
+    ("ahead/, text/", "lookahead; words"),
 )
 
 

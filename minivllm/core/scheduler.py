@@ -80,7 +80,7 @@ class Scheduler:
             self._num_arrived += 1
         self.requests[request.request_id] = request
         self.count_in_flight(request, 1)
-        if self._is_prompt_pending(request.follows):
+        if request.follows is not None and self._is_prompt_pending(request.follows):
             self.followers.setdefault(request.follows.request_id, []).append(request)
         else:
             self.waiting.add(request)

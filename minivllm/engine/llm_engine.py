@@ -1,34 +1,76 @@
 """Requests in, tokens out, one step at a time. Stands for vllm/v1/engine/llm_engine.py (v0.22.1)."""
 
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from minivllm.config import EngineConfig
 from minivllm.core.request import Request
 from minivllm.engine.adapter import BASE
-from minivllm.engine.input_processor import Prompt
-from minivllm.engine.metrics import EngineReports
+from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.parts import MakeCore, plain_core
 from minivllm.engine_args import EngineArgs
-from minivllm.errors import lora_is_off
-from minivllm.guards.adapter_calls import AdapterCalls
-from minivllm.guards.turns import in_turn
+from minivllm.errors import (
+    EngineDeadError,
+    RuntimeRefusal,
+    in_one_sentence,
+    is_recoverable,
+    lora_is_off,
+    message_of,
+    require_kind,
+)
 from minivllm.lora.request import LoRARequest
-from minivllm.observe.recorder import Recorder
+from minivllm.lora.seams import name_finders
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import load_tokenizer
+from minivllm.worker.model_runner import ModelRunner
+
+ANOTHER_THREAD = (
+    "another thread is in a call of this engine, which serves one thread at a time; "
+    "call an LLM or an AsyncLLM from several, or hand one thread the others' requests through a queue.Queue"
+)
+IN_THE_MIDDLE = (
+    "this {} was called in the middle of another call, by a signal handler, say; "
+    "have the handler set a flag, and call it when the other call has returned"
+)
 
 
-class LLMEngine(AdapterCalls, EngineReports):
+class LLMEngine:
     """An engine that its caller steps, while requests and adapters come and go. vLLM: `LLMEngine`.
 
-    One thread at a time may call it; another gets a RuntimeError.
+    One thread at a time may call it; another gets a RuntimeError. A call that was broken off in the middle of a change,
+    by Ctrl-C, say, has ended the engine: each later one raises an EngineDeadError.
 
-    trace   what every step did; without the `listeners` nothing is recorded
+    make_core   puts together what it is made of
+    core        that; its parts are attributes of the engine, too
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        recorder = Recorder(self)
-        self.trace = recorder.trace
-        self.listeners.append(recorder)
+    make_core: MakeCore = staticmethod(plain_core)
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Any = None,
+        warm_up: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.tokenizer, self.clock = config, tokenizer, clock
+        self.core = self.make_core(config, tokenizer, warm_up, clock)
+        self.executor, self.runner = self.core.executor, self.core.runner
+        self.scheduler, self.adapters = self.core.scheduler, self.core.adapters
+        self.input_processor = InputProcessor(config.model_config, tokenizer)
+        self.output_processor = self.core.output_processor
+        self.metrics, self.listeners = self.core.metrics, self.core.listeners
+        self._lock = threading.Lock()
+        self._caller: int | None = None  # the thread that is in a call
+        self._changes = False  # whether that call has begun a change that nobody takes back
+        self._ended = ""  # why the engine is of no use any more
+        if self.adapters is not None:
+            self.runner.serve_for(self)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
@@ -36,9 +78,14 @@ class LLMEngine(AdapterCalls, EngineReports):
         config = args.create_engine_config()
         return cls(config, load_tokenizer(config.model_config), args.warm_up)
 
+    @property
+    def model_runner(self) -> ModelRunner:
+        """Another name of `runner`, which documents about vLLM use."""
+        return self.runner
+
     # ---- requests -------------------------------------------------------------------------------------------
 
-    @in_turn()
+    @in_one_sentence
     def add_request(
         self,
         request_id: str,
@@ -53,42 +100,136 @@ class LLMEngine(AdapterCalls, EngineReports):
         lora_request   an adapter, or the name of one that the engine knows or a resolver finds; None is the base
 
         ValueError: what can never be served. FileNotFoundError: an adapter that is not there. TypeError: an argument of
-        another kind. EngineDeadError: a rank of the engine has ended. The engine is then as it was.
+        another kind. EngineDeadError: the engine, or a rank of it, has ended. The engine is then as it was.
         """
-        self.executor.check()
-        self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
-        if lora_request is not None and self.adapters is None:
-            raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
-        if isinstance(lora_request, str):
-            lora_request = self._named(lora_request)
-        traits = BASE if lora_request is None else self.adapters.examine(lora_request)
-        text, token_ids, own_params = self.input_processor.process(request_id, prompt, params, traits)
-        request = Request(
-            request_id,
-            token_ids,
-            own_params,
-            lora_request,
-            arrival_time=self.clock() if arrival_time is None else float(arrival_time),
-            eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
-        )
-        if params.n > 1 or self.parallel.parents or self._undelivered:
-            self.parallel.claim(request_id, params.n, self._undelivered)
-        if self._ahead is not None:
-            self._ahead.check_id(request_id)
-        self.scheduler.check_request(request)
-        if lora_request is not None:
-            self.adapters.check_slots(lora_request)
-        parent = self.parallel.new_parent(request) if params.n > 1 else None
-        requests = [request] if parent is None else parent.children
-        states = [self.output_processor.new_state(own, text, traits.tokenizer) for own in requests]
-        # Whatever may be refused has been. From here on the engine changes.
-        if lora_request is not None:
-            known, generation = self.adapters.register(lora_request, f"request '{request_id}'", traits)
-            for own in requests:
-                own.lora_request, own.adapter_generation = known, generation
-        if parent is not None:
-            self.parallel.add(parent)
-        for own in requests:
-            self.scheduler.add_request(own)
-        self.output_processor.add_states(states)
+        with self._one_call():
+            self.executor.check()
+            self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
+            if lora_request is not None and self.adapters is None:
+                raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
+            if isinstance(lora_request, str):
+                lora_request = self._named(lora_request)
+            traits = BASE if lora_request is None else self.adapters.examine(lora_request)
+            text, token_ids, own_params = self.input_processor.process(request_id, prompt, params, traits)
+            request = Request(
+                request_id,
+                token_ids,
+                own_params,
+                lora_request,
+                arrival_time=self.clock() if arrival_time is None else float(arrival_time),
+                eos_token_ids=frozenset(self.config.model_config.architecture.eos_token_ids),
+            )
+            new = self.core.check_request(request, text, traits)
+            self._changes = True  # whatever may be refused has been
+            self.core.add_request(new)
         return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run, sample; what is new of every request that got a token or ended. vLLM: the same name.
+
+        What one request or its adapter raises ends that request, with finish_reason "error". What the pass of a whole
+        step raises ends the requests of that step.
+        """
+        with self._one_call(changes=True):
+            return self.core.step()
+
+    @in_one_sentence
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests without an output; unknown and finished ids are passed over."""
+        ids = dict.fromkeys([request_ids] if isinstance(request_ids, str) else request_ids)
+        with self._one_call(changes=True):
+            self.core.abort_requests(ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do, or to tell."""
+        return self.core.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.output_processor.states)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether an id is in use: its request has not had its last output."""
+        return self.core.knows(request_id)
+
+    # ---- adapters: RuntimeError for an engine without LoRA -----------------------------------------------------
+
+    @in_one_sentence
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter ahead of its first request. TypeError for what is no LoRARequest. vLLM: `add_lora`."""
+        require_kind(LoRARequest, lora_request=lora_request)
+        with self._one_call(), self.runner.cpu_threads.in_use():
+            return self._registry().add_lora(lora_request)
+
+    @in_one_sentence
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
+        with self._one_call(), self.runner.cpu_threads.in_use():
+            return self._registry().remove_lora(lora_id)
+
+    @in_one_sentence
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in its slot. vLLM: `pin_lora`."""
+        with self._one_call(), self.runner.cpu_threads.in_use():
+            self._registry()
+            return self.core.pin_lora(lora_id)
+
+    @in_one_sentence
+    def unpin_lora(self, lora_id: int) -> bool:
+        """Let a pinned adapter be evicted again."""
+        with self._one_call():
+            return self._registry().unpin_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters in memory. vLLM: `list_loras`."""
+        return self.runner.list_loras()
+
+    def has_lora(self, lora_id: int) -> bool:
+        """Whether requests may name this adapter: it is registered, in memory or not."""
+        return lora_id in self._registry().adapters
+
+    @in_one_sentence
+    def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
+        """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
+        if lora_request is None or self.adapters is None:
+            return self.tokenizer
+        with self._one_call():  # an adapter's own is read, and kept
+            if isinstance(lora_request, str):
+                lora_request = self._named(lora_request)
+            return self.input_processor.tokenizer_of(self.adapters.examine(lora_request))
+
+    def _registry(self) -> AdapterRegistry:
+        if self.adapters is None:
+            raise RuntimeRefusal("LoRA is not enabled. Use enable_lora=True to enable LoRA.")
+        return self.adapters
+
+    def _named(self, name: str) -> LoRARequest:
+        """The adapter that has this name, or that a resolver finds under it."""
+        if known := self.adapters.named(name):
+            return known
+        [find] = name_finders
+        return find(name, self.config.model_config.model, self.adapters.by_name)
+
+    # ---- one call at a time -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _one_call(self, changes: bool = False) -> Iterator[None]:
+        """Around a call. RuntimeError while another is under way, EngineDeadError once one was broken off.
+
+        changes   from its first line on whatever is raised may leave the state half old and half new
+        """
+        if not self._lock.acquire(blocking=False):
+            is_mine = self._caller == threading.get_ident()
+            raise RuntimeError(IN_THE_MIDDLE.format("engine") if is_mine else ANOTHER_THREAD)
+        self._caller, self._changes = threading.get_ident(), changes
+        try:
+            if self._ended:
+                raise EngineDeadError(self._ended)
+            yield
+        except BaseException as error:
+            if not self._ended and (self._changes or not is_recoverable(error)):
+                why = f"a call of this engine was broken off ({message_of(error)}); make a new engine"
+                self._ended = str(error) if isinstance(error, EngineDeadError) else why
+            raise
+        finally:
+            self._caller = None
+            self._lock.release()

@@ -1,7 +1,7 @@
 """From tokens to what a caller sees. Stands for vllm/v1/engine/output_processor.py (v0.22.1)."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,14 +45,10 @@ class OutputProcessor:
         self.states: dict[str, RequestState] = {}
 
     def new_state(self, request: Request, prompt: str | None, tokenizer: Any = None) -> RequestState:
-        """What is kept of a request, for `add_states`.   tokenizer: its adapter's own; None = the model's"""
+        """What is kept of a request in `states`.   tokenizer: its adapter's own; None = the model's"""
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         answer = None if tokenizer is None else Answer(request, tokenizer)
         return RequestState(request, prompt, answer, RequestMetrics(request.arrival_time))
-
-    def add_states(self, states: Iterable[RequestState]) -> None:
-        """Begin to keep them, all or none: an interrupt may come between any two lines."""
-        self.states.update({state.request.request_id: state for state in states})
 
     def mark_scheduled(self, request_id: str) -> None:
         """The request is admitted, for the first time or after a preemption."""

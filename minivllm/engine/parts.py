@@ -1,43 +1,30 @@
 """What an engine is made of. Stands for `EngineCore.__init__` of vllm/v1/engine/core.py (v0.22.1)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
+from minivllm.engine.core import EngineCore
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.executor import Executor
 from minivllm.worker.model_runner import ModelRunner
 
-
-@dataclass(frozen=True)
-class EngineParts:
-    """The parts of an engine that differ from one configuration to another.
-
-    executor    runs steps
-    scheduler   decides them
-    adapters    the records of adapters; None for an engine without LoRA
-    """
-
-    executor: Executor
-    scheduler: Scheduler
-    adapters: AdapterRegistry | None
+# (configuration, tokenizer or None, whether to warm up, clock) -> what an engine is made of.
+MakeCore = Callable[[EngineConfig, Any, bool, Callable[[], float]], EngineCore]
 
 
-# (configuration, tokenizer or None, whether to warm up) -> the parts.
-MakeParts = Callable[[EngineConfig, Any, bool], EngineParts]
-
-
-def plain_parts(config: EngineConfig, tokenizer: Any, warm_up: bool) -> EngineParts:
-    """The core's own: one runner in this process, no extension. `minivllm.assembly` has the others."""
+def plain_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]) -> EngineCore:
+    """The core's own parts: one runner in this process, no extension. `minivllm.assembly` has the others."""
     executor = Executor(ModelRunner(config))
     prepare(executor, tokenizer, warm_up)
     scheduler = Scheduler(
         *scheduler_arguments(config, executor.runner), **scheduler_options(config, executor.runner)
     )
-    return EngineParts(executor, scheduler, make_registry(scheduler, executor.runner, tokenizer))
+    adapters = make_registry(scheduler, executor.runner, tokenizer)
+    return EngineCore(config, executor, scheduler, adapters, tokenizer, clock)
 
 
 def prepare(executor: Executor, tokenizer: Any, warm_up: bool) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
-from minivllm.guards.turns import no_interrupts
 from minivllm.lora.loading import AdapterSource
 from minivllm.parallel.other_ranks import OtherRanks, wait_for_ends
 from minivllm.parallel.ranks import MakeRunner, config_of, join_ranks, leave_ranks, make_rank_runner
@@ -64,8 +63,7 @@ class LeadingExecutor(Executor):
         self.others.check()
         self.share_tokens()  # of a step that broke off before its tokens were left
         self._unsent = output
-        # A Ctrl-C in the middle would leave the others waiting for the rest.
-        with no_interrupts(), self.others.in_step(lambda: self._unsent is None):
+        with self.others.in_step(lambda: self._unsent is None):
             return super().launch_model(output)
 
     def _send(self) -> None:
@@ -90,7 +88,7 @@ class LeadingExecutor(Executor):
     def share_tokens(self) -> None:
         """Do what the others wait for, once."""
         if self._unshared:
-            with no_interrupts(), self.others.in_step(lambda: True):
+            with self.others.in_step(lambda: True):
                 rows, self._unshared = self._unshared, 0
                 self.runner.tp.broadcast(self.runner.graphs.output.tokens[:rows])
 

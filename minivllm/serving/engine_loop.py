@@ -1,7 +1,6 @@
 """Steps of an engine, and calls of others between them. Stands for `EngineCoreProc.run_busy_loop` of
 vllm/v1/engine/core.py (v0.22.1)."""
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -11,18 +10,13 @@ from typing import Any, Protocol, TypeVar
 from minivllm.core.output import SchedulerOutput
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import recoverable
 from minivllm.lora.events import LoRAEvent
 from minivllm.observe.trace import StepRecord
 from minivllm.serving.hand_over import HandOver
 from minivllm.serving.streams import aborted, wake
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
-# So many steps in a row that raise are given up. One is taken again, and then ends the requests that made it raise.
-MOST_FAILED_STEPS = 3
 # An idle engine waits for whoever comes right behind the first request: so long for the next one, and for all.
 SECONDS_TO_NEXT, SECONDS_FOR_ALL = 0.001, 0.01
 
@@ -48,7 +42,6 @@ class EngineLoop:
         self.hand_over: HandOver[LLMEngine] = HandOver()
         self.sinks: dict[str, Sink] = {}
         self.is_held_up: Callable[[], bool] = lambda: False
-        self._failed_steps = 0  # in a row
         self._did_nothing = False  # the last step
         self._due: list[Sink] = []  # have outputs, and are not woken yet
         self._lost: list[Sink] = []  # could not be woken: their event loop is closed
@@ -101,7 +94,7 @@ class EngineLoop:
 
         wait   for a call, if there is nothing to do
 
-        Raises what is no fault, and what raises again and again.
+        Raises what ends the engine.
         """
         nothing_to_do = not self.sinks or (self._did_nothing and self.is_held_up())
         if nothing_to_do or self.hand_over.waits:
@@ -155,17 +148,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         steps = self.engine.metrics.steps
-        try:
-            outputs = self.engine.step(of=self.sinks)
-            self._failed_steps = 0
-        except BaseException as error:
-            recoverable(error)
-            self._wake()
-            self._failed_steps += 1
-            if self._failed_steps == MOST_FAILED_STEPS:
-                raise
-            logger.warning("a step raised an error, and is taken again", exc_info=error)
-            return
+        outputs = self.engine.step()
         self._wake()  # it may have launched nothing
         self._did_nothing = not outputs and steps == self.engine.metrics.steps
         self._deliver(outputs)
@@ -175,8 +158,10 @@ class EngineLoop:
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Hand outputs to their sinks. Whoever has to be woken is woken beside the next step, if one will come."""
         for output in outputs:
-            sink = self.sinks.pop(output.request_id) if output.finished else self.sinks[output.request_id]
-            if sink.put(output):
+            sink = self.sinks.get(output.request_id)
+            if output.finished:
+                self.sinks.pop(output.request_id, None)
+            if sink is not None and sink.put(output):
                 self._due.append(sink)
         if not (self._on_gpu and self.sinks):
             self._wake()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.metrics import SchedulerStats, scheduler_stats, state_of
 from minivllm.observe.recorder import room
+from minivllm.observe.reports import SchedulerStats, scheduler_stats, state_of
 from minivllm.observe.trace import StepRecord
 
 

@@ -19,4 +19,4 @@ def test_every_step_that_is_measured_decodes_with_every_row_and_is_a_step_ahead(
     rows = [sorted(row.kind for row in record.rows) for record in engine.trace.records[-3:]]
     assert rows == [["decode"] * 6 if case == "decode" else ["decode"] * 5 + ["prefill"]] * 3
     assert {row.adapter for row in engine.trace.records[-1].rows} == {"adapter-1", "adapter-2"}
-    assert engine._ahead.step is not None
+    assert engine.core.unread is not None

@@ -28,7 +28,7 @@ def ranks(world, monkeypatch):
     engine = world.engine(**OPTIONS, tensor_parallel_size=2, threads=1, warm_up=True)
     pids = rank_pids(engine)[1:]
     engine.told, engine.left = [], 0
-    tokens = engine._ahead.tokens
+    tokens = engine.core.tokens
     tell, leave = engine.executor.others.tell, tokens.leave
 
     def watched(name, *args):
@@ -82,7 +82,7 @@ def test_what_was_announced_is_shared_also_if_the_step_breaks_off_before_it_is_d
     """The others wait for it: whatever came next would be taken for it."""
     drawn = {"a": WISHES["drawn"], "b": WISHES["filtered"]}
     expected = ask(world.engine(**OPTIONS), world, drawn)
-    tokens = ranks._ahead.tokens
+    tokens = ranks.core.tokens
     leave, calls = tokens.leave, []
 
     def broken(step):

@@ -212,16 +212,9 @@ class Faults:
     fired   all errors that were thrown
     """
 
-    IN_STEPS = (
-        "schedule",
-        "allocate_slots",
-        "compute_logits",
-        "sample_tokens",
-        "update_from_output",
-        "process",
-    )
+    IN_PASSES = ("compute_logits", "sample_tokens")
     WITH_ADAPTERS = ("from_local_checkpoint", "write")
-    POINTS = (*IN_STEPS, *WITH_ADAPTERS)
+    POINTS = (*IN_PASSES, *WITH_ADAPTERS)
 
     def __init__(self, engine: LLMEngine, patches: ExitStack) -> None:
         self.calls = 0
@@ -229,11 +222,7 @@ class Faults:
         self.is_in_a_call = False
         self.point, self.error = "", RuntimeError
         self.skip = self.left = 0
-        scheduler, runner = engine.scheduler, engine.runner
-        owners = (
-            *(scheduler, scheduler.kv_cache, runner.model, runner, scheduler, engine.output_processor),
-            *(LoRAModel, engine.adapters.manager.wrapped),
-        )
+        owners = (engine.runner.model, engine.runner, LoRAModel, engine.adapters.manager.wrapped)
         for owner, name in zip(owners, self.POINTS, strict=True):
             patches.enter_context(mock.patch.object(owner, name, self._watched(name, getattr(owner, name))))
 

@@ -15,7 +15,7 @@ from tiny_adapters import ADAPTERS, save_adapter
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM, LoRARequest
-from minivllm.engine.metrics import AdapterState, state_of
+from minivllm.observe.reports import AdapterState, state_of
 from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -507,17 +507,9 @@ async def anext_until_the_end(answers):
 
 @in_a_thread
 class TestAStepThatRaises:
-    def test_is_taken_again_and_nobody_hears_of_it(self, world, serve, monkeypatch):
+    def test_in_its_pass_ends_its_requests_and_serves_the_next(self, world, serve, monkeypatch):
         llm = serve()
         raise_times(monkeypatch, llm._client.engine.runner, "launch_model", 1)
-
-        outputs = asyncio.run(collect(llm, "a", greedy(8)))
-
-        assert deltas(outputs) == world.oracle().greedy(None, PROMPT, 8)
-
-    def test_again_ends_its_requests_and_serves_the_next(self, world, serve, monkeypatch):
-        llm = serve()
-        raise_times(monkeypatch, llm._client.engine.runner, "launch_model", 2)
 
         async def main():
             return await collect(llm, "a", greedy(8)), await collect(llm, "b", greedy(8))
@@ -526,9 +518,9 @@ class TestAStepThatRaises:
         assert failed[-1].outputs[0].finish_reason == "error" and "ZeroDivisionError" in failed[-1].error
         assert deltas(served) == world.oracle().greedy(None, PROMPT, 8)
 
-    def test_whatever_is_done_ends_the_engine(self, world, serve, monkeypatch):
+    def test_anywhere_else_ends_the_engine(self, world, serve, monkeypatch):
         llm = serve()
-        raise_times(monkeypatch, llm._client.engine, "step", 10)
+        raise_times(monkeypatch, llm._client.engine, "step", 1)
 
         with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
             asyncio.run(collect(llm, "a", greedy(8)))

@@ -187,10 +187,9 @@ class TestWhoDecides:
         engine.add_request("r", {"prompt_token_ids": token_ids(5, seed=1)}, greedy(3))
         engine.runner.model.compute_logits = lambda *args: 1 / 0
 
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
+        [output] = engine.step()
 
-        assert torch.get_num_threads() == 4
+        assert "ZeroDivisionError" in output.error and torch.get_num_threads() == 4
 
     def test_on_any_number_the_tokens_are_the_same(self, world, four_threads):
         answers = []

@@ -1,8 +1,10 @@
 """What a user can get wrong through the engine: it is refused before anything changes, or fails alone."""
 
 import json
+import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -491,13 +493,16 @@ class TestGenerate:
     def test_no_prompts_give_no_answers(self, llm):
         assert llm.generate([], use_tqdm=False) == []
 
-    def test_a_step_that_is_interrupted_leaves_no_request_behind(self, world, llm, monkeypatch):
-        def interrupt(**options):
-            raise KeyboardInterrupt
+    def test_that_is_interrupted_leaves_no_request_behind(self, world, llm, monkeypatch):
+        launch = llm.llm_engine.runner.launch_model
+
+        def interrupted(scheduled):
+            os.kill(os.getpid(), signal.SIGINT)
+            return launch(scheduled)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(llm.llm_engine, "step", interrupt)
-            llm.generate(["a", "b"], greedy(), use_tqdm=False)
+            patch.setattr(llm.llm_engine.runner, "launch_model", interrupted)
+            llm.generate(["a", "b"], greedy(30), use_tqdm=False)
 
         assert not llm.llm_engine.has_unfinished_requests()
         [answer] = llm.generate([PROMPT_DICT], greedy(4), use_tqdm=False)

@@ -169,7 +169,8 @@ class TestStopStrings:
         tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
         processor = OutputProcessor(tokenizer)
         request = Request("a", [1], greedy(9, stop="\N{REPLACEMENT CHARACTER}"))
-        processor.add_states([processor.new_state(request, None)])
+        state = processor.new_state(request, None)
+        processor.states[state.request.request_id] = state
         request.append_output_token(0)
         assert not processor.process(request).finished
 

@@ -1,7 +1,8 @@
 """n > 1: several answers to one prompt are those that n requests with these seeds get, in one output."""
 
+import os
 import shutil
-from contextlib import suppress
+import signal
 
 import pytest
 from running_ahead import run_ahead
@@ -10,12 +11,6 @@ from tiny_engine import character_tokenizer, greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import LoRARequest, SamplingParams
-from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter_registry import AdapterRegistry
-from minivllm.engine.core import EngineCore
-from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.parallel_sampling import ParallelSampling
-from minivllm.guards.turns import Turns
 
 LONG = token_ids(21, 3)  # five blocks and a token
 SHORT = [5, 6, 7]
@@ -407,7 +402,7 @@ class TestAnError:
             engine.add_request("a", LONG, drawn(n=3))
 
         assert_nothing_is_left(engine)
-        assert not engine.parallel.parents
+        assert not engine.core.parallel.parents
 
     def test_an_unload_waits_for_answers_that_have_not_begun(self, world):
         engine = world.engine()
@@ -420,137 +415,27 @@ class TestAnError:
         assert 1 not in engine.list_loras()
 
 
-class TestACtrlC:
-    """It may come between any two lines; every call after it goes on from there."""
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_ctrl_c_in_generate_leaves_nothing(world, monkeypatch, at):
+    llm = world.llm(skip_tokenizer_init=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in (SHORT, LONG)]
+    launch, steps = llm.llm_engine.runner.launch_model, []
 
-    def interrupt(self, monkeypatch, owner, name, at, after=False):
-        """The call number `at` of a method is interrupted, before or after it has done its work."""
-        method, calls = getattr(owner, name), []
+    def launched(scheduled):
+        steps.append(scheduled)
+        if len(steps) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return launch(scheduled)
 
-        def interrupted(*args, **kwargs):
-            calls.append(name)
-            if len(calls) == at and not after:
-                raise KeyboardInterrupt
-            result = method(*args, **kwargs)
-            if len(calls) == at:
-                raise KeyboardInterrupt
-            return result
+    monkeypatch.setattr(llm.llm_engine.runner, "launch_model", launched)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, drawn(n=3, max_tokens=60), use_tqdm=False)
 
-        monkeypatch.setattr(owner, name, interrupted)
-        return calls
-
-    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-    @pytest.mark.parametrize("at", [1, 2, 3])
-    @pytest.mark.parametrize(
-        ("owner", "name"),
-        [
-            (Scheduler, "schedule"),
-            (Scheduler, "update_from_output"),
-            (Scheduler, "_queue_followers"),
-            (ParallelSampling, "merged"),
-            (EngineCore, "_finish"),
-            (EngineCore, "_settle_what_was_left"),
-        ],
-        ids=lambda x: getattr(x, "__name__", x),
-    )
-    def test_loses_no_answer_and_no_word(self, world, monkeypatch, owner, name, at, after):
-        expected = alone(world, LONG, [7, 8, 9])
-        engine, heard = world.engine(), [[], [], []]
-        engine.add_request("a", LONG, drawn(n=3))
-        calls = self.interrupt(monkeypatch, owner, name, at, after)
-        finished = []
-        for _ in range(40):
-            with suppress(KeyboardInterrupt):
-                for output in engine.step() if engine.has_unfinished_requests() else ():
-                    for i, completion in enumerate(output.outputs):
-                        heard[i] += completion.delta_token_ids
-                    finished += [output] if output.finished else []
-
-        assert len(calls) >= at
-        assert heard == expected
-        assert [answers_of(output) for output in finished] == [expected]
-        assert_nothing_is_left(engine)
-
-    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-    @pytest.mark.parametrize(
-        ("owner", "name", "at"),
-        [
-            (OutputProcessor, "new_state", 2),
-            (AdapterRegistry, "register", 1),
-            (ParallelSampling, "add", 1),
-            *((Scheduler, "add_request", at) for at in (1, 2, 3)),
-            (OutputProcessor, "add_states", 1),
-        ],
-        ids=lambda x: getattr(x, "__name__", x),
-    )
-    def test_while_they_are_added_adds_all_of_them_or_none(self, world, monkeypatch, owner, name, at, after):
-        engine = world.engine()
-        calls = self.interrupt(monkeypatch, owner, name, at, after)
-        with pytest.raises(KeyboardInterrupt):
-            engine.add_request("a", LONG, drawn(n=3), lora_request=world.request("qv"))
-        monkeypatch.undo()
-
-        outputs = run(engine)
-
-        is_in = name == "add_states" and after
-        assert len(calls) == at
-        assert outputs.keys() == ({"a"} if is_in else set())
-        engine.add_request("a", LONG, drawn(n=3), lora_request=world.request("qv"))
-        outputs |= run(engine)
-        assert answers_of(outputs["a"]) == alone(world, LONG, [7, 8, 9], "qv")
-        assert_nothing_is_left(engine)
-
-    def test_on_the_way_out_tells_with_the_next_what_it_had_to_tell(self, world, monkeypatch):
-        engine, merged = world.engine(), ParallelSampling.merged
-        engine.add_request("a", SHORT, drawn(n=2, max_tokens=1))
-
-        def interrupted(parallel, outputs):
-            merged(parallel, outputs)
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(ParallelSampling, "merged", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-        with pytest.raises(ValueError, match="in use"):
-            engine.add_request("a", SHORT, drawn(n=2))
-
-        assert answers_of(run(engine)["a"]) == alone(world, SHORT, [7, 8], max_tokens=1)
-
-    def test_makes_no_unload_come_before_answers_that_have_not_begun(self, world, monkeypatch):
-        engine = world.engine()
-        engine.add_request("a", LONG, drawn(n=3, max_tokens=1), lora_request=world.request("qv"))
-        engine.remove_lora(1)
-        self.interrupt(monkeypatch, Scheduler, "_queue_followers", at=1)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-        loads, prepare = [], engine.adapters.worker.prepare_adapters
-        monkeypatch.setattr(
-            engine.adapters.worker,
-            "prepare_adapters",
-            lambda r: loads.append(engine.list_loras()) or prepare(r),
-        )
-
-        output = run(engine)["a"]
-
-        assert answers_of(output) == alone(world, LONG, [7, 8, 9], "qv", max_tokens=1)
-        assert loads and all(1 in loaded for loaded in loads)
-        assert 1 not in engine.list_loras()
-
-    @pytest.mark.parametrize("at", range(1, 8))
-    def test_in_generate_leaves_nothing(self, world, monkeypatch, at):
-        llm = world.llm(skip_tokenizer_init=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in (SHORT, LONG)]
-        self.interrupt(monkeypatch, Turns, "take", at)
-        with suppress(KeyboardInterrupt):
-            llm.generate(prompts, drawn(n=3), use_tqdm=False)
-        monkeypatch.undo()
-
-        assert_nothing_is_left(llm.llm_engine)
-        outputs = llm.generate(prompts, drawn(n=3), use_tqdm=False)
-        assert [answers_of(output) for output in outputs] == [
-            alone(world, prompt, [7, 8, 9]) for prompt in (SHORT, LONG)
-        ]
+    assert_nothing_is_left(llm.llm_engine)
+    outputs = llm.generate(prompts, drawn(n=3), use_tqdm=False)
+    assert [answers_of(output) for output in outputs] == [
+        alone(world, prompt, [7, 8, 9]) for prompt in (SHORT, LONG)
+    ]
 
 
 def test_more_answers_than_one_of_the_likeliest_tokens_are_refused():

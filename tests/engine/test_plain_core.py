@@ -1,11 +1,13 @@
-"""An engine core without guards: what others may do to it is no part of a step."""
+"""An engine core by itself, of plain parts: calls of others are no part of a step."""
+
+import time
 
 import pytest
 from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 
 from minivllm import EngineArgs
 from minivllm.core.request import Request
-from minivllm.engine.core import EngineCore
+from minivllm.engine.parts import plain_core
 
 
 @pytest.fixture(scope="module")
@@ -13,22 +15,16 @@ def world(tmp_path_factory):
     return tiny_world(tmp_path_factory)
 
 
-def test_serves_base_and_adapters_in_one_batch_as_the_guarded_one_does(world):
-    core = EngineCore(EngineArgs(str(world.base), **OPTIONS).create_engine_config(), warm_up=False)
-    guarded = world.engine()
+def test_serves_base_and_adapters_in_one_batch_as_a_whole_engine_does(world):
+    config = EngineArgs(str(world.base), **OPTIONS).create_engine_config()
+    core, engine = plain_core(config, None, False, time.monotonic), world.engine()
     prompts = {None: [5, 6, 7, 8, 9], "all": [9, 8, 7], "mlp": [30, 31, 32, 33]}
     for name, prompt in prompts.items():
         lora_request = world.request(name)
-        guarded.add_request(str(name), prompt, greedy(6), lora_request=lora_request)
-        request = Request(str(name), prompt, greedy(6), lora_request)
-        if lora_request is not None:
-            request.lora_request, request.adapter_generation = core.adapters.register(
-                lora_request, "the test", core.adapters.examine(lora_request)
-            )
-        core.scheduler.add_request(request)
-        core.output_processor.add_states([core.output_processor.new_state(request, None)])
+        engine.add_request(str(name), prompt, greedy(6), lora_request=lora_request)
+        core.add_request(core.check_request(Request(str(name), prompt, greedy(6), lora_request)))
 
-    found, expected = answers(core), answers(guarded)
+    found, expected = answers(core), answers(engine)
 
     assert found == expected
     assert len(set(map(tuple, found.values()))) == 3, "the adapters make no difference"

@@ -1,7 +1,5 @@
 """Logprobs of prompts: those of transformers + PEFT, with adapters on any layer, however the prompt is computed."""
 
-from contextlib import suppress
-
 import pytest
 import torch
 from tiny_engine import character_tokenizer, greedy, run, tokens_of
@@ -153,26 +151,6 @@ def test_have_their_tokens_as_text(llama):
 
     assert next(iter(of_b.values())).decoded_token == "b"
     assert all(logprob.decoded_token is not None for logprob in of_b.values())
-
-
-def test_of_a_step_that_was_taken_again_are_all_there_once(llama):
-    engine, prompt = llama.engine(max_num_batched_tokens=8), token_ids(20, 7)
-    engine.add_request("a", prompt, greedy(3, prompt_logprobs=1), lora_request=llama.request("both"))
-    calls = []
-
-    def interrupt(scheduled):
-        calls.append(scheduled)
-        if len(calls) in (2, 4):
-            raise KeyboardInterrupt
-
-    engine.listeners.insert(0, interrupt)
-    outputs = {}
-    for _ in range(20):
-        with suppress(KeyboardInterrupt):
-            outputs |= {output.request_id: output for output in engine.step()}
-
-    assert len(calls) > 4
-    assert_logprobs(outputs["a"], llama, "both", wanted=1)
 
 
 def test_of_tokens_that_an_adapter_only_reads_are_impossible(tmp_path_factory):

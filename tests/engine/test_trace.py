@@ -10,9 +10,10 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from minivllm.engine.metrics import EngineMetrics, SchedulerStats
+from minivllm.engine.metrics import EngineMetrics
 from minivllm.lora.stats import LoRAStats
 from minivllm.observe.palette import adapter_colours
+from minivllm.observe.reports import SchedulerStats, snapshot
 from minivllm.observe.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
 from minivllm.observe.trace_plot import draw_trace
 
@@ -276,21 +277,21 @@ def test_a_snapshot_gathers_the_counters_of_engine_scheduler_and_adapters():
     metrics.observe_finished("stop")
     metrics.observe_finished("error")
 
-    snapshot = json.loads(json.dumps(metrics.snapshot(scheduler, LoRAStats(hits=3, misses=1))))
+    found = json.loads(json.dumps(snapshot(metrics, scheduler, LoRAStats(hits=3, misses=1))))
 
-    assert snapshot["steps"] == 2
-    assert snapshot["step_seconds"] == pytest.approx(0.75)
-    assert snapshot["forward_seconds"] == pytest.approx(0.6)
-    assert snapshot["tokens_per_second"] == pytest.approx(40)
-    assert snapshot["finished"] == {"stop": 2, "error": 1}
-    assert snapshot["scheduler"]["prefix_cache_hits"] == 16
-    assert snapshot["lora"]["hit_rate"] == 0.75
+    assert found["steps"] == 2
+    assert found["step_seconds"] == pytest.approx(0.75)
+    assert found["forward_seconds"] == pytest.approx(0.6)
+    assert found["tokens_per_second"] == pytest.approx(40)
+    assert found["finished"] == {"stop": 2, "error": 1}
+    assert found["scheduler"]["prefix_cache_hits"] == 16
+    assert found["lora"]["hit_rate"] == 0.75
 
 
 def test_an_engine_that_has_done_nothing_has_a_snapshot():
     idle = SchedulerStats(*[0] * 10)
 
-    snapshot = EngineMetrics().snapshot(idle)
+    found = snapshot(EngineMetrics(), idle)
 
-    assert snapshot["tokens_per_second"] == 0
-    assert snapshot["lora"] is None
+    assert found["tokens_per_second"] == 0
+    assert found["lora"] is None

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from gpu import DEVICE, needs_cuda
+from running_ahead import with_lookahead
 from test_mixed_graphs import graphed_engine
 from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
-from minivllm.ahead.run_ahead import RunAhead
+from minivllm.ahead.lookahead import LookaheadCore
 from minivllm.gpu.kernels.stand_ins import fill_in
 
 
@@ -20,7 +21,7 @@ def world(tmp_path_factory):
 def ahead_engine(world, **options):
     """`engine.sent` has what steps were given as token ids, stand-ins among them."""
     engine = graphed_engine(world, decode_graphs=True, **options)
-    engine._ahead = RunAhead(engine)
+    engine = with_lookahead(engine)
     engine.sent = []
     for graphs in (engine.runner.graphs.decodes, engine.runner.graphs.mixed):
         note_token_ids(graphs.buffers, engine.sent)
@@ -112,7 +113,7 @@ def test_on_a_gpu_a_step_ahead_changes_no_token(world, backend):
             warm_up=True,
             async_scheduling=async_scheduling,
         )
-        assert (engine._ahead is not None) == async_scheduling
+        assert (type(engine.core) is LookaheadCore) == async_scheduling
         for i in range(24):
             name = [None, *world.names][i % 5]
             params = greedy(3 + i % 7, stop_token_ids=list(range(3, 9)))

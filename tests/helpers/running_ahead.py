@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from minivllm.ahead.run_ahead import RunAhead
+from minivllm import LLMEngine
+from minivllm.ahead.lookahead import LookaheadCore
 from minivllm.gpu.step_graphs import StepGraphs
 
 # Name -> what `SamplingParams` are given.
@@ -20,27 +21,39 @@ WISHES = {
 
 
 def run_ahead(engine):
-    """A step is computed when it is launched, and its tokens are told when they are waited for.
+    """The engine with a core that is one step ahead: a step is computed when it is launched, and its tokens are told
+    when they are waited for.
 
     `engine.ahead.left` counts the steps that were left unread when the next one was scheduled.
     """
     engine.runner.graphs = StepGraphs(engine.runner, wrapper=lambda step: step)  # of which none is captured
-    engine._ahead = RunAhead(engine)
-    tokens = engine._ahead.tokens
-    engine.ahead = SimpleNamespace(left=0, fail_next=False)
+    ahead = with_lookahead(engine)
+    tokens = ahead.core.tokens
+    ahead.ahead = SimpleNamespace(left=0, fail_next=False)
     leave = tokens.leave
 
     def leave_tokens(step):
         wait = leave(step)
-        engine.ahead.left += wait is not None
+        ahead.ahead.left += wait is not None
 
         def wait_or_fail():
-            if engine.ahead.fail_next:
-                engine.ahead.fail_next = False
+            if ahead.ahead.fail_next:
+                ahead.ahead.fail_next = False
                 raise RuntimeError("the device is lost")
             return wait()
 
         return wait and wait_or_fail
 
     tokens.leave = leave_tokens
-    return engine
+    return ahead
+
+
+def with_lookahead(engine):
+    """An engine of the same parts, whose core looks ahead."""
+
+    class Ahead(LLMEngine):
+        @staticmethod
+        def make_core(config, tokenizer, warm_up, clock):
+            return LookaheadCore(config, engine.executor, engine.scheduler, engine.adapters, tokenizer, clock)
+
+    return Ahead(engine.config, engine.tokenizer, clock=engine.clock)

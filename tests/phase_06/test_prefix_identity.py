@@ -9,7 +9,7 @@ from scheduler_model import ShownRequest, World, lora
 
 from minivllm.config import CacheConfig
 from minivllm.core.kv_cache import KVCacheManager, hash_block_tokens
-from minivllm.engine.metrics import scheduler_stats
+from minivllm.observe.reports import scheduler_stats
 from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lab("6.5")

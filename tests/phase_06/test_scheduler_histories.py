@@ -10,7 +10,7 @@ import pytest
 from scheduler_model import World
 
 from minivllm.core.request import RequestStatus
-from minivllm.engine.metrics import scheduler_stats
+from minivllm.observe.reports import scheduler_stats
 
 NUM_ADAPTERS = 5
 

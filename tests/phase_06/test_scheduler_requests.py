@@ -6,7 +6,7 @@ from scheduler_model import World, lora
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.metrics import scheduler_stats
+from minivllm.observe.reports import scheduler_stats
 from minivllm.sampling_params import SamplingParams
 
 

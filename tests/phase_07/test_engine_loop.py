@@ -288,7 +288,7 @@ def test_the_time_of_the_pass_is_that_from_launch_to_tokens(world, monkeypatch):
     """By a clock that only the parts of a step move."""
     engine = world.engine()
     now = [100.0]
-    monkeypatch.setattr(engine, "clock", lambda: now[0])
+    monkeypatch.setattr(engine.core, "clock", lambda: now[0])
 
     def timed(function, seconds):
         def run(*args):
@@ -298,9 +298,9 @@ def test_the_time_of_the_pass_is_that_from_launch_to_tokens(world, monkeypatch):
         return run
 
     parts = {
-        (engine, "_settle_adapters"): 16,
+        (engine.core, "_settle_adapters"): 16,
         (engine.scheduler, "schedule"): 8,
-        (engine, "_prepare_adapters"): 32,
+        (engine.core, "_prepare_adapters"): 32,
         (engine.runner, "launch_model"): 1,
         (engine.runner, "sample_tokens"): 2,
         (engine.scheduler, "update_from_output"): 4,

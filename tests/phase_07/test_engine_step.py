@@ -97,21 +97,26 @@ def test_a_stop_string_ends_the_request_at_once(world):
 
 
 @lab
-def test_a_step_that_was_interrupted_is_taken_again(world, monkeypatch):
-    """Nothing counts as computed before the whole step was."""
+@pytest.mark.parametrize("fails", ["launch_model", "sample_tokens"])
+def test_a_pass_that_fails_ends_the_requests_of_its_step_and_counts_for_nothing(world, monkeypatch, fails):
     engine = world.engine(max_num_batched_tokens=8)
     for name in (None, "qv", "all"):
         engine.add_request(str(name), token_ids(7, 1), greedy(4), lora_request=world.request(name))
 
-    for part, name in ((engine.runner, "launch_model"), (engine.runner.row_sampler, "sample")):
-        with monkeypatch.context() as patch:
-            patch.setattr(part, name, lambda *args: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                engine.step()
-        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, fails, lambda *args: 1 / 0)
+        ended = engine.step()
 
+    assert [output.request_id for output in ended] == ["None", "qv"], (
+        "7 tokens and 1 more were to be computed"
+    )
+    assert {output.outputs[0].finish_reason for output in ended} == {"error"}
+    assert engine.get_metrics()["scheduler"]["num_computed_tokens"] == 0
+    for name in (None, "qv"):
+        engine.add_request(str(name), token_ids(7, 1), greedy(4), lora_request=world.request(name))
     outputs = run(engine)
     for name in (None, "qv", "all"):
+        assert outputs[str(name)].num_cached_tokens == 0
         assert tokens_of(outputs[str(name)]) == world.oracle().greedy(name, token_ids(7, 1), 4)
 
 
