@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.gpu.fused.blocks import linear_deferred
+from minivllm.gpu.kernels.update import DeferredUpdate
 from minivllm.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -78,9 +80,9 @@ class EngineRun:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)[0]
 
-    def tell_reader(self, reader: nn.Module) -> None:
-        """Say what alone reads the output: a backend may leave it work. The output alone may lack something then."""
-        self.layer.base_layer.__dict__["read_by"] = reader
+    def deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, DeferredUpdate | None]:
+        """The output, and what adapters still have to add to it: a kernel behind it may."""
+        return linear_deferred(self.layer, x)
 
 
 looped = functools.partial(

@@ -1,14 +1,18 @@
 """What a block computes around its linears: norms, rotary and cache, residual, activation. Not attention itself."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from benchmarks.options import model_folder
+from minivllm.gpu.fused import FusedRMSNorm, FusedSiluAndMul
+from minivllm.gpu.fused.blocks import AddAndNorm, Pending, activate
+from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
 from minivllm.gpu.kernels.rotary import rotary_and_cache
-from minivllm.layers.activation import SiluAndMul
-from minivllm.layers.attention import Attention
+from minivllm.gpu.kernels.update import DeferredUpdate
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.ranks import ONE_RANK
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.config import ModelArchitecture
 
@@ -37,26 +41,29 @@ class Block:
         self.attended = torch.randn(tokens, config.num_attention_heads * config.head_dim).to(like)
 
     def around(self, linears: dict[str, Run]) -> Callable[[], torch.Tensor]:
-        """The block with these linears: qkv, o, gate_up and down, which may leave work to who reads their output."""
+        """The block with these linears: qkv, o, gate_up and down, which may leave adapters to the kernel behind."""
         config = self.config
-        norms = [RMSNorm(config.hidden_size, config.rms_norm_eps, *self.kinds) for _ in range(2)]
-        activation = SiluAndMul()
-        attention = Attention(
-            config.num_attention_heads, config.head_dim, config.head_dim**-0.5, config.num_key_value_heads
-        )
-        readers = {"o": norms[0], "gate_up": activation, "down": norms[1]}
-        if not config.qk_norm:
-            readers["qkv"] = attention
-        for name, reader in readers.items():
-            if hasattr(linears[name], "tell_reader"):
-                linears[name].tell_reader(reader)
+        norms = [
+            FusedRMSNorm(RMSNorm(config.hidden_size, config.rms_norm_eps, *self.kinds)) for _ in range(2)
+        ]
+        activation, add_and_norm = FusedSiluAndMul(), AddAndNorm(ONE_RANK)
 
         def run() -> torch.Tensor:
-            heads = linears["qkv"](self.x).unflatten(1, (-1, config.head_dim))  # (T, Hq + 2 Hkv, D)
-            rotate, attention.rest = attention.rest or rotary_and_cache, None
-            rotate(heads, *self.rotary, self.slots, self.cache)
-            normed, _ = norms[0](linears["o"](self.attended), self.residual)  # (T, H)
-            normed, _ = norms[1](linears["down"](activation(linears["gate_up"](normed))), self.residual)
-            return normed
+            qkv, update = deferred(linears["qkv"], self.x)
+            if update is not None and config.qk_norm:  # norms would read it first
+                update.add_to(qkv)
+                update = None
+            rotate = rotary_and_cache
+            if update is not None:
+                rotate = partial(adapted_rotary, update.update, tiles=update.tiles)
+            rotate(qkv.unflatten(1, (-1, config.head_dim)), *self.rotary, self.slots, self.cache)
+            normed = add_and_norm(Pending(*deferred(linears["o"], self.attended)), self.residual, norms[0])
+            activated = activate(activation, *deferred(linears["gate_up"], normed))  # (T, I)
+            return add_and_norm(Pending(*deferred(linears["down"], activated)), self.residual, norms[1])
 
         return run
+
+
+def deferred(linear: Run, x: torch.Tensor) -> tuple[torch.Tensor, DeferredUpdate | None]:
+    """A linear's output, and what adapters still have to add to it; None = nothing."""
+    return linear.deferred(x) if hasattr(linear, "deferred") else (linear(x), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minivllm.config import PAGED_BACKENDS, EngineConfig
+from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine
@@ -92,8 +92,14 @@ def make_model_runner(
         options["memory"] = SharedMemory(options.get("memory", KVMemory()))
     if config.model_config.batch_invariant:
         from minivllm.gpu.invariant_attention import build_invariant_attention
+        from minivllm.gpu.kernels.invariant_linear import invariant_linear
 
         options["build_attention"] = build_invariant_attention(config)
+        options["linear_product"] = invariant_linear
+    if runs_kernels(config):
+        from minivllm.gpu.fused import fuse
+
+        options["prepare_model"] = fuse
     return ModelRunner(
         config,
         tp=tp,
@@ -101,6 +107,13 @@ def make_model_runner(
         check_slots=refuse_slots_that_do_not_fit,
         **options,
     )
+
+
+def runs_kernels(config: EngineConfig) -> bool:
+    """Whether steps run on Triton's kernels: on a GPU, or where options ask for them, through Triton's interpreter."""
+    if torch.device(config.device).type != "cpu" or config.model_config.batch_invariant:
+        return True
+    return config.lora_config is not None and config.lora_config.backend_on(config.device) in KERNEL_BACKENDS
 
 
 def _gpu_parts(config: EngineConfig) -> dict[str, object]:

@@ -26,6 +26,7 @@ EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
 PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged", "invariant")
 PAGED_BACKENDS = ("paged", "invariant")
+KERNEL_BACKENDS = ("triton", "folded", *PAGED_BACKENDS)
 # Ranks of all layers in one page of these: an adapter of rank r takes ceil(r / PAGE_RANKS) pages.
 PAGE_RANKS = 8
 LOAD_FORMATS = ("auto", "dummy")

@@ -8,6 +8,7 @@ the two whole all the same.
 
 from labs.kit.overlay import Todo
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,13 +55,17 @@ class _FullySharded(BaseLinearLayerWithLoRA):
 
     # region lab 11.2: the gather of fully sharded
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The layer's output with adapters, which add to what the base layer gives before that is completed.
+        """What the base layer gives, to which adapters add; of a row-parallel layer, both are the process's term.
 
         Alone, or with no adapter in the step, it is the parent's.   input_: (T, own part of K) -> (T, own part of N)
         """
         raise Todo("lab 11.2: the gather of fully sharded")
 
     # endregion
+
+    def forward_deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """Of several ranks all is added here, because no kernel expands halves of slots as it reads y."""
+        return self.forward(x) if self.tp.size > 1 else super().forward_deferred(x)
 
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add what adapters give for a linear's output, as far as it is this process's."""

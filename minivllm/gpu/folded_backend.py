@@ -6,18 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.gpu.kernels.update import Update
-from minivllm.gpu.readers import leave, rest_for
+from minivllm.gpu.kernels.update import DeferredUpdate, Update
 from minivllm.gpu.sgmv import expand
 from minivllm.gpu.sgmv.tuning import FEW_TOKENS, fold_pays
 from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.gpu.triton_slots import TritonSlots
-from minivllm.layers.linear import LinearBase, RowParallelLinear
-from minivllm.layers.norm import RMSNorm
+from minivllm.layers.linear import LinearBase
 from minivllm.lora.slots import Slots
 
-# Forward passes that are x · Wᵀ + b: that of a row-parallel linear sums what it gives over processes.
-PLAIN = (LinearBase.forward, RowParallelLinear.forward)
 # Rows of y and of the folded weight begin at multiples of so many elements: 16 bytes, as matrix products want them.
 ALIGNMENT = 8
 
@@ -57,7 +53,7 @@ class FoldedBackend(TritonBackend):
 
     def place(self, slots: Slots, base: LinearBase | None) -> Slots:
         """Base linears that compute something else than x · Wᵀ + b stay whole."""
-        if base is None or type(base).forward not in PLAIN:
+        if base is None or type(base).forward is not LinearBase.forward:
             return super().place(slots, base)
         if not base.weight.numel():
             raise ValueError(
@@ -77,28 +73,41 @@ class FoldedBackend(TritonBackend):
         return self._keep(FoldedSlots(slots, self.outdate_ranks, by_slice, (wide, wide_bias)))
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: TritonSlots) -> torch.Tensor:
-        """Who alone reads the output may get it without what adapters add, and adds that (`rest_for`).
+        y, update = self._product(x, base, slots)
+        if update is not None:
+            update.add_to(y)
+        return y
 
-        Of more than FEW_TOKENS that is a norm alone: no other reader was measured.
-        """
-        leave(base, None)
+    def linear_deferred(
+        self, x: torch.Tensor, base: LinearBase, slots: TritonSlots
+    ) -> tuple[torch.Tensor, DeferredUpdate | None]:
+        """Of more than FEW_TOKENS an update of several slices is added here: kernels that do so were not measured."""
+        y, update = self._product(x, base, slots)
+        if update is not None and len(x) > FEW_TOKENS and len(slots.a) > 1:
+            update.add_to(y)
+            return y, None
+        return y, update
+
+    def _product(
+        self, x: torch.Tensor, base: LinearBase, slots: TritonSlots
+    ) -> tuple[torch.Tensor, DeferredUpdate | None]:
+        """y, and what is still to be added to it."""
         if self.no_lora or not isinstance(slots, FoldedSlots):
-            return super().linear(x, base, slots)
+            return super().linear(x, base, slots), None
         count, _, rank, width = slots.a[0].shape
         n, columns = len(slots.a), slots.columns
         if not fold_pays(len(x), count, n * rank, width):
-            return super().linear(x, base, slots)
+            return super().linear(x, base, slots), None
         wide = F.linear(x, *slots.wide)  # (T, N + S * n * R)
         y, h = wide[:, :columns], wide[:, columns:]
         h = h[:, : n * rank].unflatten(1, (n, rank)).transpose(0, 1)  # (n, T, R): slot 0's
         tiles = self.token_meta.meta_args(len(x))
-        if len(x) <= FEW_TOKENS or isinstance(base.read_by, RMSNorm):
-            update = Update.of_slots(h, slots.flat_b, slots.expand_ranks, n * rank)
-            leave(base, rest := rest_for(base, update, tiles, self.token_slots(len(x)), y))
-            if rest is not None:
-                return y
-        expand(h[None], slots.flat_b, y, tiles, slots.expand_ranks, h_slot_stride=n * rank)
-        return y
+        return y, DeferredUpdate(
+            Update.of_slots(h, slots.flat_b, slots.expand_ranks, n * rank),
+            tiles,
+            self.token_slots(len(x)),
+            lambda y: expand(h[None], slots.flat_b, y, tiles, slots.expand_ranks, h_slot_stride=n * rank),
+        )
 
 
 def _widen(base: LinearBase, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -31,7 +31,7 @@ class InvariantBuffers(DecodeBuffers):
 
 
 def build_invariant_attention(config: EngineConfig) -> BuildAttention:
-    """What makes the metadata of attention where `batch_invariant` is asked for; of linears see `make_batch_invariant`.
+    """What makes the metadata of attention where `batch_invariant` is asked for; of linears see `invariant_linear`.
 
     Kernels for decodes cut contexts into parts by how many requests there are, and prompts have another kernel. Here
     one kernel takes all. For each query it goes through the context from its beginning, and splits nothing.

@@ -44,6 +44,12 @@ class InvariantBackend(PagedBackend):
             self.add(y, x, slots, self.token_rows(len(x)))
         return y
 
+    def linear_deferred(
+        self, x: torch.Tensor, base: LinearBase, slots: PagedSlots
+    ) -> tuple[torch.Tensor, None]:
+        """Leaves nothing: kernels that read y choose their tiles by the number of rows."""
+        return self.linear(x, base, slots), None
+
     def add(
         self,
         y: torch.Tensor,

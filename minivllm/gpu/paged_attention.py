@@ -188,22 +188,21 @@ def paged_attention(
     kv_cache: torch.Tensor,
     scale: float,
     attn: PagedAttentionMetadata | TiledAttentionMetadata,
-    rest: Callable[..., None] | None = None,
+    rotate: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """Rotate q and k in place, write the cache, attend.
 
     heads: (T, Hq + 2 Hkv, D) queries, keys, values; row stride of any width -> (T, Hq * D)
     rotary: cosines and sines, (T, 1, D) each
     kv_cache: (num_blocks, block_size, 2 Hkv, D) contiguous
-    rest: rotates and writes the cache in place of `rotary_and_cache`, and adds what heads lack
+    rotate: rotates and writes the cache in place of `rotary_and_cache`, which None stands for
     """
     # Imported here, so that a machine without Triton still serves on its CPU.
     from minivllm.gpu.kernels.attention import paged_decode_attention
     from minivllm.gpu.kernels.mixed_attention import mixed_attention
     from minivllm.gpu.kernels.rotary import rotary_and_cache
 
-    rotate = rest or rotary_and_cache
-    rotate(heads, *rotary, attn.slot_mapping, kv_cache)
+    (rotate or rotary_and_cache)(heads, *rotary, attn.slot_mapping, kv_cache)
     if isinstance(attn, TiledAttentionMetadata):
         q = heads[:, : heads.shape[1] - kv_cache.shape[2]]  # (T, Hq, D)
         return mixed_attention(q, kv_cache, attn.tiles, attn.block_tables, scale)  # (T, Hq * D)

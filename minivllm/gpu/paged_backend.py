@@ -6,11 +6,10 @@ from minivllm.gpu.kernels.paged_expand_op import paged_expand
 from minivllm.gpu.kernels.paged_pieces import PagedPieces
 from minivllm.gpu.kernels.paged_shrink_op import ShrinkRoom, counts_wanted, paged_shrink
 from minivllm.gpu.kernels.paged_tuning import PagedShrinkTiles, paged_expand_tiles, paged_shrink_tiles
-from minivllm.gpu.kernels.update import Update
+from minivllm.gpu.kernels.update import DeferredUpdate, Update
 from minivllm.gpu.page_pool import PagePool
 from minivllm.gpu.paged_halves import PagedB, PagedHalves
 from minivllm.gpu.paged_slots import PagedSlots
-from minivllm.gpu.readers import leave, rest_for
 from minivllm.gpu.sgmv import TileList
 from minivllm.gpu.sgmv.tuning import FEW_TOKENS
 from minivllm.gpu.triton_backend import TritonBackend
@@ -77,17 +76,24 @@ class PagedBackend(TritonBackend):
         paged_expand(h, slots.pieces, y, rows)
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: PagedSlots) -> torch.Tensor:
-        """Who alone reads the output may get it without what adapters add, and adds that itself (`rest_for`)."""
+        y, update = self.linear_deferred(x, base, slots)
+        if update is not None:
+            update.add_to(y)
+        return y
+
+    def linear_deferred(
+        self, x: torch.Tensor, base: LinearBase, slots: PagedSlots
+    ) -> tuple[torch.Tensor, DeferredUpdate | None]:
         if self.no_lora:
-            leave(base, None)
-            return base.forward(x)[0]
+            return base.forward(x)[0], None
         pieces, tiles = slots.pieces, self.token_meta.meta_args(len(x))
         y, h = self._base_and_shrink(x, base, pieces, tiles)
-        rest = rest_for(base, Update.of_pages(h, pieces), tiles, self.token_slots(len(x)), y)
-        leave(base, rest)
-        if rest is None:
-            paged_expand(h, pieces, y, tiles)
-        return y
+        return y, DeferredUpdate(
+            Update.of_pages(h, pieces),
+            tiles,
+            self.token_slots(len(x)),
+            lambda y: paged_expand(h, pieces, y, tiles),
+        )
 
     def _base_and_shrink(
         self, x: torch.Tensor, base: LinearBase, pieces: PagedPieces, tiles: TileList

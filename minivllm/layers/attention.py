@@ -1,6 +1,5 @@
 """Attention over a paged KV cache. Stands for vllm/model_executor/layers/attention (v0.22.1)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata, paged_attention
 from minivllm.layers.rotary import apply_rotary
 
 # Decodes share one padded product; one much longer than the shortest starts a product of its own, so that a
@@ -50,7 +48,7 @@ class PrefillChunk:
 class AttentionMetadata:
     """Who attends to what in one step, computed once for all layers (vLLM: CommonAttentionMetadata).
 
-    For any device and dtype, by PyTorch's own attention; `PagedAttentionMetadata` is the GPU's fast path.
+    For any device and dtype, by PyTorch's own attention.
 
     slot_mapping: (T,) int64 cache slot (block * block_size + offset) each new token is written to.
     query_start_loc: P + 1 offsets of the requests' tokens in the batch.
@@ -156,12 +154,8 @@ def _prefill_chunk(
 class Attention(nn.Module):
     """Rotates, writes new keys and values to the cache, attends over each request's context (vLLM: Attention).
 
-    The metadata's class chooses how: by the GPU's kernels, or by PyTorch's operators on any device.
     The model runner gives every layer its cache with `bind_kv_cache`. A request only sees the slots of its
     own context, so the cache need not be initialised, and a request's NaN stays its own.
-
-    rest   set by a linear (`LinearBase.read_by`) whose output lacks something: does to the next heads what
-           `rotary_and_cache` does, that included
     """
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None) -> None:
@@ -171,7 +165,6 @@ class Attention(nn.Module):
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.group_size = self.num_heads // self.num_kv_heads
-        self.rest: Callable[..., None] | None = None
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """(num_blocks, block_size, 2 * Hkv, D): keys and values side by side, so one gather reads both"""
@@ -189,20 +182,14 @@ class Attention(nn.Module):
         self,
         heads: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        attn: AttentionMetadata | PagedAttentionMetadata | TiledAttentionMetadata,
+        attn: AttentionMetadata,
     ) -> torch.Tensor:
-        """heads: (T, Hq + 2 Hkv, D), queries, keys, values, which may change in place -> (T, Hq*D)
+        """heads: (T, Hq + 2 Hkv, D), queries, keys, values -> (T, Hq*D)
 
         rotary: cosines and sines, as `apply_rotary` wants them.
         """
-        rest, self.rest = self.rest, None
-        if isinstance(attn, PagedAttentionMetadata | TiledAttentionMetadata):
-            return paged_attention(heads, rotary, self.kv_cache, self.scale, attn, rest)
-        if rest is not None:
-            rest(heads, *rotary, attn.slot_mapping, self.kv_cache)
         qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if rest is None:
-            qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)
+        qk = apply_rotary(qk, *rotary)  # (T, Hq + Hkv, D)
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)  # (T, Hq, D), (T, Hkv, D)
         return self.attend(q, k, v, attn)
 

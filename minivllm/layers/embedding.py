@@ -6,9 +6,10 @@ Stands for vllm/model_executor/layers/vocab_parallel_embedding.py and logits_pro
 from operator import attrgetter
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from minivllm.layers.linear import LinearBase
+from minivllm.layers.linear import LinearBase, Product
 from minivllm.layers.ranks import ONE_RANK, Ranks
 
 
@@ -64,8 +65,9 @@ class ParallelLMHead(LinearBase):
         org_num_embeddings: int | None = None,
         prefix: str = "",
         tp: Ranks = ONE_RANK,
+        product: Product = F.linear,
     ) -> None:
-        super().__init__(embedding_dim, num_embeddings, bias, params_dtype, device, prefix, tp)
+        super().__init__(embedding_dim, num_embeddings, bias, params_dtype, device, prefix, tp, product)
         self.num_embeddings = num_embeddings
         self.org_vocab_size = org_num_embeddings or num_embeddings
         self.embedding_dim = embedding_dim

@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK, Ranks
-from minivllm.layers.summing import Summing
 
-# (x (..., K), weight (N, K), bias (N,) or None) -> (..., N)
+# (x (..., K), weight (N, K), bias (N,) or None) -> (..., N), as `F.linear`
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -26,17 +24,13 @@ class LinearBase(nn.Module):
     heights, rows: N of each of the n linears, and which of its rows the process has.
     columns: which of K it has.
     tp: the process.
-    is_complete: whether `forward` gives the output, or something to be completed, which adapters add to first.
-    read_by: the activation, norm or attention that alone reads its output, if there is one; what adds to the output
-        may do so there.
+    product: computes x W^T + b.
     """
 
     is_head = False
-    is_complete = True
     heights: list[int]
     rows: list[slice]
     columns: slice
-    read_by: nn.Module | None = None
 
     def __init__(
         self,
@@ -47,6 +41,7 @@ class LinearBase(nn.Module):
         device: torch.device | str | None = None,
         prefix: str = "",
         tp: Ranks = ONE_RANK,
+        product: Product = F.linear,
     ) -> None:
         super().__init__()
         self.prefix, self.tp = prefix, tp
@@ -57,7 +52,7 @@ class LinearBase(nn.Module):
         self.weight = _parameter(shape, params_dtype, device)
         self.bias = _parameter(shape[:1], params_dtype, device) if bias else None
         self.packed_weight: torch.Tensor | None = None
-        self._product: Product = F.linear
+        self.product = product
 
     tp_rank, tp_size = property(attrgetter("tp.rank")), property(attrgetter("tp.size"))
 
@@ -82,27 +77,20 @@ class LinearBase(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """x: (T, K) -> (T, N), None: vLLM's second is a bias to be added later, which nobody asks for here"""
         if self.packed_weight is None:
-            return self._product(x, self.weight, self.bias), None
+            return self.product(x, self.weight, self.bias), None
         return torch.ops.mkldnn._linear_pointwise(x, self.packed_weight, self.bias, "none", [], ""), None
-
-    def compute_with(self, product: Product) -> None:
-        """Have another product than PyTorch's, from now on.   product: (x, weight, bias) -> y, as `F.linear`"""
-        self._product = product
-
-    def complete(self, y: torch.Tensor) -> torch.Tensor:
-        """The layer's output from what `forward` gives where it is not to be `is_complete`."""
-        return y
 
     def pack(self) -> None:
         """Reorder a float32 CPU weight for oneDNN, two to four times faster than PyTorch's own product.
 
         The plain weight is dropped, so as not to hold it twice: `weight` is empty afterwards. Call it when
-        weights are loaded. Elsewhere (other dtypes and devices, quantized weights, a PyTorch without oneDNN) it does
-        nothing.
+        weights are loaded. Elsewhere (other dtypes and devices, another `product`, quantized weights, a PyTorch
+        without oneDNN) it does nothing.
         """
         weight = self.weight
         if (
-            type(weight) is not nn.Parameter
+            self.product is not F.linear
+            or type(weight) is not nn.Parameter
             or weight.device.type != "cpu"
             or weight.dtype != torch.float32
             or not weight.numel()
@@ -130,25 +118,16 @@ class ColumnParallelLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """A linear whose inputs processes share out, so that each has a term of a sum (vLLM: RowParallelLinear).
+    """A linear whose inputs processes share out, so that each has a term of a sum.
 
-    The bias belongs to one term, the first process's; others have zeros.
+    `forward` gives the process's own term, because adapters add to terms; the block that the layer ends sums them
+    (`Ranks.all_reduce`). vLLM: RowParallelLinear with `reduce_results=False`. The bias belongs to one term, the first
+    process's; others have zeros.
     """
 
     def _take_part(self) -> None:
         self.heights, self.rows = [self.output_size], [slice(0, self.output_size)]
         self.columns = self.tp.part_of(self.input_size, f"{self.prefix} inputs")
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """x: (T, own part of K) -> (T, N), None"""
-        term, _ = super().forward(x)
-        return (self.complete(term) if self.is_complete else term), None
-
-    def complete(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum of all processes' terms, or y, if the norm that reads it sums them."""
-        if not isinstance(self.read_by, RMSNorm):
-            return self.tp.all_reduce(y)
-        return y if isinstance(self.read_by.rest, Summing) else self.tp.all_reduce_before(self.read_by, y)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -166,9 +145,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         device: torch.device | str | None = None,
         prefix: str = "",
         tp: Ranks = ONE_RANK,
+        product: Product = F.linear,
     ) -> None:
         self.output_sizes = list(output_sizes)
-        super().__init__(input_size, sum(output_sizes), bias, params_dtype, device, prefix, tp)
+        super().__init__(input_size, sum(output_sizes), bias, params_dtype, device, prefix, tp, product)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -188,13 +168,14 @@ class QKVParallelLinear(ColumnParallelLinear):
         device: torch.device | str | None = None,
         prefix: str = "",
         tp: Ranks = ONE_RANK,
+        product: Product = F.linear,
     ) -> None:
         self.head_size = head_size
         self.total_num_heads = total_num_heads
         self.total_num_kv_heads = total_num_kv_heads or total_num_heads
         q_size, kv_size = self.total_num_heads * head_size, self.total_num_kv_heads * head_size
         self.output_sizes = [q_size, kv_size, kv_size]
-        super().__init__(hidden_size, q_size + 2 * kv_size, bias, params_dtype, device, prefix, tp)
+        super().__init__(hidden_size, q_size + 2 * kv_size, bias, params_dtype, device, prefix, tp, product)
 
     def _take_part(self) -> None:
         q = self.tp.part_of(self.total_num_heads, "num_attention_heads")

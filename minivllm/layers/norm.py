@@ -1,18 +1,12 @@
 """Root-mean-square normalisation. Stands for vllm/model_executor/layers/layernorm.py (v0.22.1)."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (vLLM: RMSNorm).
-
-    rest   set by a linear (`LinearBase.read_by`) whose output lacks something: of the next x and residual, which it
-           changes in place, it computes the norm of their sum, that included
-    """
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (vLLM: RMSNorm)."""
 
     def __init__(
         self,
@@ -25,20 +19,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """x: (..., H), on a GPU (T, H) or (T, heads, H) -> the same shape
+        """x: (..., H) -> the same shape
 
-        With a residual (T, H), x is added to it in place first: normed sum, residual.
+        With a residual, of the same shape, x is added to it in place first: normed sum, residual.
         """
-        if self.rest is not None and residual is not None:
-            rest, self.rest = self.rest, None
-            return rest(x, residual), residual
-        if x.is_cuda:
-            return self._forward_cuda(x, residual)
         if residual is not None:
             residual += x
             x = residual
@@ -50,24 +38,9 @@ class RMSNorm(nn.Module):
             normed = torch.mul(x, weight).div_(torch.hypot(length, root_eps))
         return normed if residual is None else (normed, residual)
 
-    def _forward_cuda(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        # Imported here, so that a machine without Triton still serves on its CPU.
-        from minivllm.gpu.kernels.norm import fused_add_rms_norm, rms_norm
-
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps)
-        return fused_add_rms_norm(x, residual, self.weight, self.eps), residual
-
     def norm_(self, x: torch.Tensor) -> None:
-        """Norm x in place. x: as `forward` takes it, of any strides but the last"""
-        if x.is_cuda:
-            from minivllm.gpu.kernels.norm import rms_norm
-
-            rms_norm(x, self.weight, self.eps, out=x)
-        else:
-            x.copy_(self(x))
+        """Norm x in place. x: (..., H), of any strides"""
+        x.copy_(self(x))
 
     def pack(self) -> None:
         """Prepare for float32 on a CPU, where F.rms_norm is eight operators that take longer to start than to run.

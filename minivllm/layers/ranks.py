@@ -117,14 +117,6 @@ class Ranks:
         """The sum of what all ranks have. The caller's tensor may change; read only what is returned."""
         return x
 
-    def all_reduce_before(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """As `all_reduce`, where that norm alone reads it.   (T, H)"""
-        return x
-
-    def words_for(self, x: torch.Tensor) -> Any | None:
-        """By what a kernel may sum such rows over ranks itself. None: `all_reduce` must.   x: (T, H)"""
-        return None
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """What all ranks have, side by side along the last dimension.   (..., n) -> (..., size * n)"""
         return x

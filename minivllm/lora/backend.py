@@ -58,6 +58,15 @@ class Backend(ABC):
             self.add(y, x, slots, self.token_rows(len(x)))
         return y
 
+    def linear_deferred(
+        self, x: torch.Tensor, base: LinearBase, slots: Slots
+    ) -> tuple[torch.Tensor, Any | None]:
+        """As `linear`, but what adapters add may be left to a kernel that reads y: y without it, and the update.
+
+        None for the update says that y has it already, as here.
+        """
+        return self.linear(x, base, slots), None
+
     @abstractmethod
     def add(
         self, y: torch.Tensor, x: torch.Tensor, slots: Slots, rows: Any, slices: slice = ALL_SLICES

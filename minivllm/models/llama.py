@@ -3,13 +3,13 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
-from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.layers.linear import MergedColumnParallelLinear, Product, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.layers.rotary import RotaryEmbedding
@@ -18,53 +18,64 @@ from minivllm.models.interfaces import SupportsLoRA
 from minivllm.models.moe import SparseMoeBlock
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata | TiledAttentionMetadata
 
 
 class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (vLLM: LlamaMLP)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
+        self,
+        config: ModelArchitecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: Ranks,
+        product: Product,
     ) -> None:
         super().__init__()
+        self.tp = tp
         hidden, width = config.hidden_size, config.intermediate_size
-        rest = config.mlp_bias, dtype, device
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [width] * 2, *rest, "gate_up_proj", tp)
-        self.down_proj = RowParallelLinear(width, hidden, *rest, "down_proj", tp)
+        options = config.mlp_bias, dtype, device
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [width] * 2, *options, "gate_up_proj", tp, product
+        )
+        self.down_proj = RowParallelLinear(width, hidden, *options, "down_proj", tp, product)
         self.act_fn = SiluAndMul()
-        # Not a part of the linear, so not a submodule of it.
-        self.gate_up_proj.__dict__["read_by"] = self.act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (T, H) -> (T, H)"""
         gate_up, _ = self.gate_up_proj(x)  # (T, 2I)
         output, _ = self.down_proj(self.act_fn(gate_up))  # (T, H)
-        return output
+        return self.tp.all_reduce(output)
 
 
 class LlamaAttention(nn.Module):
     """Grouped-query attention; Qwen3 also normalises each head of q and k (vLLM: LlamaAttention)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
+        self,
+        config: ModelArchitecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: Ranks,
+        product: Product,
     ) -> None:
         super().__init__()
+        self.tp = tp
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        hidden, rest = config.hidden_size, (dtype, device)
+        hidden = config.hidden_size
         self.qkv_proj = QKVParallelLinear(
-            hidden, size, heads, kv_heads, config.qkv_bias, *rest, "qkv_proj", tp
+            hidden, size, heads, kv_heads, config.qkv_bias, dtype, device, "qkv_proj", tp, product
         )
-        self.o_proj = RowParallelLinear(heads * size, hidden, config.o_bias, *rest, "o_proj", tp)
+        self.o_proj = RowParallelLinear(
+            heads * size, hidden, config.o_bias, dtype, device, "o_proj", tp, product
+        )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = size
         self.attn = Attention(self.num_heads, size, size**-0.5, self.num_kv_heads)
         self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
         self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype, device) if config.qk_norm else None
-        if not config.qk_norm:  # norms would read it first
-            self.qkv_proj.__dict__["read_by"] = self.attn
 
-    def forward(self, x: torch.Tensor, rotary: Rotary, attn: AnyAttentionMetadata) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: Rotary, attn: AttentionMetadata) -> torch.Tensor:
         """x: (T, H) -> (T, H)"""
         qkv, _ = self.qkv_proj(x)  # (T, (Hq + 2 Hkv) * D)
         heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)  # (T, Hq + 2 Hkv, D)
@@ -73,13 +84,13 @@ class LlamaAttention(nn.Module):
             self.q_norm.norm_(q)
             self.k_norm.norm_(k)
         output, _ = self.o_proj(self.attn(heads, rotary, attn))  # (T, H)
-        return output
+        return self.tp.all_reduce(output)
 
 
 class LlamaDecoderLayer(nn.Module):
     """One block, its MLP dense or experts (vLLM: LlamaDecoderLayer).
 
-    Its output is added to the residual stream by the next norm, which does both in one kernel on a GPU.
+    Its output is added to the residual stream by the next norm.
     """
 
     def __init__(
@@ -89,21 +100,21 @@ class LlamaDecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         tp: Ranks,
+        product: Product,
     ) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, dtype, device, tp)
+        self.self_attn = LlamaAttention(config, dtype, device, tp, product)
         mlp_type = SparseMoeBlock if layer in config.sparse_layers else LlamaMLP
-        self.mlp = mlp_type(config, dtype, device, tp)
+        self.mlp = mlp_type(config, dtype, device, tp, product)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn.o_proj.__dict__["read_by"] = self.post_attention_layernorm
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         rotary: Rotary,
-        attn: AnyAttentionMetadata,
+        attn: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states: (T, H) not yet added to residual: (T, H), which is None in the first block
 
@@ -123,7 +134,12 @@ class LlamaModel(nn.Module):
     """Embeddings, blocks and the last norm (vLLM: LlamaModel)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
+        self,
+        config: ModelArchitecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: Ranks,
+        product: Product,
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
@@ -133,16 +149,13 @@ class LlamaModel(nn.Module):
             config.head_dim, config.max_position_embeddings, config.rope_parameters, dtype, device
         )
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer, dtype, device, tp) for layer in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, layer, dtype, device, tp, product)
+            for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        for layer, norm in zip(self.layers, next_norms):
-            if isinstance(layer.mlp, LlamaMLP):
-                layer.mlp.down_proj.__dict__["read_by"] = norm
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AnyAttentionMetadata
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata
     ) -> torch.Tensor:
         """input_ids, positions: (T,) int64 -> (T, H)"""
         hidden_states, residual = self.embed_tokens(input_ids), None  # (T, H)
@@ -160,6 +173,7 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
     looked up at each call, so that LoRA layers can take the places of linears and embeddings.
 
     supports_cuda_graphs: whether a step may be captured, which nothing that reads from the GPU may be.
+    product: how all its linears compute.
     """
 
     supports_cuda_graphs: ClassVar = True
@@ -175,18 +189,21 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         tp: Ranks = ONE_RANK,
+        product: Product = F.linear,
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp
         dtype, device = dtype or config.dtype, torch.device(device)
-        self.model = LlamaModel(config, dtype, device, tp)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, False, dtype, device, tp=tp)
+        self.model = LlamaModel(config, dtype, device, tp, product)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, False, dtype, device, tp=tp, product=product
+        )
         if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size, tp)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AnyAttentionMetadata
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attn: AttentionMetadata
     ) -> torch.Tensor:
         """Run T tokens of P requests, writing their keys and values to the cache.
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from minivllm.layers.fused_moe import FusedMoE
-from minivllm.layers.linear import ReplicatedLinear
+from minivllm.layers.linear import Product, ReplicatedLinear
 from minivllm.layers.ranks import Ranks
 from minivllm.models.config import ModelArchitecture
 
@@ -13,10 +13,17 @@ class SparseMoeBlock(nn.Module):
     """What a sparse layer has for an MLP: a router and experts (vLLM: MixtralMoE, Qwen3MoeSparseMoeBlock)."""
 
     def __init__(
-        self, config: ModelArchitecture, dtype: torch.dtype, device: torch.device, tp: Ranks
+        self,
+        config: ModelArchitecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: Ranks,
+        product: Product,
     ) -> None:
         super().__init__()
-        self.gate = ReplicatedLinear(config.hidden_size, config.num_experts, False, dtype, device)
+        self.gate = ReplicatedLinear(
+            config.hidden_size, config.num_experts, False, dtype, device, product=product
+        )
         self.experts = FusedMoE(
             config.num_experts,
             config.num_experts_per_tok,

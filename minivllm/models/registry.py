@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from minivllm.gpu.batch_invariant import make_batch_invariant
-from minivllm.layers.linear import LinearBase
+from minivllm.layers.linear import LinearBase, Product
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.quantization import quantize_linears
 from minivllm.layers.ranks import ONE_RANK, Ranks
@@ -35,31 +35,30 @@ def get_model(
     load_format: str = "auto",
     seed: int = 0,
     quantization: str | None = None,
-    batch_invariant: bool = False,
     tp: Ranks = ONE_RANK,
+    product: Product = F.linear,
 ) -> nn.Module:
     """Build the model a Hugging Face folder describes, and load its weights (vLLM: get_model).
 
     dtype: None keeps the checkpoint's. pack: prepare linears and norms for float32 on a CPU.
     load_format: "dummy" reads no weights but draws them by `seed`.
-    quantization, batch_invariant: as ModelConfig has them.
+    quantization: as ModelConfig has it.
     tp: which part of every layer this process has.
+    product: how linears compute.
     Raises FileNotFoundError and ValueError as ModelArchitecture.from_folder and load_weights do.
     """
     config = ModelArchitecture.from_folder(folder)
     # Full weights that are to be quantized wait on the CPU: a GPU need not have room for them.
     first_device = "cpu" if quantization and load_format == "auto" else device
-    model = MODELS[config.architecture](config, dtype, first_device, tp)
+    model = MODELS[config.architecture](config, dtype, first_device, tp, product)
     if load_format == "dummy":
         initialize_dummy_weights(model, seed)
     else:
         load_weights(model, folder)
     if quantization:
         quantize_linears(model, device)
-    if pack and not batch_invariant:
+    if pack and product is F.linear:
         for module in model.modules():
             if isinstance(module, LinearBase | RMSNorm):
                 module.pack()
-    if batch_invariant:
-        make_batch_invariant(model)
     return model.eval()

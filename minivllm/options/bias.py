@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.layers.linear import RowParallelLinear
 from minivllm.lora.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapped_modules import WrappedModules
@@ -24,16 +25,16 @@ def make_room(model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig
                 torch.zeros(count, 1, width, dtype=dtype, device=device) for width in layer.output_slices
             )
             layer.slots.beside[BIAS] = tuple(tables)
-            if layer.base_layer.tp_size > 1:
-                layer.base_layer.read_by = None  # biases are added to sums, not to terms
             layer.register_forward_hook(add_bias)
 
 
 def add_bias(
     layer: BaseLinearLayerWithLoRA, inputs: Any, output: tuple[torch.Tensor, None]
 ) -> tuple[torch.Tensor, None]:
-    """y[:, slice i] += each row's own bias, in place.   y: (T, N)"""
+    """y[:, slice i] += each row's own bias, in place; of terms that ranks sum, rank 0's alone.   y: (T, N)"""
     y, backend = output[0], layer.backend
+    if isinstance(layer.base_layer, RowParallelLinear) and layer.base_layer.tp.rank:
+        return output
     if not backend.no_lora:
         slots = backend.token_slots(len(y))[:, None]  # (T, 1)
         for columns, bias in zip(y.split(layer.output_slices, dim=1), layer.slots.beside[BIAS]):

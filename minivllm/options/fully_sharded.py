@@ -7,6 +7,7 @@ the two whole all the same.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ class _FullySharded(BaseLinearLayerWithLoRA):
 
     # region lab 11.2: the gather of fully sharded
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The layer's output with adapters, which add to what the base layer gives before that is completed.
+        """What the base layer gives, to which adapters add; of a row-parallel layer, both are the process's term.
 
         Alone, or with no adapter in the step, it is the parent's.   input_: (T, own part of K) -> (T, own part of N)
         """
@@ -61,9 +62,13 @@ class _FullySharded(BaseLinearLayerWithLoRA):
             return super().forward(input_)
         y = self.base_layer.forward(input_)[0]
         self._add(y, input_)
-        return self.base_layer.complete(y), None
+        return y, None
 
     # endregion
+
+    def forward_deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """Of several ranks all is added here, because no kernel expands halves of slots as it reads y."""
+        return self.forward(x) if self.tp.size > 1 else super().forward_deferred(x)
 
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add what adapters give for a linear's output, as far as it is this process's."""

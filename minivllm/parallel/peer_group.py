@@ -4,7 +4,6 @@ vllm/distributed/device_communicators/custom_all_reduce.py (v0.22.1).
 A step of decodes sums a few hundred kilobytes twice a layer. What NCCL takes for these is latency, not bytes.
 """
 
-import functools
 import logging
 import os
 import threading
@@ -15,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 from minivllm.config import ParallelConfig
-from minivllm.layers.summing import Norm
 from minivllm.parallel.peer_memory import WAYS, SharedMemory
 from minivllm.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from minivllm.parallel.words_op import Words
+    from minivllm.gpu.kernels.update import Update
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ SECONDS_TO_TRY = 20.0
 class PeerGroup(ProcessGroup):
     """As `ProcessGroup`, but a small sum or gather is one kernel, where memory can be shared and they come out right.
 
-    Such a sum that a norm alone reads is one with the norm.
+    Such a sum is one kernel with the norm of a residual that it is added to (`add_and_norm`).
 
     memory   a way to share some
     is_on    whether any is taken so, alike on all ranks
@@ -59,14 +57,30 @@ class PeerGroup(ProcessGroup):
         takes = self._takes(x) and x.dtype in DTYPES
         return self._sum(x.contiguous()) if takes else super().all_reduce(x)
 
-    def all_reduce_before(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        takes = self._takes_rows(x)
-        # None, too: of a step that ended in between there may be another.
-        norm.rest = functools.partial(self._norm, weight=norm.weight, eps=norm.eps) if takes else None
-        return x if takes else self.all_reduce(x)
+    def add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """residual += the sum of all ranks' x, in place; its RMS norm. None: such rows must be summed by `all_reduce`.
 
-    def words_for(self, x: torch.Tensor) -> "Words | None":
-        return self._words if self._takes_rows(x) else None
+        x: (T, H)   residual: (T, H), row stride of any width   weight: (H,) -> (T, H)
+        """
+        return self._norm(x, residual, weight, eps) if self._takes_rows(x) else None
+
+    def add_adapters_and_norm(
+        self,
+        update: "Update",
+        slots: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor | None:
+        """As `add_and_norm`, what adapters add included.   update, slots: as `adapted_peer_norm` takes them"""
+        from minivllm.parallel.adapted_peer_norm_op import adapted_peer_norm
+
+        if not self._takes_rows(x):
+            return None
+        return adapted_peer_norm(update, slots, weight, eps, self._words, x, residual)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         takes = self._takes(x) and x.shape[-1] * x.itemsize % 4 == 0

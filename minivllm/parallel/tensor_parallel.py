@@ -1,7 +1,5 @@
 """Which part of every layer a process has. Stands for vllm/distributed/parallel_state.py (v0.22.1)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,13 +7,9 @@ from torch import nn
 from minivllm.layers.embedding import LogitsProcessor, VocabParallelEmbedding
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.ranks import Ranks, Share
-from minivllm.layers.summing import Norm
 from minivllm.parallel.adapter_share import share_of_experts, share_of_linear
 from minivllm.parallel.token_share import share_of_tokens
 from minivllm.parallel.vocabulary import get_masked_input_and_mask
-
-if TYPE_CHECKING:
-    from minivllm.parallel.words_op import Words
 
 
 class TensorParallel(Ranks):
@@ -99,14 +93,6 @@ class TensorParallel(Ranks):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of what all processes have. The caller's tensor may change; read only what is returned."""
         raise NotImplementedError
-
-    def all_reduce_before(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        """As `all_reduce`, where that norm alone reads it. It may get x itself, told by `norm.rest` to sum.   (T, H)"""
-        return self.all_reduce(x)
-
-    def words_for(self, x: torch.Tensor) -> "Words | None":
-        """By what a kernel may sum such rows over processes itself. None: `all_reduce` must.   x: (T, H)"""
-        return None
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """What all processes have, side by side along the last dimension.   (..., n) -> (..., size * n)"""

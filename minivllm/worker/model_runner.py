@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.layers.attention import Attention, AttentionMetadata
+from minivllm.layers.linear import Product
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.layers.sampler import Sampler
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -50,6 +53,8 @@ class ModelRunner(LoRAModelRunnerMixin):
     adapters_are_active   called in each step once its adapters are in their slots, before the model runs: other ranks
                           may begin then, because they follow this one's slot table
     check_slots           called before LoRA allocates its slots; ValueError where they do not fit into memory
+    linear_product        computes x W^T + b in all linears
+    prepare_model         gives the model that steps run, of the one that is loaded and wrapped; here it is the same
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class ModelRunner(LoRAModelRunnerMixin):
         capture: Callable[["ModelRunner"], Graphs] | None = None,
         adapters_are_active: Callable[[], None] = lambda: None,
         check_slots: Callable[[EngineConfig, Ranks], None] = lambda config, tp: None,
+        linear_product: Product = F.linear,
+        prepare_model: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         self.config, self.device = config, config.device
         self.tp = tp
@@ -88,12 +95,13 @@ class ModelRunner(LoRAModelRunnerMixin):
                 load_format=model_config.load_format,
                 seed=model_config.seed,
                 quantization=model_config.quantization,
-                batch_invariant=model_config.batch_invariant,
                 tp=tp,
+                product=linear_product,
             )
             if config.lora_config is not None:
                 check_slots(config, tp)
                 self.model = self.load_lora_model(self.model, config, self.device)
+            self.model = prepare_model(self.model)
             self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
             self.row_sampler = RowSampler(self.sampler)
             self.memory_plan = self.memory.plan(self)

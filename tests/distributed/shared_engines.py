@@ -8,9 +8,9 @@ from lockstep import in_lockstep
 from tiny_engine import greedy, run, tokens_of
 
 from minivllm import LLMEngine, assembly
+from minivllm.assembly import make_model_runner
 from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.worker.executor import Executor
-from minivllm.worker.model_runner import ModelRunner
 
 
 def engines_in_lockstep(monkeypatch: Any, size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
@@ -21,7 +21,9 @@ def engines_in_lockstep(monkeypatch: Any, size: int, work: Callable[[TensorParal
         mine.tp = tp
         return work(tp)
 
-    monkeypatch.setattr(assembly, "make_executor", lambda config: Executor(ModelRunner(config, tp=mine.tp)))
+    monkeypatch.setattr(
+        assembly, "make_executor", lambda config: Executor(make_model_runner(config, mine.tp))
+    )
     return in_lockstep(size, play)
 
 

@@ -11,7 +11,8 @@ from test_shared_adapters import LINEARS, pairs_of
 from tiny_models import VARIANTS, PagedRequests, reference_logits, token_ids, transformers_model
 from tiny_set import AdapterSet
 
-from minivllm.gpu import readers
+from minivllm.gpu.fused import fuse
+from minivllm.gpu.fused.blocks import AddAndNorm, Pending
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
@@ -23,42 +24,30 @@ PLAIN = {name: {**config, "lora_bias": False} for name, config in LINEARS.items(
 
 
 class ThreadThatNorms(lockstep.ThreadOfMany):
-    """Leaves the sums of few rows to norms. `left`: how many; `with_adapters`: how many that add adapters, too."""
+    """Its norms sum few rows. `normed`: how many norms did; `with_adapters`: how many that added adapters, too."""
 
-    left = with_adapters = 0
+    normed = with_adapters = 0
 
-    def words_for(self, x):
-        return self if len(x) <= MOST_ROWS else None
-
-    def all_reduce_before(self, norm, x):
+    def add_and_norm(self, x, residual, weight, eps):
         if len(x) > MOST_ROWS:
-            norm.rest = None
-            return self.all_reduce(x)
+            return None
+        self.normed += 1
+        residual += self.all_reduce(x)
+        return F.rms_norm(residual, weight.shape, weight, eps)
 
-        def rest(x, residual):
-            residual += self.all_reduce(x)
-            return F.rms_norm(residual, norm.weight.shape, norm.weight, norm.eps)
-
-        norm.rest, self.left = rest, self.left + 1
-        return x
-
-
-def by_thread(update, slots, weight, eps, tp, x, residual):
-    """Stands for `adapted_peer_norm`, with a thread for its words."""
-    tp.with_adapters += 1
-    wide = len(x), update.h_slot_stride * len(update.b[0]) or update.rank
-    h = tp.all_reduce(update.h[0].as_strided(wide, update.h.stride()[1:]))  # of all slots
-    return adapted_norm(update._replace(h=h[None]), slots, weight, eps, tp.all_reduce(x), residual)
+    def add_adapters_and_norm(self, update, slots, x, residual, weight, eps):
+        """Stands for `adapted_peer_norm`, with a thread for its words."""
+        if len(x) > MOST_ROWS:
+            return None
+        self.with_adapters += 1
+        wide = len(x), update.h_slot_stride * len(update.b[0]) or update.rank
+        h = self.all_reduce(update.h[0].as_strided(wide, update.h.stride()[1:]))  # of all slots
+        return adapted_norm(update._replace(h=h[None]), slots, weight, eps, self.all_reduce(x), residual)
 
 
 @pytest.fixture(autouse=True)
 def threads_can(monkeypatch):
     monkeypatch.setattr(lockstep, "ThreadOfMany", ThreadThatNorms)
-    monkeypatch.setattr(readers, "adapted_peer_norm", by_thread)
-
-
-def rests(model):
-    return [module.rest for module in model.modules() if isinstance(module, RMSNorm)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -68,13 +57,12 @@ def test_every_process_has_the_logits_of_transformers_in_steps_of_few_rows_and_o
     expected = [reference_logits(transformers_model(variant), text, torch.float64) for text in texts]
 
     def work(tp):
-        model = get_model(tmp_path, torch.float64, tp=tp)
-        return PagedRequests(model, texts).run(steps), rests(model), tp.left
+        model = fuse(get_model(tmp_path, torch.float64, tp=tp))
+        return PagedRequests(model, texts).run(steps), tp.normed
 
-    for logits, left, count in lockstep.in_lockstep(2, work):
+    for logits, count in lockstep.in_lockstep(2, work):
         for found, reference in zip(logits, expected, strict=True):
             assert torch.allclose(found, reference, rtol=1e-9, atol=1e-9)
-        assert left == [None] * len(left)
         # Of two layers' attention always, in the two steps that are not too large; of dense MLPs, too.
         assert count in (4, 6, 8)
 
@@ -91,10 +79,11 @@ def test_adapters_are_in_the_terms_that_norms_sum(world, monkeypatch, fully):
 
     def work(tp):
         engine = world.engine(max_loras=3, max_cpu_loras=6, fully_sharded_loras=fully)
-        return serve(engine, world, pairs, 4), rests(engine.runner.model), tp.left
+        fuse(engine.runner.model)
+        return serve(engine, world, pairs, 4), tp.normed
 
-    for answers, left, count in engines_in_lockstep(monkeypatch, 2, work):
-        assert answers == expected and left == [None] * len(left) and count > 0
+    for answers, count in engines_in_lockstep(monkeypatch, 2, work):
+        assert answers == expected and count > 0
 
 
 @pytest.mark.parametrize("backend", ["paged", pytest.param("folded", marks=pytest.mark.nightly)])
@@ -105,11 +94,10 @@ def test_norms_that_sum_add_what_adapters_add(world, monkeypatch, backend):
 
     def work(tp):
         engine = world.engine(max_loras=3, max_cpu_loras=6, punica_backend=backend)
-        return serve(engine, world, pairs, 3), rests(engine.runner.model), tp.with_adapters
+        return serve(engine, world, pairs, 3), tp.with_adapters
 
-    for answers, left, with_adapters in engines_in_lockstep(monkeypatch, 2, work):
-        assert answers == expected and left == [None] * len(left)
-        assert with_adapters > 0
+    for answers, with_adapters in engines_in_lockstep(monkeypatch, 2, work):
+        assert answers == expected and with_adapters > 0
 
 
 def test_biases_of_adapters_are_added_once(tmp_path_factory, monkeypatch):
@@ -126,27 +114,32 @@ def test_biases_of_adapters_are_added_once(tmp_path_factory, monkeypatch):
     )
 
 
-def test_what_a_step_left_that_ended_before_its_norm_is_gone_with_the_next_sum():
+def test_few_rows_are_summed_by_the_norm_and_many_before_it():
     def work(tp):
         linear, norm = RowParallelLinear(8, 16, False, torch.float64, tp=tp), RMSNorm(16, dtype=torch.float64)
-        linear.__dict__["read_by"] = norm
         linear.weight.copy_(torch.arange(64.0).view(16, 4) + tp.rank)
-        few, many = torch.ones(1, 4, dtype=torch.float64), torch.ones(MOST_ROWS + 1, 4, dtype=torch.float64)
-        term, _ = linear(few)
-        assert norm.rest is not None and torch.equal(term, linear.weight.sum(1)[None])
-        total, _ = linear(many)
-        return norm.rest, total
+        add_and_norm, sums = AddAndNorm(tp), []
+        for rows in (1, MOST_ROWS + 1):
+            term, _ = linear(torch.ones(rows, 4, dtype=torch.float64))
+            residual = torch.zeros(rows, 16, dtype=torch.float64)
+            normed = add_and_norm(Pending(term, is_term=True), residual, norm)
+            sums.append((residual, normed, tp.normed))
+        return sums
 
-    for rest, total in lockstep.in_lockstep(2, work):
-        assert rest is None and torch.equal(total[0], 2 * torch.arange(64.0).view(16, 4).double().sum(1) + 4)
+    total = 2 * torch.arange(64.0).view(16, 4).double().sum(1) + 4
+    expected = F.rms_norm(total, (16,), eps=1e-6)
+    for sums in lockstep.in_lockstep(2, work):
+        for residual, normed, count in sums:
+            assert count == 1 and torch.equal(residual, total.expand_as(residual))
+            torch.testing.assert_close(normed, expected.expand_as(normed))
 
 
-def test_a_process_alone_touches_no_norm():
+def test_a_process_alone_sums_nothing():
     linear, norm = RowParallelLinear(4, 16, False, torch.float32), RMSNorm(16)
-    linear.__dict__["read_by"] = norm
     linear.weight.copy_(torch.arange(64.0).view(16, 4))
-    norm.rest = rest = object()  # an adapter's
+    residual = torch.zeros(1, 16)
 
     y, _ = linear(torch.ones(1, 4))
+    AddAndNorm(linear.tp)(Pending(y, is_term=True), residual, norm)
 
-    assert linear.tp is ONE_RANK and norm.rest is rest and torch.equal(y[0], linear.weight.sum(1))
+    assert linear.tp is ONE_RANK and torch.equal(residual[0], linear.weight.sum(1))

@@ -11,9 +11,9 @@ from test_peer_sums import in_interpreter, run_ranks
 
 from minivllm.gpu.kernels import norm
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
-from minivllm.gpu.kernels.adapted_peer_norm_op import adapted_peer_norm
 from minivllm.gpu.kernels.paged_tuning import MOST_NORM_RANK, MOST_NORM_TOKENS
 from minivllm.gpu.kernels.update import Update
+from minivllm.parallel.adapted_peer_norm_op import adapted_peer_norm
 from minivllm.parallel.packed_norm_op import packed_norm, packs
 from minivllm.parallel.peer_norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_of
 from minivllm.parallel.peer_sum_op import peer_sum, programs_of

@@ -24,7 +24,6 @@ from minivllm.gpu.kernels import (
     activation,
     adapted_norm_op,
     adapted_norm_tiles_op,
-    adapted_peer_norm_op,
     adapted_rotary_op,
     adapted_silu_op,
     attention,
@@ -47,7 +46,14 @@ from minivllm.gpu.kernels.paged_tuning import (
 from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.sgmv import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.parallel import own_rows_op, packed_norm_op, peer_gather_op, peer_norm_op, peer_sum_op
+from minivllm.parallel import (
+    adapted_peer_norm_op,
+    own_rows_op,
+    packed_norm_op,
+    peer_gather_op,
+    peer_norm_op,
+    peer_sum_op,
+)
 
 NAN = float("nan")
 CLOSE = 3e-6  # float32, as a share of the largest value

@@ -10,12 +10,15 @@ from tiny_engine import run, tiny_world
 
 from minivllm.assembly import paged_attention
 from minivllm.config import LoRAConfig
-from minivllm.gpu import folded_backend, paged_backend, readers
+from minivllm.gpu import folded_backend
+from minivllm.gpu.fused import FusedRMSNorm, blocks
+from minivllm.gpu.fused.blocks import AddAndNorm, Pending, linear_deferred
 from minivllm.gpu.kernels import paged_tuning
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.paged_tuning import MOST_NORM_TOKENS, norm_kernel
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.replace import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
@@ -40,27 +43,32 @@ class TwoProcesses(TensorParallel):
 
 
 class TwoThatNorm(TwoProcesses):
-    """They leave sums to norms, as processes do whose GPUs read each other's memory."""
+    """Their norms sum, as those of processes do whose GPUs read each other's memory.
 
-    def all_reduce_before(self, norm, x):
-        def rest(x, residual):
-            residual += self.all_reduce(x)
-            return rms(residual, norm.weight, norm.eps).to(x.dtype)
+    normed, adapted   rows of each such norm, and of each that added what adapters add, too
+    """
 
-        norm.rest = rest
-        return x
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.normed, self.adapted = [], []
+
+    def add_and_norm(self, x, residual, weight, eps):
+        self.normed.append(len(x))
+        residual += self.all_reduce(x)
+        return rms(residual, weight, eps).to(x.dtype)
+
+    def add_adapters_and_norm(self, update, slots, x, residual, weight, eps):
+        return None
 
 
 class TwoThatAdd(TwoThatNorm):
     """Their norms can add what adapters add, too: the other's terms of h are as large as its own."""
 
-    def words_for(self, x):
-        return self
-
-
-def by_two(update, slots, weight, eps, tp, x, residual):
-    """Stands for `adapted_peer_norm`, whose words others would have to bring."""
-    return adapted_norm(update._replace(b=(2 * update.b[0],)), slots, weight, eps, tp.all_reduce(x), residual)
+    def add_adapters_and_norm(self, update, slots, x, residual, weight, eps):
+        """Stands for `adapted_peer_norm`, whose words others would have to bring."""
+        self.adapted.append(len(x))
+        update = update._replace(b=(2 * update.b[0],))
+        return adapted_norm(update, slots, weight, eps, self.all_reduce(x), residual)
 
 
 class Down:
@@ -69,8 +77,8 @@ class Down:
     def __init__(self, backend, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses, tokens=256):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
         self.dtype, self.punica = dtype, make_backend(tokens, tokens, DEVICE, config)
-        group = {} if processes == 1 else {"tp": kind(0, 2)}
-        self.base = RowParallelLinear(INNER * processes, WIDTH, True, dtype, DEVICE, **group)
+        self.tp = ONE_RANK if processes == 1 else kind(0, 2)
+        self.base = RowParallelLinear(INNER * processes, WIDTH, True, dtype, DEVICE, tp=self.tp)
         pick = torch.Generator().manual_seed(0)
         for parameter in self.base.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=pick))
@@ -78,7 +86,9 @@ class Down:
         self.layer.set_mapping(self.punica)
         self.norm = RMSNorm(WIDTH, EPS, dtype, DEVICE)
         self.norm.weight.copy_(torch.rand(WIDTH, generator=pick) + 0.5)
-        self.base.__dict__["read_by"] = self.norm
+        if DEVICE == "cuda":
+            self.norm = FusedRMSNorm(self.norm)
+        self.add_and_norm = AddAndNorm(self.tp)
         self.weights = {}
         for slot, live in {0: rank, 2: rank // 2 + 1}.items():
             a, b = (
@@ -92,10 +102,12 @@ class Down:
         ids = [slot + 1 for slot in slots]
         self.punica.begin_step(LoRAMapping(ids, ids, is_prefill=True), list(range(1, SLOTS + 1)))
 
-    def run(self, x, residual):
+    def run(self, x, residual, is_term=True):
         """What the norm gives, and the residual after it."""
+        stream = residual.clone().to(DEVICE)
         with torch.inference_mode():
-            normed, stream = self.norm(self.layer(x.to(DEVICE))[0], residual.clone().to(DEVICE))
+            pending = Pending(*linear_deferred(self.layer, x.to(DEVICE)), is_term)
+            normed = self.add_and_norm(pending, stream, self.norm)
         return normed.cpu(), stream.cpu()
 
     def product(self, x, slots):
@@ -107,15 +119,14 @@ class Down:
                 y[row] += b @ (a @ x[row].double())
         return y
 
-    def assert_answers(self, slots, more=0.0, processes=1, seed=0):
+    def assert_answers(self, slots, more=0.0, processes=1, seed=0, is_term=True):
         """`more`: what else is added to the product"""
         x, residual = rows(len(slots), self.dtype, seed)
         expected = residual.double() + processes * self.product(x, slots) + more
-        normed, stream = self.run(x, residual)
+        normed, stream = self.run(x, residual, is_term)
         for found, exact in ((stream, expected), (normed, rms(expected, self.norm.weight.cpu(), EPS))):
             error = (found.double() - exact).abs().max()
             assert error <= CLOSE[self.dtype] * exact.abs().max()
-        assert self.norm.rest is None
         return normed, stream
 
 
@@ -141,20 +152,6 @@ def kernel(request, monkeypatch):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """Of each step, whether the norm was left anything."""
-    found = []
-
-    def leave(base, rest):
-        found.append(rest is not None)
-        readers.leave(base, rest)
-
-    for module in (paged_backend, folded_backend):
-        monkeypatch.setattr(module, "leave", leave)
-    return found
-
-
-@pytest.fixture
 def launched(monkeypatch):
     """Of each norm that adds what adapters add: by which kernel, and how many rows it had."""
     found = []
@@ -163,19 +160,19 @@ def launched(monkeypatch):
         return lambda *args: (found.append((name, len(args[-1]))), launch(*args))[1]
 
     for name, launcher in {"rows": "adapted_norm", "tiles": "adapted_norm_of_tiles"}.items():
-        monkeypatch.setattr(readers, launcher, watched(name, getattr(readers, launcher)))
+        monkeypatch.setattr(blocks, launcher, watched(name, getattr(blocks, launcher)))
     return found
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.float32, 20), (torch.float16, 20)])
-def test_the_norm_adds_every_rows_adapters_share(backend, dtype, rank, mixture, told):
+def test_the_norm_adds_every_rows_adapters_share(backend, dtype, rank, mixture, launched):
     down = Down(backend, dtype, rank)
     down.step(MIXTURES[mixture])
 
     down.assert_answers(MIXTURES[mixture])
 
-    assert told[-1] == (mixture != "base")
+    assert launched == [("rows", len(MIXTURES[mixture]))] * (mixture != "base")
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
@@ -216,8 +213,8 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(backend, kernel,
     down = Down(backend)
     down.step([0, 2, 0, -1])
     with torch.inference_mode():
-        down.layer(rows(4)[0].to(DEVICE))
-    assert down.norm.rest is not None
+        _, left = linear_deferred(down.layer, rows(4)[0].to(DEVICE))
+    assert left is not None
 
     down.step(slots)
 
@@ -228,7 +225,7 @@ def test_nor_does_one_that_folding_does_not_pay_for(monkeypatch):
     down = Down("folded")
     down.step([0, 2, 0, -1])
     with torch.inference_mode():
-        down.layer(rows(4)[0].to(DEVICE))
+        linear_deferred(down.layer, rows(4)[0].to(DEVICE))
 
     monkeypatch.setattr(folded_backend, "fold_pays", lambda *shape: False)
 
@@ -247,13 +244,13 @@ def test_a_norm_adds_what_adapters_add_in_short_steps_and_in_long_ones_of_few_ra
     assert norm_kernel(tokens, rank) == expected
 
 
-def test_a_step_of_middle_length_leaves_the_norm_nothing(backend, told):
+def test_in_a_step_of_middle_length_it_is_added_before_the_norm(backend, launched):
     down, slots = Down(backend), [0, -1, 2] * 50
     down.step(slots)
 
     down.assert_answers(slots)
 
-    assert told[-1] is False
+    assert launched == []
 
 
 @pytest.mark.parametrize(("tokens", "rank", "is_left"), [(597, 8, False), (600, 8, True), (600, 17, False)])
@@ -268,71 +265,69 @@ def test_a_long_step_leaves_it_what_few_ranks_add(backend, tokens, rank, is_left
 
 
 @pytest.mark.parametrize(("rank", "is_left"), [(32, True), (33, False), (64, False), (72, False)])
-def test_a_high_rank_leaves_the_norm_nothing(backend, rank, is_left, told):
+def test_what_a_high_rank_adds_is_added_before_the_norm(backend, rank, is_left, launched):
     down, slots = Down(backend, rank=rank), [0, -1, 2]
     down.step(slots)
 
     down.assert_answers(slots)
 
-    assert told[-1] is is_left
+    assert launched == [("rows", 3)] * is_left
 
 
-def test_one_of_several_processes_leaves_nothing_since_the_norm_reads_a_sum(backend, kernel, told):
+def test_one_of_several_processes_adds_it_to_its_term_since_the_norm_reads_a_sum(backend, kernel, launched):
     down, slots = Down(backend, processes=2), [0, -1, 2, 2]
     down.step(slots)
 
     down.assert_answers(slots, processes=2)
 
-    assert told[-1] is False
+    assert launched == []
 
 
 @pytest.mark.parametrize("slots", [[-1] * 4, [0, -1, 2, 2]], ids=["base", "mixed"])
-def test_what_a_backend_leaves_takes_no_sum_from_the_norm(backend, slots, told):
+def test_what_a_backend_leaves_takes_no_sum_from_the_norm(backend, slots, launched):
     down = Down(backend, processes=2, kind=TwoThatNorm)
     for seed in range(2):
         down.step(slots)
 
         down.assert_answers(slots, processes=2, seed=seed)
 
-    assert not any(told)
+    assert launched == [] and down.tp.normed == [4, 4]
 
 
 @pytest.mark.parametrize(
     "slots", [[-1] * 4, [2, -1, 0, 0], [0] * (MOST_NORM_TOKENS + 1)], ids=["base", "few", "many"]
 )
-def test_a_norm_that_sums_adds_few_rows_adapters_and_finds_nothing_of_a_step_before(
-    backend, slots, told, monkeypatch
-):
-    monkeypatch.setattr(readers, "adapted_peer_norm", by_two)
+def test_a_norm_that_sums_adds_few_rows_adapters_and_finds_nothing_of_a_step_before(backend, slots):
     down = Down(backend, processes=2, kind=TwoThatAdd)
     down.step([0, 2, 0, -1])
     with torch.inference_mode():
-        down.layer(rows(4)[0].to(DEVICE))  # a step that ends before its norm
+        linear_deferred(down.layer, rows(4)[0].to(DEVICE))  # a step that ends before its norm
 
     down.step(slots)
     down.assert_answers(slots, processes=2, seed=1)
 
-    assert told[-1] is (slots[0] == 2)
+    few_with_adapters = slots[0] == 2
+    assert down.tp.adapted == [4] * few_with_adapters
+    assert down.tp.normed == [len(slots)] * (not few_with_adapters)
 
 
-def test_a_linear_that_is_no_sum_leaves_nothing_to_a_norm_of_several_processes(backend, told, monkeypatch):
+@pytest.mark.parametrize("slots", [[-1] * 4, [0, -1, 2, 2]], ids=["base", "mixed"])
+def test_what_is_no_term_is_not_summed_by_a_norm_of_several_processes(backend, slots):
     down = Down(backend, processes=2, kind=TwoThatAdd)
-    down.base.__class__ = LinearBase
-    down.step([0])
+    down.step(slots)
 
-    with torch.inference_mode():
-        down.punica.linear(rows(1)[0].to(DEVICE), down.base, down.layer.slots)
+    down.assert_answers(slots, is_term=False)
 
-    assert told[-1] is False
+    assert down.tp.adapted == down.tp.normed == []
 
 
-def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, told):
+def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, launched):
     down, slots = Down("invariant"), [0, 2, -1, 0]
     down.step(slots)
 
     down.assert_answers(slots)
 
-    assert not any(told)
+    assert launched == []
 
 
 @pytest.mark.parametrize("name", ["paged", pytest.param("folded", marks=pytest.mark.nightly_without_gpu)])

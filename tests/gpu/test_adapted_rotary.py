@@ -9,7 +9,9 @@ from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
 
 from minivllm.config import LoRAConfig
-from minivllm.gpu import folded_backend, paged_backend, readers
+from minivllm.gpu import folded_backend
+from minivllm.gpu.fused import blocks
+from minivllm.gpu.fused.blocks import attend, linear_deferred
 from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
 from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
@@ -58,7 +60,6 @@ class QKV:
         self.layer.set_mapping(self.punica)
         self.heads, self.kv_heads = self.base.num_heads, self.base.num_kv_heads
         self.attention = Attention(self.heads, SIZE, SCALE, self.kv_heads)
-        self.base.__dict__["read_by"] = self.attention
         self.whole, self.whole_bias, self.heights = whole, bias, heights if parts == 3 else [sum(heights)]
         self.weights = {}
         for slot, ranks in {0: (rank, 3, 1), 2: (5, 0, rank)}.items():
@@ -104,8 +105,9 @@ class QKV:
         of_angles = torch.promote_types(self.dtype, torch.float32)
 
         with torch.inference_mode():
-            heads = self.layer(x.to(DEVICE))[0].unflatten(1, (-1, SIZE))
-            found = self.attention(heads, [part.to(DEVICE, of_angles) for part in (cos, sin)], attn).cpu()
+            y, self.left = linear_deferred(self.layer, x.to(DEVICE))
+            rotary = [part.to(DEVICE, of_angles) for part in (cos, sin)]
+            found = attend(self.attention, y.unflatten(1, (-1, SIZE)), rotary, attn, self.left).cpu()
 
         assert_close(found, attended(exact, lengths, self.heads, self.kv_heads))
         kept = self.attention.kv_cache.cpu().flatten(0, 1)
@@ -114,7 +116,6 @@ class QKV:
         others = torch.ones(len(kept), dtype=torch.bool)
         others[mapping] = False
         assert torch.equal(kept[others].nan_to_num(7), cache.flatten(0, 1)[others].nan_to_num(7))
-        assert self.attention.rest is None
         return found
 
 
@@ -172,33 +173,19 @@ def backend(request):
     return request.param
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """Of each step, whether the attention was left anything."""
-    found = []
-
-    def leave(base, rest):
-        found.append(rest is not None)
-        readers.leave(base, rest)
-
-    for module in (paged_backend, folded_backend):
-        monkeypatch.setattr(module, "leave", leave)
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_attention_sees_every_rows_adapters_share(backend, kind, mixture, told):
+def test_attention_sees_every_rows_adapters_share(backend, kind, mixture):
     qkv = QKV(backend)
     qkv.step(MIXTURES[mixture])
 
     qkv.assert_answers(MIXTURES[mixture], kind)
 
-    assert told[-1] == (mixture != "base")
+    assert (qkv.left is not None) == (mixture != "base")
 
 
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, 20), (torch.float32, 72), (torch.float64, 8)])
-def test_whatever_dtype_and_rank(backend, dtype, rank, told):
+def test_whatever_dtype_and_rank(backend, dtype, rank):
     if DEVICE == "cuda" and dtype == torch.float64:
         pytest.skip("float64 is what a CPU's tests compute in")
     qkv = QKV(backend, dtype, rank)
@@ -206,38 +193,38 @@ def test_whatever_dtype_and_rank(backend, dtype, rank, told):
 
     qkv.assert_answers(MIXTURES["mixed"], "plain" if dtype == torch.float64 else "paged")
 
-    assert told[-1]
+    assert qkv.left is not None
 
 
-def test_one_adapter_for_q_k_and_v(backend, told):
+def test_one_adapter_for_q_k_and_v(backend):
     qkv = QKV(backend, parts=1)
     qkv.step(MIXTURES["mixed"])
 
     qkv.assert_answers(MIXTURES["mixed"])
 
-    assert told[-1]
+    assert qkv.left is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_of_many_rows_a_tile(kind, told):
+def test_prompts_of_many_rows_a_tile(kind):
     slots = [0, -1, 2, 2, 0, 1, 0] * 74
     qkv = QKV("paged", room=600)
     qkv.step(slots)
 
     qkv.assert_answers(slots, kind)
 
-    assert told[-1]
+    assert qkv.left is not None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_of_several_processes_does_so_with_its_heads(backend, rank, told):
+def test_each_of_several_processes_does_so_with_its_heads(backend, rank):
     qkv, slots = QKV(backend, tp=TensorParallel(rank, 2)), MIXTURES["mixed"]
     qkv.step(slots)
 
     qkv.assert_answers(slots)
 
     assert (qkv.heads, qkv.kv_heads) == (HEADS // 2, KV_HEADS // 2)
-    assert told[-1]
+    assert qkv.left is not None
 
 
 def test_what_a_hook_adds_to_the_product_is_there_too(backend):
@@ -255,8 +242,8 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_attention(backend, sl
     qkv = QKV(backend)
     qkv.step([0, 2, 0, -1])
     with torch.inference_mode():
-        qkv.layer(rows(4).to(DEVICE))
-    assert qkv.attention.rest is not None
+        _, left = linear_deferred(qkv.layer, rows(4).to(DEVICE))
+    assert left is not None
 
     qkv.step(slots)
 
@@ -267,7 +254,7 @@ def test_nor_does_one_that_folding_does_not_pay_for(monkeypatch):
     qkv = QKV("folded")
     qkv.step([0, 2, 0, -1])
     with torch.inference_mode():
-        qkv.layer(rows(4).to(DEVICE))
+        linear_deferred(qkv.layer, rows(4).to(DEVICE))
 
     monkeypatch.setattr(folded_backend, "fold_pays", lambda *shape: False)
 
@@ -286,11 +273,9 @@ def test_rows_that_are_to_have_the_same_bits_in_every_batch_leave_it_nothing():
     qkv, slots = QKV("invariant"), MIXTURES["mixed"]
     qkv.step(slots)
 
-    with torch.inference_mode():
-        qkv.layer(rows(len(slots)).to(DEVICE))
-
-    assert qkv.attention.rest is None
     qkv.assert_answers(slots, "tiled")
+
+    assert qkv.left is None
 
 
 def watched(monkeypatch):
@@ -301,7 +286,7 @@ def watched(monkeypatch):
         launched.append(len(heads))
         adapted_rotary(update, heads, *rest, **options)
 
-    monkeypatch.setattr(readers, "adapted_rotary", watch)
+    monkeypatch.setattr(blocks, "adapted_rotary", watch)
     return launched
 
 

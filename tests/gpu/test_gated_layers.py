@@ -1,10 +1,12 @@
-"""Gate and up leave what adapters add to the activation that reads them; who stands between sees the rest."""
+"""Gate and up leave what adapters add to the activation behind them, but to a hook they give whole outputs."""
 
 import pytest
 import torch
 from gpu import DEVICE
 
 from minivllm.config import LoRAConfig
+from minivllm.gpu.fused import FusedSiluAndMul, blocks
+from minivllm.gpu.fused.blocks import activate, linear_deferred
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import MergedColumnParallelLinear
 from minivllm.lora.model_manager import make_backend
@@ -25,8 +27,7 @@ class GateUp:
         self.base.weight.data.copy_(torch.randn(2 * INNER, WIDTH, generator=pick))
         self.layer = from_layer(self.base, SLOTS, config, ["gate", "up"])
         self.layer.set_mapping(self.punica)
-        self.activation = SiluAndMul()
-        self.base.__dict__["read_by"] = self.activation
+        self.activation = FusedSiluAndMul() if DEVICE == "cuda" else SiluAndMul()
         self.weights = {}
         for slot, ranks in {0: (RANK, 3), 2: (0, 5)}.items():
             a = [torch.randn(r, WIDTH, generator=pick) if r else None for r in ranks]
@@ -40,7 +41,7 @@ class GateUp:
 
     def run(self, x):
         with torch.inference_mode():
-            return self.activation(self.layer(x.to(DEVICE))[0]).cpu()
+            return activate(self.activation, *linear_deferred(self.layer, x.to(DEVICE))).cpu()
 
     def expected(self, x, slots, more=0.0):
         """`more`: what else is added to gate and up"""
@@ -99,25 +100,25 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_activation(linear, sl
     x = rows(4)
     linear.step([0, 2, 0, -1])
     with torch.inference_mode():
-        linear.layer(rows(4).to(DEVICE))
+        linear_deferred(linear.layer, rows(4).to(DEVICE))
 
     linear.step(slots)
 
     assert_close(linear.run(x), linear.expected(x, slots))
 
 
-def test_the_activation_is_told_what_is_left(linear):
+def test_it_is_added_by_the_activations_kernel(linear, monkeypatch):
+    launched, kernel = [], blocks.adapted_silu
+    monkeypatch.setattr(blocks, "adapted_silu", lambda *args: launched.append(len(args[1])) or kernel(*args))
     linear.step([0, 2, 0, -1])
 
-    with torch.inference_mode():
-        linear.layer(rows(4).to(DEVICE))
+    linear.run(rows(4))
 
-    assert linear.activation.rest is not None
+    assert launched == [4]
 
 
 def test_a_layer_that_others_read_too_gives_its_whole_output(linear):
     x, slots = rows(5), [0, 2, -1, 0, 1]
-    linear.base.read_by = None
     linear.step(slots)
 
     with torch.inference_mode():

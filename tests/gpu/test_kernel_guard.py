@@ -629,20 +629,20 @@ FAULTS = {
         "words and norms", (AssertionError, ""),
     ),
     "words: others' h is not added": (
-        f"{PAGES}/adapted_peer_norm_op.py", "h += more.to", "h *= more.to",
+        "parallel/adapted_peer_norm_op.py", "h += more.to", "h *= more.to",
         "words and normed", (AssertionError, ""),
     ),
     "words: h is brought past the live rank": (
-        f"{PAGES}/adapted_peer_norm_op.py", "rank_of_h, is_live, count, row,", "rank_of_h, rank_of_h < R, count, row,",
+        "parallel/adapted_peer_norm_op.py", "rank_of_h, is_live, count, row,", "rank_of_h, rank_of_h < R, count, row,",
         "words and normed", (AssertionError, ""),
     ),
     "words: what adapters add is added to every term": (
-        f"{PAGES}/adapted_peer_norm_op.py", "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + own_h",
+        "parallel/adapted_peer_norm_op.py", "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + own_h",
         "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + SIZE * own_h",
         "words and normed", (AssertionError, ""),
     ),
     "words: other ranks of h in the second block": (
-        f"{PAGES}/adapted_peer_norm_op.py", "rank_of_b = start + tl.arange", "rank_of_b = tl.arange",
+        "parallel/adapted_peer_norm_op.py", "rank_of_b = start + tl.arange", "rank_of_b = tl.arange",
         "words and normed of many ranks", (AssertionError, ""),
     ),
 }  # fmt: skip

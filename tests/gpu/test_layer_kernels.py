@@ -5,6 +5,7 @@ import torch
 from gpu import DEVICE
 from nan_guard import Guarded
 
+from minivllm.gpu.fused import FusedRMSNorm, FusedSiluAndMul
 from minivllm.gpu.kernels.activation import silu_and_mul
 from minivllm.gpu.kernels.norm import fused_add_rms_norm, rms_norm
 from minivllm.gpu.kernels.rotary import rotary_and_cache
@@ -136,8 +137,13 @@ def test_values_that_are_not_finite_are_cached_as_they_are(dtype):
     torch.testing.assert_close(cache[0, 1, 1].cpu(), heads[0, 2], rtol=0, atol=0)
 
 
-def test_the_layers_compute_the_same_wherever_they_run(dtype):
-    norm, head_norm = RMSNorm(100, 1e-5, dtype, DEVICE), RMSNorm(20, 1e-5, dtype, DEVICE)
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [(lambda norm: norm, SiluAndMul), (FusedRMSNorm, FusedSiluAndMul)],
+    ids=["plain", "fused"],
+)
+def test_the_layers_compute_the_same_plain_and_fused(dtype, kind, activation):
+    norm, head_norm = (kind(RMSNorm(n, 1e-5, dtype, DEVICE)) for n in (100, 20))
     norm.weight.data.copy_(random(100, dtype=dtype, seed=3))
     x, residual = random(4, 100, dtype=dtype), random(4, 100, dtype=dtype, seed=1)
     total = (x.double() + residual.double()).to(dtype)
@@ -147,7 +153,7 @@ def test_the_layers_compute_the_same_wherever_they_run(dtype):
     plain = norm(x.to(DEVICE))
     normed, returned = norm(x.to(DEVICE), stream)
     head_norm.norm_(heads)
-    activated = SiluAndMul()(x.to(DEVICE))
+    activated = activation()(x.to(DEVICE))
 
     weight = norm.weight.cpu()
     assert returned is stream

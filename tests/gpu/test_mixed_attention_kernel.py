@@ -7,6 +7,7 @@ from gpu import DEVICE
 from nan_guard import Guarded
 from test_paged_attention_kernels import ERRORS, SCALE, Batch, assert_close, new_memory_is_nan
 
+from minivllm.gpu.fused import blocks
 from minivllm.gpu.kernels.mixed_attention import mixed_attention, queries_per_tile
 from minivllm.gpu.mixed_buffers import MixedBuffers
 from minivllm.layers.attention import Attention
@@ -99,7 +100,7 @@ def test_a_layer_writes_new_keys_and_values_before_it_attends(dtype):
     heads = batch.heads().to(DEVICE)
     rotary = (torch.ones(11, 1, 16, device=DEVICE), torch.zeros(11, 1, 16, device=DEVICE))
 
-    actual = layer(heads, rotary, filled_buffers(batch, 0).attention(11))
+    actual = blocks.attend(layer, heads, rotary, filled_buffers(batch, 0).attention(11))
 
     assert_close(actual, batch.expected())
 

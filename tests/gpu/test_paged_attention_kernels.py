@@ -6,6 +6,7 @@ import torch
 from gpu import DEVICE, needs_cuda
 from nan_guard import Guarded
 
+from minivllm.gpu.fused.blocks import attend
 from minivllm.gpu.kernels import attention as kernels
 from minivllm.gpu.kernels.attention import num_splits, paged_decode_attention
 from minivllm.gpu.paged_attention import PagedAttentionMetadata
@@ -209,7 +210,7 @@ def test_any_mix_of_rows_equals_the_definition(dtype, mix):
         [1.0, 0.0], device=DEVICE
     ).view(2, 1, 1, 1)
 
-    actual = attention(heads.view, (cos, sin), batch.metadata())
+    actual = attend(attention, heads.view, (cos, sin), batch.metadata())
 
     assert_close(actual, batch.expected())
     heads.assert_intact()

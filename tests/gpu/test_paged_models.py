@@ -12,6 +12,7 @@ from tiny_models import (
     transformers_model,
 )
 
+from minivllm.gpu.fused import fuse
 from minivllm.models.registry import get_model
 
 LENGTHS = [40, 7, 21]
@@ -79,7 +80,7 @@ def error_of(model, texts, steps, expected, paged=True):
 
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_float32_model_equals_transformers(folder, texts, expected, steps):
-    model = get_model(folder, torch.float32, DEVICE)
+    model = fuse(get_model(folder, torch.float32, DEVICE))
 
     assert error_of(model, texts, STEPS[steps], expected) < 2e-6
 
@@ -87,7 +88,7 @@ def test_a_float32_model_equals_transformers(folder, texts, expected, steps):
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.nightly_without_gpu
 def test_a_float16_model_follows_transformers_in_full(folder_for_half, texts, expected_for_half, steps):
-    model = get_model(folder_for_half, torch.float16, DEVICE)
+    model = fuse(get_model(folder_for_half, torch.float16, DEVICE))
 
     assert error_of(model, texts, STEPS[steps], expected_for_half) < 0.003
 
@@ -95,7 +96,7 @@ def test_a_float16_model_follows_transformers_in_full(folder_for_half, texts, ex
 @needs_cuda
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_bfloat16_model_follows_transformers_in_full(folder_for_half, texts, expected_for_half, steps):
-    model = get_model(folder_for_half, torch.bfloat16, DEVICE)
+    model = fuse(get_model(folder_for_half, torch.bfloat16, DEVICE))
 
     assert error_of(model, texts, STEPS[steps], expected_for_half) < 0.025
 

@@ -66,8 +66,8 @@ def compile_all(what, path):
 
 def compile_sums():
     """And gathers, and norms, with adapters, too: as a rank of two and of eight launches them, for all dtypes."""
-    from minivllm.gpu.kernels.adapted_peer_norm_op import adapted_peer_norm
     from minivllm.gpu.kernels.update import Update
+    from minivllm.parallel.adapted_peer_norm_op import adapted_peer_norm
     from minivllm.parallel.packed_norm_op import packed_norm
     from minivllm.parallel.peer_gather_op import peer_gather
     from minivllm.parallel.peer_group import DTYPES

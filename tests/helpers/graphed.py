@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from minivllm.assembly import paged_attention
 from minivllm.gpu.decode_buffers import DecodeBuffers
+from minivllm.gpu.fused import FusedLlamaModel, fuse
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.worker.model_runner import ModelRunner
 
@@ -25,6 +26,8 @@ def graph_steps(
     """Give a runner captured steps; None for `wrapper` makes CUDA graphs.   paged: with attention that reads pages"""
     if paged:
         runner.build_attention = paged_attention(runner.config)
+    if not isinstance(runner.model.model, FusedLlamaModel):  # no option of a CPU's engine asked for kernels
+        fuse(runner.model)
     runner.graphs = graphs = StepGraphs(runner, decode_buffers, wrapper)
     if mixed:
         graphs.capture_mixed()

@@ -20,12 +20,11 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from minivllm.gpu.kernels import adapted_peer_norm_op
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.norm import fused_add_rms_norm
 from minivllm.gpu.kernels.update import Update
-from minivllm.layers.norm import RMSNorm
 from minivllm.parallel import (
+    adapted_peer_norm_op,
     packed_norm_op,
     peer_gather_op,
     peer_group,
@@ -138,7 +137,7 @@ def all_kinds(group: PeerGroup, count: int) -> dict:
             )
         elif kind == "gather":
             right += torch.equal(group.all_gather(parts[group.rank]), torch.cat(parts, dim=-1))
-        elif pick.random() < 0.3 and group.words_for(parts[group.rank]) is not None:
+        elif pick.random() < 0.3 and group._takes_rows(parts[group.rank]):
             right, adapted = right + norm_with_adapters(group, parts, seed), adapted + 1
         else:
             was_right, by_kernel = norm(group, parts, seed)
@@ -152,18 +151,16 @@ def norm(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> tuple[bool, 
     """Whether the bits are those of a sum and then a norm, and whether they came by one kernel."""
     width = parts[0].shape[1]
     weight, residual = (t[0].to(parts[0]) for t in (terms(1, seed + 1, width, torch.float32), [parts[0] * 3]))
-    layer = RMSNorm(width, 1e-5, parts[0].dtype)
-    layer.weight.copy_(weight)
     expected_residual = residual.clone()
     expected = fused_add_rms_norm(in_order(parts), expected_residual, weight, 1e-5)
-    layer.rest = lambda x, residual: torch.full_like(x, float("nan"))  # of a step that ended before its norm
-    x = group.all_reduce_before(layer, parts[group.rank].clone())
-    by_kernel = layer.rest is not None
-    found, residual = layer(x, residual)
+    found = group.add_and_norm(parts[group.rank].clone(), residual, weight, 1e-5)
+    by_kernel = found is not None
+    if not by_kernel:
+        found = fused_add_rms_norm(group.all_reduce(parts[group.rank].clone()), residual, weight, 1e-5)
     near = 0.0 if by_kernel else 0.01
     pairs = (found, expected), (residual, expected_residual)
     is_right = all(torch.allclose(one, other, rtol=near, atol=near) for one, other in pairs)
-    return is_right and layer.rest is None, by_kernel
+    return is_right, by_kernel
 
 
 def norm_with_adapters(group: PeerGroup, parts: list[torch.Tensor], seed: int) -> bool:
@@ -247,7 +244,7 @@ def wide_norms(group: PeerGroup) -> dict:
         (size, dtype, [p.view(size) for p in terms(group.size, 1, size[0] * size[1], dtype)])
         for size, dtype in shapes
     ]
-    by_words = [group.words_for(parts[group.rank]) is not None for *_, parts in cases]
+    by_words = [group._takes_rows(parts[group.rank]) for *_, parts in cases]
     return {"wide": [norm(group, parts, 5) for *_, parts in cases], "by words": by_words}
 
 

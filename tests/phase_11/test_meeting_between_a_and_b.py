@@ -82,14 +82,19 @@ def wrapped(kind, tp, rank=R):
 
 
 def run(kind, tp, slots=SLOTS, rank=R):
-    """(what the layer gives, rows of each slice that it has, meetings)"""
+    """(what the layer gives, of terms their sum; rows of each slice that it has; meetings)"""
     layer, backend = wrapped(kind, tp, rank)
     backend.token_lora_indices = torch.tensor(slots)
     backend.no_lora = all(slot < 0 for slot in slots)
     x = normal(len(slots), K, seed=3)
     y, more = layer.forward(x[:, layer.base_layer.columns])
     assert more is None
-    return y, layer.base_layer.rows, tp.calls
+    return summed(kind, tp, y), layer.base_layer.rows, tp.calls
+
+
+def summed(kind, tp, y):
+    """As the block does that a row-parallel linear ends."""
+    return tp.all_reduce(y) if kind == "row" else y
 
 
 def assert_gives(kind, size, slots=SLOTS, rank=R):
@@ -157,7 +162,8 @@ def test_h_travels_as_it_was_computed_though_the_layer_rounds(kind):
         layer.set_mapping(backend)
         layer.slots.write(0, layer.share.of([LoRALayerWeights("m", 2, 2, a.bfloat16(), b.bfloat16())]))
         backend.token_lora_indices, backend.no_lora = torch.tensor([0]), False
-        return layer.forward(torch.ones(1, linear.input_size_per_partition, dtype=torch.bfloat16))[0]
+        y = layer.forward(torch.ones(1, linear.input_size_per_partition, dtype=torch.bfloat16))[0]
+        return tp.all_reduce(y) if kind is RowParallelLinear else y
 
     for y in in_lockstep(2, work):
         assert y.dtype == torch.bfloat16
@@ -185,7 +191,7 @@ def test_rows_may_be_fewer_than_the_step_was_made_for(kind):
         layer, backend = wrapped(kind, tp)
         backend.token_lora_indices, backend.no_lora = torch.tensor([*SLOTS, 1, 1]), False
         x = normal(T, K, seed=3)[:, layer.base_layer.columns]
-        return layer.forward(x)[0], layer.base_layer.rows
+        return summed(kind, tp, layer.forward(x)[0]), layer.base_layer.rows
 
     whole = expected(kind, normal(T, K, seed=3), SLOTS)
     for y, rows in in_lockstep(2, work):

@@ -76,14 +76,18 @@ def linear_tiles(rows: int, columns: int) -> LinearTiles:
 def invariant_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tiles: LinearTiles | None = None
 ) -> torch.Tensor:
-    """x · weightᵀ + bias. A row of the result depends on its row of x alone, bit for bit.
+    """x · weightᵀ + bias, as `F.linear`. A row of the result depends on its row of x alone, bit for bit.
 
-    x       (M, K), rows may be further apart than K
+    A library chooses its kernel, and so the order of its sums, by the number of rows.
+
+    x       (..., K), as M rows, which may be further apart than K
     weight  (N, K), K contiguous    bias: (N,) or None
     tiles   None = by M and N
 
-    Returns (M, N) of x's dtype; products are summed in float32 and rounded once.
+    Returns (..., N) of x's dtype; products are summed in float32 and rounded once.
     """
+    shape = *x.shape[:-1], len(weight)
+    x = x.reshape(-1, x.shape[-1])
     (m, k), n = x.shape, len(weight)
     tiles = tiles or linear_tiles(m, n)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -97,4 +101,4 @@ def invariant_linear(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_M,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    return y
+    return y.view(shape)

@@ -5,7 +5,7 @@ Beside vllm/lora/ops/triton_ops/lora_expand_op.py (v0.22.1), whose launch it sav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from minivllm.gpu.kernels.paged_pieces import PagedPieces
+from minivllm.gpu.sgmv.lora_kernel_metadata import TileList
 
 
 class Update(NamedTuple):
@@ -71,6 +72,21 @@ class Update(NamedTuple):
         strides = tuple(b.stride(0) for b in lora_b), (1,) * n, lora_b[0].stride(1)
         heights = tuple(b.shape[1] for b in lora_b)
         return cls(h, h_slot_stride, tuple(lora_b), (0,) * n, *strides, None, rank, ranks, rank, heights)
+
+
+class DeferredUpdate(NamedTuple):
+    """What adapters add to a linear's output y, which does not have it yet.
+
+    update   as kernels take it that read y anyway (gpu/fused)
+    tiles    of all T rows
+    slots    (T,) int64 slot of each row, -1 = base
+    add_to   y += it, by a kernel of its own: what there is to do where no other kernel takes it
+    """
+
+    update: Update
+    tiles: TileList
+    slots: torch.Tensor
+    add_to: Callable[[torch.Tensor], None]
 
 
 @triton.jit

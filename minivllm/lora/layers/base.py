@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import cycle
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -211,7 +211,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         self.share = base_layer.tp.adapter_share(base_layer, len(sizes))
         self.output_slices = tuple(width for _, width in self.share.sizes(sizes))
         self.input_size, self.output_size = base_layer.input_size_per_partition, sum(self.output_slices)
-        base_layer.is_complete = False  # `forward` sums terms once, with what adapters have added to each
 
     bias = property(attrgetter("base_layer.bias"))
     tp_size = property(attrgetter("base_layer.tp_size"))
@@ -223,7 +222,14 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Base output plus each row's own adapter, in the base layer's form.   input_: (T, K) -> (T, N), None"""
-        return self.base_layer.complete(self.backend.linear(input_, self.base_layer, self.slots)), None
+        return self.backend.linear(input_, self.base_layer, self.slots), None
+
+    def forward_deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """As `forward`, but what adapters add may be left to a kernel that reads y: y (T, N), and the backend's update.
+
+        None for the update says that y has it already. A layer with a forward pass of its own overrides both.
+        """
+        return self.backend.linear_deferred(x, self.base_layer, self.slots)
 
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:
