@@ -30,10 +30,10 @@ from minivllm.ahead.lookahead import LookaheadCore
 from minivllm.assembly import LLMEngine, paged_attention
 from minivllm.config import EngineConfig
 from minivllm.engine_args import EngineArgs
+from minivllm.gpu import make_slot_writer
 from minivllm.gpu.cuda_graphs import DecodeOutput, DecodeStep
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.seams import slot_writers
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.pauses import avoid_pauses
 
@@ -76,7 +76,7 @@ def engine_beside_nothing(model: str, rows: int, adapters: int) -> LLMEngine:
     engine = LLMEngine.from_engine_args(args)
     runner = engine.runner
     manager = engine.adapters.manager
-    manager.slot_writer = slot_writers["cuda"](manager.wrapped, "cpu")
+    manager.slot_writer = make_slot_writer(manager.wrapped, "cpu")
     manager.slot_writer._scatter = lambda *adapter: None
     runner.build_attention = paged_attention(runner.config)
     logits = torch.zeros(rows, runner.config.model_config.get_vocab_size())

@@ -38,16 +38,16 @@ PYTHON_MS, WAIT_MS = 6.0, 6.0  # of a step: with the interpreter's lock, and for
 class Writer(SlotWriter):
     """Stages as on a GPU, in pieces that are touched and kept. Nobody locks them."""
 
-    def __init__(self, wrapped: WrappedModules) -> None:
-        super().__init__(wrapped, "meta")
+    def __init__(self, wrapped: WrappedModules, device: str) -> None:
+        super().__init__(wrapped, device)
         self.on_gpu, self.memory = True, PageLockedMemory(lambda piece: lambda: None, lambda: None)
 
 
 def source_of(model: Path) -> AdapterSource:
     """What an engine with a GPU reads and stages by, of a model that has only shapes."""
     config = LoRAConfig(max_loras=1, max_lora_rank=max(RANKS))
-    manager = shapes_of(ModelArchitecture.from_folder(model), config, dtype=torch.bfloat16)
-    manager.slot_writer = Writer(manager.wrapped)
+    architecture = ModelArchitecture.from_folder(model)
+    manager = shapes_of(architecture, config, dtype=torch.bfloat16, make_slot_writer=Writer)
     return KnownLayouts(AdapterSource(manager))
 
 
@@ -98,7 +98,7 @@ def read_all(source: AdapterSource, requests: Sequence[LoRARequest], threads: in
         marks = [_mark()]
         lora = source.load(request)
         marks.append(_mark())
-        source.manager._stage(lora)
+        source.manager.stage(lora)
         marks.append(_mark())
         held.append(lora)
         return [b - a for first, second in pairwise(marks) for a, b in zip(first, second)]

@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 
-from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig
+from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig, LoRAConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.core import EngineCore
 from minivllm.engine.parts import make_registry, prepare, scheduler_arguments, scheduler_options
+from minivllm.gpu import make_slot_writer
 from minivllm.layers.ranks import ONE_RANK, Ranks
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.observe import reports
+from minivllm.observe.event_log import EventLog
 from minivllm.observe.recorder import Recorder
-from minivllm.policies.install import evict_as_configured, scheduling_policy
+from minivllm.policies.install import cache_as_configured, scheduling_policy
 from minivllm.worker.executor import Executor
 from minivllm.worker.kv_memory import KVMemory
 from minivllm.worker.model_runner import BuildAttention, ModelRunner
@@ -32,7 +36,7 @@ def make_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callab
     scheduler = make_scheduler(config, executor.runner)
     adapters = make_registry(scheduler, executor.runner, tokenizer)
     if adapters is not None:
-        evict_as_configured(config.lora_config, adapters.manager)
+        adapters.manager.listeners.append(EventLog(adapters.manager.get_adapter))
     core_class = EngineCore
     if config.scheduler_config.async_scheduling and executor.runner.graphs.hold_most_steps:
         from minivllm.ahead.lookahead import LookaheadCore as core_class
@@ -84,12 +88,13 @@ def make_model_runner(
 ) -> ModelRunner:
     """The runner that a configuration asks for. Parameters as of `ModelRunner`."""
     options = {} if torch.device(config.device).type == "cpu" else _gpu_parts(config)
-    if config.lora_config is not None and config.lora_config.backend_on(config.device) in PAGED_BACKENDS:
-        from minivllm.gpu.elastic_manager import ElasticWorkerLoRAManager
-        from minivllm.gpu.shared_memory import SharedMemory
+    if config.lora_config is not None:
+        make_manager = make_model_manager(config.lora_config, config.device)
+        options["make_lora_manager"] = partial(LRUCacheWorkerLoRAManager, make_manager=make_manager)
+        if config.lora_config.backend_on(config.device) in PAGED_BACKENDS:
+            from minivllm.gpu.shared_memory import SharedMemory
 
-        options["make_lora_manager"] = ElasticWorkerLoRAManager
-        options["memory"] = SharedMemory(options.get("memory", KVMemory()))
+            options["memory"] = SharedMemory(options.get("memory", KVMemory()))
     if config.model_config.batch_invariant:
         from minivllm.gpu.invariant_attention import build_invariant_attention
         from minivllm.gpu.kernels.invariant_linear import invariant_linear
@@ -114,6 +119,17 @@ def runs_kernels(config: EngineConfig) -> bool:
     if torch.device(config.device).type != "cpu" or config.model_config.batch_invariant:
         return True
     return config.lora_config is not None and config.lora_config.backend_on(config.device) in KERNEL_BACKENDS
+
+
+def make_model_manager(config: LoRAConfig, device: str) -> Callable[..., LRUCacheLoRAModelManager]:
+    """What makes the manager of a model's adapters, with the arguments of `LRUCacheLoRAModelManager`."""
+    manager_class = LRUCacheLoRAModelManager
+    if config.backend_on(device) in PAGED_BACKENDS:
+        from minivllm.gpu.elastic_manager import ElasticModelManager as manager_class
+    options = {"make_cache": cache_as_configured(config)}
+    if torch.device(device).type != "cpu":
+        options["make_slot_writer"] = make_slot_writer
+    return partial(manager_class, **options)
 
 
 def _gpu_parts(config: EngineConfig) -> dict[str, object]:
@@ -143,8 +159,8 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
 def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
     """The scheduler that goes with a runner's memory."""
     arguments, options = scheduler_arguments(config, runner), scheduler_options(config, runner)
-    tiers = runner.worker_manager and runner.worker_manager.manager
-    options["policy"] = scheduling_policy(config.scheduler_config, tiers)
+    get_adapter = runner.worker_manager.manager.get_adapter if runner.worker_manager else lambda _: None
+    options["policy"] = scheduling_policy(config.scheduler_config, get_adapter)
     if blocks_a_page := getattr(runner.memory_plan, "blocks_a_page", 0):
         from minivllm.gpu.elastic.scheduler import ElasticScheduler
 

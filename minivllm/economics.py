@@ -6,6 +6,7 @@ vLLM 0.22.1 finds out by allocating (`determine_available_memory`, vllm/v1/worke
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from minivllm.config import EngineConfig, LoRAConfig
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.wrapped_modules import WrappedModules
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
 
@@ -26,15 +28,19 @@ def shapes_of(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     tp: Ranks = ONE_RANK,
+    make_slot_writer: Callable[[WrappedModules, str], SlotWriter] | None = None,
 ) -> LRUCacheLoRAModelManager:
     """A model with the slots that an engine on that device makes: shapes without values, and no room for a step.
 
-    tp   of several processes that share the model, whose part it is: `TensorParallel(rank, size)`
+    tp                 of several processes that share the model, whose part it is: `TensorParallel(rank, size)`
+    make_slot_writer   of `LRUCacheLoRAModelManager`
     """
     lora_config = lora_config.on_device(device)
     config = replace(lora_config, punica_backend=lora_config.backend_on(device))
     base = MODELS[model.architecture](model, dtype, "meta", tp)
-    return LRUCacheLoRAModelManager(base, 0, 0, model.vocab_size, config, "meta")
+    return LRUCacheLoRAModelManager(
+        base, 0, 0, model.vocab_size, config, "meta", make_slot_writer=make_slot_writer
+    )
 
 
 def adapted_layers(
@@ -133,9 +139,7 @@ def slot_memory(
     """
     on_gpu = torch.device(device).type == "cuda"
     dtype = dtype or (model.dtype if on_gpu else torch.float32)
-    shapes = shapes_of(model, lora_config, device, dtype, tp)
-    if on_gpu:
-        shapes.slot_writer = SlotWriter(shapes.wrapped, "meta")
+    shapes = shapes_of(model, lora_config, device, dtype, tp, SlotWriter if on_gpu else None)
     lora_config = lora_config.on_device(device)
     in_slots = [layer.slots for layer in shapes.modules.values() if layer.slots.memory]
     elements = sum(matrix.numel() for slots in in_slots for matrix in (*slots.a, *slots.b))

@@ -13,11 +13,29 @@ class LRUCache(OrderedDict[int, V]):
 
     `put` and `touch` are uses; looking is none. vLLM's has pins; here whoever makes room says who must stay. There, a
     callback runs when an entry leaves; here, `remove_oldest` returns what it removed.
+
+    version   grows with every change, of the order too, whoever makes it: an int that says whether anything is new
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.capacity, self.version = capacity, 0
+
+    def __setitem__(self, key: int, value: V) -> None:
+        self.version += 1
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: int) -> None:
+        self.version += 1
+        super().__delitem__(key)
+
+    def pop(self, key: int, *default: V) -> V:
+        self.version += 1
+        return super().pop(key, *default)
+
+    def move_to_end(self, key: int, last: bool = True) -> None:
+        self.version += 1
+        super().move_to_end(key, last)
 
     # region lab 5.1: use, and forget what was used longest ago
     def touch(self, key: int) -> None:

@@ -1,104 +1,97 @@
-"""Who is in memory and who is in a slot. Stands for the caches of vllm/lora/model_manager.py (v0.22.1)."""
+"""Who is in memory, who is in a slot, and who has to go. Stands for the two caches of vllm/lora/model_manager.py
+(v0.22.1)."""
 
 from labs.kit.overlay import Todo
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.events import Listener, LoRAEvent
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lru_cache import LRUCache
 
+# (capacity, id -> weights in memory or None) -> the cache of a tier.
+MakeCache = Callable[[int, Callable[[int], LoRAModel | None]], LRUCache]
+
+
+def least_recently_used(capacity: int, get_adapter: Callable[[int], LoRAModel | None]) -> LRUCache:
+    """A cache that forgets what was used longest ago, whatever the adapters are."""
+    return LRUCache(capacity)
+
 
 class AdapterTiers:
-    """Two tiers: at most `capacity` adapters are in CPU memory, at most `lora_slots` of these also in a slot.
+    """Two tiers of adapters: `capacity` in CPU memory, and `lora_slots` of these in a slot. Tables alone: no weights
+    are copied here.
 
-    When a tier is full, what was used longest ago leaves it. RuntimeError where all must stay. Nothing is copied here.
+    When a tier is full, the adapter that was used longest ago leaves it, unless it is `kept`. RuntimeError where all
+    are.
 
-    pinned_adapters   adapters that keep their slot, and so their place in memory
-    in_use            adapters that a step needs, which stay as well
-    listeners         hear of every event; nothing here depends on whether there are any
+    memory      adapter id -> weights, the least recently used first
+    slots       adapter id -> slot, the least recently used first
+    pinned      ids of the adapters that keep their slot, and so their place in memory
+    in_use      ids of the adapters that a step needs, which stay as well
+    listeners   hear of every event; no decision depends on whether there are any
+    make_cache  another one lets another adapter go, see `minivllm.policies.keeping`
     """
 
-    def __init__(self, lora_config: LoRAConfig) -> None:
-        self.lora_config = lora_config
-        self.use_caches(LRUCache)
-        self.pinned_adapters: set[int] = set()
+    def __init__(self, lora_config: LoRAConfig, make_cache: MakeCache = least_recently_used) -> None:
+        self.capacity, self.lora_slots = lora_config.max_cpu_loras, lora_config.max_loras
+        self.memory: LRUCache[LoRAModel] = make_cache(self.capacity, lambda i: self.memory.get(i))
+        self.slots: LRUCache[int] = make_cache(self.lora_slots, lambda i: self.memory.get(i))
+        self.pinned: set[int] = set()
         self.in_use: frozenset[int] = frozenset()
         self.listeners: list[Listener] = []
+        self._claims = 0
 
-    capacity = property(attrgetter("lora_config.max_cpu_loras"))
-    lora_slots = property(attrgetter("lora_config.max_loras"))
-
-    def use_caches(self, make_cache: Callable[[int], LRUCache]) -> None:
-        """Have both tiers, which are empty, evict as other caches do.   make_cache: capacity -> a cache"""
-        self._registered_adapters: LRUCache[LoRAModel] = make_cache(self.capacity)  # id -> weights
-        self._active_adapters: LRUCache[int] = make_cache(self.lora_slots)  # id -> slot
-
-    def __len__(self) -> int:
-        return len(self._registered_adapters)
-
-    def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
-        """Tell whoever listens of an event, given by the fields of `LoRAEvent`."""
-        event = LoRAEvent(kind, adapter_id, slot, **more)
-        for listener in self.listeners:
-            listener(event)
-
-    def list_adapters(self) -> dict[int, LoRAModel]:
-        """Adapter id -> weights of all in memory, the least recently used first. A copy."""
-        return dict(self._registered_adapters)
-
-    def get_adapter(self, adapter_id: int) -> LoRAModel | None:
-        """The weights if they are in memory. Looking does not count as use."""
-        return self._registered_adapters.get(adapter_id)
-
-    def list_active_adapters(self) -> dict[int, int]:
-        """Adapter id -> slot, the least recently used first. A copy."""
-        return dict(self._active_adapters)
-
-    def get_free_slots(self) -> list[int]:
-        """Slots that no adapter is in."""
-        return sorted(set(range(self.lora_slots)).difference(self._active_adapters.values()))
+    @property
+    def version(self) -> int:
+        """Grows whenever an adapter comes, goes, is replaced or used, in either tier, and when `in_use` changes."""
+        return self.memory.version + self.slots.version + self._claims
 
     @property
     def kept(self) -> frozenset[int]:
         """Adapters that nobody may evict or drop."""
-        return self.in_use | self.pinned_adapters
+        return self.in_use | self.pinned
 
-    @property
-    def residents(self) -> tuple:
-        """Ids in memory, and id and slot of those in slots, by use; the load ids of these; `in_use`."""
-        memory, slots = self._registered_adapters, self._active_adapters
-        loads = [memory[adapter_id].load_id for adapter_id in slots if adapter_id in memory]
-        return list(memory), list(slots.items()), loads, self.in_use
+    def set_in_use(self, adapter_ids: Iterable[int]) -> None:
+        """From now on these adapters are in use, and no others."""
+        in_use = frozenset(adapter_ids)
+        if in_use != self.in_use:
+            self.in_use = in_use
+            self._claims += 1
 
-    def touch_adapter(self, adapter_id: int) -> None:
+    def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
+        """Tell the listeners of an event, given by the fields of `LoRAEvent`."""
+        event = LoRAEvent(kind, adapter_id, slot, **more)
+        for listener in self.listeners:
+            listener(event)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Inside, listeners hear of nothing: what a warm-up does with its adapters is not counted."""
+        listeners, self.listeners = self.listeners, []
+        try:
+            yield
+        finally:
+            self.listeners = listeners
+
+    def touch(self, adapter_id: int) -> None:
         """Mark as just used, wherever it is."""
-        for tier in (self._registered_adapters, self._active_adapters):
+        for tier in (self.memory, self.slots):
             if adapter_id in tier:
                 tier.touch(adapter_id)
 
-    def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Take the adapter out of its slot; a pin goes with it. False if it is in none.
+    def get_free_slots(self) -> list[int]:
+        """Slots that no adapter is in."""
+        return sorted(set(range(self.lora_slots)).difference(self.slots.values()))
 
-        Its weights stay there until others overwrite them: no row is sent to a slot that the table calls free.
-        """
-        self.pinned_adapters.discard(adapter_id)
-        return self._active_adapters.pop(adapter_id, None) is not None
-
-    def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget the adapter, pinned or not, in both tiers. False for an unknown id."""
-        self.deactivate_adapter(adapter_id)
-        if was_there := self._registered_adapters.pop(adapter_id, None) is not None:
-            self.tell("remove", adapter_id)
-        return was_there
-
-    def remove_all_adapters(self) -> None:
-        for adapter_id in self.list_adapters():
-            self.remove_adapter(adapter_id)
+    def has_room_for(self, adapter_id: int) -> bool:
+        """Whether the adapter has a slot, or `find_slot` would find one."""
+        in_slots = self.slots.keys()
+        return adapter_id in in_slots or len(in_slots) < self.lora_slots or not in_slots <= self.kept
 
     # region lab 5.4: who has to go
-    def _make_room_in_memory(self) -> None:
+    def make_room_in_memory(self) -> None:
         """When memory is full, what was used longest ago leaves it."""
         raise Todo("lab 5.4: who has to go")
 
@@ -110,7 +103,7 @@ class AdapterTiers:
         """
         raise Todo("lab 5.4: who has to go")
 
-    def _find_slot(self) -> int:
+    def find_slot(self) -> int:
         """The first free slot; if there is none, that of the active adapter used longest ago, which stays in memory.
 
         One that is `kept` is passed over. Told is an "evict" from that slot.
@@ -119,7 +112,19 @@ class AdapterTiers:
 
     # endregion
 
-    def has_room_for(self, adapter_id: int) -> bool:
-        """Whether the adapter has a slot, or `_find_slot` would find one."""
-        in_slots = self._active_adapters.keys()
-        return adapter_id in in_slots or len(in_slots) < self.lora_slots or not in_slots <= self.kept
+
+class FullTiers(AdapterTiers):
+    """Tiers that refuse an adapter when they are full, where others evict one."""
+
+    def make_room_in_memory(self) -> None:
+        """RuntimeError when memory is full."""
+        if len(self.memory) >= self.capacity:
+            raise RuntimeError(
+                f"No free adapter slots: memory holds {len(self.memory)} adapters, as many as max_cpu_loras allows"
+            )
+
+    def find_slot(self) -> int:
+        """A free slot; ValueError when there is none."""
+        if not (free := self.get_free_slots()):
+            raise ValueError(f"No free lora slots: they hold adapters {sorted(self.slots)}")
+        return free[0]

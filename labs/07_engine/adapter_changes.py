@@ -148,7 +148,7 @@ class AdapterChanges:
     def _spare_who_runs(self) -> None:
         """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
         running = {request.adapter_id for request in self.scheduler.running if request.adapter_id}
-        self.manager.in_use = frozenset(running | self.pinned)
+        self.manager.set_in_use(running | self.pinned)
 
     def _forget(self, adapter: Adapter) -> None:
         """Drop all that was noted of it: under the same id and names there may soon be another adapter."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from minivllm.lora.lru_cache import LRUCache
-from minivllm.lora.tiers import AdapterTiers
 
 V = TypeVar("V")
 
@@ -116,8 +115,3 @@ POLICIES: dict[str, Callable[[Callable[[int], float]], KeepPolicy]] = {
     "lfu": lambda cost: LeastFrequentlyUsed(),
     "gdsf": GreedyDualSizeFrequency,
 }
-
-
-def use_eviction_policy(tiers: AdapterTiers, make: Callable[[], KeepPolicy]) -> None:
-    """Have both tiers, which are empty, evict the adapter that a policy names, each its own."""
-    tiers.use_caches(lambda capacity: PolicyCache(capacity, make()))

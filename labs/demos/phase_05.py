@@ -60,7 +60,7 @@ def demo_5_4() -> Iterator[str]:
     tiers.listeners.append(lambda event: told.append(said(event)))
     tiers.activate_adapter(1)
     tiers.activate_adapter(2)
-    tiers.in_use = frozenset({1})
+    tiers.set_in_use({1})
     for action, adapter_id in (("activate", 3), ("add", 4), ("add", 5)):
         told.clear()
         if action == "add":

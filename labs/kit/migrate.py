@@ -44,6 +44,29 @@ IMPORTS = {
     "from minivllm.labs import Todo": "from labs.kit.overlay import Todo",
 }
 _IMPORTED = re.compile(r"\b(?:from|import) (minivllm(?:\.\w+)+)")
+# What moved into an object that an exercise's own object has: number -> regular expression -> replacement.
+_TABLES = {
+    r"self\._active_adapters\b": "self.tiers.slots",
+    r"self\._registered_adapters\b": "self.tiers.memory",
+}
+MOVED = {
+    "5.2": {**_TABLES, r"self\._find_slot\b": "self.tiers.find_slot"},
+    "5.3": _TABLES,
+    "5.4": {
+        r"self\._active_adapters\b": "self.slots",
+        r"self\._registered_adapters\b": "self.memory",
+        r"self\.list_adapters\(\)": "dict(self.memory)",
+        r"self\.list_active_adapters\(\)": "dict(self.slots)",
+        r"len\(self\)": "len(self.memory)",
+        r"\b_find_slot\b": "find_slot",
+        r"\b_make_room_in_memory\b": "make_room_in_memory",
+        r"self\.pinned_adapters\b": "self.pinned",
+    },
+    "5.5": _TABLES,
+    "5.6": {**_TABLES, r"self\._stage\b": "self.stage"},
+    "5.7": {r"self\.manager\.in_use = (.+)": r"self.manager.set_in_use(\1)"},
+    "5.8": {r"self\._timed_load\b": "self._load"},
+}
 _TORN = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
 
 
@@ -250,6 +273,8 @@ def transplant(code: str, fresh: str, number: str) -> str:
     if not wanted:
         raise LabError("it is part of a function; copy it by hand")
     code = re.sub(r"\b\w+\b", lambda word: RENAMED.get(word[0], word[0]), code)
+    for before, now in MOVED.get(number, {}).items():
+        code = re.sub(before, now, code)
     try:
         mine = ast.parse(code)
     except SyntaxError as error:

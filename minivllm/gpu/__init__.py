@@ -7,7 +7,7 @@ import torch
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
-from minivllm.lora.seams import backends, slot_writers
+from minivllm.lora.seams import backends
 
 
 def refuse_without_gpu(name: str, device: torch.device | str) -> None:
@@ -50,7 +50,8 @@ def _invariant(max_tokens: int, max_samples: int, device: torch.device | str, co
     return InvariantBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
 
 
-def _slot_writer(wrapped: Any, device: torch.device | str) -> Any:
+def make_slot_writer(wrapped: Any, device: torch.device | str) -> Any:
+    """What writes the slots of these layers on a GPU."""
     from minivllm.gpu.paged_writer import PagedSlotWriter
     from minivllm.gpu.slot_writer import SlotWriter
 
@@ -59,4 +60,3 @@ def _slot_writer(wrapped: Any, device: torch.device | str) -> Any:
 
 
 backends.update(triton=_triton, folded=_folded, paged=_paged, invariant=_invariant)
-slot_writers["cuda"] = _slot_writer

@@ -4,24 +4,26 @@ Beside vllm/lora/model_manager.py (v0.22.1), where the number of slots is fixed.
 """
 
 from collections.abc import Set
-from operator import attrgetter
 
 from minivllm.gpu.page_pool import PagePool
-from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 
-class ElasticSlots(AdapterSlots):
-    """Slots are rows of a table, and pages are what there may be too few of.
+class ElasticModelManager(LRUCacheLoRAModelManager):
+    """An `LRUCacheLoRAModelManager` whose adapters lie in the pages of its backend's `pool`.
+
+    Slots are rows of a table, and pages are what there may be too few of.
 
     An adapter that nobody uses keeps its pages until somebody needs them: another adapter, or the KV cache. Then it
     gives way, the one used longest ago first.
     """
 
-    pool: PagePool
     _least_refused: int | None = None  # pages that could not be had, until some come free
+
+    @property
+    def pool(self) -> PagePool:
+        return self.punica_wrapper.pool
 
     def rank_of(self, adapter: LoRAModel) -> int:
         """The largest of all modules of an accepted adapter, by B, of which no process has fewer ranks; 0 for none."""
@@ -43,7 +45,7 @@ class ElasticSlots(AdapterSlots):
 
         spare   adapters that must not give way. False, and nothing else is kept, when there are too few pages then
         """
-        if adapter_id in self._active_adapters:
+        if adapter_id in self.tiers.slots:
             return True
         wanted = self.pages_for(adapter_id)
         if len(self.pool.ledger.reserved.get(adapter_id, ())) >= wanted:
@@ -73,7 +75,7 @@ class ElasticSlots(AdapterSlots):
         """Slots with pages that nobody needs: free ones, and those of adapters that may give way."""
         active = self.list_active_adapters()
         in_use = set(active.values())
-        spare = spare | self.pinned_adapters
+        spare = spare | self.tiers.pinned
         free = [slot for slot in self.pool.ledger.held if slot not in in_use]
         return free + [slot for adapter_id, slot in active.items() if adapter_id not in spare]
 
@@ -89,10 +91,10 @@ class ElasticSlots(AdapterSlots):
         active = self.list_active_adapters()
         slot = next((held for held in of_use if held not in active.values()), None)
         if slot is None:
-            spare = spare | self.pinned_adapters | {a for a, held in active.items() if held not in of_use}
+            spare = spare | self.tiers.pinned | {a for a, held in active.items() if held not in of_use}
             if active.keys() <= spare:
                 return None
-            victim, slot = self._active_adapters.remove_oldest(spare=spare)
+            victim, slot = self.tiers.slots.remove_oldest(spare=spare)
             self.tell("evict", victim, slot)
         self._free_pages(slot)
         return slot
@@ -105,7 +107,7 @@ class ElasticSlots(AdapterSlots):
         self._least_refused = None
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        slot = self._active_adapters.get(adapter_id)
+        slot = self.tiers.slots.get(adapter_id)
         was_active = super().deactivate_adapter(adapter_id)
         if was_active:
             self._free_pages(slot)
@@ -118,11 +120,11 @@ class ElasticSlots(AdapterSlots):
 
     def has_room_for(self, adapter_id: int) -> bool:
         """Whether it has a slot, or there are one and pages for it; these are kept for it then."""
-        return super().has_room_for(adapter_id) and self.reserve(adapter_id, self.kept)
+        return super().has_room_for(adapter_id) and self.reserve(adapter_id, self.tiers.kept)
 
     def pin_adapter(self, lora_id: int) -> bool:
         """As in the core; RuntimeError, too, where pins would leave no pages for an adapter of the largest rank."""
-        pages = sum(map(self.pages_for, self.pinned_adapters | {lora_id}))
+        pages = sum(map(self.pages_for, self.tiers.pinned | {lora_id}))
         if pages + self.pool.pages_a_slot > self.pool.ledger.count:
             raise RuntimeError(
                 f"adapter {lora_id} cannot be pinned: {pages} of {self.pool.ledger.count} pages would be pinned; "
@@ -136,18 +138,6 @@ class ElasticSlots(AdapterSlots):
         if not self.pool.regions:
             self.pool.bind_own(self.lora_slots * self.pool.pages_a_slot)
         self._free_pages(slot)
-        self.reserve(adapter.id, self.kept)
+        self.reserve(adapter.id, self.tiers.kept)
         self.pool.ledger.assign(adapter.id, slot, wanted)
         super()._write(adapter, slot)
-
-
-class ElasticModelManager(ElasticSlots, LRUCacheLoRAModelManager):
-    """An `LRUCacheLoRAModelManager` whose adapters lie in its backend's pages."""
-
-    pool = property(attrgetter("punica_wrapper.pool"))
-
-
-class ElasticWorkerLoRAManager(LRUCacheWorkerLoRAManager):
-    """Loads for an `ElasticModelManager`."""
-
-    _manager_cls = ElasticModelManager

@@ -1,17 +1,14 @@
-"""Bytes of adapters and slots, and what is known of one adapter. Nothing in vllm/lora/ (v0.22.1) tells them."""
+"""Bytes of adapters and slots. Nothing in vllm/lora/ (v0.22.1) tells them."""
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from minivllm.layers.linear import LinearBase
-from minivllm.lora.lora_model import storage_bytes
-from minivllm.lora.stats import AdapterStats
+from minivllm.lora.backend import Backend
+from minivllm.lora.lora_model import LoRAModel, storage_bytes
 from minivllm.lora.wrapped_modules import WrappedModules
-
-if TYPE_CHECKING:
-    from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 
 
 def slot_bytes(wrapped: WrappedModules) -> int:
@@ -28,8 +25,16 @@ def slot_bytes(wrapped: WrappedModules) -> int:
     return storage_bytes(slots) - sum(w.nbytes for w in weights if w.untyped_storage() in held)
 
 
-def memory_stats(manager: "LRUCacheLoRAModelManager") -> dict[str, object]:
+def memory_stats(
+    wrapped: WrappedModules,
+    backend: Backend,
+    slot_writer: Any | None,
+    adapters: Mapping[int, LoRAModel],
+    active: Iterable[int],
+) -> dict[str, object]:
     """Bytes. `minivllm.economics.slot_memory` predicts those of the device.
+
+    adapters   id -> weights in memory    active   ids of those that are in slots
 
     slot_buffers            of all slots, allocated once, whatever is in them; no base weight is counted
     staging                 on a GPU, of the buffer in which an adapter arrives
@@ -39,40 +44,17 @@ def memory_stats(manager: "LRUCacheLoRAModelManager") -> dict[str, object]:
     cpu_total               of all adapters in memory; what two of them share is counted once
     cpu_bytes_by_adapter    of each; for a GPU they lie in pieces of page-locked memory, which have room for more
     """
-    adapters = manager.list_adapters()
-    writer = manager.slot_writer
-    of_layers = [table for layer in manager.wrapped.others for table in layer.tables]
-    tables = [*of_layers, *manager.punica_wrapper.tables, *([writer.places] if writer else [])]
+    of_layers = [table for layer in wrapped.others for table in layer.tables]
+    tables = [*of_layers, *backend.tables, *([slot_writer.places] if slot_writer else [])]
     device = {
-        "slot_buffers": slot_bytes(manager.wrapped),
-        "staging": writer.arrived.nbytes if writer else 0,
+        "slot_buffers": slot_bytes(wrapped),
+        "staging": slot_writer.arrived.nbytes if slot_writer else 0,
         "tables": storage_bytes(tables),
     }
     return {
         **device,
         "device_total": sum(device.values()),
-        "slot_bytes_by_adapter": {
-            active: sum(tensor.nbytes for tensor in adapters[active].tensors)
-            for active in manager.list_active_adapters()
-        },
+        "slot_bytes_by_adapter": {i: sum(tensor.nbytes for tensor in adapters[i].tensors) for i in active},
         "cpu_total": storage_bytes(tensor for lora in adapters.values() for tensor in lora.tensors),
         "cpu_bytes_by_adapter": {adapter_id: lora.nbytes for adapter_id, lora in adapters.items()},
-    }
-
-
-def lora_info(manager: "LRUCacheLoRAModelManager", adapter_id: int) -> dict[str, object]:
-    """Name, rank, bytes, slot, pin and history of an adapter in memory; ValueError for another id."""
-    lora = manager.get_adapter(adapter_id)
-    if lora is None:
-        raise ValueError(
-            f"adapter {adapter_id} is not registered; registered are {sorted(manager.list_adapters())}"
-        )
-    return {
-        "id": adapter_id,
-        "name": lora.name,
-        "rank": lora.rank,
-        "bytes": lora.nbytes,
-        "slot": manager.list_active_adapters().get(adapter_id),
-        "pinned": adapter_id in manager.pinned_adapters,
-        **asdict(manager.stats.by_adapter.get(adapter_id, AdapterStats())),
     }

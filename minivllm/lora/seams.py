@@ -47,9 +47,6 @@ sources: list[Callable[[str], str | None]] = []
 # Name of a punica backend -> what makes it.
 backends: dict[str, Callable[..., Any]] = {}
 
-# Type of a device -> what makes the object that writes adapters into slots there. The core writes on a CPU.
-slot_writers: dict[str, Callable[..., Any]] = {}
-
 # Name under which an option keeps something beside A and B -> what refuses it, called with (wrapped layer, weights).
 beside_checks: dict[str, Callable[..., None]] = {}
 

@@ -19,28 +19,31 @@ class LRUCacheWorkerLoRAManager:
 
     vllm_config   read of it: `.lora_config`, `.model_config.get_vocab_size()`, `.scheduler_config.max_num_seqs` and
                   `.max_num_batched_tokens`
+    make_manager  makes the manager, with the arguments of `LRUCacheLoRAModelManager`; None = `_manager_cls`
     manager       of memory and slots, once `create_lora_manager` was called
     source        where adapters come from, likewise
     """
 
-    _manager_cls = LRUCacheLoRAModelManager
+    _manager_cls: type[LRUCacheLoRAModelManager] = LRUCacheLoRAModelManager
     manager: LRUCacheLoRAModelManager
     source: AdapterSource
-    _last_step: tuple | None = None  # requests, mapping, and the `residents` as they were after it
 
     def __init__(
         self,
         vllm_config: Any,
         device: torch.device | str,
         embedding_modules: dict[str, str] | None = None,
+        *,
+        make_manager: Callable[..., LRUCacheLoRAModelManager] | None = None,
     ) -> None:
         self.vllm_config = vllm_config
         self.device = device
+        self.make_manager = make_manager or self._manager_cls
 
     def create_lora_manager(self, model: nn.Module, vllm_config: object | None = None) -> nn.Module:
         """Wrap the model's layers and return the model."""
         config, scheduler = self.vllm_config, self.vllm_config.scheduler_config
-        self.manager = self._adapter_manager = self._manager_cls(
+        self.manager = self._adapter_manager = self.make_manager(
             model,
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
@@ -91,21 +94,18 @@ class LRUCacheWorkerLoRAManager:
         RuntimeError, and nothing has changed, when they and the pinned ones are more than the slots. Errors of
         loading pass through, put down to their adapter (`blamed_adapter`).
 
-        A step like the last one, with the same `residents`, finds everything in its slot: only the hits are told. On a
-        GPU, where slots are written beside steps, the slots' writer hears of the step, too.
+        In a step like the last one, with nothing changed in between, every adapter is in its slot: only the hits are
+        told. On a GPU, where slots are written beside steps, the slots' writer hears of the step, too.
         """
-        requests = list(requests)
-        step = requests, mapping, self.manager.residents
-        is_same = self._last_step == step
-        if is_same:
-            for adapter_id in sorted({request.lora_int_id for request in requests if request}):
-                self.manager.tell("hit", adapter_id)
+        requests, manager = list(requests), self.manager
+        wanted = {request.lora_int_id for request in requests if request is not None}
+        if is_same := wanted == manager.in_use and manager.has_set(mapping):
+            for adapter_id in sorted(wanted):
+                manager.tell("hit", adapter_id)
         else:
             self._apply_adapters(requests)
-        if mapping is not None and not (is_same and self.manager.slot_writer is None):
-            self._last_step = None  # until all of the rows are translated, the backend is between two steps
-            self.manager.set_adapter_mapping(mapping)
-            self._last_step = (requests, mapping, self.manager.residents)
+        if mapping is not None and not (is_same and manager.slot_writer is None):
+            manager.set_adapter_mapping(mapping)
 
     # region lab 5.7: load on demand, and spare what the step needs
     def _apply_adapters(self, requests: Iterable[LoRARequest]) -> None:
@@ -126,7 +126,7 @@ class LRUCacheWorkerLoRAManager:
         copied in again. A step that is refused leaves `in_use` as it was.
         """
         wanted = self._distinct(requests)
-        self.manager.in_use = frozenset(wanted)
+        self.manager.set_in_use(wanted)
         return wanted
 
     def prepare_adapters(self, requests: Iterable[LoRARequest]) -> dict[int, BaseException]:

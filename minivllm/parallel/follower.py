@@ -102,7 +102,7 @@ class Follower:
         lora = worker.source.load(lora_request)
         if stamp != stamp_of(lora_request):
             raise ValueError("its files have changed while they were read; load it again")
-        worker.manager._stage(lora)
+        worker.manager.stage(lora)
         return lora
 
     def _answer(self, number: int, future: Future) -> None:
@@ -118,11 +118,9 @@ class Follower:
             if self._seats.get(adapter_id) == seat:
                 continue
             lora = self.adapters[seat.number].result()
-            manager._registered_adapters.put(adapter_id, lora)
             if seat.pages:
                 manager.pool.ledger.lender = ToldPages(seat.pages)
-            manager._write(lora, seat.slot)
-            manager._active_adapters.put(adapter_id, seat.slot)
+            manager.place_adapter(lora, seat.slot)
         self._seats = seats
 
 

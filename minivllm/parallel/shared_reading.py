@@ -78,7 +78,7 @@ class SharedSource(AdapterSource):
     def news(self) -> tuple[dict[int, Seat] | None, list[int]]:
         """For the others' next step: the seats by adapter id if they are others than last time, and what they may
         forget."""
-        adapters, slots = self.manager._registered_adapters, self.manager._active_adapters
+        adapters, slots = self.manager.tiers.memory, self.manager.tiers.slots
         pages = self._pool.ledger.held if self._pool is not None else {}
         seats = {
             i: Seat(slot, self._number_of[adapters[i]], tuple(pages.get(slot, ())))

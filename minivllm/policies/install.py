@@ -1,29 +1,33 @@
 """The policies that a configuration names. The simulator's engines take the same objects."""
 
+from collections.abc import Callable
 from functools import partial
 
 from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.core.scheduler import SchedulingPolicy
-from minivllm.lora.tiers import AdapterTiers
+from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.tiers import MakeCache, least_recently_used
 from minivllm.policies import keeping, scheduling
-from minivllm.policies.keeping import use_eviction_policy
+
+# Adapter id -> its weights if they are in memory.
+GetAdapter = Callable[[int], LoRAModel | None]
 
 
-def rank_in(tiers: AdapterTiers | None, adapter_id: int) -> int:
+def rank_of(get_adapter: GetAdapter, adapter_id: int) -> int:
     """The rank of an adapter in memory; 0 for base, and of one that was not read yet."""
-    adapter = tiers.get_adapter(adapter_id) if tiers is not None else None
+    adapter = get_adapter(adapter_id)
     return adapter.rank if adapter is not None else 0
 
 
-def scheduling_policy(config: SchedulerConfig, tiers: AdapterTiers | None) -> SchedulingPolicy:
-    """The order that is configured, for one engine.   tiers: None without LoRA"""
-    return scheduling.POLICIES[config.policy](partial(rank_in, tiers))
+def scheduling_policy(config: SchedulerConfig, get_adapter: GetAdapter) -> SchedulingPolicy:
+    """The order that is configured, for one engine."""
+    return scheduling.POLICIES[config.policy](partial(rank_of, get_adapter))
 
 
-def evict_as_configured(config: LoRAConfig, tiers: AdapterTiers) -> None:
-    """Have the tiers, which are empty, evict by the configured policy."""
-    if config.eviction_policy != "lru":  # which is their own
-        make = keeping.POLICIES[config.eviction_policy]
-        use_eviction_policy(
-            tiers, lambda: make(partial(rank_in, tiers))
-        )  # what there is to read grows with the rank
+def cache_as_configured(config: LoRAConfig) -> MakeCache:
+    """What makes the caches of the tiers, which evict by the configured policy."""
+    if config.eviction_policy == "lru":
+        return least_recently_used
+    make = keeping.POLICIES[config.eviction_policy]
+    # What there is to read grows with the rank.
+    return lambda capacity, get_adapter: keeping.PolicyCache(capacity, make(partial(rank_of, get_adapter)))

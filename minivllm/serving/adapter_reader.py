@@ -192,6 +192,6 @@ class AdapterReader(AdapterSource):
     def _read_and_stage(self, lora_request: LoRARequest) -> LoRAModel:
         started = time.perf_counter()
         lora = self.source.load(lora_request)
-        self.manager._stage(lora)  # here, not in the step that takes it: on a GPU it is one more copy
+        self.manager.stage(lora)  # here, not in the step that takes it: on a GPU it is one more copy
         lora.load_seconds = time.perf_counter() - started
         return lora

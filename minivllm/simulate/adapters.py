@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from minivllm.config import LoRAConfig, SchedulerConfig
-from minivllm.gpu.elastic_manager import ElasticSlots
+from minivllm.gpu.elastic_manager import ElasticModelManager
 from minivllm.gpu.page_pool import PagePool
-from minivllm.lora.adapter_slots import AdapterSlots
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
+from minivllm.lora.tiers import MakeCache, least_recently_used
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.policies.keeping import PolicyCache
 
@@ -55,13 +56,8 @@ class RecordedLayers:
         self.copied.append(adapter.id)
 
 
-class RecordedPages(ElasticSlots):
-    """The engine's own dealing of pages, for adapters that are records.   pages: in all"""
-
-    def __init__(self, lora_config: LoRAConfig, layers: RecordedLayers, pages: int) -> None:
-        super().__init__(lora_config, layers, None)
-        self.pool = PagePool(lora_config.max_loras, lora_config.max_lora_rank, "cpu")
-        self.pool.bind([torch.empty(pages)], 1)  # a page of one element; nothing is ever written
+class RecordedPages(ElasticModelManager):
+    """The engine's own dealing of pages, for adapters that are records."""
 
     def rank_of(self, adapter: AdapterRecord) -> int:
         return adapter.rank
@@ -72,6 +68,7 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
 
     ranks   adapter id -> rank
     pages   that adapters lie in; 0 = in slots of one size
+    make_cache   of `LRUCacheLoRAModelManager`
     read    ids of the adapters that were read in a step since this was last emptied
     done    ids of the adapters that were read beside the steps, for requests that still wait
     taken   ids of those of them that were taken into memory in a step since this was last emptied
@@ -83,17 +80,29 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
         scheduler_config: SchedulerConfig,
         ranks: Mapping[int, int],
         pages: int = 0,
+        make_cache: MakeCache = least_recently_used,
     ) -> None:
         super().__init__(
             SimpleNamespace(lora_config=lora_config, scheduler_config=scheduler_config), device="cpu"
         )
         self.ranks = ranks
         self.layers = RecordedLayers()
-        self.manager = self._adapter_manager = (
-            RecordedPages(lora_config, self.layers, pages)
-            if pages
-            else AdapterSlots(lora_config, self.layers, None)
+        pool = PagePool(lora_config.max_loras, lora_config.max_lora_rank, "cpu")
+        if pages:
+            pool.bind([torch.empty(pages)], 1)  # a page of one element; nothing is ever written
+        make_manager = RecordedPages if pages else LRUCacheLoRAModelManager
+        self.manager = self._adapter_manager = make_manager(
+            SimpleNamespace(supports_lora=True),
+            max_num_seqs=0,
+            max_num_batched_tokens=0,
+            vocab_size=0,
+            lora_config=lora_config,
+            device="cpu",
+            make_backend=lambda *sizes: SimpleNamespace(pool=pool),
+            make_cache=make_cache,
+            wrap=lambda model, config, backend: self.layers,
         )
+        self.manager.listeners.clear()  # nobody asks how often what happened
         self.read: list[int] = []
         self.done: set[int] = set()
         self.taken: list[int] = []
@@ -120,10 +129,10 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
         The same adapters as in the step before, in the same slots, were used last anyway: nothing would change but for
         a policy that counts uses.
         """
-        held = list(self.manager._active_adapters), frozenset(requests)
-        if held != self._in_slots or isinstance(self.manager._active_adapters, PolicyCache):
+        slots = self.manager.tiers.slots
+        if (list(slots), frozenset(requests)) != self._in_slots or isinstance(slots, PolicyCache):
             self._apply_adapters(requests.values())
-            self._in_slots = list(self.manager._active_adapters), frozenset(requests)
+            self._in_slots = list(slots), frozenset(requests)
 
     def add_ahead(self, adapter_id: int) -> None:
         """Take an adapter that was read, and that no request waits for, into memory, if anybody there may go."""

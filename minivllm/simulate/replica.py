@@ -13,8 +13,9 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.gpu.elastic.scheduler import ElasticScheduler
 from minivllm.gpu.page_pool import PAGE_RANKS
 from minivllm.lora.request import LoRARequest
-from minivllm.policies.install import rank_in
-from minivllm.policies.keeping import use_eviction_policy
+from minivllm.lora.tiers import MakeCache, least_recently_used
+from minivllm.policies.install import rank_of
+from minivllm.policies.keeping import PolicyCache
 from minivllm.policies.prefetching import Waiting
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.adapters import AdapterSize, RecordedWorker
@@ -71,7 +72,9 @@ class Replica:
     ) -> None:
         self.number, self.config, self.cost, self.adapters = number, config, cost, adapters
         self.ranks = {adapter_id: size.rank for adapter_id, size in adapters.items()}
-        self.worker = RecordedWorker(config.lora, config.scheduler, self.ranks, self._num_pages())
+        self.worker = RecordedWorker(
+            config.lora, config.scheduler, self.ranks, self._num_pages(), self._make_cache()
+        )
         self.manager = self.worker.manager
         self.scheduler = self._make_scheduler(
             config.scheduler,
@@ -80,7 +83,7 @@ class Replica:
             max_model_len=config.max_model_len,
             adapter_identity=self._adapter_identity,
             can_prefetch=self._can_prefetch,
-            policy=config.scheduling and config.scheduling(partial(rank_in, self.manager)),
+            policy=config.scheduling and config.scheduling(partial(rank_of, self.manager.get_adapter)),
         )
         self.reader = Reader(
             self.worker,
@@ -92,8 +95,6 @@ class Replica:
         )
         if config.reads_beside:
             self.scheduler.may_run = self.reader.may_run
-        if config.keeping is not None:
-            use_eviction_policy(self.manager, lambda: config.keeping(self._read_seconds))
         self.prefetching = config.prefetching and config.prefetching()
         self.inbox: list[tuple[Request, Served]] = []
         self.served: dict[str, Served] = {}
@@ -106,6 +107,12 @@ class Replica:
         self._num_requests = 0
         self.seen: set[int] = set()  # adapters that were in memory, or that a request named
         self._num_checks = 0  # of adapters that came with the requests of this step for the first time
+
+    def _make_cache(self) -> MakeCache:
+        keeping = self.config.keeping
+        if keeping is None:
+            return least_recently_used
+        return lambda capacity, get_adapter: PolicyCache(capacity, keeping(self._read_seconds))
 
     def _num_pages(self) -> int:
         """For adapters, those that KV blocks lend among them, as `ElasticMemory` counts them; 0 = slots of one size.
@@ -290,12 +297,12 @@ class Replica:
     def _count_hit(self, adapter_id: int) -> None:
         if adapter_id:
             self.counters.asked += 1
-            self.counters.in_slot += adapter_id in self.manager._active_adapters
+            self.counters.in_slot += adapter_id in self.manager.tiers.slots
             self.counters.in_memory += self.reader.is_there(adapter_id)
 
     def _can_prefetch(self, adapter_id: int) -> bool:
         in_memory = self.manager.get_adapter(adapter_id) is not None
-        return self.cost.copies_beside and in_memory and adapter_id not in self.manager._active_adapters
+        return self.cost.copies_beside and in_memory and adapter_id not in self.manager.tiers.slots
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         record = self.manager.get_adapter(adapter_id)

@@ -141,15 +141,12 @@ class LoRAModelRunnerMixin:
                 "call engine.remove_lora for these first, and let remove_lora be True"
             )
         manager = self.worker_manager.manager
-        listeners, manager.listeners = manager.listeners, []
-        try:
+        with manager.tiers.muted():
             for request in _dummy_requests(lora_config):
                 self.worker_manager.add_dummy_lora(request, rank=min(lora_config.max_lora_rank, 8))
             yield
             if remove_lora:
                 manager.remove_all_adapters()
-        finally:
-            manager.listeners = listeners
 
     def select_dummy_loras(
         self,

@@ -69,6 +69,14 @@ class OwnedModelManager(OwnedManager):
             "engine.add_lora with a LoRARequest, which may hold tensors (lora_tensors)"
         )
 
+    def place_adapter(self, adapter: LoRAModel, slot: int) -> NoReturn:
+        self.add_adapter(adapter)
+
+    def set_in_use(self, adapter_ids: Iterable[int]) -> NoReturn:
+        raise RuntimeRefusal(
+            "an engine says itself which adapters are in use; to keep one, call engine.pin_lora"
+        )
+
     def replace_adapter(self, adapter: LoRAModel) -> NoReturn:
         raise RuntimeRefusal(
             f"adapter {adapter.id} cannot be replaced in an engine's manager, since requests in flight may use it; "

@@ -95,13 +95,13 @@ def test_whoever_reads_computes_on_one_thread(serve, world, monkeypatch):
 def test_whoever_reads_an_adapter_brings_it_where_a_gpu_copies_from(serve, world, monkeypatch):
     llm, staged = serve(), []
     manager = llm._client.engine.adapters.manager
-    stage = manager._stage
+    stage = manager.stage
 
     def note(adapter):
         staged.append((adapter.load_id, threading.current_thread().name.partition("_")[0]))
         stage(adapter)
 
-    monkeypatch.setattr(manager, "_stage", note)
+    monkeypatch.setattr(manager, "stage", note)
     asyncio.run(collect(llm, "a", 3, world.request("qv")))
 
     assert staged[0][1] == "minivllm-reader"

@@ -349,7 +349,7 @@ def test_for_a_gpu_it_is_read_into_memory_to_copy_from_where_the_table_says(worl
         folder = like(tmp_path / str(seed), world.path(name), seed, dtype)
         plain, known = loaders.both(folder)
         staged = writer.pools[known]
-        loaders.manager._stage(known)  # it is there already
+        loaders.manager.stage(known)  # it is there already
 
         assert_same(plain, known)
         assert writer.pools[known] is staged

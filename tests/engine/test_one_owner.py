@@ -202,6 +202,8 @@ class TestTheModelsManager:
         assert shown.get_free_slots() == [1] and len(shown) == 1 and shown.stats is real.stats
         with pytest.raises(AttributeError):
             shown.in_use = frozenset({1})
+        with pytest.raises(RuntimeError, match=r"call engine.pin_lora$"):
+            shown.set_in_use({1})
 
 
 class TestTheWorkersManager:

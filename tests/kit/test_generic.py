@@ -81,11 +81,11 @@ WRONG = {
     ),
     "5.2 the table first": (
         (
-            "self._write(lora, slot)\n        self._active_adapters.put(lora_id, slot)\n",
-            "self._active_adapters.put(lora_id, slot)\n        self._write(lora, slot)\n",
+            "self._write(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
+            "self.tiers.slots.put(lora_id, slot)\n        self._write(lora, slot)\n",
         ),
         FAULTS,
-        "activate_adapter: an error in _write leaves a change behind, self._active_adapters: {} -> {4: 0}; "
+        "activate_adapter: an error in _write leaves a change behind, self.tiers.slots: {} -> {4: 0}; "
         "so the result is False when it is called again, and not True",
     ),
     "5.5 the pin first": (
@@ -94,7 +94,7 @@ WRONG = {
             "self.pinned_adapters.add(lora_id)\n        self.activate_adapter(lora_id)\n",
         ),
         FAULTS,
-        "pin_adapter: an error in activate_adapter leaves a change behind, self.pinned_adapters: set() -> {9}",
+        "pin_adapter: an error in activate_adapter leaves a change behind, self.tiers.pinned: set() -> {9}",
     ),
     "5.8 a failure that nobody hears of": (
         (
@@ -162,10 +162,10 @@ RIGHT = {
         "memo[key] = tuple(slot_of_id[adapter] for adapter in ids)\n    return list(memo[key])",
     ),
     "5.2 the table first, and put back": (
-        "self._write(lora, slot)\n        self._active_adapters.put(lora_id, slot)\n",
-        "self._active_adapters.put(lora_id, slot)\n"
+        "self._write(lora, slot)\n        self.tiers.slots.put(lora_id, slot)\n",
+        "self.tiers.slots.put(lora_id, slot)\n"
         "        try:\n            self._write(lora, slot)\n"
-        "        except Exception as error:\n            self._active_adapters.pop(lora_id)\n"
+        "        except Exception as error:\n            self.tiers.slots.pop(lora_id)\n"
         "            raise RuntimeError('no copy') from error\n",
     ),
     "5.8 seconds of its own": (

@@ -386,6 +386,20 @@ def test_of_two_methods_with_one_name_each_gets_its_own_body(lab):
     assert lab.read(STAYS) == answered
 
 
+def test_what_has_moved_into_another_object_is_found_there_by_the_answer_of_that_exercise_alone(
+    lab, monkeypatch
+):
+    moved = {"3.3": {r"self\._table\b": "self.tiers.table"}, "3.2": {r"\bx\b": "y"}}
+    monkeypatch.setattr("labs.kit.migrate.MOVED", moved)
+    lab.answer(STAYS, (SHRINK, "return self._table[x] + self._tables"))
+    lab.update()
+
+    migrate(lab.root)
+
+    answer = "return self.tiers.table[x] + self._tables"
+    assert lab.read(STAYS) == starter(OPS_NOW, "ops").replace(SHRINK, answer)
+
+
 def test_of_two_methods_with_one_name_the_one_that_is_left_gets_the_firsts_body(lab):
     second = "class Packed:\n    def shrink(x):\n        return [x]\n\n\n# endregion"
     lab.write("minivllm/ops.py", OPS.replace("# endregion", second))

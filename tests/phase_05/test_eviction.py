@@ -104,7 +104,7 @@ def test_what_leaves_memory_leaves_its_slot():
 
 def test_adapters_in_use_keep_their_slots_however_old():
     manager = manager_with(1, 2, 3, 4, slots=3, memory=4, active=(1, 2, 3))
-    manager.in_use = frozenset({1, 2, 4})
+    manager.set_in_use({1, 2, 4})
 
     manager.activate_adapter(4)
 
@@ -113,7 +113,7 @@ def test_adapters_in_use_keep_their_slots_however_old():
 
 def test_adapters_in_use_stay_in_memory_however_old():
     manager = manager_with(1, 2, 3, slots=1, memory=3)
-    manager.in_use = frozenset({1, 2})
+    manager.set_in_use({1, 2})
 
     manager.add_adapter(make_adapter(4))
 
@@ -134,7 +134,7 @@ def test_pinned_adapters_stay_in_slot_and_memory():
 
 def test_where_all_are_in_use_nobody_goes():
     manager = manager_with(1, 2, 3, slots=2, memory=3, active=(1, 2))
-    manager.in_use = frozenset({1, 2, 3})
+    manager.set_in_use({1, 2, 3})
 
     with refusal(RuntimeError, "1 and 2 are in use, so 3 cannot have a slot"):
         manager.activate_adapter(3)

@@ -65,7 +65,7 @@ def test_a_step_like_the_last_one_finds_who_was_thrown_out_of_memory_in_between(
     worker = make_worker(slots=2)
     step = folders.requests(1), LoRAMapping((1, 0), (1, 0))
     worker.set_active_adapters(*step)
-    worker.manager.in_use = frozenset()
+    worker.manager.set_in_use(())
     worker.manager.remove_oldest_adapter()
 
     worker.set_active_adapters(*step)
@@ -336,7 +336,7 @@ def test_a_step_like_the_last_one_brings_back_what_a_failed_copy_has_thrown_out(
     requests, mapping = [*folders.requests(1, 1), None], LoRAMapping((1,), (1,))
     for _ in range(2):
         worker.set_active_adapters(requests, mapping)
-    worker.manager.in_use = frozenset()
+    worker.manager.set_in_use(())
     with monkeypatch.context() as broken:
         fail_copies(broken, worker.manager, next(iter(modules_of(folders.weights[3]))))
         with pytest.raises(OSError, match="device lost"):

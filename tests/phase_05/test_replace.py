@@ -63,7 +63,7 @@ def test_replacing_works_while_all_others_are_in_use():
     manager.add_adapter(make_adapter(2))
     for adapter_id in (2, 1):
         manager.activate_adapter(adapter_id)
-    manager.in_use = frozenset({1, 2})
+    manager.set_in_use({1, 2})
 
     manager.replace_adapter(adapter_of(1, NEW))
 
@@ -134,7 +134,7 @@ def test_a_pin_outlives_whatever_breaks_off_the_change(monkeypatch):
     """Ctrl-C may come between any two lines: here it comes when the slot is given up already."""
     manager = manager_with_old()
     manager.pin_adapter(1)
-    registered = manager._registered_adapters
+    registered = manager.tiers.memory
     put, interrupts = registered.put, [KeyboardInterrupt()]
 
     def interrupted_once(*args):
@@ -187,7 +187,7 @@ def test_new_weights_are_staged_where_a_gpu_copies_from():
 
     manager.replace_adapter(new)
 
-    assert manager.slot_writer.staged == ((new, old),), "_stage(adapter) once, while the old one is in memory"
+    assert manager.slot_writer.staged == ((new, old),), "stage(adapter) once, while the old one is in memory"
 
 
 def fail_first_copy(monkeypatch, manager, error):

@@ -231,7 +231,8 @@ def test_room_is_promised_exactly_when_a_slot_can_be_had():
                 for adapter_id in set(pins) & set(active):
                     manager.pin_adapter(adapter_id)
                     model.pin(adapter_id)
-                manager.in_use = model.in_use = frozenset(in_use)
+                manager.set_in_use(in_use)
+                model.in_use = set(in_use)
 
                 promised = [manager.has_room_for(adapter_id) for adapter_id in (1, 2, 3)]
 

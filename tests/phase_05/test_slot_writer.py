@@ -200,7 +200,7 @@ class TestPrefetch:
         for adapter_id in (1, 2):
             manager.add_adapter(make_adapter(adapter_id))
         manager.activate_adapter(1)
-        manager.in_use = frozenset({1})
+        manager.set_in_use({1})
 
         runner_of(manager).prefetch_lora(2)
 

@@ -58,7 +58,7 @@ class History:
             ours, theirs, text = manager.remove_oldest_adapter, model.remove_oldest, "remove_oldest()"
         elif name == "in_use":
             in_use = frozenset(self.rng.sample(IDS, self.rng.choice([0, 1, 2])))
-            ours, theirs = partial(setattr, manager, name, in_use), partial(setattr, model, name, in_use)
+            ours, theirs = partial(manager.set_in_use, in_use), partial(setattr, model, name, in_use)
             text = f"in_use = {sorted(in_use)}"
         else:
             ours = partial(getattr(manager, f"{name}_adapter"), adapter_id)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.waiting_queue import WaitingQueue
-from minivllm.gpu.elastic_manager import ElasticSlots
+from minivllm.gpu.elastic_manager import ElasticModelManager
 
 
 class ElasticAdmission(LoRAAdmission):
@@ -17,7 +17,7 @@ class ElasticAdmission(LoRAAdmission):
     """
 
     def __init__(
-        self, max_loras: int, max_wait_steps: int, waiting: WaitingQueue, manager: ElasticSlots
+        self, max_loras: int, max_wait_steps: int, waiting: WaitingQueue, manager: ElasticModelManager
     ) -> None:
         super().__init__(max_loras, max_wait_steps, waiting)
         self.manager = manager

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence, Set
 
 from minivllm.core.block_pool import BlockPool
-from minivllm.gpu.elastic_manager import ElasticSlots
+from minivllm.gpu.elastic_manager import ElasticModelManager
 
 
 class ElasticBlockPool(BlockPool):
@@ -22,7 +22,7 @@ class ElasticBlockPool(BlockPool):
         num_blocks: int,
         blocks_a_page: int,
         least: int,
-        manager: ElasticSlots,
+        manager: ElasticModelManager,
         spare: Callable[[], Set[int]],
     ) -> None:
         super().__init__(num_blocks)

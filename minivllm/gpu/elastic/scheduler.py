@@ -5,7 +5,7 @@ from typing import Any
 from minivllm.core.scheduler import Scheduler
 from minivllm.gpu.elastic.admission import ElasticAdmission
 from minivllm.gpu.elastic.block_pool import ElasticBlockPool
-from minivllm.gpu.elastic_manager import ElasticSlots
+from minivllm.gpu.elastic_manager import ElasticModelManager
 
 
 class ElasticScheduler(Scheduler):
@@ -15,7 +15,7 @@ class ElasticScheduler(Scheduler):
     blocks_a_page   w
     """
 
-    def __init__(self, *args: Any, manager: ElasticSlots, blocks_a_page: int, **options: Any) -> None:
+    def __init__(self, *args: Any, manager: ElasticModelManager, blocks_a_page: int, **options: Any) -> None:
         self.manager, self.blocks_a_page = manager, blocks_a_page
         super().__init__(*args, **options)
 
