@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,9 +14,8 @@ from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, Answers, held_up, serving
 
-from labs.kit.overlay import Overlay, Source
 from minivllm.server import run
-from minivllm.server.live import latencies, live_page, message, whose_phases
+from minivllm.server.live import latencies, live_page, message
 from minivllm.server.page import build_page, run_of
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -181,17 +179,6 @@ def test_latencies_are_those_of_the_sorted_list():
                 above = ordered[min(low + 1, count - 1)]
                 wanted = pytest.approx(ordered[low] + (above - ordered[low]) * (place - low))
             assert found[name] == wanted
-
-
-def test_whose_phases_run_is_said(monkeypatch):
-    sources = {
-        "minivllm.a": Source("/x/labs/05_slot_manager/tiers.py", ""),
-        "minivllm.b": Source("/x/labs/05_slot_manager/lru_cache.py", ""),
-        "minivllm.c": Source("/x/labs/03_cpu_punica/by_run.py", ""),
-    }
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Overlay(sources)])
-
-    assert whose_phases() == ["03_cpu_punica", "05_slot_manager"]
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------
