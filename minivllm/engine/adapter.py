@@ -3,10 +3,12 @@
 Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps a LoRARequest.
 """
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 
 
@@ -86,3 +88,40 @@ class Adapter:
     def current_generation(self) -> int:
         """The newest one that no reload is to come for: whatever is read now is of its version."""
         return min(self.reloads, default=self.generation + 1) - 1
+
+
+def as_steps_load_it(lora_request: LoRARequest) -> LoRARequest:
+    """The request as steps load it: with no order to reload, and with the real folder that its path leads to now.
+
+    A step may load it long after. Then it neither waits for a network nor reads another version, because a link or a
+    hub's branch leads there by now.
+    """
+    here = with_real_folder(lora_request)
+    if real_folder(here.lora_path) is None:
+        here = with_real_folder(replace(here, lora_path=get_adapter_absolute_path(here.lora_path)))
+    return replace(here, load_inplace=False) if here.load_inplace else here
+
+
+def with_real_folder(lora_request: LoRARequest) -> LoRARequest:
+    """The request with the real folder that its path leads to; as it is where there is none on this machine."""
+    folder = real_folder(lora_request.lora_path)
+    is_real = folder in (None, lora_request.lora_path)
+    return lora_request if is_real else replace(lora_request, lora_path=folder)
+
+
+def inode_of(path: str) -> tuple[int, int] | None:
+    """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
+
+    One call of the system, where `real_folder` takes one for each part of the path: each request is compared.
+    """
+    try:
+        found = os.stat(os.path.expanduser(path))
+    except (OSError, ValueError):  # ValueError: a text that no path can be
+        return None
+    return found.st_dev, found.st_ino
+
+
+def real_folder(path: str) -> str | None:
+    """The absolute path, free of links, of what a path leads to now. None if there is nothing."""
+    path = os.path.expanduser(path)
+    return os.path.realpath(path) if os.path.exists(path) else None

@@ -1,34 +1,57 @@
-"""Who owns which adapter id and name, and what is asked of adapters while requests run.
+"""The records of adapters: who owns which id and name, and what is asked of adapters while requests run.
 
-Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only.
+Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps names only, and for
+`pin_lora` of vllm/v1/worker/gpu_worker.py, which never waits. There changes are made at once, whoever is in flight.
 """
 
-import os
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.adapter import Adapter, AdapterTraits, AdapterVersion
-from minivllm.engine.adapter_pins import AdapterPins
-from minivllm.errors import RuntimeRefusal, all_pinned, is_leaving
-from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.engine.adapter import (
+    Adapter,
+    AdapterTraits,
+    AdapterVersion,
+    as_steps_load_it,
+    inode_of,
+    real_folder,
+)
+from minivllm.errors import RuntimeRefusal, all_pinned, is_leaving, is_recoverable, recoverable
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.seams import traits_readers
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
+logger = logging.getLogger(__name__)
 
-class AdapterRegistry(AdapterPins):
+
+class AdapterRegistry:
     """The records of all adapters that requests may name: the one class that changes them.
 
+    worker     reads, removes and pins adapters. It is the registry's own: callers get `engine.runner.lora_manager`,
+               which leads here
+    manager    the same adapters in memory and in slots
     with_tokenizers   whether requests are text, so that adapters' own tokenizers are of use
-    loading           ids of the adapters that are read beside the steps, kept by whoever reads them
+
+    adapters   id -> record
+    by_name    each of its names -> id
+    noted      ids of the adapters that may have a reload, a failure or an unload: nobody has to walk through all
+    pinned     ids of the adapters that are to keep a slot, in one yet or not. `manager.pinned_adapters` are in one
+    loading    ids of the adapters that are read beside the steps, kept by whoever reads them
     """
 
     def __init__(
         self, scheduler: Scheduler, worker: LRUCacheWorkerLoRAManager, with_tokenizers: bool = False
     ) -> None:
-        super().__init__(scheduler, worker)
+        self.scheduler = scheduler
+        self.worker = worker
+        self.manager = worker.manager
+        self.adapters: dict[int, Adapter] = {}
+        self.by_name: dict[str, int] = {}
+        self.noted: set[int] = set()
+        self.pinned: set[int] = set()
         self.loading: set[int] = set()
         self._is_read: Callable[[Request], str | None] | None = None
         self._traits_readers = [reader(self.manager, with_tokenizers) for reader in traits_readers]
@@ -199,16 +222,6 @@ class AdapterRegistry(AdapterPins):
         if not (self._go_back_from_unread(adapter) and adapter.was_read):
             self.release_unused(adapter_id)
 
-    def _go_back(self, adapter: Adapter, generation: int) -> bool:
-        for reader in self._traits_readers:
-            reader.forget(adapter.id)
-        return super()._go_back(adapter, generation)
-
-    def _forget(self, adapter: Adapter) -> None:
-        for reader in self._traits_readers if adapter.traits.added_tokens else ():
-            reader.forget(adapter.id)
-        super()._forget(adapter)
-
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load ahead of the first request; errors as in `examine`. True: it is in memory.
 
@@ -247,39 +260,262 @@ class AdapterRegistry(AdapterPins):
             if not adapter.was_read:
                 self.release_unused(adapter.id)
 
+    # ---- reloads and unloads wait for requests in flight --------------------------------------------------------
 
-def as_steps_load_it(lora_request: LoRARequest) -> LoRARequest:
-    """The request as steps load it: with no order to reload, and with the real folder that its path leads to now.
+    def _noted(self) -> list[Adapter]:
+        """Adapters with a reload, a failure or an unload, by id; others are noted no longer."""
+        noted = [self.adapters[adapter_id] for adapter_id in sorted(self.noted)]
+        noted = [a for a in noted if a.reloads or a.failures or a.leaving]
+        self.noted = {adapter.id for adapter in noted}
+        return noted
 
-    A step may load it long after. Then it neither waits for a network nor reads another version, because a link or a
-    hub's branch leads there by now.
-    """
-    here = with_real_folder(lora_request)
-    if real_folder(here.lora_path) is None:
-        here = with_real_folder(replace(here, lora_path=get_adapter_absolute_path(here.lora_path)))
-    return replace(here, load_inplace=False) if here.load_inplace else here
+    # region lab 7.5: changes that wait for requests in flight
+    def may_run(self, request: Request) -> str | None:
+        """None, or why a waiting request may not be admitted: RELOAD_PENDING.
 
+        It may not while the reload that begins its generation is to come (`reloads`). It may not, either, while
+        unfinished requests of its adapter are of an earlier generation. Base has no record.
+        """
+        adapter = self.adapters.get(request.adapter_id)
+        if adapter is None:
+            return None
+        generation = request.adapter_generation
+        waits = generation in adapter.reloads or self._in_flight(adapter, before=generation)
+        return RELOAD_PENDING if waits else None
 
-def with_real_folder(lora_request: LoRARequest) -> LoRARequest:
-    """The request with the real folder that its path leads to; as it is where there is none on this machine."""
-    folder = real_folder(lora_request.lora_path)
-    is_real = folder in (None, lora_request.lora_path)
-    return lora_request if is_real else replace(lora_request, lora_path=folder)
+    def _with_reload(self, adapter: Adapter, order: LoRARequest) -> Adapter:
+        """A copy of the record (`replace`) with one generation more, and the order of its reload in `reloads`.
 
+        The record itself stays as it is, and so does its dict of `reloads`. An interrupt may come between any two
+        lines, and half an order is none.
+        """
+        generation = adapter.generation + 1
+        return replace(adapter, generation=generation, reloads={**adapter.reloads, generation: order})
 
-def inode_of(path: str) -> tuple[int, int] | None:
-    """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
+    def remove_lora(self, adapter_id: int) -> bool:
+        """Unload: at once, or when the requests that use it have finished. False for an unknown id.
 
-    One call of the system, where `real_folder` takes one for each part of the path: each request is compared.
-    """
-    try:
-        found = os.stat(os.path.expanduser(path))
-    except (OSError, ValueError):  # ValueError: a text that no path can be
-        return None
-    return found.st_dev, found.st_ino
+        From now on it is `leaving` (and `noted`), and new requests are refused.
+        """
+        adapter = self.adapters.get(adapter_id)
+        if adapter is None:
+            return False
+        self.noted.add(adapter_id)
+        adapter.leaving = True
+        self.settle()
+        return True
 
+    def settle(self) -> None:
+        """Do the reloads, by generation, and then the unload that no request stands in the way of, of all `_noted`.
 
-def real_folder(path: str) -> str | None:
-    """The absolute path, free of links, of what a path leads to now. None if there is nothing."""
-    path = os.path.expanduser(path)
-    return os.path.realpath(path) if os.path.exists(path) else None
+        A reload waits for the unfinished requests of generations before its own. It is done once (`_reload`), and
+        then its order is gone. An unload waits for all unfinished requests of its adapter. Then the worker removes it
+        from its slot and from memory (`remove_adapter`), and it is forgotten here (`_forget`). Should the worker fail,
+        it is not: the next settling tries again.
+        """
+        for adapter in self._noted():
+            for generation in sorted(adapter.reloads):
+                if not self._in_flight(adapter, before=generation):
+                    self._reload(adapter, generation)
+                    del adapter.reloads[generation]
+            if adapter.leaving and not self._in_flight(adapter):
+                self.worker.remove_adapter(adapter.id)
+                self._forget(adapter)
+
+    def _reload(self, adapter: Adapter, generation: int) -> None:
+        """Have the worker read it again (`add_adapter`); nobody who runs may lose a place to it (`_spare_who_runs`).
+
+        What is not in memory (`manager.list_adapters`) is left to the next step that needs it, when there is room. Once
+        it is read, versions before it are of no use any more (`_note_read`).
+
+        After any error (`recoverable`) the worker still has the old weights. The error is kept in `failures` for the
+        requests of this generation. The adapter's own is then at least the one after it: whoever comes next does not
+        share their fate. The record goes back to the version before the order (`_go_back`), or it would name a folder
+        that was never read.
+        """
+        if adapter.id not in self.manager.list_adapters():
+            return
+        self._spare_who_runs()
+        try:
+            self.worker.add_adapter(adapter.reloads[generation])
+            self._note_read(adapter, generation)
+        except BaseException as error:
+            adapter.failures[generation] = recoverable(error)
+            adapter.generation = max(generation + 1, adapter.generation)
+            self._go_back(adapter, generation)
+
+    def _in_flight(self, adapter: Adapter, before: int | None = None) -> bool:
+        """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
+
+        The scheduler counts them in `in_flight`, also those that wait or were preempted. It has adapter id ->
+        generation -> count, and no entry where there are none.
+        """
+        generations = self.scheduler.in_flight.get(adapter.id, ())
+        return any(before is None or generation < before for generation in generations)
+
+    # endregion
+
+    def _note_read(self, adapter: Adapter, generation: int) -> None:
+        """Weights of this generation are in memory: nobody goes back to a version before them."""
+        adapter.was_read = True
+        if adapter.before:
+            adapter.before = {g: version for g, version in adapter.before.items() if g > generation}
+
+    def _go_back(self, adapter: Adapter, generation: int) -> bool:
+        """The version that this generation began with cannot be read. False if none is known that came before it.
+
+        The record takes the version before, with those of its names that no other adapter has taken meanwhile. Where
+        another reload has been ordered since, the record is of that one, and a failure of it leads further back.
+        """
+        for reader in self._traits_readers:
+            reader.forget(adapter.id)
+        version = adapter.before.get(generation)
+        later = min((g for g in adapter.before if g > generation), default=None)
+        if version is not None and later is None:
+            free = (name for name in version.names if self.by_name.get(name, adapter.id) == adapter.id)
+            self._set_version(adapter, version._replace(names=tuple(free)))
+        elif version is not None:
+            adapter.before[later] = version
+        elif later is not None:
+            del adapter.before[later]
+        adapter.before.pop(generation, None)
+        return version is not None
+
+    def _go_back_from_unread(self, adapter: Adapter) -> bool:
+        """As `_go_back`, of the version that was to be read now: a reload of it may have been left to this reading."""
+        current = adapter.current_generation
+        return self._go_back(adapter, max((g for g in adapter.before if g <= current), default=current))
+
+    def _set_version(self, adapter: Adapter, version: AdapterVersion) -> None:
+        old, adapter.version = adapter.version, version
+        for name in set(old.names).difference(version.names):
+            self.by_name.pop(name, None)
+        self.by_name |= dict.fromkeys(version.names, adapter.id)
+
+    def failures(self) -> dict[tuple[int, int], BaseException]:
+        """(adapter id, generation) -> error of the reloads that have failed, but for those that were `answered_for`."""
+        return {(a.id, generation): e for a in self._noted() for generation, e in a.failures.items()}
+
+    def answered_for(self, failure: tuple[int, int]) -> None:
+        """Everybody who waited for that reload has ended. Not before: who is left would get the old weights."""
+        adapter_id, generation = failure
+        if adapter_id in self.adapters:
+            self.adapters[adapter_id].failures.pop(generation, None)
+
+    def _spare_who_runs(self) -> None:
+        """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
+        running = {request.adapter_id for request in self.scheduler.running if request.adapter_id}
+        self.manager.set_in_use(running | self.pinned)
+
+    def _forget(self, adapter: Adapter) -> None:
+        """Drop all that was noted of it: under the same id and names there may soon be another adapter."""
+        for reader in self._traits_readers if adapter.traits.added_tokens else ():
+            reader.forget(adapter.id)
+        self.manager.tell("forget", adapter.id)
+        for name in adapter.names:
+            self.by_name.pop(name, None)
+        self.noted.discard(adapter.id)
+        self.pinned.discard(adapter.id)
+        del self.adapters[adapter.id]
+
+    # ---- pins wait for a slot, and for room in memory ------------------------------------------------------------
+
+    def _has_memory_for(self, adapter: Adapter) -> bool:
+        """Whether it is in memory, or could be with nothing dropped that is pinned or in use."""
+        self._spare_who_runs()
+        held = self.manager.list_adapters().keys()
+        return adapter.id in held or len(held) < self.manager.capacity or not held <= self.manager.kept
+
+    def pin_lora(self, adapter_id: int) -> bool:
+        """Keep the adapter in a slot: at once, or after the next step if running requests hold all slots.
+
+        ValueError for an unknown id, RuntimeError when every slot is pinned already. After any error it is pinned only
+        if it was before.
+        """
+        if adapter_id not in self.adapters:
+            raise ValueError(f"Pinning failed. LoRA {adapter_id} is not registered.")
+        pins = self.pinned | {adapter_id}
+        if len(pins) > self.manager.lora_slots:
+            raise RuntimeRefusal(
+                f"adapter {adapter_id} cannot be pinned: all {self.manager.lora_slots} slots are pinned "
+                f"(adapters {sorted(pins - {adapter_id})}); unpin one or raise max_loras"
+            )
+        adapter, was_pinned = self.adapters[adapter_id], adapter_id in self.pinned
+        self.pinned.add(adapter_id)
+        try:
+            if self._has_memory_for(adapter):
+                self._pin(adapter)
+        except BaseException:
+            if not was_pinned:
+                self._drop_pin(adapter_id)
+            raise
+        return True
+
+    def _pin(self, adapter: Adapter) -> None:
+        """Read it if need be, and pin it if there is a slot."""
+        if adapter.id not in self.manager.list_adapters():
+            self._read(adapter)
+        if self.manager.has_room_for(adapter.id):
+            self.worker.pin_adapter(adapter.id)
+            self.manager.tell("pin", adapter.id, self.manager.list_active_adapters()[adapter.id])
+
+    def _drop_pin(self, adapter_id: int) -> None:
+        self.manager.unpin_adapter(adapter_id)
+        self.pinned.discard(adapter_id)
+
+    def _read(self, adapter: Adapter) -> None:
+        """Have the version that is the next to be served in memory, and in a slot if there is one.
+
+        If that fails and no request waits for it, what was not in memory is not, and the record goes back.
+        """
+        was_held = self.manager.get_adapter(adapter.id) is not None
+        try:
+            self.worker.add_adapter(self._next_to_serve(adapter))
+        except BaseException as error:
+            if is_recoverable(error) and not was_held and not self._in_flight(adapter):
+                self.worker.remove_adapter(adapter.id)  # it may have been read, and not come into its slot
+                self._go_back_from_unread(adapter)
+            raise
+        self._note_read(adapter, adapter.current_generation)
+
+    def _next_to_serve(self, adapter: Adapter) -> LoRARequest:
+        """What new requests get; while a reload waits for older requests, what the oldest of these was promised."""
+        if not adapter.reloads:
+            return adapter.request
+        running = [request for request in self.scheduler.running if request.adapter_id == adapter.id]
+        oldest = running[0] if running else self.scheduler.waiting.oldest(adapter.id)
+        return adapter.request if oldest is None else oldest.lora_request
+
+    def unpin_lora(self, adapter_id: int) -> bool:
+        """Let the adapter be evicted again. False if it was not pinned."""
+        was_pinned = adapter_id in self.pinned
+        self._drop_pin(adapter_id)
+        if was_pinned:
+            self.manager.tell("unpin", adapter_id)
+        return was_pinned
+
+    def _pin_wanted(self) -> None:
+        """Pin what waited for a slot. A pin whose adapter cannot be read any more is dropped, with a warning."""
+        wanted = self.pinned - self.manager.pinned_adapters
+        if wanted:
+            self._spare_who_runs()
+        for adapter in [self.adapters[adapter_id] for adapter_id in sorted(wanted)]:
+            try:
+                self._pin(adapter)
+            except BaseException as error:
+                recoverable(error)
+                self._drop_pin(adapter.id)
+                logger.warning("adapter '%s' could not be pinned: %s", adapter.request.lora_name, error)
+
+    def prepare(self, lora_requests: Iterable[LoRARequest | None]) -> dict[int, BaseException]:
+        """Pin what waits for a slot, then read what a step needs and is not in memory.
+
+        Call it when the step is scheduled, since the scheduler made room then. Returns adapter id -> why it could not
+        be read.
+        """
+        self._pin_wanted()
+        requests = [request for request in lora_requests if request is not None]
+        failures = self.worker.prepare_adapters(requests)
+        for adapter_id in {request.lora_int_id for request in requests} - failures.keys():
+            self._note_read(self.adapters[adapter_id], self.adapters[adapter_id].current_generation)
+        return failures

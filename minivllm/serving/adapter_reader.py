@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from minivllm.core.request import Request
-from minivllm.engine.adapter import Adapter
-from minivllm.engine.adapter_registry import with_real_folder
+from minivllm.engine.adapter import Adapter, with_real_folder
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
