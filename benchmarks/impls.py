@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.gpu.fused.blocks import linear_deferred
 from minivllm.gpu.kernels.update import DeferredUpdate
@@ -58,7 +59,7 @@ def engine_linear(
     tokens, (slots, _, rank) = len(token_slots), b.shape
     config = LoRAConfig(rank, slots, lora_dtype=w.dtype, punica_backend=backend)
     layer = from_layer(base_linear(w, slices), slots, config, [f"part_{i}" for i in range(len(slices))])
-    punica = make_backend(tokens, tokens, w.device, config)
+    punica = make_backend(tokens, tokens, w.device, config, LORA_EXTENSIONS)
     layer.set_mapping(punica)
     offsets = (0, *itertools.accumulate(slices))
     for slot, live in enumerate(ranks):

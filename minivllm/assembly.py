@@ -16,17 +16,30 @@ from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.core import EngineCore
 from minivllm.engine.parts import make_registry, prepare, scheduler_arguments, scheduler_options
-from minivllm.gpu import make_slot_writer
+from minivllm.gpu import BACKENDS, make_slot_writer
 from minivllm.layers.ranks import ONE_RANK, Ranks
+from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.observe import reports
 from minivllm.observe.event_log import EventLog
 from minivllm.observe.recorder import Recorder
+from minivllm.options import OPTIONS, SHARDED_WRAPPERS, TraitsReader
 from minivllm.policies.install import cache_as_configured, scheduling_policy
+from minivllm.sources import FILE_FORMATS, FOLDER_SOURCES, find_by_name, read_tensors
 from minivllm.worker.executor import Executor
 from minivllm.worker.kv_memory import KVMemory
 from minivllm.worker.model_runner import BuildAttention, ModelRunner
+
+# What adapters may have, where they come from, and what computes them.
+LORA_EXTENSIONS = LoRAExtensions(
+    options=OPTIONS,
+    sharded_wrappers=SHARDED_WRAPPERS,
+    file_formats=FILE_FORMATS,
+    folder_sources=FOLDER_SOURCES,
+    read_request=read_tensors,
+    backends=BACKENDS,
+)
 
 
 def make_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]) -> EngineCore:
@@ -34,8 +47,10 @@ def make_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callab
     executor = make_executor(config)
     prepare(executor, tokenizer, warm_up)
     scheduler = make_scheduler(config, executor.runner)
-    adapters = make_registry(scheduler, executor.runner, tokenizer)
-    if adapters is not None:
+    adapters = None
+    if (worker := executor.runner.worker_manager) is not None:
+        reader = TraitsReader(worker.manager, with_tokenizers=tokenizer is not None)
+        adapters = make_registry(scheduler, executor.runner, traits_reader=reader, find_by_name=find_by_name)
         adapters.manager.listeners.append(EventLog(adapters.manager.get_adapter))
     core_class = EngineCore
     if config.scheduler_config.async_scheduling and executor.runner.graphs.hold_most_steps:
@@ -90,7 +105,9 @@ def make_model_runner(
     options = {} if torch.device(config.device).type == "cpu" else _gpu_parts(config)
     if config.lora_config is not None:
         make_manager = make_model_manager(config.lora_config, config.device)
-        options["make_lora_manager"] = partial(LRUCacheWorkerLoRAManager, make_manager=make_manager)
+        options["make_lora_manager"] = partial(
+            LRUCacheWorkerLoRAManager, make_manager=make_manager, extensions=LORA_EXTENSIONS
+        )
         if config.lora_config.backend_on(config.device) in PAGED_BACKENDS:
             from minivllm.gpu.shared_memory import SharedMemory
 
@@ -109,7 +126,7 @@ def make_model_runner(
         config,
         tp=tp,
         adapters_are_active=adapters_are_active,
-        check_slots=refuse_slots_that_do_not_fit,
+        check_slots=partial(refuse_slots_that_do_not_fit, extensions=LORA_EXTENSIONS),
         **options,
     )
 

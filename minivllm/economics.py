@@ -12,14 +12,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from minivllm.config import EngineConfig, LoRAConfig
+from minivllm.gpu import BACKENDS
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.layers.ranks import ONE_RANK, Ranks
+from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.wrapped_modules import WrappedModules
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
+from minivllm.options import OPTIONS, SHARDED_WRAPPERS
 
 GIB = 2**30
+
+# What takes memory: options have tables of their own, and backends lay slots out.
+EXTENSIONS = LoRAExtensions(OPTIONS, SHARDED_WRAPPERS, backends=BACKENDS)
 
 
 def shapes_of(
@@ -29,6 +35,7 @@ def shapes_of(
     dtype: torch.dtype = torch.float32,
     tp: Ranks = ONE_RANK,
     make_slot_writer: Callable[[WrappedModules, str], SlotWriter] | None = None,
+    extensions: LoRAExtensions = EXTENSIONS,
 ) -> LRUCacheLoRAModelManager:
     """A model with the slots that an engine on that device makes: shapes without values, and no room for a step.
 
@@ -39,7 +46,14 @@ def shapes_of(
     config = replace(lora_config, punica_backend=lora_config.backend_on(device))
     base = MODELS[model.architecture](model, dtype, "meta", tp)
     return LRUCacheLoRAModelManager(
-        base, 0, 0, model.vocab_size, config, "meta", make_slot_writer=make_slot_writer
+        base,
+        0,
+        0,
+        model.vocab_size,
+        config,
+        "meta",
+        make_slot_writer=make_slot_writer,
+        extensions=extensions,
     )
 
 
@@ -130,6 +144,7 @@ def slot_memory(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     tp: Ranks = ONE_RANK,
+    extensions: LoRAExtensions = EXTENSIONS,
 ) -> SlotMemory:
     """What slots of this configuration will take on a device, before any is allocated.
 
@@ -139,7 +154,7 @@ def slot_memory(
     """
     on_gpu = torch.device(device).type == "cuda"
     dtype = dtype or (model.dtype if on_gpu else torch.float32)
-    shapes = shapes_of(model, lora_config, device, dtype, tp, SlotWriter if on_gpu else None)
+    shapes = shapes_of(model, lora_config, device, dtype, tp, SlotWriter if on_gpu else None, extensions)
     lora_config = lora_config.on_device(device)
     in_slots = [layer.slots for layer in shapes.modules.values() if layer.slots.memory]
     elements = sum(matrix.numel() for slots in in_slots for matrix in (*slots.a, *slots.b))
@@ -153,13 +168,15 @@ def slot_memory(
     return SlotMemory(a_and_b, beside, layout, taken["staging"], taken["tables"])
 
 
-def refuse_slots_that_do_not_fit(config: EngineConfig, tp: Ranks = ONE_RANK) -> None:
+def refuse_slots_that_do_not_fit(
+    config: EngineConfig, tp: Ranks = ONE_RANK, extensions: LoRAExtensions = EXTENSIONS
+) -> None:
     """ValueError when a device cannot hold what LoRA is about to allocate; the base model is there already.
 
     vLLM runs out of memory instead.
     """
     model, lora_config = config.model_config.architecture, config.lora_config
-    needed = slot_memory(model, lora_config, config.device, config.model_config.dtype, tp).total
+    needed = slot_memory(model, lora_config, config.device, config.model_config.dtype, tp, extensions).total
     if needed <= (free := room_for_slots(config.device)):
         return
     names = sorted({name.rpartition(".")[2] for name in adapted_layers(model, lora_config)})

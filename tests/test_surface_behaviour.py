@@ -16,17 +16,17 @@ from minivllm.layers.embedding import LogitsProcessor, ParallelLMHead
 from minivllm.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.model_manager import (
+from minivllm.lora.request import LoRARequest
+from minivllm.models.interfaces import SupportsLoRA
+from minivllm.vllm.layers import LoRAMapping
+from minivllm.vllm.model_manager import (
     DEFAULT_LANGUAGE_WRAPPER_KEY,
     LoRAModelManager,
     LRUCacheLoRAModelManager,
 )
-from minivllm.lora.request import LoRARequest
-from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
-from minivllm.models.interfaces import SupportsLoRA
-from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer_logits_processor
+from minivllm.vllm.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
 VOCAB, DTYPE = 40, torch.float64
 

@@ -113,7 +113,12 @@ def draw_around(axes: Axes, top: float) -> float:
     """What is around the core, in three columns; gives the lower edge."""
     axes.text(B, top - 0.1, "around the core", fontsize=11, weight="bold", color=MUTED, va="center")
     axes.text(
-        B + 3.0, top - 0.1, "what plugs in does so at lora/seams.py", fontsize=9.5, color=MUTED, va="center"
+        B + 3.0,
+        top - 0.1,
+        "adapters' extensions are one value, lora/extensions.py",
+        fontsize=9.5,
+        color=MUTED,
+        va="center",
     )
     width, height = 3.4, 0.95
     for i, (name, what) in enumerate(AROUND):

@@ -2,13 +2,104 @@
 
 from labs.kit.overlay import Todo
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
 
-from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.peft_helper import PEFTHelper
 
-__all__ = ["LoRALayerWeights", "PackedLoRALayerWeights"]
+
+@dataclass(eq=False)
+class LoRALayerWeights:
+    """One module's adapter weights, by the name that the model has for it. vLLM: `LoRALayerWeights`.
+
+    rank          r, the rows of A and the columns of B
+    lora_alpha    what the module was trained with; counts only while no `scaling` is given
+    lora_a        (r, K) as PEFT stores it, no transpose; None until it is read
+    lora_b        (N, r) likewise
+    scaling       factor on B·A that is not yet in B; 1 once `optimize` has folded it. None = lora_alpha / rank
+    beside        what an option found beside A and B, by the option's name, ready for a slot: (rows, columns) each
+    """
+
+    is_packed: ClassVar[bool] = False  # vLLM: the same name
+
+    module_name: str
+    rank: int
+    lora_alpha: float
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    scaling: float | None = None
+    beside: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scaling is None:
+            self.scaling = self.lora_alpha / self.rank
+
+    # region lab 1.4: fold the scaling into B, once
+    def optimize(self) -> Self:
+        """Multiply B by the scaling, so that no forward pass has to, and return self.
+
+        Doing it again changes nothing. B is replaced, not written to: whoever read it from a file may still hold it.
+        """
+        raise Todo("lab 1.4: fold the scaling into B, once")
+
+    # endregion
+
+    @property
+    def input_dim(self) -> int:
+        return self.lora_a.shape[1]
+
+    @property
+    def output_dim(self) -> int:
+        return self.lora_b.shape[0]
+
+    @property
+    def parts(self) -> list["LoRALayerWeights"]:
+        """One entry a slice: a module that is not fused has one."""
+        return [self]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.lora_a, self.lora_b, *self.beside.values()]
+
+    def replace_tensors(self, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put `replaced(tensor)` in the place of every tensor."""
+        self.lora_a, self.lora_b = replaced(self.lora_a), replaced(self.lora_b)
+        self.beside = {name: replaced(tensor) for name, tensor in self.beside.items()}
+
+    def split(self, names: Sequence[str], heights: Sequence[int]) -> list["LoRALayerWeights"]:
+        """One for each of several slices: A is shared, and B (ΣN, r) is split into their heights N.
+
+        ValueError where B is not as tall as all of them."""
+        if len(self.lora_b) != sum(heights):
+            raise ValueError(
+                f"{self.module_name} has lora_B {tuple(self.lora_b.shape)}, expected {(sum(heights), self.rank)}"
+            )
+        parts = [replace(self, module_name=n, lora_b=b) for n, b in zip(names, self.lora_b.split(heights))]
+        for i, part in enumerate(parts):
+            part.beside = {kind: t.split(heights, dim=1)[i] for kind, t in self.beside.items()}  # (1, N)
+        return parts
+
+    @classmethod
+    def create_dummy_lora_weights(
+        cls, module_name: str, input_dim: int, output_dim: int, rank: int, dtype: torch.dtype, device: str
+    ) -> Self:
+        """Zeros of the right shape, for warm-up: they cost what a real adapter costs and change nothing."""
+        lora_a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
+        lora_b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
+        return cls(module_name, rank, 1, lora_a, lora_b, scaling=1)
+
+    @classmethod
+    def from_config(cls, module_name: str, peft_helper: PEFTHelper, rank: int | None = None) -> Self:
+        """Without tensors yet, with the config's alpha and scaling. The config knows Hugging Face's module names.
+
+        rank   of the module's tensors, None = the config's r
+        """
+        rank, pattern_name = rank or peft_helper.r, peft_helper.pattern_name(module_name)
+        scaling = peft_helper.scaling(pattern_name, rank)
+        return cls(module_name, rank, peft_helper.alpha(pattern_name), None, None, scaling)
 
 
 class PackedLoRALayerWeights:
@@ -61,11 +152,18 @@ class PackedLoRALayerWeights:
 
         The result is named after the first part that is there. Its rank is what a slot must have room for.
 
-        To use: `module_name`, `rank` and `optimize` of a part (module_weights.py), `from_parts`.
+        To use: `module_name`, `rank` and `optimize` of a part (lora_weights.py), `from_parts`.
         """
         raise Todo("lab 1.5: pack the parts of a fused module")
 
     # endregion
+
+    @staticmethod
+    def pack_moe(
+        loras: Sequence[LoRALayerWeights | None], module_name: str, is_non_gated_moe: bool = False
+    ) -> "PackedLoRALayerWeights":
+        """The adapters of a layer's experts, see the function `pack_moe`. vLLM: the same name."""
+        return pack_moe(loras, module_name, is_non_gated_moe)
 
     def optimize(self) -> Self:
         """Fold the scaling of each part into its B."""
@@ -81,3 +179,36 @@ class PackedLoRALayerWeights:
         """As for one module, part by part."""
         for part in filter(None, self.parts):
             part.replace_tensors(replaced)
+
+
+# region lab 1.7: pack the experts of a layer
+def pack_moe(
+    loras: Sequence[LoRALayerWeights | None], module_name: str, is_non_gated_moe: bool = False
+) -> PackedLoRALayerWeights:
+    """Stack what the E experts of a layer have, part by part: A (E, r, K) and B (E, N, r) of [w1, w2, w3].
+
+    loras             w1, w2, w3 (gate, down, up) of expert 0, then of expert 1, and so on; None for what has no
+                      adapter, but not for all
+    module_name       of the result
+    is_non_gated_moe  experts have no up: the third part, which nobody reads, is the first one's tensors, scaling 1.
+                      It is None where the first one is, and an adapter on an up is left out
+
+    A part keeps the scaling that its experts share, for `optimize` to fold in. Where they differ each expert is
+    optimized first, and the part's scaling is 1. A part that no expert has is None. `rank` is the largest of all.
+    vLLM: `PackedLoRALayerWeights.pack_moe`.
+
+    Raises ValueError, naming the module, for a length that is no multiple of 3, and where nothing has an adapter.
+    """
+    raise Todo("lab 1.7: pack the experts of a layer")
+
+
+def _stack_experts(loras: Sequence[LoRALayerWeights | None]) -> LoRALayerWeights | None:
+    """One part of all experts in one: A (E, r, K), B (E, N, r), None where no expert has it.
+
+    r is the largest rank of any of them. Past an expert's own rank there are zeros, and so there are for an expert
+    that lacks the part. Alpha is the first one's, and so is the scaling, once it is all experts'.
+    """
+    raise Todo("lab 1.7: pack the experts of a layer")
+
+
+# endregion

@@ -14,7 +14,6 @@ from minivllm.layers.linear import LinearBase
 from minivllm.layers.ranks import EVERYTHING, Share
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from minivllm.lora.seams import beside_checks
 from minivllm.lora.slots import Slots
 
 LayerWeights = LoRALayerWeights | PackedLoRALayerWeights
@@ -78,8 +77,7 @@ class BaseLayerWithLoRA(nn.Module):
         """ValueError, naming the module, unless the rank is `max_rank` at most, A is (r, width) and B (height, r).
 
         For a rank the message has `max_lora_rank`, and the option `--max-lora-rank r` that would admit it. For A and
-        B it has their shapes and those expected, as tuples. What is beside A and B its option judges first
-        (`beside_checks`).
+        B it has their shapes and those expected, as tuples. What is beside A and B its option judges.
         """
         raise Todo("lab 2.6: refuse an adapter that does not fit")
 

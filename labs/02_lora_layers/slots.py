@@ -70,7 +70,7 @@ class Slots:
 
         Raises ValueError for another number of parts than n.
 
-        To use: `lora_a` (r, K) and `lora_b` (N, r) of a part (module_weights.py). Of experts they have a first axis E.
+        To use: `lora_a` (r, K) and `lora_b` (N, r) of a part (lora_weights.py). Of experts they have a first axis E.
         """
         raise Todo("lab 2.2: write and clear a slot")
 

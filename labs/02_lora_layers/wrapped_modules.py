@@ -2,21 +2,18 @@
 (v0.22.1)."""
 
 from labs.kit.overlay import Todo
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.adaptable import Layers, adaptable, end_of, ends_of, plugged_wrapper, refuse_targets
 from minivllm.lora.backend import Backend
 from minivllm.lora.checks import unmatched
+from minivllm.lora.extensions import PLAIN, LoRAExtensions
 from minivllm.lora.layers.base import BaseLayerWithLoRA, Parts
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import is_in_target_modules
 from minivllm.lora.replace import from_layer, replace_submodule
-from minivllm.lora.seams import model_options
 
 # Module name -> what an adapter has for it, under the names that the adapter uses.
 Found = dict[str, dict[str, LoRALayerWeights]]
@@ -28,30 +25,33 @@ class WrappedModules:
     modules   module name -> wrapped layer; a layer with several names is here under its first
     claims    every name that adapters may use, of slices and of whole fused modules -> module name
     supported_lora_modules   ends of the names of all that could be wrapped
-
-    For options, empty without:
-    givers       name in `LoRAModel.beside` -> what adds it to what was found for the layers
-    before_step  called before every step with the adapter in each slot, None = free
-    others       layers without slots that options have wrapped; their `tables` are what they have allocated
+    options    what the extensions' options do for adapters of this model (`WrappedOption`); [] without
+    following  those of them that prepare each step
 
     Raises ValueError when the model has no linear, a layer that no wrapper fits, or not what `target_modules`
     names.
     """
 
-    def __init__(self, model: nn.Module, lora_config: LoRAConfig, backend: Backend) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lora_config: LoRAConfig,
+        backend: Backend,
+        extensions: LoRAExtensions = PLAIN,
+    ) -> None:
         self.lora_config = lora_config
         self.backend = backend
+        self.extensions = extensions
         self.modules: dict[str, BaseLayerWithLoRA] = {}
         self.claims: dict[str, str] = {}
-        self.givers: dict[str, Callable[[LoRAModel, Found], None]] = {}
-        self.before_step: list[Callable[[list[LoRAModel | None]], None]] = []
-        self.others: list[Any] = []
-        layers, self.packed_mapping = adaptable(model)
+        layers, self.packed_mapping = adaptable(model, extensions)
         self.supported_lora_modules = ends_of(layers)
-        refuse_targets(model, layers, lora_config.target_modules, self.packed_mapping)
+        targets, part_names = lora_config.target_modules, extensions.part_names
+        refuse_targets(model, layers, targets, self.packed_mapping, part_names)
         self._wrap_all(model, layers)
-        for add_option in model_options:
-            add_option(model, self, lora_config)
+        wrapped = (option.wrap_model(model, self, lora_config) for option in extensions.options)
+        self.options = [option for option in wrapped if option is not None]
+        self.following = [option for option in self.options if option.follows_slots]
 
     # region lab 2.5: wrap every layer of a model, once
     def _wrap_all(self, model: nn.Module, layers: Layers) -> None:
@@ -70,15 +70,18 @@ class WrappedModules:
     # endregion
 
     def _is_wanted(self, name: str) -> bool:
-        return is_in_target_modules(name, self.lora_config.target_modules, self.packed_mapping)
+        targets, part_names = self.lora_config.target_modules, self.extensions.part_names
+        return is_in_target_modules(name, targets, self.packed_mapping, part_names)
 
     def _wrap(self, model: nn.Module, name: str, layer: nn.Module) -> BaseLayerWithLoRA:
         """A layer's wrapper, with empty slots where the backend wants them. ValueError where none fits."""
-        config, parts = self.lora_config, self.packed_mapping.get(end_of(name), [])
-        if plugged := plugged_wrapper(model, name, layer):
-            wrapped = plugged.around(model, name, layer, config.max_loras, config)
+        config, extensions = self.lora_config, self.extensions
+        if plugged := plugged_wrapper(model, name, layer, extensions):
+            wrapper = extensions.wrapper_for(plugged, config)
+            wrapped = wrapper.around(model, name, layer, config.max_loras, config)
         else:
-            wrapped = from_layer(layer, config.max_loras, config, parts)
+            parts = self.packed_mapping.get(end_of(name), [])
+            wrapped = from_layer(layer, config.max_loras, config, parts, extensions=extensions)
         if not isinstance(wrapped, BaseLayerWithLoRA):
             raise ValueError(f"{name} ({type(layer).__name__}) cannot be wrapped for LoRA")
         wrapped.set_mapping(self.backend)
@@ -95,9 +98,9 @@ class WrappedModules:
     def judge(self, lora: LoRAModel) -> dict[str, Parts]:
         """Module name -> what its layer finds in the adapter (its `judge`); the adapter stays as it is.
 
-        Names are routed to modules (`claims`), then `givers` add to what was found, then layers judge. A giver is
-        called for what an option found of the whole adapter, where `beside` has its name. Names that no module has
-        would be lost in silence: one ValueError, worded by `unmatched`, has them all. Layers raise their own.
+        Names are routed to modules (`claims`), then every one of the `options` judges what was found for them and may
+        add to it (`judge`), then layers judge. Names that no module has would be lost in silence: one ValueError,
+        worded by `unmatched`, has them all. Options and layers raise their own.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
@@ -105,7 +108,7 @@ class WrappedModules:
         """Give the process's share of an adapter (`share.of(parts)`) the form of slots (`pack`), by module name; once.
 
         ValueError as in `judge`, before the adapter has changed. When a layer cannot pack, `loras` keeps its names, so
-        that the adapter can be accepted again. What `givers` gave to layers leaves `beside`.
+        that the adapter can be accepted again. Afterwards every one of the `options` hears of it (`accepted`).
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
+from minivllm.lora.extensions import PLAIN, LoRAExtensions
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.memory_stats import memory_stats
 from minivllm.lora.runs_backend import RunsBackend
-from minivllm.lora.seams import backends
 from minivllm.lora.stats import AdapterStats, LoRAStats
 from minivllm.lora.tiers import AdapterTiers, FullTiers, MakeCache, least_recently_used
 from minivllm.lora.wrapped_modules import WrappedModules
@@ -29,16 +29,24 @@ DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"  # vLLM's
 
 
 def make_backend(
-    max_num_batched_tokens: int, max_batches: int, device: torch.device | str, lora_config: LoRAConfig
+    max_num_batched_tokens: int,
+    max_batches: int,
+    device: torch.device | str,
+    lora_config: LoRAConfig,
+    extensions: LoRAExtensions = PLAIN,
 ) -> Backend:
     """The backend that `lora_config.punica_backend` names; "auto" is the quickest one for the device.
 
-    "loops" and "grouped" run anywhere; others are in `seams.backends`, and say themselves where they do not.
+    "loops" and "grouped" run anywhere; others are extensions, and say themselves where they do not. ValueError for one
+    that is not among them.
     """
     name = lora_config.backend_on(device)
     if name in ("loops", "grouped"):
         return LoopsBackend(device) if name == "loops" else RunsBackend(device)
-    return backends[name](max_num_batched_tokens, max_batches, device, lora_config)
+    if name not in extensions.backends:
+        known = ", ".join(["loops", "grouped", *extensions.backends])
+        raise ValueError(f"punica backend '{name}' is not installed; there are {known}")
+    return extensions.backends[name](max_num_batched_tokens, max_batches, device, lora_config)
 
 
 class LRUCacheLoRAModelManager:
@@ -52,10 +60,11 @@ class LRUCacheLoRAModelManager:
 
     What differs from one device or configuration to another is given to the constructor:
 
-    make_backend      (tokens, requests, device, config) -> the backend
+    make_backend      (tokens, requests, device, config, extensions) -> the backend
     make_slot_writer  (wrapped layers, device) -> the slots' writer; None = the layers write
     make_cache        makes the cache of each tier, which says who has to go
-    wrap              (model, config, backend) -> the wrapped layers
+    wrap              (model, config, backend, extensions) -> the wrapped layers
+    extensions        what adapters may have beyond the plain case
 
     vLLM: the same name. ValueError when the model does not support LoRA, has nothing to wrap, or not what
     `target_modules` names.
@@ -76,14 +85,18 @@ class LRUCacheLoRAModelManager:
         make_backend: Callable[..., Backend] = make_backend,
         make_slot_writer: Callable[[WrappedModules, torch.device | str], Any] | None = None,
         make_cache: MakeCache = least_recently_used,
-        wrap: Callable[[nn.Module, LoRAConfig, Backend], WrappedModules] = WrappedModules,
+        wrap: Callable[..., WrappedModules] = WrappedModules,
+        extensions: LoRAExtensions = PLAIN,
     ) -> None:
         if not getattr(model, "supports_lora", False):
             raise ValueError(f"Model {type(model).__name__} is not supported for LoRA; it needs SupportsLoRA")
         self.model, self.device, self.vocab_size, self.lora_config = model, device, vocab_size, lora_config
+        self.extensions = extensions
         self.packed_modules_mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        self.punica_wrapper = make_backend(max_num_batched_tokens, max_num_seqs, device, lora_config)
-        self.wrapped = wrap(model, lora_config, self.punica_wrapper)
+        self.punica_wrapper = make_backend(
+            max_num_batched_tokens, max_num_seqs, device, lora_config, extensions
+        )
+        self.wrapped = wrap(model, lora_config, self.punica_wrapper, extensions)
         self.slot_writer = make_slot_writer and make_slot_writer(self.wrapped, device)
         self.tiers = self._tiers_class(lora_config, make_cache)
         self.stats = LoRAStats()
@@ -258,8 +271,8 @@ class LRUCacheLoRAModelManager:
         self._mapped_at = None  # until all is done, the backend is between two steps
         self._translate(mapping)
         self.punica_wrapper.sync_slots()  # an adapter read again may sit in its old slot, with other weights
-        for prepare in self.wrapped.before_step:
-            prepare([self.get_adapter(held) for held in self.lora_index_to_id])
+        for option in self.wrapped.following:
+            option.before_step([self.get_adapter(held) for held in self.lora_index_to_id])
         if self.slot_writer is not None:
             self.slot_writer.begin_step(mapping.index_mapping, self.list_active_adapters())
         self._mapped_at = self.version
@@ -330,8 +343,17 @@ def create_lora_manager(
     vllm_config: object | None,
     device: torch.device | str,
     lora_manager_cls: type[LRUCacheLoRAModelManager] = LoRAModelManager,
+    *,
+    extensions: LoRAExtensions = PLAIN,
 ) -> LRUCacheLoRAModelManager:
     """A manager for a model, which it wraps. vLLM: the same name."""
     return lora_manager_cls(
-        model, max_num_seqs, max_num_batched_tokens, vocab_size, lora_config, device, vllm_config
+        model,
+        max_num_seqs,
+        max_num_batched_tokens,
+        vocab_size,
+        lora_config,
+        device,
+        vllm_config,
+        extensions=extensions,
     )

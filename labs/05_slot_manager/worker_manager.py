@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minivllm.errors import blamed_on, recoverable
+from minivllm.lora.extensions import PLAIN, LoRAExtensions
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
@@ -23,6 +24,7 @@ class LRUCacheWorkerLoRAManager:
     make_manager  makes the manager, with the arguments of `LRUCacheLoRAModelManager`; None = `_manager_cls`
     manager       of memory and slots, once `create_lora_manager` was called
     source        where adapters come from, likewise
+    extensions    what adapters may have beyond the plain case
     """
 
     _manager_cls: type[LRUCacheLoRAModelManager] = LRUCacheLoRAModelManager
@@ -36,9 +38,11 @@ class LRUCacheWorkerLoRAManager:
         embedding_modules: dict[str, str] | None = None,
         *,
         make_manager: Callable[..., LRUCacheLoRAModelManager] | None = None,
+        extensions: LoRAExtensions = PLAIN,
     ) -> None:
         self.vllm_config = vllm_config
         self.device = device
+        self.extensions = extensions
         self.make_manager = make_manager or self._manager_cls
 
     def create_lora_manager(self, model: nn.Module, vllm_config: object | None = None) -> nn.Module:
@@ -51,6 +55,7 @@ class LRUCacheWorkerLoRAManager:
             config.model_config.get_vocab_size(),
             config.lora_config,
             self.device,
+            extensions=self.extensions,
         )
         self.source = AdapterSource(self.manager)
         return model

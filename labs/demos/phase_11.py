@@ -10,7 +10,7 @@ from labs.demos.small import numbers, ones
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
-from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.options.fully_sharded import _ShardedColumn
 from minivllm.parallel.adapter_share import share_of_linear
 from minivllm.parallel.step_messages import StepReader, StepWriter

@@ -13,7 +13,7 @@ from torch import nn
 from minivllm import EngineArgs, LLMEngine, LoRARequest
 from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights
 
 H = 4  # the width of the small model
 CONFIG = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
 from minivllm.errors import message_of, one_sentence, recoverable
 from minivllm.lora.limits import READ_AT_ONCE
@@ -19,10 +20,10 @@ from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, find_adapter_folder
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.weights_files import find_weights_file, read_weights, weights_bytes
+from minivllm.lora.weights_files import files_in, find_weights_file, read_weights, weights_bytes
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
-from minivllm.options.new_embeddings import find_new_embeddings, put_beside, read_new_embeddings
+from minivllm.options.new_embeddings import FILES, check_new_embeddings, put_beside
 
 
 @dataclass
@@ -70,7 +71,7 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
         _look_into_weights(adapter, _manager(admitting))
         if not adapter.problems and any(tensor.is_meta for tensor in adapter.tensors.values()):
             with adapter.noting():
-                adapter.tensors = read_weights(adapter.file)
+                adapter.tensors = read_weights(adapter.file, formats=LORA_EXTENSIONS.file_formats)
             _look_into_weights(adapter, _manager(admitting))
     if not adapter.problems:  # the engine has the last word, and sees the adapter as a whole
         with adapter.noting():
@@ -81,23 +82,26 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
 def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
     adapter = AdapterOnDisk(path)
     with adapter.noting():
-        adapter.folder = find_adapter_folder(path)
+        adapter.folder = find_adapter_folder(path, LORA_EXTENSIONS.folder_sources)
     if adapter.problems:
         return adapter
     positions = config.model_config.architecture.max_position_embeddings
     with adapter.noting():
-        adapter.helper = PEFTHelper.from_local_dir(adapter.folder, positions)
+        adapter.helper = PEFTHelper.from_local_dir(adapter.folder, positions, LORA_EXTENSIONS)
         adapter.helper.validate_legal(config.lora_config)
+    formats = LORA_EXTENSIONS.file_formats
     if not os.path.isdir(adapter.folder):
         return adapter
     with warnings.catch_warnings(action="ignore"):  # what torch thinks of a pickle, the refusal says
         with adapter.noting():
             adapter.file = find_weights_file(adapter.folder)
             # Of a large file the shapes come first: its numbers are read if they are of use.
-            adapter.tensors = read_weights(adapter.file, weights_bytes(adapter.folder) > READ_AT_ONCE)
+            is_large = weights_bytes(adapter.folder, LORA_EXTENSIONS.files) > READ_AT_ONCE
+            adapter.tensors = read_weights(adapter.file, is_large, formats=formats)
         with adapter.noting():
-            if path := find_new_embeddings(adapter.folder):
-                adapter.new_embeddings = read_new_embeddings(path)
+            for file in files_in(adapter.folder, FILES)[:1]:
+                check_new_embeddings(str(file), found := read_weights(file, formats=formats))
+                adapter.new_embeddings = found
     return adapter
 
 
@@ -122,7 +126,7 @@ def _admitting(adapter: AdapterOnDisk, config: EngineConfig) -> EngineConfig | N
 
 def _manager(config: EngineConfig) -> LRUCacheWorkerLoRAManager:
     architecture = config.model_config.architecture
-    manager = LRUCacheWorkerLoRAManager(config, "cpu")
+    manager = LRUCacheWorkerLoRAManager(config, "cpu", extensions=LORA_EXTENSIONS)
     manager.create_lora_manager(MODELS[architecture.architecture](architecture, torch.float32, "meta"))
     return manager
 

@@ -4,6 +4,7 @@ Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which 
 """
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -90,7 +91,9 @@ class Adapter:
         return min(self.reloads, default=self.generation + 1) - 1
 
 
-def as_steps_load_it(lora_request: LoRARequest) -> LoRARequest:
+def as_steps_load_it(
+    lora_request: LoRARequest, sources: Sequence[Callable[[str], str | None]] = ()
+) -> LoRARequest:
     """The request as steps load it: with no order to reload, and with the real folder that its path leads to now.
 
     A step may load it long after. Then it neither waits for a network nor reads another version, because a link or a
@@ -98,7 +101,8 @@ def as_steps_load_it(lora_request: LoRARequest) -> LoRARequest:
     """
     here = with_real_folder(lora_request)
     if real_folder(here.lora_path) is None:
-        here = with_real_folder(replace(here, lora_path=get_adapter_absolute_path(here.lora_path)))
+        folder = get_adapter_absolute_path(here.lora_path, sources)
+        here = with_real_folder(replace(here, lora_path=folder))
     return replace(here, load_inplace=False) if here.load_inplace else here
 
 

@@ -24,7 +24,6 @@ from minivllm.errors import (
     require_kind,
 )
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.seams import name_finders
 from minivllm.sampling_params import SamplingParams
 from minivllm.text.prompts import load_tokenizer
 from minivllm.worker.model_runner import ModelRunner
@@ -204,10 +203,7 @@ class LLMEngine:
 
     def _named(self, name: str) -> LoRARequest:
         """The adapter that has this name, or that a resolver finds under it."""
-        if known := self.adapters.named(name):
-            return known
-        [find] = name_finders
-        return find(name, self.config.model_config.model, self.adapters.by_name)
+        return self.adapters.find(name, self.config.model_config.model)
 
     # ---- one call at a time -----------------------------------------------------------------------------------
 

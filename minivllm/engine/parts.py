@@ -23,7 +23,7 @@ def plain_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Calla
     scheduler = Scheduler(
         *scheduler_arguments(config, executor.runner), **scheduler_options(config, executor.runner)
     )
-    adapters = make_registry(scheduler, executor.runner, tokenizer)
+    adapters = make_registry(scheduler, executor.runner)
     return EngineCore(config, executor, scheduler, adapters, tokenizer, clock)
 
 
@@ -58,11 +58,14 @@ def identity_of(worker: LRUCacheWorkerLoRAManager, adapter_id: int) -> int | Non
     return lora and lora.load_id
 
 
-def make_registry(scheduler: Scheduler, runner: ModelRunner, tokenizer: Any) -> AdapterRegistry | None:
-    """The records of adapters, which the scheduler asks who may run and who is pinned; None without LoRA."""
+def make_registry(scheduler: Scheduler, runner: ModelRunner, **options: Any) -> AdapterRegistry | None:
+    """The records of adapters, which the scheduler asks who may run and who is pinned; None without LoRA.
+
+    options   as of `AdapterRegistry`
+    """
     if runner.worker_manager is None:
         return None
-    adapters = AdapterRegistry(scheduler, runner.worker_manager, tokenizer is not None)
+    adapters = AdapterRegistry(scheduler, runner.worker_manager, **options)
     scheduler.may_run = adapters.may_join
     scheduler.pinned_adapters = adapters.pinned
     return adapters

@@ -1,4 +1,8 @@
-"""What only a GPU needs: slots laid out for kernels, copies beside a step. See vllm/lora/punica_wrapper/."""
+"""What only a GPU needs: slots laid out for kernels, copies beside a step. See vllm/lora/punica_wrapper/.
+
+BACKENDS           name of a backend -> what makes it
+make_slot_writer   the object that writes adapters into slots there
+"""
 
 import os
 from typing import Any
@@ -7,7 +11,6 @@ import torch
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
-from minivllm.lora.seams import backends
 
 
 def refuse_without_gpu(name: str, device: torch.device | str) -> None:
@@ -59,4 +62,4 @@ def make_slot_writer(wrapped: Any, device: torch.device | str) -> Any:
     return SlotWriter(wrapped, device) if pool is None else PagedSlotWriter(wrapped, device, pool)
 
 
-backends.update(triton=_triton, folded=_folded, paged=_paged, invariant=_invariant)
+BACKENDS = {"triton": _triton, "folded": _folded, "paged": _paged, "invariant": _invariant}

@@ -1,5 +1,1 @@
-"""Multi-LoRA: the core, and here what is plugged into it (see `seams`). Stands for vllm/lora/ (v0.22.1)."""
-
-from minivllm import gpu, options, sources
-
-__all__ = ["gpu", "options", "sources"]
+"""Multi-LoRA: book A of the core. Stands for vllm/lora/ (v0.22.1)."""

@@ -4,9 +4,8 @@ from functools import partial
 
 import torch
 
-import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_numbers, check_pair, check_tensor
-from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import WeightsMapper, is_left_out, parse_fine_tuned_lora_name
 from minivllm.lora.peft_helper import PEFTHelper
 
@@ -22,11 +21,11 @@ def read_tensor(
     name   of an A or a B, as `parse_fine_tuned_lora_name` reads it
     kind   None for A and B themselves; "bias", say, for what belongs beside that B
 
-    Options (`seams.tensor_readers`) may give a tensor another name or shape. What they do not know stays as it is.
+    An option that knows such names (`tensor_marks`) may give a tensor another name or shape. All else stays as it is.
     """
-    for mark, read in seams.tensor_readers.items():
-        if mark in name:
-            return read(name, tensor, peft_helper)
+    for option in peft_helper.extensions.options:
+        if any(mark in name for mark in option.tensor_marks):
+            return option.read_tensor(name, tensor, peft_helper)
     return name, None, tensor
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import minivllm.lora.seams as seams
 from minivllm.config import DTYPES, LoRAConfig
 from minivllm.errors import shown
 from minivllm.lora.timed_patterns import PLAIN_KEY
@@ -144,11 +143,12 @@ def check_config(peft_helper: Any, lora_config: LoRAConfig) -> None:
             f"init_lora_weights {init!r} is not known to leave the base model as it is, which "
             "all adapters share; train with true, false, gaussian, eva, orthogonal or mica."
         )
-    for name in (*seams.config_checks, *REFUSED_FIELDS):
+    options = peft_helper.extensions.config_options
+    for name in (*options, *REFUSED_FIELDS):
         if (value := config.get(name)) in (None, False):
             continue
-        if check := seams.config_checks.get(name):
-            problems += check(value, peft_helper, lora_config)
+        if name in options:
+            problems += options[name].check_config(value, peft_helper, lora_config)
         elif value or name == "alora_invocation_tokens":
             problems.append(REFUSED_FIELDS[name].format(shown(value)))
     if (largest := peft_helper.ranks[-1]) > lora_config.max_lora_rank:

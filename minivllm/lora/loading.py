@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import minivllm.lora.seams as seams
 from minivllm.errors import LONGEST_NAME, message_of, one_sentence, recoverable
 from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
@@ -58,8 +57,9 @@ class AdapterSource:
 
     def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         try:
-            folder = find_adapter_folder(lora_request.lora_path)
-            if not shapes_only and weights_bytes(folder) > READ_AT_ONCE:
+            extensions = self.manager.extensions
+            folder = find_adapter_folder(lora_request.lora_path, extensions.folder_sources)
+            if not shapes_only and weights_bytes(folder, extensions.files) > READ_AT_ONCE:
                 self._read(lora_request, folder, shapes_only=True)
             return self._read(lora_request, folder, shapes_only)
         except BaseException as error:
@@ -69,16 +69,20 @@ class AdapterSource:
 
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
         """As `load` and `check`, but errors do not name the adapter yet."""
-        lora_config = self.manager.lora_config
+        lora_config, extensions = self.manager.lora_config, self.manager.extensions
         options = self.reading | {"shapes_only": shapes_only}
         longest = getattr(getattr(self.manager.model, "config", None), "max_position_embeddings", None)
         if lora_request.lora_tensors is None:
-            helper = PEFTHelper.from_local_dir(folder, longest)
+            helper = PEFTHelper.from_local_dir(folder, longest, extensions)
             helper.validate_legal(lora_config)
             options |= {"peft_helper": helper, "lora_model_id": lora_request.lora_int_id}
             lora = LoRAModel.from_local_checkpoint(folder, **options)
+        elif extensions.read_request is None:
+            raise ValueError(
+                "adapters in requests (lora_tensors) are not read here; give the adapter's folder"
+            )
         else:
-            lora = seams.request_readers["lora_tensors"](lora_request, lora_config, longest, **options)
+            lora = extensions.read_request(lora_request, lora_config, longest, extensions, **options)
         fit = self.manager.wrapped.judge if shapes_only else self.manager.wrapped.accept
         fit(lora)
         lora.name = lora_request.lora_name
@@ -91,7 +95,7 @@ def reading_parameters(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
     expected_lora_modules   ends of the names that adapters may use: of modules, and of the parts of fused ones
     most_tensors            what an adapter of all modules has: A, B and a bias of each, and copies of base embeddings
     """
-    model, packed = manager.model, {**seams.part_names, **manager.packed_modules_mapping}
+    model, packed = manager.model, {**manager.extensions.part_names, **manager.packed_modules_mapping}
     skip_prefixes = getattr(model, "lora_skip_prefixes", None)
     tensors = MOST_TENSORS if skip_prefixes else 4 * len(manager.wrapped.claims) + 16
     return {

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-import minivllm.lora.seams as seams
 from minivllm.lora.adapter_tensors import pair_up, to_weights
 from minivllm.lora.checks import check_modules
 from minivllm.lora.limits import MOST_TENSORS
-from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import WeightsMapper, is_left_out
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
@@ -116,12 +115,12 @@ class LoRAModel:
         FileNotFoundError: no weights file. ValueError names a file that is damaged, modules that the model does not
         have, or what `from_lora_tensors` refuses. vLLM: the same name.
         """
-        path, of_options = find_weights_file(lora_dir), files_in(lora_dir, seams.folder_files)
+        extensions, path = peft_helper.extensions, find_weights_file(lora_dir)
         left_out = partial(is_left_out, skip_prefixes=skip_prefixes)
-        tensors = read_weights(path, shapes_only, left_out, most_tensors)
+        tensors = read_weights(path, shapes_only, left_out, most_tensors, extensions.file_formats)
         device = "meta" if shapes_only else device
         # Where an option reads a file it may add tokens, which A may know of.
-        vocab_size = None if of_options else model_vocab_size
+        vocab_size = None if files_in(lora_dir, extensions.files) else model_vocab_size
         try:
             lora = cls.from_lora_tensors(
                 lora_model_id, tensors, peft_helper, device, dtype, vocab_size, weights_mapper, skip_prefixes
@@ -129,8 +128,10 @@ class LoRAModel:
             check_modules(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
-        for file in of_options:
-            seams.folder_files[file.name](file, lora, device, dtype)
+        for option in extensions.options:
+            for file in files_in(lora_dir, option.files)[:1]:
+                found = read_weights(file, shapes_only, formats=extensions.file_formats)
+                option.read_file(str(file), found, lora, device, dtype)
         return lora
 
 

@@ -44,7 +44,7 @@ def memory_stats(
     cpu_total               of all adapters in memory; what two of them share is counted once
     cpu_bytes_by_adapter    of each; for a GPU they lie in pieces of page-locked memory, which have room for more
     """
-    of_layers = [table for layer in wrapped.others for table in layer.tables]
+    of_layers = [table for option in wrapped.options for table in option.tables]
     tables = [*of_layers, *backend.tables, *([slot_writer.places] if slot_writer else [])]
     device = {
         "slot_buffers": slot_bytes(wrapped),

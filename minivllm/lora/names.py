@@ -2,9 +2,9 @@
 
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import minivllm.lora.seams as seams
 from minivllm.lora.checks import unsupported
 
 logger = logging.getLogger(__name__)
@@ -59,28 +59,31 @@ def is_in_target_modules(
     module_name: str,
     target_modules: list[str] | None,
     packed_modules_mapping: dict[str, list[str]] | None = None,
+    part_names: Mapping[str, Sequence[str]] = {},
 ) -> bool:
     """Whether the server's `target_modules` lets this module be wrapped; None lets all. vLLM: the same name.
 
     Trainers say `q_proj`, the engine's module is `qkv_proj`. So a fused module matches by any of its parts, and a
-    part by its fused module. Options may know further parts, such as those of each expert.
+    part by its fused module.
+
+    part_names   further parts that options know, such as those of each expert (`LoRAExtensions.part_names`)
     """
     if target_modules is None:
         return True
     prefix, dot, suffix = module_name.rpartition(".")
     mapping = packed_modules_mapping or {}
     fused = [whole for whole, parts in mapping.items() if suffix in parts]
-    ends = [suffix, *mapping.get(suffix, []), *fused, *seams.part_names.get(suffix, ())]
+    ends = [suffix, *mapping.get(suffix, []), *fused, *part_names.get(suffix, ())]
     names = {*ends, *(f"{prefix}{dot}{end}" for end in ends)}
     return not names.isdisjoint(target_modules)
 
 
-def find_adapter_folder(lora_path: str) -> str:
+def find_adapter_folder(lora_path: str, sources: Sequence[Callable[[str], str | None]] = ()) -> str:
     """The local folder that an adapter's path stands for.
 
     An absolute path comes back as it is, whether it exists or not; `~` and relative paths are expanded. Where there
-    is no such path the sources are asked (`seams.sources`), such as a hub. A path that nobody knows comes back
-    unchanged, so that the error that follows names what the user wrote.
+    is no such path the sources are asked, such as a hub (`LoRAExtensions.folder_sources`). A path that nobody knows
+    comes back unchanged, so that the error that follows names what the user wrote.
 
     FileNotFoundError says why a source cannot give the folder of a path that is its kind of path.
     """
@@ -90,15 +93,15 @@ def find_adapter_folder(lora_path: str) -> str:
         return os.path.expanduser(lora_path)
     if os.path.exists(lora_path):
         return os.path.abspath(lora_path)
-    found = (source(lora_path) for source in seams.sources)
+    found = (source(lora_path) for source in sources)
     return next((folder for folder in found if folder), lora_path)
 
 
-def get_adapter_absolute_path(lora_path: str) -> str:
+def get_adapter_absolute_path(lora_path: str, sources: Sequence[Callable[[str], str | None]] = ()) -> str:
     """As `find_adapter_folder`, but where a source fails the path comes back unchanged, and the reason is logged. vLLM:
     the same name."""
     try:
-        return find_adapter_folder(lora_path)
+        return find_adapter_folder(lora_path, sources)
     except FileNotFoundError as error:
         logger.warning("%s", error)
         return lora_path

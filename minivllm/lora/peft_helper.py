@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
 from minivllm.lora.checks import check_config, check_fields
+from minivllm.lora.extensions import PLAIN, LoRAExtensions
 from minivllm.lora.timed_patterns import TimedPatterns
 from minivllm.lora.weights_files import read_adapter_config
 
@@ -20,7 +20,8 @@ class PEFTHelper:
     one place that computes it is `scaling(module_name, rank)`. The adapter's tensors tell which modules it has, not the
     config.
 
-    config     all that the file says: `validate_legal` and options (`seams.config_readers`) read more of it
+    config     all that the file says: `validate_legal` and options read more of it
+    extensions  whose options read the adapter, its config, its tensors and its files
     beside     what options found in it, by the option's name; {} for a plain adapter
     pattern_name   module name -> the name that patterns know; an option may say that they differ
 
@@ -35,6 +36,7 @@ class PEFTHelper:
     alpha_pattern: dict[str, float] | None = None
     vllm_max_position_embeddings: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    extensions: LoRAExtensions = field(default=PLAIN, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(vars(self))
@@ -45,27 +47,33 @@ class PEFTHelper:
         self.ranks = sorted({self.r, *self.rank_pattern.values()})
         self.beside: dict[str, Any] = {}
         self.pattern_name: Callable[[str], str] = str
-        for name, read in seams.config_readers.items():
+        for name, option in self.extensions.config_options.items():
             if (value := self.config.get(name)) not in (None, False):
-                read(self, value)
+                option.read_config(value, self)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any]) -> "PEFTHelper":
+    def from_dict(cls, config_dict: dict[str, Any], extensions: LoRAExtensions = PLAIN) -> "PEFTHelper":
         """From the parsed JSON; fields that no LoRA server needs are passed over. ValueError: a field missing."""
         if missing := {"r", "lora_alpha", "target_modules"} - config_dict.keys():
             raise ValueError(f"Missing required configuration fields: {', '.join(sorted(missing))}")
-        known = config_dict.keys() & {f.name for f in fields(cls)} - {"config"}
-        return cls(**{name: config_dict[name] for name in known}, config=config_dict)
+        known = config_dict.keys() & {f.name for f in fields(cls)} - {"config", "extensions"}
+        return cls(**{name: config_dict[name] for name in known}, config=config_dict, extensions=extensions)
 
     @classmethod
-    def from_local_dir(cls, lora_path: str, max_position_embeddings: int | None = None) -> "PEFTHelper":
+    def from_local_dir(
+        cls,
+        lora_path: str,
+        max_position_embeddings: int | None = None,
+        extensions: LoRAExtensions = PLAIN,
+    ) -> "PEFTHelper":
         """From a folder. FileNotFoundError: no folder or no config. ValueError: not JSON, or not LoRA."""
         path, config = read_adapter_config(lora_path)
         # Another kind of adapter (IA3, prompt tuning) lacks LoRA's fields: name the kind, not the fields.
         if config.get("peft_type", "LORA") != "LORA":
             raise ValueError(f"'{path}' has peft_type {config['peft_type']!r}; only LORA is supported")
         try:
-            return cls.from_dict({**config, "vllm_max_position_embeddings": max_position_embeddings})
+            config = {**config, "vllm_max_position_embeddings": max_position_embeddings}
+            return cls.from_dict(config, extensions)
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
 

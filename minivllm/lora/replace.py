@@ -3,8 +3,8 @@
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.extensions import PLAIN, LoRAExtensions
 from minivllm.lora.layers.linear import LINEAR_WRAPPERS
-from minivllm.lora.seams import sharded_wrappers, wrappers
 
 
 def from_layer(
@@ -13,20 +13,20 @@ def from_layer(
     lora_config: LoRAConfig,
     packed_modules_list: list[str],
     model_config: object | None = None,
+    *,
+    extensions: LoRAExtensions = PLAIN,
 ) -> nn.Module:
     """The layer wrapped, with empty slots; or the layer itself where no wrapper fits. vLLM: `from_layer`.
 
     max_loras             how many slots
     packed_modules_list   the parts of the layer that the checkpoint names one by one, [] for one that is not fused
 
-    `LINEAR_WRAPPERS` are asked first, then those that are plugged in (`seams.wrappers`). The first that can wrap it
-    does; `takes` says so, told how many parts there are.
+    `LINEAR_WRAPPERS` are asked first, then those of options. The first that can wrap it does; `takes` says so, told how
+    many parts there are.
     """
-    for wrapper in (*LINEAR_WRAPPERS, *wrappers):
+    for wrapper in (*LINEAR_WRAPPERS, *extensions.wrappers):
         if wrapper.takes(layer, len(packed_modules_list)):
-            wrapped = (
-                sharded_wrappers.get(wrapper, wrapper) if lora_config.fully_sharded_loras else wrapper
-            )(layer)
+            wrapped = extensions.wrapper_for(wrapper, lora_config)(layer)
             wrapped.create_lora_weights(max_loras, lora_config)
             return wrapped
     return layer

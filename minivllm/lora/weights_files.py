@@ -3,13 +3,12 @@
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_depth, without_duplicates
 from minivllm.lora.limits import CONFIG_BYTES, MOST_TENSORS
 from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
@@ -73,9 +72,9 @@ def find_weights_file(lora_dir: str) -> Path:
     return found[0]
 
 
-def weights_bytes(lora_dir: str) -> int:
+def weights_bytes(lora_dir: str, files_of_options: Iterable[str] = ()) -> int:
     """Bytes of an adapter's weights and of what options read, as the files' sizes say; 0 without weights."""
-    return sum(path.stat().st_size for path in files_in(lora_dir, (*WEIGHT_FILES, *seams.folder_files)))
+    return sum(path.stat().st_size for path in files_in(lora_dir, (*WEIGHT_FILES, *files_of_options)))
 
 
 def read_weights(
@@ -83,17 +82,22 @@ def read_weights(
     shapes_only: bool = False,
     is_left_out: Callable[[str], bool] | None = None,
     most_tensors: int = MOST_TENSORS,
+    formats: Mapping[str, Callable[..., dict[str, StoredTensor]]] = {},
 ) -> dict[str, torch.Tensor]:
     """All tensors of a weights file, in the order of names.
 
     shapes_only   tensors on the "meta" device: of the file only names, dtypes and shapes are read
     is_left_out   says by a tensor's name that not even its shape is wanted
     most_tensors  a file of more is refused
+    formats       of other files than .safetensors (`LoRAExtensions.file_formats`)
 
-    ValueError names a file that cannot be read, is damaged or cut short, or holds code. It does so for one beyond our
-    limits (`limits`), too. The tensors are copies: later changes of the file do not reach them.
+    ValueError names a file that cannot be read, is of a format that nobody reads, is damaged or cut short, or holds
+    code. It does so for one beyond our limits (`limits`), too. The tensors are copies: later changes of the file do not
+    reach them.
     """
-    find = find_safetensors if path.suffix == ".safetensors" else seams.file_formats[path.suffix]
+    find = {".safetensors": find_safetensors, **formats}.get(path.suffix)
+    if find is None:
+        raise ValueError(f"'{path}' is a {path.suffix} file, which is not read here; save it as safetensors")
     try:
         with open_file(path) as file:
             stored = find(path, file, most_tensors)

@@ -1,40 +1,32 @@
-"""Options of adapters, each in a file of its own; a plain adapter enters none. vLLM: inside vllm/lora/."""
+"""What adapters may have beyond A and B of linears: `OPTIONS`, and `SHARDED_WRAPPERS` for `fully_sharded_loras`.
 
-from minivllm.lora.seams import beside_checks, model_options, wrappers
-from minivllm.options import (
-    bias,
-    bias_tensors,
-    context_length,
-    expert_weights,
-    fully_sharded,
-    long_context,
-    new_embeddings,
-    sharded_experts,
-    target_parameters,
-    traits,
-    vocabulary,
-)
+A plain adapter enters none of it. vLLM (v0.22.1) has it inside vllm/lora/.
+"""
+
+from minivllm.lora.extensions import AdapterOption
+from minivllm.options import fully_sharded, sharded_experts
+from minivllm.options.bias import LoRABias
 from minivllm.options.embedding import VocabParallelEmbeddingWithLoRA
-from minivllm.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.options.logits import LogitsProcessorWithLoRA
+from minivllm.options.long_context import LongContext
+from minivllm.options.target_parameters import ExpertAdapters
+from minivllm.options.traits import TraitsReader
+from minivllm.options.vocabulary import AddedTokens
 
-__all__ = [
-    "bias_tensors",
-    "context_length",
-    "expert_weights",
-    "fully_sharded",
-    "new_embeddings",
-    "sharded_experts",
-    "target_parameters",
-    "traits",
-]
+__all__ = ["OPTIONS", "SHARDED_WRAPPERS", "TraitsReader"]
 
-wrappers += [
-    VocabParallelEmbeddingWithLoRA,
-    FusedMoEWithLoRA,
-    FusedMoE3DWithLoRA,
-    LogitsProcessorWithLoRA,
-]
-model_options += [vocabulary.add_vocabulary, bias.make_room, long_context.wrap_rotaries]
-beside_checks[bias.BIAS] = bias.refuse_bias
-beside_checks.update(dict.fromkeys((vocabulary.EMBEDDINGS, vocabulary.IS_ADDED), vocabulary.has_been_judged))
+
+class EndsOfModel(AdapterOption):
+    """Adapters on the input embedding and on the head."""
+
+    wrappers = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
+
+
+OPTIONS: tuple[AdapterOption, ...] = (
+    EndsOfModel(),
+    ExpertAdapters(),
+    AddedTokens(),
+    LoRABias(),
+    LongContext(),
+)
+SHARDED_WRAPPERS: dict[type, type] = {**fully_sharded.SHARDED, **sharded_experts.SHARDED}

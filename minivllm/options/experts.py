@@ -7,10 +7,9 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import ExpertPairs, FusedMoE
-from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights, pack_moe
 from minivllm.lora.slots import Slots
 from minivllm.options.expert_parts import DOWN, GATE_UP, OTHER_SPELLING, by_part, parts_of_experts
-from minivllm.options.expert_weights import pack_moe
 from minivllm.options.option_layer import OptionLayer
 
 # Which of the slices, w1, w2, w3 or w13, w2, are added to what w13 gives, and which to what w2 gives.

@@ -22,7 +22,6 @@ from minivllm.lora.layers.linear import (
     QKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
-from minivllm.lora.seams import sharded_wrappers
 from minivllm.lora.slots import Slots
 from minivllm.options.halved_slots import halve_linear
 
@@ -133,7 +132,7 @@ class QKVParallelLinearWithShardedLoRA(_ShardedColumn, QKVParallelLinearWithLoRA
     """vLLM: the same name."""
 
 
-sharded_wrappers |= {
+SHARDED = {
     ColumnParallelLinearWithLoRA: ColumnParallelLinearWithShardedLoRA,
     RowParallelLinearWithLoRA: RowParallelLinearWithShardedLoRA,
     MergedColumnParallelLinearWithLoRA: MergedColumnParallelLinearWithShardedLoRA,

@@ -1,17 +1,89 @@
 """Adapters trained at a longer context than the base model.
 
-Stands for LinearScalingRotaryEmbeddingWithLoRA in vllm/lora/layers.py (v0.8.5), which v0.22.1 no longer has.
+Stands for LinearScalingRotaryEmbeddingWithLoRA in vllm/lora/layers.py (v0.8.5) and a part of vllm/lora/peft_helper.py
+(v0.9), which v0.22.1 no longer have.
 """
+
+import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.errors import is_integral, shown
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.lora.backend import Backend
+from minivllm.lora.extensions import AdapterOption, WrappedOption
 from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.replace import replace_submodule
 from minivllm.lora.wrapped_modules import WrappedModules
+
+# Longer than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.
+LONGEST_CONTEXT = 2**32
+
+
+class LongContext(AdapterOption):
+    """Adapters that were trained with the base model's positions stretched by a linear factor."""
+
+    config_field = "context_length"
+
+    def read_config(self, length: Any, peft_helper: PEFTHelper) -> None:
+        """Put `scaling_factor` beside a config: by how much it stretches the base model's positions, if at all.
+
+        It is ceil(context_length / vllm_max_position_embeddings). ValueError for what is no length.
+        """
+        if not is_integral(length) or not 0 <= length <= LONGEST_CONTEXT:
+            raise ValueError(
+                f"context_length must be an int from 1 to {LONGEST_CONTEXT}, got {shown(length)}"
+            )
+        positions = peft_helper.vllm_max_position_embeddings
+        factor = float(math.ceil(length / positions)) if positions else 1.0
+        if factor > 1:
+            peft_helper.beside["scaling_factor"] = factor
+
+    def check_config(self, length: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
+        """What is wrong with a config whose factor the engine was not started with."""
+        factor = peft_helper.beside.get("scaling_factor", 1.0)
+        factors = lora_config.long_lora_scaling_factors or ()
+        if factor == 1 or factor in factors:
+            return []
+        return [
+            f"context_length {length} needs rotary factor {factor}, but long_lora_scaling_factors has "
+            f"{list(factors) or 'none'}; pass --long-lora-scaling-factors "
+            f"{','.join(map(str, (*factors, factor)))}."
+        ]
+
+    def wrap_model(
+        self, model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig
+    ) -> "StretchedRotaries | None":
+        """Wrap the model's rotary tables, if adapters may have factors."""
+        rotaries: list[LinearScalingRotaryEmbeddingWithLoRA] = []
+        factors = lora_config.long_lora_scaling_factors
+        for name, layer in list(model.named_modules()) if factors else []:
+            if isinstance(layer, RotaryEmbedding):
+                rotary = LinearScalingRotaryEmbeddingWithLoRA(layer, factors, lora_config.max_loras)
+                rotary.set_mapping(wrapped.backend)
+                rotaries.append(replace_submodule(model, name, rotary))
+        return StretchedRotaries(rotaries) if rotaries else None
+
+
+class StretchedRotaries(WrappedOption):
+    """A model's wrapped rotary tables, which follow the slots."""
+
+    follows_slots = True
+
+    def __init__(self, rotaries: "list[LinearScalingRotaryEmbeddingWithLoRA]") -> None:
+        self.rotaries = rotaries
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        return [table for rotary in self.rotaries for table in rotary.tables]
+
+    def before_step(self, in_slots: list[LoRAModel | None]) -> None:
+        for rotary in self.rotaries:
+            rotary.set_factors([lora.beside.get("scaling_factor", 1.0) if lora else 1.0 for lora in in_slots])
 
 
 class LinearScalingRotaryEmbeddingWithLoRA(nn.Module):
@@ -63,22 +135,3 @@ class LinearScalingRotaryEmbeddingWithLoRA(nn.Module):
             return self.base_layer(positions)
         shifted = positions + self.starts[self.backend.token_slots(len(positions))]  # (T,)
         return self.cos[shifted], self.sin[shifted]
-
-
-def wrap_rotaries(model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig) -> None:
-    """Wrap a model's rotary tables, if adapters may have factors, and have them follow the slots."""
-    rotaries: list[LinearScalingRotaryEmbeddingWithLoRA] = []
-    factors = lora_config.long_lora_scaling_factors
-    for name, layer in list(model.named_modules()) if factors else []:
-        if isinstance(layer, RotaryEmbedding):
-            rotary = LinearScalingRotaryEmbeddingWithLoRA(layer, factors, lora_config.max_loras)
-            rotary.set_mapping(wrapped.backend)
-            rotaries.append(replace_submodule(model, name, rotary))
-
-    def stretch(in_slots: list[LoRAModel | None]) -> None:
-        for rotary in rotaries:
-            rotary.set_factors([lora.beside.get("scaling_factor", 1.0) if lora else 1.0 for lora in in_slots])
-
-    if rotaries:
-        wrapped.others += rotaries
-        wrapped.before_step.append(stretch)

@@ -6,31 +6,18 @@ Beside its weights an adapter has a file `new_embeddings.safetensors` with
     output_embeddings   (n, H) what these tokens' logits are made with
 """
 
-from pathlib import Path
-
 import torch
 
-import minivllm.lora.seams as seams
 from minivllm.config import DTYPES
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.weights_files import files_in, read_weights
 
 INPUT, OUTPUT = "input_embeddings", "output_embeddings"
-FILES = ("new_embeddings.safetensors", "new_embeddings.bin")
+FILES = ("new_embeddings.safetensors", "new_embeddings.bin")  # the first that is there is read
 
 
-def find_new_embeddings(lora_dir: str) -> Path | None:
-    """The file in an adapter's folder, safetensors first; None where it adds no tokens."""
-    return next(iter(files_in(lora_dir, FILES)), None)
-
-
-def read_new_embeddings(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's file, by their two names.
-
-    ValueError names the file for one that cannot be read, for other names, shapes or dtypes, and where the two
-    differ in their number of tokens.
-    """
-    tensors = read_weights(path, shapes_only)
+def check_new_embeddings(path: str, tensors: dict[str, torch.Tensor]) -> None:
+    """ValueError that names the file of these tensors for other names, shapes or dtypes, and where the two differ in
+    their number of tokens."""
     if unknown := sorted(tensors.keys() - {INPUT, OUTPUT}):
         raise ValueError(f"'{path}' holds {', '.join(unknown[:4])}; only {INPUT} and {OUTPUT} are read")
     if INPUT not in tensors:
@@ -46,16 +33,6 @@ def read_new_embeddings(path: Path, shapes_only: bool = False) -> dict[str, torc
             f"'{path}' has {len(tensors[INPUT])} {INPUT} but {len(tensors[OUTPUT])} {OUTPUT}; "
             "give both for every added token, or no output_embeddings at all"
         )
-    return tensors
-
-
-def add_new_embeddings(
-    path: Path, lora: LoRAModel, device: torch.device | str, dtype: torch.dtype | None
-) -> None:
-    """Put `new_embeddings` and `added_tokens`, their number, beside an adapter. ValueError as for reading."""
-    if "new_embeddings" not in lora.beside:  # the pickle beside safetensors is not read
-        tensors = read_new_embeddings(path, shapes_only=torch.device(device).type == "meta")
-        put_beside(lora, tensors, device, dtype)
 
 
 def put_beside(
@@ -64,12 +41,12 @@ def put_beside(
     device: torch.device | str,
     dtype: torch.dtype | None,
 ) -> None:
-    """The tensors in the adapter's dtype. ValueError that names one with NaN, or Inf once converted."""
+    """Put `new_embeddings`, in the adapter's dtype, and `added_tokens`, their number, beside an adapter.
+
+    ValueError that names one with NaN, or Inf once converted.
+    """
     converted = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
     for name, tensor in converted.items():
         if not tensor.is_meta and not tensor.isfinite().all():
             raise ValueError(f"{name} of the added tokens hold NaN or Inf as {tensor.dtype}")
     lora.beside |= {"new_embeddings": converted, "added_tokens": len(tensors[INPUT])}
-
-
-seams.folder_files |= dict.fromkeys(FILES, add_new_embeddings)

@@ -4,11 +4,10 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.layers.base import BaseLayerWithLoRA
-from minivllm.lora.seams import sharded_wrappers
 
 
 class OptionLayer(BaseLayerWithLoRA):
-    """A wrapper that plugs in (`seams.wrappers`): it finds its layers in a model itself."""
+    """A wrapper of an option (`AdapterOption.wrappers`): it finds its layers in a model itself."""
 
     @classmethod
     def parts_in(cls, model: nn.Module, name: str, layer: nn.Module) -> list[str] | None:
@@ -21,6 +20,6 @@ class OptionLayer(BaseLayerWithLoRA):
         cls, model: nn.Module, name: str, layer: nn.Module, max_loras: int, lora_config: LoRAConfig
     ) -> BaseLayerWithLoRA:
         """What stands in the place of the model's layer (`place_of`), with empty slots."""
-        wrapped = (sharded_wrappers.get(cls, cls) if lora_config.fully_sharded_loras else cls)(layer)
+        wrapped = cls(layer)
         wrapped.create_lora_weights(max_loras, lora_config)
         return wrapped

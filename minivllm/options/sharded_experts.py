@@ -13,7 +13,6 @@ from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from minivllm.lora.seams import sharded_wrappers
 from minivllm.lora.slots import Slots
 from minivllm.options.experts import W13, FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from minivllm.options.halved_slots import halve
@@ -79,4 +78,4 @@ class FusedMoE3DWithShardedLoRA(FusedMoEWithShardedLoRA, FusedMoE3DWithLoRA):
     """The same with gate and up in one."""
 
 
-sharded_wrappers |= {FusedMoEWithLoRA: FusedMoEWithShardedLoRA, FusedMoE3DWithLoRA: FusedMoE3DWithShardedLoRA}
+SHARDED = {FusedMoEWithLoRA: FusedMoEWithShardedLoRA, FusedMoE3DWithLoRA: FusedMoE3DWithShardedLoRA}

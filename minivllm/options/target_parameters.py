@@ -12,56 +12,89 @@ adapted it is `experts.lora_A`, whichever it is: the config tells. vLLM takes it
 """
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
 from minivllm.errors import is_list_of_names, shown
 from minivllm.lora.checks import check_tensor
+from minivllm.lora.extensions import AdapterOption
 from minivllm.lora.names import PEFT_PREFIX
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.options.expert_parts import DOWN, GATE_UP, SPELLINGS
+from minivllm.options.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
-FIELD = "target_parameters"
 MOST_TARGET_PARAMETERS = 2048
 # Ends of the parameters that may be adapted in the place of a module: of experts, and of what is a linear here.
 ENDS = ("gate_up_proj", "down_proj", "weight")
 
 # The experts', in the order of their declaration.
-PARAMETERS = ("gate_up_proj", "down_proj")
+PARAMETERS = (GATE_UP, DOWN)
 _FOLDED = re.compile(r"(.*\bexperts)((?:\.base_layer)*)(\.lora_([AB])\.weight)")
 _UNFOLDED = re.compile(rf".*\bexperts\.(?:{'|'.join(PARAMETERS)})\.lora_[AB]\.weight")
 
 
-def read_target_parameters(peft_helper: PEFTHelper, parameters: Any) -> None:
-    """From now on patterns are asked by the name of a weight, where the list has that. PEFT's rule.
+class ExpertAdapters(AdapterOption):
+    """Adapters on experts: of modules, one for each expert's linear, and of parameters, one for all experts."""
 
-    ValueError for what is no list of names, or one of too many.
-    """
-    if not is_list_of_names(parameters):
-        raise ValueError(f"target_parameters must be a list of names, got {shown(parameters)}")
-    if len(parameters) > MOST_TARGET_PARAMETERS:
-        raise ValueError(
-            f"target_parameters has {len(parameters)} entries, at most {MOST_TARGET_PARAMETERS} are read"
-        )
-    targets = frozenset(parameters)
+    config_field = "target_parameters"
+    tensor_marks = ("experts.lora_", "experts.base_layer.", *(f"experts.{p}.lora_" for p in PARAMETERS))
+    wrappers = (FusedMoEWithLoRA, FusedMoE3DWithLoRA)
+    # Of whichever expert.
+    part_names: ClassVar = {"experts": (*SPELLINGS[0], *SPELLINGS[1], GATE_UP)}
 
-    def pattern_name(module_name: str) -> str:
-        weight = f"{module_name}.weight"
-        return weight if _is_target(weight, targets) else module_name
+    def read_config(self, parameters: Any, peft_helper: PEFTHelper) -> None:
+        """From now on patterns are asked by the name of a weight, where the list has that. PEFT's rule.
 
-    peft_helper.pattern_name = pattern_name
+        ValueError for what is no list of names, or one of too many.
+        """
+        if not is_list_of_names(parameters):
+            raise ValueError(f"target_parameters must be a list of names, got {shown(parameters)}")
+        if len(parameters) > MOST_TARGET_PARAMETERS:
+            raise ValueError(
+                f"target_parameters has {len(parameters)} entries, at most {MOST_TARGET_PARAMETERS} are read"
+            )
+        targets = frozenset(parameters)
 
+        def pattern_name(module_name: str) -> str:
+            weight = f"{module_name}.weight"
+            return weight if _is_target(weight, targets) else module_name
 
-def check_target_parameters(parameters: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
-    """What is wrong with a config that adapts parameters of other kinds."""
-    if not (others := [name for name in parameters if name.rpartition(".")[2] not in ENDS]):
-        return []
-    return [
-        f"target_parameters {others!r} are not supported, only gate_up_proj and down_proj of experts, and "
-        "weights of linears."
-    ]
+        peft_helper.pattern_name = pattern_name
+
+    def check_config(self, parameters: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
+        """What is wrong with a config that adapts parameters of other kinds."""
+        if not (others := [name for name in parameters if name.rpartition(".")[2] not in ENDS]):
+            return []
+        return [
+            f"target_parameters {others!r} are not supported, only gate_up_proj and down_proj of experts, and "
+            "weights of linears."
+        ]
+
+    def read_tensor(
+        self, name: str, tensor: torch.Tensor, peft_helper: PEFTHelper
+    ) -> tuple[str, None, torch.Tensor]:
+        """A tensor of all experts, named by its parameter, with the experts as a dimension of its own.
+
+            ...experts.base_layer.lora_A.weight (E * r, H)   ->   ...experts.gate_up_proj.lora_A.weight (E, r, H)
+            ...experts.lora_B.weight (H, E * r)              ->   ...experts.down_proj.lora_B.weight (E, H, r)
+
+        r is the config's for the parameter. Whether E is the model's number of experts only the model can tell.
+
+        Raises ValueError naming the tensor: for a parameter that `target_parameters` does not have, for a shape that is
+        not that of experts of rank r, and for a tensor that has such a name already.
+        """
+        if _UNFOLDED.fullmatch(name):
+            raise ValueError(
+                f"{name} is unsupported LoRA weight: adapters of all experts are read as PEFT saves them"
+            )
+        if not (match := _FOLDED.fullmatch(name)):  # such as of shared_experts
+            return name, None, tensor
+        experts, nesting, end, side = match.groups()
+        parameter = _parameter(experts.removeprefix(PEFT_PREFIX), nesting.count("."), peft_helper, name)
+        tensor = _unfold(tensor, side == "A", rank_of(peft_helper, parameter), name)
+        return f"{experts}.{parameter.rpartition('.')[2]}{end}", None, tensor
 
 
 def _is_target(name: str, targets: frozenset[str]) -> bool:
@@ -70,32 +103,9 @@ def _is_target(name: str, targets: frozenset[str]) -> bool:
     return not targets.isdisjoint(".".join(parts[i:]) for i in range(len(parts)))
 
 
-def unfold(name: str, tensor: torch.Tensor, peft_helper: PEFTHelper) -> tuple[str, None, torch.Tensor]:
-    """A tensor of all experts, named by its parameter, with the experts as a dimension of its own.
-
-        ...experts.base_layer.lora_A.weight (E * r, H)   ->   ...experts.gate_up_proj.lora_A.weight (E, r, H)
-        ...experts.lora_B.weight (H, E * r)              ->   ...experts.down_proj.lora_B.weight (E, H, r)
-
-    r is the config's for the parameter. Whether E is the model's number of experts only the model can tell.
-
-    Raises ValueError naming the tensor: for a parameter that `target_parameters` does not have, for a shape that is not
-    that of experts of rank r, and for a tensor that has such a name already.
-    """
-    if _UNFOLDED.fullmatch(name):
-        raise ValueError(
-            f"{name} is unsupported LoRA weight: adapters of all experts are read as PEFT saves them"
-        )
-    if not (match := _FOLDED.fullmatch(name)):  # such as of shared_experts
-        return name, None, tensor
-    experts, nesting, end, side = match.groups()
-    parameter = _parameter(experts.removeprefix(PEFT_PREFIX), nesting.count("."), peft_helper, name)
-    tensor = _unfold(tensor, side == "A", rank_of(peft_helper, parameter), name)
-    return f"{experts}.{parameter.rpartition('.')[2]}{end}", None, tensor
-
-
 def _parameter(experts: str, depth: int, peft_helper: PEFTHelper, name: str) -> str:
     """The parameter that the wrapper at this depth adapts; the outermost, at depth 0, is the last one's."""
-    targets = frozenset(peft_helper.config.get(FIELD) or ())
+    targets = frozenset(peft_helper.config.get(ExpertAdapters.config_field) or ())
     adapted = [p for p in PARAMETERS if _is_target(f"{experts}.{p}", targets)]
     if depth >= len(adapted):
         raise ValueError(
@@ -122,10 +132,3 @@ def _unfold(tensor: torch.Tensor, is_lora_a: bool, rank: int, name: str) -> torc
     if is_lora_a:
         return tensor.unflatten(0, (-1, rank))
     return tensor.unflatten(1, (rank, -1)).permute(2, 0, 1)
-
-
-seams.config_readers[FIELD] = read_target_parameters
-seams.config_checks[FIELD] = check_target_parameters
-seams.tensor_readers |= dict.fromkeys(
-    ("experts.lora_", "experts.base_layer.", *(f"experts.{p}.lora_" for p in PARAMETERS)), unfold
-)

@@ -2,6 +2,7 @@
 transformers_utils/)."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class AdapterTokenizers:
         """The tokenizer of an adapter, None if it brings none; ValueError as in `load_tokenizer`."""
         adapter_id = lora_request.lora_int_id
         if adapter_id not in self._kept:
-            self.keep(adapter_id, load_tokenizer(lora_request))
+            self.keep(adapter_id, load_tokenizer(lora_request, self._manager.extensions.folder_sources))
         self._kept.touch(adapter_id)
         return self._kept[adapter_id]
 
@@ -55,12 +56,14 @@ class AdapterTokenizers:
         self._kept.pop(adapter_id, None)
 
 
-def load_tokenizer(lora_request: LoRARequest) -> Any | None:
+def load_tokenizer(
+    lora_request: LoRARequest, sources: Sequence[Callable[[str], str | None]] = ()
+) -> Any | None:
     """The tokenizer in an adapter's folder, None where there is none. No code that the folder brings is run.
 
     ValueError names the adapter if it cannot be read.
     """
-    folder = get_adapter_absolute_path(lora_request.lora_path)
+    folder = get_adapter_absolute_path(lora_request.lora_path, sources)
     if not Path(folder, "tokenizer.json").is_file():
         return None
     from transformers import AutoTokenizer

@@ -6,7 +6,6 @@ from typing import Any
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.seams import traits_readers
 from minivllm.options.tokenizers import AdapterTokenizers, load_tokenizer
 
 
@@ -19,6 +18,7 @@ class TraitsReader:
     def __init__(self, manager: LRUCacheLoRAModelManager, with_tokenizers: bool) -> None:
         self.with_tokenizers = with_tokenizers
         self.tokenizers = AdapterTokenizers(manager)
+        self._sources = manager.extensions.folder_sources
 
     def read(self, traits: Any, lora: LoRAModel, lora_request: LoRARequest) -> Any:
         """The traits of an adapter that was read, at least its shapes, with its tokenizer.
@@ -27,7 +27,7 @@ class TraitsReader:
         """
         traits = _of(lora, traits)
         brings_one = self.with_tokenizers and traits.added_tokens
-        return traits._replace(tokenizer=load_tokenizer(lora_request) if brings_one else None)
+        return traits._replace(tokenizer=load_tokenizer(lora_request, self._sources) if brings_one else None)
 
     def now(self, traits: Any, lora: LoRAModel | None, lora_request: LoRARequest) -> Any:
         """The traits of an adapter that is known: of what is in memory, if it is."""
@@ -48,6 +48,3 @@ class TraitsReader:
 def _of(lora: LoRAModel, traits: Any) -> Any:
     scaling_factor, added_tokens = lora.beside.get("scaling_factor", 1.0), lora.beside.get("added_tokens", 0)
     return traits._replace(scaling_factor=scaling_factor, added_tokens=added_tokens)
-
-
-traits_readers.append(TraitsReader)

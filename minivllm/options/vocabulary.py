@@ -5,15 +5,17 @@ Stands for the extra vocabulary of vllm/lora/layers, which vLLM had up to 0.10 a
 
 from copy import copy
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.extensions import AdapterOption, WrappedOption
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapped_modules import Found, WrappedModules
-from minivllm.options.new_embeddings import INPUT, OUTPUT
+from minivllm.options.new_embeddings import FILES, INPUT, OUTPUT, check_new_embeddings, put_beside
 
 # Under this name weights, and slots, have the embeddings of added tokens beside A and B.
 EMBEDDINGS = "embeddings"
@@ -46,8 +48,8 @@ def pad_to_slots(weights: LoRALayerWeights, side: str, vocab_size: int, size: in
     return padded
 
 
-class Vocabulary:
-    """The wrapped ends of a model, where adapters may add tokens.
+class Vocabulary(WrappedOption):
+    """The wrapped ends of a model, where adapters may add tokens: it gives the layers the new embeddings.
 
     ends         INPUT or OUTPUT -> module name -> wrapped layer
     is_tied      whether the model reads and writes tokens with the same embeddings
@@ -63,13 +65,15 @@ class Vocabulary:
         self.is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
         self.extra = lora_config.lora_extra_vocab_size
 
-    def give(self, lora: LoRAModel, found: Found) -> None:
+    def judge(self, lora: LoRAModel, found: Found) -> None:
         """Add an adapter's new embeddings to what it has for the modules that they are of.
 
         A module that the adapter leaves alone otherwise gets A and B of rank 0. A tied model uses the input
         embeddings for the output, too, where there are no others. ValueError when the adapter adds more tokens than
         there is room for, and where embeddings do not fit the model.
         """
+        if "new_embeddings" not in lora.beside:
+            return
         added = lora.beside["added_tokens"]
         if added > self.extra:
             raise ValueError(
@@ -87,6 +91,9 @@ class Vocabulary:
                 )
             for name, layer in self.ends[kind].items():
                 found[name] = {name: _with_embeddings(name, layer, found.get(name, {}), embeddings, kind)}
+
+    def accepted(self, lora: LoRAModel) -> None:
+        lora.beside.pop("new_embeddings", None)
 
 
 def _with_embeddings(
@@ -110,10 +117,21 @@ def _with_embeddings(
     return weights
 
 
-def has_been_judged(layer: BaseLayerWithLoRA, weights: LoRALayerWeights) -> None:
-    """`Vocabulary.give` has judged."""
+class AddedTokens(AdapterOption):
+    """Adapters that add tokens to the vocabulary, with embeddings of their own."""
 
+    files = FILES
 
-def add_vocabulary(model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig) -> None:
-    """Give the layers of a model what adapters bring for added tokens; refuse them where there is no room."""
-    wrapped.givers["new_embeddings"] = Vocabulary(model, wrapped, lora_config).give
+    def read_file(
+        self,
+        path: str,
+        tensors: dict[str, Tensor],
+        lora: LoRAModel,
+        device: torch.device | str,
+        dtype: torch.dtype | None,
+    ) -> None:
+        check_new_embeddings(path, tensors)
+        put_beside(lora, tensors, device, dtype)
+
+    def wrap_model(self, model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig) -> Vocabulary:
+        return Vocabulary(model, wrapped, lora_config)

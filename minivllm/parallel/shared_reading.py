@@ -55,7 +55,8 @@ class SharedSource(AdapterSource):
         """As `AdapterSource.load`, in any thread; also ValueError when another rank cannot read it."""
         if lora_request.lora_tensors is None:
             try:
-                folder = find_adapter_folder(lora_request.lora_path)
+                sources = self.manager.extensions.folder_sources
+                folder = find_adapter_folder(lora_request.lora_path, sources)
             except Exception:  # whatever it is, it is raised again here, and told
                 return self.source.load(lora_request)
             # One folder for all, whatever a name may lead to by and by.

@@ -100,7 +100,7 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
             device="cpu",
             make_backend=lambda *sizes: SimpleNamespace(pool=pool),
             make_cache=make_cache,
-            wrap=lambda model, config, backend: self.layers,
+            wrap=lambda *model: self.layers,
         )
         self.manager.listeners.clear()  # nobody asks how often what happened
         self.read: list[int] = []

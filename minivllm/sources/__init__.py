@@ -1,5 +1,17 @@
-"""Where adapters come from beside local folders of safetensors. vLLM: inside vllm/lora/ and vllm/plugins/."""
+"""Where adapters come from beside local folders of safetensors. vLLM: inside vllm/lora/ and vllm/plugins/.
 
-from minivllm.sources import bin, by_name, hub, memory
+FILE_FORMATS     end of a file's name -> what finds tensors in it
+FOLDER_SOURCES   what makes a local folder of a path: the hub
+read_tensors     an adapter whose tensors a request brings
+find_by_name     an adapter by a name that the engine does not know
+"""
 
-__all__ = ["bin", "by_name", "hub", "memory"]
+from minivllm.sources.bin import find_pickled
+from minivllm.sources.by_name import find_by_name
+from minivllm.sources.hub import hub_folder
+from minivllm.sources.memory import read_tensors
+
+__all__ = ["FILE_FORMATS", "FOLDER_SOURCES", "find_by_name", "read_tensors"]
+
+FILE_FORMATS = {".bin": find_pickled, ".pt": find_pickled}
+FOLDER_SOURCES = (hub_folder,)

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 
-import minivllm.lora.seams as seams
 from minivllm.lora.limits import LONGEST_TENSOR_NAME, MOST_DIMENSIONS, MOST_TENSORS
 from minivllm.lora.safetensors_file import StoredTensor
 
@@ -264,6 +263,3 @@ def _data(data: Any, *_: Any) -> Any:
 
 def _something_else(*_: Any) -> None:
     """In the place of all else of torch's: sparse, quantized and meta tensors, sizes, devices."""
-
-
-seams.file_formats |= {".bin": find_pickled, ".pt": find_pickled}

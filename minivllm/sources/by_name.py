@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.seams import name_finders
 from minivllm.sources.resolver import LoRAResolverRegistry
 
 
@@ -70,6 +69,3 @@ def _unknown(lora_name: str, known: Collection[str]) -> str:
         f"adapter '{lora_name}' is unknown (known: {', '.join(names[:8]) or 'none'}{more}; resolvers asked: "
         f"{asked or 'none'}); give a LoRARequest with its folder, or register a resolver that finds it"
     )
-
-
-name_finders.append(find_by_name)

@@ -2,8 +2,6 @@
 
 import os
 
-import minivllm.lora.seams as seams
-
 # What of a repository on the hub is an adapter's, and what of it the engine cannot do without. Not the base model
 # that some put beside it, nor the trainer's checkpoints.
 NEEDED_FILES = ["adapter_*", "new_embeddings.*"]
@@ -53,6 +51,3 @@ def looks_like_hub_id(path: str) -> bool:
     """`owner/name`. Where `owner` is a folder here it is a path misspelt: no reason to wait for a network."""
     owner, _, name = path.partition("/")
     return bool(name) and "/" not in name and not owner.startswith(".") and not os.path.isdir(owner)
-
-
-seams.sources.append(hub_folder)

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-import minivllm.lora.seams as seams
 from minivllm.lora.checks import check_modules
 from minivllm.lora.limits import HEADER_BYTES
 from minivllm.lora.loading import AdapterSource
@@ -138,10 +137,11 @@ class KnownLayouts(AdapterSource):
         return None
 
     def _read_known(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel | None:
-        helper = PEFTHelper.from_local_dir(folder)
+        extensions = self.manager.extensions
+        helper = PEFTHelper.from_local_dir(folder, extensions=extensions)
         helper.validate_legal(self.manager.lora_config)
         path = find_weights_file(folder)
-        if not _is_plain(helper) or path.suffix != ".safetensors" or files_in(folder, seams.folder_files):
+        if not _is_plain(helper) or path.suffix != ".safetensors" or files_in(folder, extensions.files):
             return None
         with open_file(path) as file:
             layout = self._layout_of(path, file, helper)
@@ -224,7 +224,9 @@ class KnownLayouts(AdapterSource):
 
 def _is_plain(helper: PEFTHelper) -> bool:
     """Whether no option reads the config, and all keys of patterns are names: others may take long to match."""
-    has_options = any(helper.config.get(field) not in (None, False) for field in seams.config_readers)
+    has_options = any(
+        helper.config.get(field) not in (None, False) for field in helper.extensions.config_options
+    )
     return not has_options and all(map(PLAIN_KEY.fullmatch, {**helper.rank_pattern, **helper.alpha_pattern}))
 
 

@@ -4,9 +4,9 @@ vllm/lora/worker_manager.py, and give requests the two fields that are read here
 from collections.abc import Iterable
 from typing import Any
 
-import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
 from minivllm.lora.checks import check_modules
+from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
@@ -16,6 +16,7 @@ def read_tensors(
     lora_request: LoRARequest,
     lora_config: LoRAConfig,
     max_position_embeddings: int | None,
+    extensions: LoRAExtensions,
     expected_lora_modules: Iterable[str],
     shapes_only: bool,
     most_tensors: int,
@@ -33,13 +34,11 @@ def read_tensors(
         )
     if len(tensors) > most_tensors:
         raise ValueError(f"lora_tensors has {len(tensors)} tensors, at most {most_tensors} are read")
-    peft_helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": max_position_embeddings})
+    config = {**config, "vllm_max_position_embeddings": max_position_embeddings}
+    peft_helper = PEFTHelper.from_dict(config, extensions)
     peft_helper.validate_legal(lora_config)
     device = "meta" if shapes_only else "cpu"
     copies = {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}
     lora = LoRAModel.from_lora_tensors(lora_request.lora_int_id, copies, peft_helper, device, **options)
     check_modules(lora.loras, sorted(expected_lora_modules))
     return lora
-
-
-seams.request_readers["lora_tensors"] = read_tensors

@@ -5,16 +5,17 @@ vLLM's that nothing of ours uses, and modules that lie elsewhere here. No class 
 
 After it `minivllm.lora.utils`, `.punica_wrapper`, `.punica_wrapper.punica_gpu`, `.ops.torch_ops` and `.resolver` can be
 imported, and `minivllm.lora.layers` has all of vLLM's layers. Where Triton is missing, so are `.punica_gpu` and
-`.ops.triton_ops`.
+`.ops.triton_ops`. The core's managers serve plain adapters unless they are given extensions; vLLM's, which serve all,
+are in `minivllm.vllm.model_manager` and `.worker_manager`.
 """
 
 import importlib.util
 import sys
 
 import minivllm.sources.resolver
-from minivllm.vllm import layers, punica_selector, torch_ops, utils
+from minivllm.vllm import layers, model_manager, punica_selector, torch_ops, utils, worker_manager
 
-__all__ = ["layers", "punica_selector", "torch_ops", "utils"]
+__all__ = ["layers", "model_manager", "punica_selector", "torch_ops", "utils", "worker_manager"]
 
 # vLLM's path -> where its names are.
 PATHS = {

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import LoRARequest
-from minivllm.lora.names import get_adapter_absolute_path
+from minivllm.vllm.utils import get_adapter_absolute_path
 
 ID = "somebody/sql-adapter"
 PROMPT = [5, 6, 7, 8, 9]

@@ -13,6 +13,7 @@ from tiny_models import token_ids
 from tiny_oracle import Oracle
 
 from minivllm import EngineArgs, LLMEngine, LoRARequest
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.lora.peft_helper import PEFTHelper
@@ -164,7 +165,7 @@ def test_a_reload_brings_its_own_factor(world, oracles, tmp_path):
 def test_the_factor_is_the_context_over_the_models_rounded_up(context_length, positions, factor):
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "context_length": context_length}
 
-    helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": positions})
+    helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": positions}, LORA_EXTENSIONS)
 
     assert helper.beside.get("scaling_factor", 1) == factor
 
@@ -174,7 +175,7 @@ def test_a_context_length_that_is_no_length_is_refused(length):
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "context_length": length}
 
     with pytest.raises(ValueError, match="context_length"):
-        PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": 48})
+        PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": 48}, LORA_EXTENSIONS)
 
 
 @pytest.mark.parametrize("factors", [[1.0], [0], [2, float("inf")], "2.0", [float("nan")], 4.0, [10**400]])

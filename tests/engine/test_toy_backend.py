@@ -1,14 +1,14 @@
 """The demo model on the tests' toy backend, which is written from the contract alone."""
 
 import ast
+from dataclasses import replace
 
 import toy_backend
 from code_lines import code_lines
 from demo_tasks import NAMES, ROOT, adapter_folder, demo_base, task_prompts
 from tiny_engine import greedy, tokens_of
 
-from minivllm import LLM, LoRARequest, config
-from minivllm.lora import seams
+from minivllm import LLM, LoRARequest, assembly, config
 
 SOURCE = ROOT / "tests" / "helpers" / "toy_backend.py"
 CONTRACT = {"torch", "minivllm.lora.backend", "minivllm.lora.slots", "minivllm.layers.linear"}
@@ -51,7 +51,8 @@ def test_three_adapters_and_base_in_one_batch_get_their_tokens(monkeypatch):
     def make(max_tokens: int, max_samples: int, device: object, _: object) -> toy_backend.ToyBackend:
         return toy_backend.ToyBackend(device)
 
-    monkeypatch.setitem(seams.backends, "toy", make)
+    backends = {**assembly.LORA_EXTENSIONS.backends, "toy": make}
+    monkeypatch.setattr(assembly, "LORA_EXTENSIONS", replace(assembly.LORA_EXTENSIONS, backends=backends))
     monkeypatch.setattr(config, "PUNICA_BACKENDS", (*config.PUNICA_BACKENDS, "toy"))
 
     tokens = serve("toy")

@@ -8,7 +8,7 @@ from test_mixed_graphs import graphed_engine
 from test_runner_graphs import add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
 
-from minivllm.assembly import paged_attention
+from minivllm.assembly import LORA_EXTENSIONS, paged_attention
 from minivllm.config import LoRAConfig
 from minivllm.gpu import folded_backend
 from minivllm.gpu.fused import FusedRMSNorm, blocks
@@ -76,7 +76,7 @@ class Down:
 
     def __init__(self, backend, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses, tokens=256):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
-        self.dtype, self.punica = dtype, make_backend(tokens, tokens, DEVICE, config)
+        self.dtype, self.punica = dtype, make_backend(tokens, tokens, DEVICE, config, LORA_EXTENSIONS)
         self.tp = ONE_RANK if processes == 1 else kind(0, 2)
         self.base = RowParallelLinear(INNER * processes, WIDTH, True, dtype, DEVICE, tp=self.tp)
         pick = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ from test_mixed_graphs import graphed_engine
 from test_runner_graphs import MIXED, add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.gpu import folded_backend
 from minivllm.gpu.fused import blocks
@@ -44,7 +45,7 @@ class QKV:
     def __init__(self, backend, dtype=torch.float32, rank=8, parts=3, tp=ONE_RANK, room=64):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
         self.dtype, self.tp = dtype, tp
-        self.punica = make_backend(room, room, DEVICE, config)
+        self.punica = make_backend(room, room, DEVICE, config, LORA_EXTENSIONS)
         self.base = QKVParallelLinear(WIDTH, SIZE, HEADS, KV_HEADS, True, dtype, DEVICE, "qkv", tp)
         pick = torch.Generator().manual_seed(0)
         heights = [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpu import DEVICE
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.gpu.fused import FusedSiluAndMul, blocks
 from minivllm.gpu.fused.blocks import activate, linear_deferred
@@ -21,7 +22,7 @@ class GateUp:
 
     def __init__(self, backend):
         config = LoRAConfig(RANK, SLOTS, lora_dtype=torch.float32, punica_backend=backend)
-        self.punica = make_backend(64, 64, DEVICE, config)
+        self.punica = make_backend(64, 64, DEVICE, config, LORA_EXTENSIONS)
         self.base = MergedColumnParallelLinear(WIDTH, [INNER] * 2, False, torch.float32, DEVICE)
         pick = torch.Generator().manual_seed(0)
         self.base.weight.data.copy_(torch.randn(2 * INNER, WIDTH, generator=pick))

@@ -10,9 +10,9 @@ from tiny_moe import MIXTRAL, QWEN, SparseWorld, sparse_world
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import FusedMoE
-from minivllm.lora.replace import from_layer
 from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
+from minivllm.vllm.utils import from_layer
 
 EXPERTS, TOP_K, SLOTS, RANK = 13, 3, 4, 16
 TOKENS = [1, 33, 700]

@@ -11,9 +11,9 @@ from minivllm.config import LoRAConfig
 from minivllm.gpu import triton_halves
 from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
-from minivllm.lora.module_weights import LoRALayerWeights
-from minivllm.lora.replace import from_layer
+from minivllm.vllm.utils import from_layer
 
 __all__ = ["new_memory_is_nan"]
 

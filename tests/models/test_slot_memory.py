@@ -11,9 +11,9 @@ from labs.kit.regions import ROOT
 from minivllm.config import LoRAConfig
 from minivllm.economics import adapted_layers, slot_memory
 from minivllm.gpu.slot_writer import SlotWriter
-from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
+from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 
 BACKENDS = ["loops", "grouped", "triton", "folded"]
 OPTIONS = {

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
@@ -70,7 +71,7 @@ def write_safetensors(path: Path, header: dict, data: bytes) -> None:
 
 def load(folder, max_lora_rank=16, expected=MODEL_MODULES, dtype=torch.float32, **options) -> LoRAModel:
     """Everything an adapter folder goes through before it meets a model."""
-    helper = PEFTHelper.from_local_dir(str(folder))
+    helper = PEFTHelper.from_local_dir(str(folder), extensions=LORA_EXTENSIONS)
     helper.validate_legal(LoRAConfig(max_lora_rank=max_lora_rank))
     return LoRAModel.from_local_checkpoint(
         str(folder), expected, helper, lora_model_id=1, dtype=dtype, **options

@@ -9,6 +9,7 @@ from rows import assert_rows_equal
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.lora.adapter_tensors import pair_up
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
@@ -17,7 +18,7 @@ A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 
 
 def from_tensors(tensors, adapter_id=1, config=None, **options):
-    helper = PEFTHelper.from_dict(config or good_config())
+    helper = PEFTHelper.from_dict(config or good_config(), LORA_EXTENSIONS)
     return LoRAModel.from_lora_tensors(adapter_id, tensors, helper, **options)
 
 
@@ -244,7 +245,7 @@ def test_modules_under_skipped_prefixes_are_left_out_whatever_they_hold():
 @pytest.mark.lab("1.6")
 def test_an_adapter_without_weights_is_refused():
     """Such as one whose modules are all left out."""
-    helper = PEFTHelper.from_dict(good_config())
+    helper = PEFTHelper.from_dict(good_config(), LORA_EXTENSIONS)
     for tensors, prefixes in (({}, None), (good_tensors(), ["model."])):
         with pytest.raises(ValueError):
             pair_up(tensors, helper, skip_prefixes=prefixes)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from minivllm.lora.checks import nearest_names
-from minivllm.lora.names import (
+from minivllm.lora.names import is_in_target_modules, parse_fine_tuned_lora_name
+from minivllm.vllm.utils import (
     get_adapter_absolute_path,
-    is_in_target_modules,
-    parse_fine_tuned_lora_name,
+    is_base_embedding_weights,
+    is_supported_lora_module,
 )
-from minivllm.vllm.utils import is_base_embedding_weights, is_supported_lora_module
 
 UP = "model.layers.0.mlp.up_proj"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

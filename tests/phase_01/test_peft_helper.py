@@ -5,6 +5,7 @@ import math
 import pytest
 from adapter_folders import good_config
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.lora.peft_helper import PEFTHelper
 
@@ -13,7 +14,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 def helper(**changes):
-    return PEFTHelper.from_dict(good_config(**changes))
+    return PEFTHelper.from_dict(good_config(**changes), LORA_EXTENSIONS)
 
 
 class TestScaling:

@@ -12,6 +12,7 @@ import torch
 from adapter_folders import MODEL_MODULES
 from merged_adapters import CONFIGS, PeftAdapters
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import PackedLoRALayerWeights
@@ -40,7 +41,7 @@ def peft_adapters(tmp_path_factory):
 
 
 def read(folder, expected=MODEL_MODULES, dtype=torch.float64, **options):
-    helper = PEFTHelper.from_local_dir(str(folder))
+    helper = PEFTHelper.from_local_dir(str(folder), extensions=LORA_EXTENSIONS)
     helper.validate_legal(LoRAConfig(max_lora_rank=16))
     return LoRAModel.from_local_checkpoint(
         str(folder), expected, helper, lora_model_id=1, dtype=dtype, **options
@@ -101,7 +102,7 @@ def test_ranks_whose_keys_overlap_are_those_of_the_tensors(peft_adapters):
 def test_scaling_is_what_peft_computes_for_the_module(config, peft_adapters):
     theirs = peft_adapters.ranks_and_scalings(config)
 
-    helper = PEFTHelper.from_dict(config)
+    helper = PEFTHelper.from_dict(config, LORA_EXTENSIONS)
 
     assert theirs
     for name, (rank, scaling) in theirs.items():

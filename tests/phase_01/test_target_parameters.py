@@ -5,6 +5,7 @@ import torch
 from adapter_folders import PREFIX, good_config, good_tensors
 from rows import assert_rows_equal
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
 
@@ -15,7 +16,7 @@ SHAPES = {GATE_UP: (HIDDEN, 2 * INNER), DOWN: (INNER, HIDDEN)}  # (K, N)
 
 
 def helper(*targets, **config):
-    return PEFTHelper.from_dict(good_config(target_parameters=list(targets), **config))
+    return PEFTHelper.from_dict(good_config(target_parameters=list(targets), **config), LORA_EXTENSIONS)
 
 
 def of_experts(parameter, rank, seed=0):

@@ -12,6 +12,7 @@ import torch
 from adapter_folders import PREFIX, Q, good_config, good_tensors, load, write, write_safetensors
 from resource_limits import Peak, TimeLimit
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.errors import in_one_sentence, one_sentence
 from minivllm.lora import checks, limits
@@ -21,6 +22,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.timed_patterns import TimedPatterns
 from minivllm.lora.weights_files import read_weights
 from minivllm.options.target_parameters import rank_of
+from minivllm.sources import FILE_FORMATS
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
@@ -47,7 +49,7 @@ def assert_refused(folder, *words, shapes_only=False):
 
 
 def helper(**changes):
-    return PEFTHelper.from_dict(good_config(**changes))
+    return PEFTHelper.from_dict(good_config(**changes), LORA_EXTENSIONS)
 
 
 class TestPatterns:
@@ -286,7 +288,7 @@ class TestSafetensors:
         }
         save_file({**tensors, "scalar": torch.tensor(2.5), "nothing": torch.ones(0, 4)}, folder / WEIGHTS)
 
-        read = read_weights(folder / WEIGHTS)
+        read = read_weights(folder / WEIGHTS, formats=FILE_FORMATS)
 
         expected = load_file(folder / WEIGHTS)
         assert list(read) == sorted(expected)
@@ -316,7 +318,7 @@ class TestPickles:
         }
         torch.save(tensors, file)
 
-        read = read_weights(file)
+        read = read_weights(file, formats=FILE_FORMATS)
 
         expected = torch.load(file, weights_only=True)
         assert list(read) == sorted(expected)
@@ -327,7 +329,7 @@ class TestPickles:
         layer = torch.nn.Linear(3, 4)
         torch.save(layer.state_dict(), file)
 
-        assert torch.equal(read_weights(file)["weight"], layer.weight)
+        assert torch.equal(read_weights(file, formats=FILE_FORMATS)["weight"], layer.weight)
 
     @both_ways
     @pytest.mark.parametrize("size", [2**40, 2**31])

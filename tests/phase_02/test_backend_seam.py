@@ -11,6 +11,7 @@ from tiny_adapters import ADAPTERS, greedy_tokens, load_oracle, save_adapter, sa
 from tiny_models import SIZES, PagedRequests, reference_logits, token_ids
 from toy_model import DTYPE, ToyModel, toy_adapter, wrap
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
@@ -109,7 +110,7 @@ def wrapped_llama(folders, backend):
     """The same model in minivllm, each adapter in its slot."""
     base, adapters = folders
     model = get_model(base, torch.float64)
-    wrapped = WrappedModules(model, LoRAConfig(max_lora_rank=12, max_loras=4), backend)
+    wrapped = WrappedModules(model, LoRAConfig(max_lora_rank=12, max_loras=4), backend, LORA_EXTENSIONS)
     endings = [name.rpartition(".")[2] for name in wrapped.claims]
     for name, slot in SLOT_OF.items():
         if adapters[name] is not None:

@@ -1,5 +1,7 @@
 """Every layer runs on a backend of a few lines, written from the contract alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rows import assert_rows_equal
@@ -7,10 +9,10 @@ from test_moe_layer import MIXED, RANK, SLOTS, base_layer, batch, labels, one_by
 from tiny_set import AdapterSet
 from toy_backend import ToyBackend
 
+from minivllm import assembly
 from minivllm.config import LoRAConfig
 from minivllm.lora.mapping import LoRAMapping
-from minivllm.lora.replace import from_layer
-from minivllm.lora.seams import backends
+from minivllm.vllm.utils import from_layer
 
 ADAPTERS = {
     "all": {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -22,7 +24,8 @@ ADAPTERS = {
 @pytest.fixture
 def toy(monkeypatch):
     """The name under which an engine can be configured with the toy."""
-    monkeypatch.setitem(backends, "triton", lambda tokens, samples, device, config: ToyBackend(device))
+    backends = {"triton": lambda tokens, samples, device, config: ToyBackend(device)}
+    monkeypatch.setattr(assembly, "LORA_EXTENSIONS", replace(assembly.LORA_EXTENSIONS, backends=backends))
     return "triton"
 
 

@@ -9,9 +9,9 @@ from scattered_slots import ScatteredSlots
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import FusedMoE
-from minivllm.lora.replace import from_layer
 from minivllm.vllm.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
+from minivllm.vllm.utils import from_layer
 
 HIDDEN, INNER, EXPERTS, TOP_K = 12, 20, 5, 3
 SLOTS, RANK = 3, 6

@@ -10,7 +10,6 @@ from torch import nn
 from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, targets_of, wrap
 
 import minivllm.lora.replace as replace
-import minivllm.lora.seams as seams
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
@@ -20,6 +19,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from minivllm.lora.extensions import AdapterOption, LoRAExtensions
 from minivllm.vllm.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
@@ -164,12 +164,16 @@ class Greedier(Greedy):
     """Another one, plugged in after it."""
 
 
-def test_options_are_asked_in_their_order_for_what_no_plain_wrapper_takes(monkeypatch):
-    monkeypatch.setattr(seams, "wrappers", [Greedy, Greedier])
-    monkeypatch.setattr(replace, "wrappers", [Greedy, Greedier])
+class TwoWrappers(AdapterOption):
+    wrappers = (Greedy, Greedier)
+
+
+def test_options_are_asked_in_their_order_for_what_no_plain_wrapper_takes():
+    extensions = LoRAExtensions(options=(TwoWrappers(),))
 
     kinds = [
-        type(from_layer(layer, 2, CONFIG, [])) for layer in (RowParallelLinear(4, 6), SpecialLinear(4, 6))
+        type(replace.from_layer(layer, 2, CONFIG, [], extensions=extensions))
+        for layer in (RowParallelLinear(4, 6), SpecialLinear(4, 6))
     ]
 
     assert kinds == [RowParallelLinearWithLoRA, Greedy]

@@ -9,8 +9,8 @@ from toy_model import DTYPE, HIDDEN, ToyModel, random_pair, wrap
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.replace import from_layer
 from minivllm.lora.slots import Slots
+from minivllm.vllm.utils import from_layer
 
 SLOTS, RANK = 3, 6
 WIDTH = 10

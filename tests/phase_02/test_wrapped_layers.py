@@ -20,7 +20,6 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.lora.replace import from_layer
 from minivllm.vllm.layers import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -29,6 +28,7 @@ from minivllm.vllm.layers import (
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
+from minivllm.vllm.utils import from_layer
 
 WIDTH, NARROW = 24, 10
 SHAPES = {

@@ -18,6 +18,7 @@ from toy_model import (
 )
 
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minivllm.lora.extensions import WrappedOption
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.memory_stats import slot_bytes
@@ -146,11 +147,15 @@ def test_what_an_option_found_of_the_whole_adapter_goes_to_the_layers(wrapped):
     lora.beside = {"tokens": "some tokens", "others": "for somebody else"}
     router = toy_adapter(seed=2, modules=["router"]).loras["layers.0.router"]
 
-    def give(adapter, found):
-        given.append((adapter.beside["tokens"], sorted(found)))
-        found["layers.0.router"] = {"layers.0.router": router}
+    class Tokens(WrappedOption):
+        def judge(self, adapter, found):
+            given.append((adapter.beside["tokens"], sorted(found)))
+            found["layers.0.router"] = {"layers.0.router": router}
 
-    wrapped.givers["tokens"] = give
+        def accepted(self, adapter):
+            del adapter.beside["tokens"]
+
+    wrapped.options.append(Tokens())
     wrapped.accept(lora)
     wrapped.accept(lora)
 
@@ -165,7 +170,12 @@ def test_an_adapter_that_is_refused_keeps_what_options_found(wrapped):
     weights = lora.loras["layers.0.attn.o_proj"]
     weights.lora_b = weights.lora_b.t()
     lora.beside = {"tokens": "some tokens"}
-    wrapped.givers["tokens"] = lambda adapter, found: None
+
+    class Tokens(WrappedOption):
+        def accepted(self, adapter):
+            del adapter.beside["tokens"]
+
+    wrapped.options.append(Tokens())
 
     for _ in range(2):  # it is no better when it is tried again
         with pytest.raises(ValueError, match=r"layers\.0\.attn\.o_proj"):

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.linear import (
@@ -77,7 +78,7 @@ def randomize(module, seed):
 
 def wrap(model, punica, **lora_config):
     config = {"max_lora_rank": 8, "max_loras": 3, **lora_config}
-    return WrappedModules(model, LoRAConfig(**config), punica)
+    return WrappedModules(model, LoRAConfig(**config), punica, LORA_EXTENSIONS)
 
 
 def targets_of(wrapped):

@@ -8,13 +8,13 @@ from scattered_slots import ScatteredSlots
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.backend import Backend
-from minivllm.lora.replace import from_layer
 from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import (
     PunicaWrapperCPU,
     PunicaWrapperLoops,
     get_punica_wrapper,
 )
+from minivllm.vllm.utils import from_layer
 
 VOCAB = 50
 

@@ -18,6 +18,7 @@ from tiers_model import TwoTiers
 
 from minivllm.lora import stats
 from minivllm.lora.events import LoRAEvent
+from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def can_activate(model, adapter_id):
 
 @pytest.mark.parametrize("backend", ["loops", "triton", "folded"])
 def test_the_base_weight_is_not_counted_wherever_a_backend_puts_slots(backend):
-    manager = make_manager(8, punica_backend=backend)
+    manager = make_manager(8, cls=LRUCacheLoRAModelManager, punica_backend=backend)
 
     per_slot = sum(RANK * (k + n) * 4 for slices in SLICES.values() for _, k, n in slices)
     counted = manager.get_memory_stats()["slot_buffers"]

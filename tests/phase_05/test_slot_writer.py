@@ -22,7 +22,7 @@ from small_model import (
 from minivllm.config import LoRAConfig
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 

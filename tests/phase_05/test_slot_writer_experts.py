@@ -17,7 +17,7 @@ from minivllm.layers.fused_moe import FusedMoE
 from minivllm.layers.linear import ReplicatedLinear
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 
 HIDDEN, INNER, EXPERTS = 10, 14, 3
 RANK, SLOTS = 5, 2

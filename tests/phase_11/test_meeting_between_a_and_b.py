@@ -12,8 +12,8 @@ from minivllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from minivllm.lora.module_weights import LoRALayerWeights
-from minivllm.lora.replace import from_layer
+from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.vllm.utils import from_layer
 
 pytestmark = pytest.mark.lab("11.2")
 

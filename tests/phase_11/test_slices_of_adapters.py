@@ -10,7 +10,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from minivllm.lora.module_weights import LoRALayerWeights
+from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.parallel.adapter_share import ALL, EVERYTHING, Cut, share_of_linear
 from minivllm.parallel.tensor_parallel import TensorParallel
 

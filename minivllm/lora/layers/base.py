@@ -13,7 +13,6 @@ from minivllm.layers.linear import LinearBase
 from minivllm.layers.ranks import EVERYTHING, Share
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-from minivllm.lora.seams import beside_checks
 from minivllm.lora.slots import Slots
 
 LayerWeights = LoRALayerWeights | PackedLoRALayerWeights
@@ -81,11 +80,8 @@ class BaseLayerWithLoRA(nn.Module):
         """ValueError, naming the module, unless the rank is `max_rank` at most, A is (r, width) and B (height, r).
 
         For a rank the message has `max_lora_rank`, and the option `--max-lora-rank r` that would admit it. For A and
-        B it has their shapes and those expected, as tuples. What is beside A and B its option judges first
-        (`beside_checks`).
+        B it has their shapes and those expected, as tuples. What is beside A and B its option judges.
         """
-        for beside in weights.beside:
-            beside_checks[beside](self, weights)
         name, rank = weights.module_name, weights.lora_a.shape[0]
         if rank > self.max_rank:
             raise ValueError(

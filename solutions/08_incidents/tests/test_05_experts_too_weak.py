@@ -2,8 +2,7 @@
 
 import torch
 
-from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.options.expert_weights import pack_moe
+from minivllm.lora.lora_weights import LoRALayerWeights, pack_moe
 
 
 def test_packed_experts_keep_their_scaling():
