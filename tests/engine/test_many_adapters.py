@@ -100,6 +100,22 @@ def test_of_an_adapter_evicted_long_ago_a_kilobyte_is_kept(small):
     assert len(engine.adapters.adapters) == 450
 
 
+def test_adapters_that_are_read_again_and_again_leave_no_object_behind(small):
+    """But the trace's records and the last events, both of which have a limit."""
+    engine = small.engine(max_loras=2, max_cpu_loras=2)
+    engine.listeners.clear()
+    counts = []
+
+    for _ in range(4):
+        serve(engine, small, 10 * [1, 2, 3, 4, 5, 6])
+        engine.adapters.manager.stats.drain_events()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+
+    assert engine.get_metrics()["lora"]["loads"] == 4 * 60
+    assert counts[-1] - counts[-2] < 20, f"{counts}: 60 were read between the last two"
+
+
 class Tokenizer:
     pass
 
