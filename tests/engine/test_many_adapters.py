@@ -9,6 +9,7 @@ import pytest
 from small_engine import SmallWorld
 
 from minivllm import SamplingParams
+from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.request import LoRARequest
 from minivllm.observe import recorder
 from minivllm.options import tokenizers as adapter_tokenizers
@@ -127,7 +128,7 @@ class TestTokenizers:
         monkeypatch.setattr(
             adapter_tokenizers,
             "load_tokenizer",
-            lambda request: reads.append(request.lora_int_id) or Tokenizer(),
+            lambda request, sources: reads.append(request.lora_int_id) or Tokenizer(),
         )
         return reads
 
@@ -136,7 +137,9 @@ class TestTokenizers:
         return weakref.ref(tokenizers.get(LoRARequest(f"a{adapter_id}", adapter_id, "/a")))
 
     def test_of_adapters_that_have_left_memory_are_let_go(self, reads):
-        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=2, list_adapters=dict))
+        tokenizers = AdapterTokenizers(
+            SimpleNamespace(extensions=LoRAExtensions(), capacity=2, list_adapters=dict)
+        )
 
         asked = [self.ask(tokenizers, adapter_id) for adapter_id in range(1, 100)]
 
@@ -144,7 +147,9 @@ class TestTokenizers:
         assert asked[-1]() is not None
 
     def test_of_adapters_in_memory_stay_whoever_else_is_asked_for(self, reads):
-        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=2, list_adapters=lambda: {1: None, 2: None}))
+        tokenizers = AdapterTokenizers(
+            SimpleNamespace(extensions=LoRAExtensions(), capacity=2, list_adapters=lambda: {1: None, 2: None})
+        )
         kept = [self.ask(tokenizers, adapter_id) for adapter_id in (1, 2)]
 
         for adapter_id in range(3, 50):
@@ -155,7 +160,9 @@ class TestTokenizers:
         assert reads == list(range(1, 50)), "each was read once"
 
     def test_that_were_let_go_are_read_again(self, reads):
-        tokenizers = AdapterTokenizers(SimpleNamespace(capacity=1, list_adapters=dict))
+        tokenizers = AdapterTokenizers(
+            SimpleNamespace(extensions=LoRAExtensions(), capacity=1, list_adapters=dict)
+        )
 
         for adapter_id in (1, 2, 3, 1):
             self.ask(tokenizers, adapter_id)
