@@ -1,5 +1,7 @@
 """A step like the last one finds everything in its slot, unless anything at all has happened to adapters since."""
 
+from types import SimpleNamespace
+
 import pytest
 from small_model import (
     Folders,
@@ -135,7 +137,7 @@ def test_a_mapping_that_could_not_be_set_is_set_by_the_next_step(folders, monkey
         if len(prepared) == 1:
             raise OSError("device lost")
 
-    worker.manager.wrapped.before_step.append(prepare)
+    worker.manager.wrapped.following.append(SimpleNamespace(before_step=prepare))
     with pytest.raises(OSError, match="device lost"):
         step(worker, folders, rows=(1, 2))
 
