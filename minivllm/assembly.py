@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig, LoRAConfig
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler import Scheduler, first_come_first_served
 from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.core import EngineCore
@@ -23,7 +23,7 @@ from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.observe import reports
 from minivllm.observe.event_log import EventLog
-from minivllm.observe.recorder import Recorder
+from minivllm.observe.recorder import Recorder, WatchedLine
 from minivllm.options import OPTIONS, SHARDED_WRAPPERS, TraitsReader
 from minivllm.policies.install import cache_as_configured, scheduling_policy
 from minivllm.sources import FILE_FORMATS, FOLDER_SOURCES, find_by_name, read_tensors
@@ -177,7 +177,8 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
     """The scheduler that goes with a runner's memory."""
     arguments, options = scheduler_arguments(config, runner), scheduler_options(config, runner)
     get_adapter = runner.worker_manager.manager.get_adapter if runner.worker_manager else lambda _: None
-    options["policy"] = scheduling_policy(config.scheduler_config, get_adapter)
+    policy = scheduling_policy(config.scheduler_config, get_adapter)
+    options["policy"] = WatchedLine() if policy is first_come_first_served else policy
     if blocks_a_page := getattr(runner.memory_plan, "blocks_a_page", 0):
         from minivllm.gpu.elastic.scheduler import ElasticScheduler
 

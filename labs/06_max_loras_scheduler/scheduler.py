@@ -339,10 +339,7 @@ def first_come_first_served(scheduler: Scheduler, output: SchedulerOutput) -> It
     With none free it is those that have one. The others follow by arrival. In each adapter the oldest is first.
     """
     passed_over = map(scheduler.waiting.oldest, _adapters_in_line(scheduler))
-    for request in chain(passed_over, scheduler.waiting.by_arrival()):
-        if not scheduler._full(output):
-            output.asked.append(scheduler.waiting.place(request.adapter_id) or request.arrival_order)
-        yield request
+    yield from chain(passed_over, scheduler.waiting.by_arrival())
 
 
 def _adapters_in_line(scheduler: Scheduler) -> Iterator[int]:

@@ -6,8 +6,9 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 
 from labs.kit.overlay import Todo
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request
@@ -22,7 +23,6 @@ from minivllm.engine.adapter import (
 )
 from minivllm.errors import RuntimeRefusal, all_pinned, is_leaving, is_recoverable, recoverable
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.seams import traits_readers
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,10 @@ class AdapterRegistry:
     worker     reads, removes and pins adapters. It is the registry's own: callers get `engine.runner.lora_manager`,
                which leads here
     manager    the same adapters in memory and in slots
-    with_tokenizers   whether requests are text, so that adapters' own tokenizers are of use
+    traits_reader  says what prompts of an adapter that is not plain may be (`minivllm.options.TraitsReader`); None: all
+                   adapters have the base model's vocabulary, tokenizer and context
+    find_by_name   (name, base model, known names) -> the request of an adapter that nobody has named yet
+                   (`minivllm.sources.find_by_name`); None: requests bring their adapter's folder
 
     adapters   id -> record
     by_name    each of its names -> id
@@ -44,7 +47,11 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, scheduler: Scheduler, worker: LRUCacheWorkerLoRAManager, with_tokenizers: bool = False
+        self,
+        scheduler: Scheduler,
+        worker: LRUCacheWorkerLoRAManager,
+        traits_reader: Any = None,
+        find_by_name: Callable[[str, str, Collection[str]], LoRARequest] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -55,7 +62,8 @@ class AdapterRegistry:
         self.pinned: set[int] = set()
         self.loading: set[int] = set()
         self._is_read: Callable[[Request], str | None] | None = None
-        self._traits_readers = [reader(self.manager, with_tokenizers) for reader in traits_readers]
+        self._traits_reader = traits_reader
+        self._find_by_name = find_by_name
 
     def may_join(self, request: Request) -> str | None:
         """None, or why a waiting request may not be admitted, even if there is room: the scheduler asks."""
@@ -84,14 +92,14 @@ class AdapterRegistry:
         if adapter is None or lora_request.load_inplace:
             lora = self.worker.check_adapter(lora_request)
             traits = AdapterTraits(name=lora_request.lora_name)
-            for reader in self._traits_readers if lora.beside else ():
-                traits = reader.read(traits, lora, lora_request)
+            if self._traits_reader and lora.beside:
+                traits = self._traits_reader.read(traits, lora, lora_request)
             return traits
         # Of the reload that is to come, if there is one, else of what is in memory.
         traits, lora = adapter.traits, None if adapter.reloads else self.manager.get_adapter(adapter.id)
         is_plain = traits.is_plain and not (lora and lora.beside)
-        for reader in () if is_plain else self._traits_readers:
-            traits = reader.now(traits, lora, adapter.request)
+        if self._traits_reader and not is_plain:
+            traits = self._traits_reader.now(traits, lora, adapter.request)
         return traits
 
     def _identify(self, lora_request: LoRARequest) -> Adapter | None:
@@ -147,12 +155,12 @@ class AdapterRegistry:
         names before it led to other weights, and are free.
         """
         name, adapter_id = lora_request.lora_name, lora_request.lora_int_id
-        for reader in self._traits_readers if traits.added_tokens else ():
-            traits = reader.keep(adapter_id, traits)
+        if self._traits_reader and traits.added_tokens:
+            traits = self._traits_reader.keep(adapter_id, traits)
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
         if adapter is None:
-            request = as_steps_load_it(lora_request)
+            request = as_steps_load_it(lora_request, self.manager.extensions.folder_sources)
             adapter = Adapter(AdapterVersion(request, lora_request.lora_path, traits), owner)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
@@ -168,7 +176,8 @@ class AdapterRegistry:
 
     def _with_order(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
         """A copy of the record with one more reload to come, and what new requests find of it."""
-        request, names = as_steps_load_it(order), adapter.names
+        sources, names = self.manager.extensions.folder_sources, adapter.names
+        request = as_steps_load_it(order, sources)
         at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
         if order.lora_name in names or not self._is_elsewhere(order, adapter):
             request = replace(request, lora_name=adapter.request.lora_name)
@@ -187,6 +196,17 @@ class AdapterRegistry:
         request = self.adapters[self.by_name[name]].request
         # The one it was loaded under may be another adapter's by now.
         return request if request.lora_name == name else replace(request, lora_name=name)
+
+    def find(self, name: str, base_model: str) -> LoRARequest:
+        """The adapter of that name; one that is not known yet is found by its name. ValueError if nobody knows it."""
+        if known := self.named(name):
+            return known
+        if self._find_by_name is None:
+            known = ", ".join(sorted(self.by_name)[:8]) or "none"
+            raise ValueError(
+                f"adapter '{name}' is unknown (known: {known}); give a LoRARequest with its folder"
+            )
+        return self._find_by_name(name, base_model, self.by_name)
 
     def name_of(self, adapter_id: int) -> str:
         adapter = self.adapters.get(adapter_id)
@@ -339,8 +359,8 @@ class AdapterRegistry:
         The record takes the version before, with those of its names that no other adapter has taken meanwhile. Where
         another reload has been ordered since, the record is of that one, and a failure of it leads further back.
         """
-        for reader in self._traits_readers:
-            reader.forget(adapter.id)
+        if self._traits_reader:
+            self._traits_reader.forget(adapter.id)
         version = adapter.before.get(generation)
         later = min((g for g in adapter.before if g > generation), default=None)
         if version is not None and later is None:
@@ -381,8 +401,8 @@ class AdapterRegistry:
 
     def _forget(self, adapter: Adapter) -> None:
         """Drop all that was noted of it: under the same id and names there may soon be another adapter."""
-        for reader in self._traits_readers if adapter.traits.added_tokens else ():
-            reader.forget(adapter.id)
+        if self._traits_reader and adapter.traits.added_tokens:
+            self._traits_reader.forget(adapter.id)
         self.manager.tell("forget", adapter.id)
         for name in adapter.names:
             self.by_name.pop(name, None)

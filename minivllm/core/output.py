@@ -36,8 +36,6 @@ class SchedulerOutput:
     preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
     passed_over     adapter -> why its oldest request that was asked could not join: MAX_LORAS, RELOAD_PENDING,
                     ADAPTER_COPY (see `prefetch`), or what `Scheduler.may_run` says
-    asked           places in line of the waiting requests that were asked, in this order: who finds the step full is
-                    not. It is (since, arrival) where the adapter had waited for a slot, else the arrival
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
                     The caller answers them; a second call of `schedule` does not name them again
     prefetch        adapters that get a slot while this step runs, for requests that join the next one
@@ -50,7 +48,6 @@ class SchedulerOutput:
     preempted: list[str] = field(default_factory=list)
     preempted_adapters: list[int] = field(default_factory=list)
     passed_over: dict[int, str] = field(default_factory=dict)
-    asked: list[tuple[int, int] | int] = field(default_factory=list)
     refused: list[Request] = field(default_factory=list)
     prefetch: list[int] = field(default_factory=list)
     halted_by: str | None = None

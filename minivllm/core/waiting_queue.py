@@ -38,13 +38,12 @@ class WaitingQueue:
     requests        arrival order -> request
     fresh           the first arrival of each adapter that does not wait for a slot, base among them
     passed_over     (since, first arrival) of each adapter that does: the longest wait first
-    passed_over_arrivals    the first arrivals of the same adapters
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.requests = SortedDict()
-        self.fresh, self.passed_over, self.passed_over_arrivals = SortedList(), SortedList(), SortedList()
+        self.fresh, self.passed_over = SortedList(), SortedList()
         self._of_adapter: dict[int, AdapterQueue] = {}
         # Adapters that were passed over and have lost their last waiting request in this step.
         self._left_empty: set[int] = set()
@@ -160,7 +159,7 @@ class WaitingQueue:
             if queue.since is None:
                 queue.places = [(self.fresh, first)]
             else:
-                queue.places = [(self.passed_over, (queue.since, first)), (self.passed_over_arrivals, first)]
+                queue.places = [(self.passed_over, (queue.since, first))]
         for order, key in queue.places:
             order.add(key)
         if queue.since is not None and not queue.arrivals:

@@ -1,7 +1,7 @@
 """One step as a trace record, and whom it passed over. It listens to an engine's steps; no decision asks it."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from minivllm.core.output import MAX_LORAS, NO_BLOCKS, SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler import Scheduler, first_come_first_served
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.observe.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
+from minivllm.policies.scheduling import is_full
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,36 @@ class Skip(NamedTuple):
     reason: str
 
 
+class WatchedLine:
+    """The policy `first_come_first_served`, which also notes how far down the line a step came.
+
+    A scheduler keeps no note of it: no decision needs it.
+    """
+
+    def __init__(self) -> None:
+        self._output: SchedulerOutput | None = None
+        self._asked: list[tuple[int, int] | int] = []
+
+    def __call__(self, scheduler: Scheduler, output: SchedulerOutput) -> Iterator[Request]:
+        self._output, self._asked = output, []
+        for request in first_come_first_served(scheduler, output):
+            if not is_full(scheduler, output):
+                self._asked.append(scheduler.waiting.place(request.adapter_id) or request.arrival_order)
+            yield request
+
+    def asked_in(self, output: SchedulerOutput) -> list[tuple[int, int] | int]:
+        """Places in line of the requests that the latest step asked, in this order: who finds it full is not asked.
+
+        A place is (since, arrival) where the adapter had waited for a slot, else the arrival. None of another step.
+        """
+        return self._asked if output is self._output else []
+
+
 def skips(scheduler: Scheduler, output: SchedulerOutput, most: int = MAX_NAMED) -> tuple[list[Skip], int]:
     """Who was passed over in a step, the first `most` of them, and how many in all; call it after `schedule`.
 
-    They are all who stand in line before the place that the step came to (`SchedulerOutput.asked`).
+    They are all who stand in line before the place that the step came to, as the scheduler's `WatchedLine` has noted
+    it. A scheduler with another policy has no such place: whatever ends its steps, nobody is named.
     """
     requests, count = _passed_over(scheduler, output)
 
@@ -81,19 +108,21 @@ def _passed_over(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Iterabl
     waiting = scheduler.waiting
     if output.halted_by is None:
         return waiting, len(waiting)
-    if not output.asked:
+    line = scheduler.policy
+    asked = line.asked_in(output) if isinstance(line, WatchedLine) else []
+    if not asked:
         return (), 0
-    reached, had_waited = output.asked[-1], isinstance(output.asked[-1], tuple)
+    reached, had_waited = asked[-1], isinstance(asked[-1], tuple)
     keys = waiting.passed_over if had_waited else waiting.requests
     # Who lacks blocks was asked, but not passed over.
     count = (keys.bisect_left if output.halted_by == NO_BLOCKS else keys.bisect_right)(reached)
     if had_waited:
         return (waiting.requests[arrival] for _, arrival in keys.islice(0, count)), count
     # Adapters that had waited for a slot were in line before all who stand by arrival.
-    heads = waiting.passed_over_arrivals
-    first = heads.bisect_right(reached)
-    arrivals = chain(islice(waiting.requests, count), heads.islice(first))
-    return map(waiting.requests.__getitem__, arrivals), count + len(heads) - first
+    later = sorted(arrival for _, arrival in waiting.passed_over if arrival > reached)
+    return map(waiting.requests.__getitem__, chain(islice(waiting.requests, count), later)), count + len(
+        later
+    )
 
 
 def record_step(

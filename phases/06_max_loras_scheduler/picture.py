@@ -12,7 +12,7 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.lora.request import LoRARequest
-from minivllm.observe.recorder import skips
+from minivllm.observe.recorder import WatchedLine, skips
 from minivllm.sampling_params import SamplingParams
 
 NAMES = ("base", "json", "sql", "bullets", "dates")
@@ -35,6 +35,7 @@ def one_step() -> tuple[Scheduler, list[str], list[str], SchedulerOutput]:
         SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=BUDGET),
         CacheConfig(num_blocks=100, enable_prefix_caching=False),
         LoRAConfig(max_loras=2),
+        policy=WatchedLine(),
     )
     for number, adapter_id in enumerate((1, 0, 2, 1)):
         add_request(scheduler, adapter_id, 10, f"answer {number + 1}")

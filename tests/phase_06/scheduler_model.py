@@ -14,7 +14,7 @@ from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.lora.request import LoRARequest
-from minivllm.observe.recorder import skips
+from minivllm.observe.recorder import WatchedLine, skips
 from minivllm.sampling_params import SamplingParams
 
 VOCAB = 7
@@ -51,8 +51,9 @@ def served_alone(weights, prompt, num_tokens):
 
 
 def schedule(scheduler):
-    """A step, with all whom it passes over beside it: `skipped`, and `num_skipped`."""
+    """A step, with whom it asked beside it, and all whom it passes over: `asked`, `skipped` and `num_skipped`."""
     output = scheduler.schedule()
+    output.asked = scheduler.policy.asked_in(output)
     output.skipped, output.num_skipped = skips(scheduler, output, most=TOO_LONG)
     return output
 
@@ -99,6 +100,7 @@ class World:
             pinned_adapters=set(),
             may_run=self.may_run,
             most_tokens_beside_decodes=most_tokens_beside_decodes,
+            policy=WatchedLine(),
         )
 
     @property

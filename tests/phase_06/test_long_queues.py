@@ -11,7 +11,7 @@ from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.lora.request import LoRARequest
-from minivllm.observe.recorder import Skip, skips
+from minivllm.observe.recorder import Skip, WatchedLine, skips
 from minivllm.sampling_params import SamplingParams
 
 NUM_WAITING, NUM_ADAPTERS = 20_000, 2_000
@@ -46,7 +46,12 @@ def looked_at():
 
 def long_queue(num_adapters, num_waiting=NUM_WAITING):
     """Eight places and four slots, taken by requests that answer on and on; the others wait."""
-    scheduler = Scheduler(SchedulerConfig(8, 64, 3), CacheConfig(num_blocks=200), LoRAConfig(max_loras=4))
+    scheduler = Scheduler(
+        SchedulerConfig(8, 64, 3),
+        CacheConfig(num_blocks=200),
+        LoRAConfig(max_loras=4),
+        policy=WatchedLine(),
+    )
     for number in range(num_waiting):
         adapter_id = number % num_adapters + 1 if num_adapters else 0
         lora_request = LoRARequest(f"a{adapter_id}", adapter_id, "/a") if num_adapters else None
