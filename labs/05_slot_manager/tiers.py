@@ -41,12 +41,12 @@ class AdapterTiers:
         self.pinned: set[int] = set()
         self.in_use: frozenset[int] = frozenset()
         self.listeners: list[Listener] = []
-        self._claims = 0
+        self._claims = object()  # another one for every change of `in_use`
 
     @property
-    def version(self) -> int:
-        """Grows whenever an adapter comes, goes, is replaced or used, in either tier, and when `in_use` changes."""
-        return self.memory.version + self.slots.version + self._claims
+    def version(self) -> tuple[object, ...]:
+        """Unlike all before once an adapter comes, goes, is replaced or used, in either tier, or `in_use` changes."""
+        return self.memory.version, self.slots.version, self._claims
 
     @property
     def kept(self) -> frozenset[int]:
@@ -58,7 +58,7 @@ class AdapterTiers:
         in_use = frozenset(adapter_ids)
         if in_use != self.in_use:
             self.in_use = in_use
-            self._claims += 1
+            self._claims = object()
 
     def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
         """Tell the listeners of an event, given by the fields of `LoRAEvent`."""

@@ -101,7 +101,7 @@ class LRUCacheLoRAModelManager:
         self.stats = LoRAStats()
         self.listeners.append(self.stats)
         self._last_mapping: tuple[LoRAMapping, list[int | None]] | None = None
-        self._mapped_at: int | None = None  # `version` when the last mapping was set
+        self._mapped_at: tuple[object, ...] | None = None  # `version` when the last mapping was set
 
     # ---- who is where: of the tiers ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What values are at one time, to be compared with what they are later, or in another process.
 
-A snapshot is flat: path -> what is there, such as `self._active_adapters[3]` -> `0`.
+A snapshot is flat: path -> what is there, such as `self.tiers.slots[3]` -> `0`.
 """
 
 import array
