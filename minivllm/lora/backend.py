@@ -1,6 +1,6 @@
 """The contract of the arithmetic: what wrapped layers ask of a backend.
 
-Stands for PunicaWrapperABC in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), whose names are in lora/vllm.
+Stands for PunicaWrapperABC in vllm/lora/punica_wrapper/punica_base.py (v0.22.1), whose names are in minivllm/vllm.
 """
 
 from abc import ABC, abstractmethod

@@ -40,4 +40,4 @@ def get_punica_wrapper(
     from minivllm.vllm.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
 
     gpu_kind = PunicaWrapperFolded if name == "folded" else PunicaWrapperGPU
-    return gpu_kind(max_num_batched_tokens, max_batches, device, config.max_loras)
+    return gpu_kind(max_num_batched_tokens, max_batches, device, max_loras=config.max_loras)

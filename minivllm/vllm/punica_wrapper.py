@@ -1,7 +1,8 @@
 """vLLM's names of the arithmetic over ours. Stands for vllm/lora/punica_wrapper/ (v0.22.1)."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 
@@ -78,33 +79,71 @@ class PunicaWrapperABC(ABC):
         """As `add_lora_linear`, on the sampled rows.   y: (P, V)   x: (P, H)   A: (S, 1, R, H)   B: (S, 1, V, R)"""
 
 
-class PunicaWrapperBase(PunicaWrapperABC, Backend):
-    """What all have in common: metadata, and a shrink into a buffer with an expand of it. vLLM: the same name."""
+class Ops(Protocol):
+    """A shrink and an expand alone, for rows in the form that their backend gives them."""
+
+    def shrink(self, y: Any, x: torch.Tensor, lora_a: Stacked, scale: float, rows: Any) -> None:
+        """`add_shrink` for these rows"""
+
+    def expand(
+        self, y: torch.Tensor, x: Any, lora_b: Stacked, offset: int, add_inputs: bool, rows: Any
+    ) -> None:
+        """`add_expand` for these rows"""
+
+
+class PunicaWrapperBase(PunicaWrapperABC):
+    """What all have in common: a backend of ours, and beside it a shrink and an expand alone. vLLM: the same name.
+
+    Wrapped layers take it for the backend that it has: all that they ask for is the backend's.
+
+    backend  what does the arithmetic of layers
+    ops      what does it for vLLM's names, by the same rows
+    """
 
     def __init__(
-        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: object
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
     ) -> None:
-        Backend.__init__(self, device)
+        self.backend, self.ops = self._arithmetic(max_num_batched_tokens, max_batches, device, **kwargs)
+
+    @abstractmethod
+    def _arithmetic(
+        self, max_tokens: int, max_samples: int, device: torch.device | str, **kwargs: Any
+    ) -> tuple[Backend, Ops]:
+        """Make the backend, and the ops beside it."""
+
+    device = property(attrgetter("backend.device"))
+    token_lora_indices = property(attrgetter("backend.token_lora_indices"))
+    sampler_indices = property(attrgetter("backend.sampler_indices"))
+    runs = property(attrgetter("backend.runs"))
+    no_lora = property(attrgetter("backend.no_lora"))
+    tables = property(attrgetter("backend.tables"))
+    reaches_ends = property(attrgetter("backend.reaches_ends"))
+    leaves_out_ends = property(attrgetter("backend.leaves_out_ends"))
+    linear = property(attrgetter("backend.linear"))
+    linear_deferred = property(attrgetter("backend.linear_deferred"))
+    add = property(attrgetter("backend.add"))
+    expand = property(attrgetter("backend.expand"))
+    token_rows = property(attrgetter("backend.token_rows"))
+    sample_rows = property(attrgetter("backend.sample_rows"))
+    pair_rows = property(attrgetter("backend.pair_rows"))
+    as_rows = property(attrgetter("backend.as_rows"))
+    token_slots = property(attrgetter("backend.token_slots"))
+    sample_slots = property(attrgetter("backend.sample_slots"))
+    reaches = property(attrgetter("backend.reaches"))
+    place = property(attrgetter("backend.place"))
+    halve = property(attrgetter("backend.halve"))  # where the backend has it
+    begin_step = property(attrgetter("backend.begin_step"))
+    sync_slots = property(attrgetter("backend.sync_slots"))
 
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
     ) -> None:
-        self.begin_step(mapping, lora_index_to_id)
-
-    def _shrink(self, y: Any, x: torch.Tensor, lora_a: Stacked, scale: float, rows: Any) -> None:
-        """`add_shrink` for these rows"""
-        raise NotImplementedError
-
-    def _expand(
-        self, y: torch.Tensor, x: Any, lora_b: Stacked, offset: int, add_inputs: bool, rows: Any
-    ) -> None:
-        """`add_expand` for these rows"""
-        raise NotImplementedError
+        self.backend.begin_step(mapping, lora_index_to_id)
 
     def add_shrink(
         self, y: torch.Tensor | Stacked, x: torch.Tensor, lora_a_stacked: Stacked, scale: float
     ) -> None:
-        self._shrink(y, x, lora_a_stacked, scale, self.token_rows(len(x)))
+        self.ops.shrink(y, x, lora_a_stacked, scale, self.token_rows(len(x)))
 
     def add_expand(
         self,
@@ -115,7 +154,7 @@ class PunicaWrapperBase(PunicaWrapperABC, Backend):
         offset_start: int = 0,
         add_inputs: bool = True,
     ) -> None:
-        self._expand(y, x, lora_b_stacked, offset_start, add_inputs, self.token_rows(len(y)))
+        self.ops.expand(y, x, lora_b_stacked, offset_start, add_inputs, self.token_rows(len(y)))
 
     def add_lora_linear(
         self,
@@ -135,7 +174,7 @@ class PunicaWrapperBase(PunicaWrapperABC, Backend):
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True
     ) -> None:
-        self._expand(y, x[None], (lora_b_stacked,), 0, add_inputs, self.token_rows(len(x)))
+        self.ops.expand(y, x[None], (lora_b_stacked,), 0, add_inputs, self.token_rows(len(x)))
 
     def add_lora_logits(
         self,
@@ -166,27 +205,46 @@ class PunicaWrapperBase(PunicaWrapperABC, Backend):
             dtype = torch.promote_types(x.dtype, torch.float32)
             shape = len(lora_a), len(x), lora_a[0].shape[-2]
             buffer = torch.zeros(shape, dtype=dtype, device=x.device)  # (n, T, R)
-        self._shrink(buffer, x, lora_a, scale, rows)
-        self._expand(y, buffer, lora_b, 0, True, rows)
+        self.ops.shrink(buffer, x, lora_a, scale, rows)
+        self.ops.expand(y, buffer, lora_b, 0, True, rows)
 
 
-class PunicaWrapperLoops(PunicaWrapperBase, LoopsBackend):
-    """Ours, beside vLLM's."""
+class SliceOps:
+    """Slice by slice, with the ops of a backend.   backend: one for a CPU"""
 
-    def _shrink(self, y: Any, x: torch.Tensor, lora_a: Stacked, scale: float, rows: Any) -> None:
+    def __init__(self, backend: LoopsBackend) -> None:
+        self.backend = backend
+
+    def shrink(self, y: Any, x: torch.Tensor, lora_a: Stacked, scale: float, rows: Any) -> None:
         for plane, a in zip(y, lora_a):
-            self.shrink_op(x, a, plane, rows, scale)
+            self.backend.shrink_op(x, a, plane, rows, scale)
 
-    def _expand(
+    def expand(
         self, y: torch.Tensor, x: Any, lora_b: Stacked, offset: int, add_inputs: bool, rows: Any
     ) -> None:
         for plane, b in zip(x, lora_b):
-            self.expand_op(plane, b, y, rows, offset, b.shape[-2], add_inputs)
+            self.backend.expand_op(plane, b, y, rows, offset, b.shape[-2], add_inputs)
             offset += b.shape[-2]
 
 
-class PunicaWrapperCPU(PunicaWrapperLoops, RunsBackend):
+class PunicaWrapperLoops(PunicaWrapperBase):
+    """Ours, beside vLLM's."""
+
+    def _arithmetic(
+        self, max_tokens: int, max_samples: int, device: torch.device | str
+    ) -> tuple[Backend, Ops]:
+        backend = LoopsBackend(device)
+        return backend, SliceOps(backend)
+
+
+class PunicaWrapperCPU(PunicaWrapperBase):
     """vLLM: the same name."""
+
+    def _arithmetic(
+        self, max_tokens: int, max_samples: int, device: torch.device | str
+    ) -> tuple[Backend, Ops]:
+        backend = RunsBackend(device)
+        return backend, SliceOps(backend)
 
 
 def convert_mapping(

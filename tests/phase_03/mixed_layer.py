@@ -8,31 +8,27 @@ from scattered_slots import ScatteredSlots
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.backend import Backend
+from minivllm.lora.loops_backend import LoopsBackend
+from minivllm.lora.runs_backend import RunsBackend
 from minivllm.vllm.layers import LoRAMapping
-from minivllm.vllm.punica_selector import (
-    PunicaWrapperCPU,
-    PunicaWrapperLoops,
-    get_punica_wrapper,
-)
+from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
 
-VOCAB = 50
 
-
-class OpByOp(PunicaWrapperCPU):
+class OpByOp(RunsBackend):
     """The grouped backend's shrink and expand under the product that all backends share."""
 
     linear = Backend.linear
 
 
-class ScatteredRuns(PunicaWrapperCPU):
+class ScatteredRuns(RunsBackend):
     """The grouped backend, A and B of every slot in the worst place."""
 
     def place(self, slots, base):
         return ScatteredSlots(torch.float64).place(super().place(slots, base), base)
 
 
-class ScatteredLoops(PunicaWrapperLoops):
+class ScatteredLoops(LoopsBackend):
     """Loops over slots that a backend has moved to the worst place."""
 
     def __init__(self, *args):
@@ -48,16 +44,21 @@ class ScatteredOpByOp(OpByOp):
         self.place = ScatteredSlots(torch.float64).place
 
 
+def make_wrapper(name):
+    """The backend under vLLM's names."""
+    return get_punica_wrapper(64, 16, "cpu", lora_config=LoRAConfig(punica_backend=name))
+
+
 def make_backend(name):
     if name in ("loops", "grouped", "auto"):
-        return get_punica_wrapper(64, 16, "cpu", lora_config=LoRAConfig(punica_backend=name))
+        return make_wrapper(name).backend
     made = {
         "scattered grouped": ScatteredRuns,
         "op by op": OpByOp,
         "scattered loops": ScatteredLoops,
         "scattered op by op": ScatteredOpByOp,
     }
-    return made[name](64, 16, "cpu")
+    return made[name]("cpu")
 
 
 class MixedLayer:
@@ -122,7 +123,7 @@ class MixedLayer:
 
     def step(self, ids):
         """Tell the backend which adapter each row of the coming pass has."""
-        self.punica.update_metadata(LoRAMapping(ids, ids), list(self.table), self.slots + 1, VOCAB)
+        self.punica.begin_step(LoRAMapping(ids, ids), list(self.table))
 
     def inputs(self, rows):
         return random_tensor(self.generator, rows, self.layer.input_size, dtype=self.base.weight.dtype)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mixed_layer import VOCAB, MixedLayer, make_backend
+from mixed_layer import MixedLayer, make_backend, make_wrapper
 from nan_guard import Guarded
 from per_token import (
     assert_columns_written,
@@ -20,6 +20,7 @@ from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import PunicaWrapperCPU, PunicaWrapperLoops, get_punica_wrapper
 
+VOCAB = 50
 # The first two run the product that a CPU serves with.
 GRADED = [pytest.param(name, marks=pytest.mark.lab("3.6")) for name in ("grouped", "scattered grouped")]
 ALL = [*GRADED, "loops", "op by op", "scattered loops", "scattered op by op", "auto"]
@@ -33,7 +34,7 @@ def backend(request):
 @pytest.fixture(params=["loops", "grouped"])
 def metadata(request):
     """A backend of which only what it knows of a step is looked at."""
-    return make_backend(request.param)
+    return make_wrapper(request.param)
 
 
 def small_layer(backend, dtype=torch.float64, **kwargs):
@@ -379,7 +380,7 @@ def stacked(generator, slots=3, rank=5, width=7, sizes=(4, 6, 1)):
 
 
 def mapped(name, token_slots):
-    punica = make_backend(name)
+    punica = make_wrapper(name)
     ids = tuple(slot + 1 for slot in token_slots)
     punica.update_metadata(LoRAMapping(ids, ids), [1, 2, 3], 4, VOCAB)
     return punica

@@ -290,7 +290,7 @@ def test_linears_of_a_step_share_its_tile_list_and_run_the_base_layer_once(monke
     linear.step(torch.tensor([2, -1, 0]))
     for name, of in (
         ("prepare_tensors", type(linear.punica.token_meta)),
-        ("sync_slots", type(linear.punica)),
+        ("sync_slots", type(linear.punica.backend)),
     ):
         monkeypatch.setattr(of, name, lambda *args, name=name: work.append(name))
     monkeypatch.setattr(linear.base, "forward", lambda x: work.append("base") or forward(x))
@@ -299,7 +299,7 @@ def test_linears_of_a_step_share_its_tile_list_and_run_the_base_layer_once(monke
         linear.run(x)
 
     assert work == ["base", "base"], "of two linears with adapters in one step"
-    monkeypatch.setattr(linear.punica, "no_lora", True)
+    monkeypatch.setattr(linear.punica.backend, "no_lora", True)
     linear.run(x)
     assert work == ["base"] * 3, "and of one without"
 
