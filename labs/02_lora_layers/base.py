@@ -40,8 +40,6 @@ class BaseLayerWithLoRA(nn.Module):
     def __init__(self, base_layer: nn.Module, slice_sizes: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__()
         self.base_layer = base_layer
-        # Read at every step: an attribute is found at once, a submodule only after a search.
-        self.__dict__["base_layer"] = base_layer
         self.slice_sizes = list(slice_sizes)
         self.slots: Slots | None = None
         self.backend: Backend | None = None
@@ -178,14 +176,61 @@ class BaseLayerWithLoRA(nn.Module):
         self.slots = punica_wrapper.place(self.slots, None)
 
 
+class LinearArithmetic:
+    """How a wrapped linear computes: its base layer and slots by the backend, which no process need meet for.
+
+    vLLM's classes for fully sharded adapters have another one (options/fully_sharded.py).
+
+    base_layer  the linear, and tp the processes that share it
+    slots       with `share` and `max_rank` as the wrapped layer has them, from `cut` on
+    backend     from `place` on
+    """
+
+    def __init__(self, base_layer: LinearBase) -> None:
+        self.base_layer, self.tp = base_layer, base_layer.tp
+        self.slots: Slots | None = None
+        self.backend: Backend | None = None
+        self.max_rank = 0
+
+    @classmethod
+    def is_for(cls, lora_config: LoRAConfig) -> bool:
+        """Whether a layer that computes so may take another's place."""
+        return True
+
+    def share_of(self, share: Share) -> Share:
+        """Which part of each A and B this process has, of a linear with that share."""
+        return share
+
+    def cut(self, slots: Slots, share: Share, max_rank: int) -> tuple[Slots, Share]:
+        """New slots as far as they are this process's, and its share of them."""
+        self.slots, self.share, self.max_rank = slots, share, max_rank
+        return slots, share
+
+    def place(self, slots: Slots, share: Share, backend: Backend) -> tuple[Slots, Share]:
+        """The same where the backend wants them."""
+        self.backend = backend
+        self.slots, self.share = backend.place(slots, self.base_layer), share
+        return self.slots, share
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """As the layer's."""
+        return self.backend.linear(input_, self.base_layer, self.slots), None
+
+    def forward_deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+        """As the layer's."""
+        return self.backend.linear_deferred(x, self.base_layer, self.slots)
+
+
 class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     """A base linear with room for S adapters. vLLM: `BaseLinearLayerWithLoRA`.
 
     output_slices  widths N_i of the projections that the layer fuses, as far as they are this process's
     wraps          kinds of base layer it is for -> parts the checkpoint must name, None = any number
+    arithmetic     how it computes: an object of its class's `arithmetic_class`
     """
 
     wraps: ClassVar[dict[type[LinearBase], int | None]] = {}
+    arithmetic_class: ClassVar[type[LinearArithmetic]] = LinearArithmetic
 
     def __init__(self, base_layer: LinearBase) -> None:
         sizes = [(base_layer.input_size, width) for width in self._slice_widths(base_layer)]
@@ -193,25 +238,44 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         self.share = base_layer.tp.adapter_share(base_layer, len(sizes))
         self.output_slices = tuple(width for _, width in self.share.sizes(sizes))
         self.input_size, self.output_size = base_layer.input_size_per_partition, sum(self.output_slices)
+        self.arithmetic = self.arithmetic_class(base_layer)
+        self.share = self.arithmetic.share_of(self.share)
 
     bias = property(attrgetter("base_layer.bias"))
     tp_size = property(attrgetter("base_layer.tp_size"))
     tp_rank = property(attrgetter("base_layer.tp_rank"))
 
+    @classmethod
+    def can_replace_layer(
+        cls,
+        source_layer: nn.Module,
+        lora_config: LoRAConfig,
+        packed_modules_list: list[str],
+        model_config: object | None = None,
+    ) -> bool:
+        """`takes`, where the configuration wants what this class computes. vLLM: the same name."""
+        return cls.arithmetic_class.is_for(lora_config) and cls.takes(source_layer, len(packed_modules_list))
+
+    def create_lora_weights(
+        self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
+    ) -> None:
+        super().create_lora_weights(max_loras, lora_config, model_config)
+        self.slots, self.share = self.arithmetic.cut(self.slots, self.share, self.max_rank)
+
     def set_mapping(self, punica_wrapper: Backend) -> None:
         self.backend = punica_wrapper
-        self.slots = punica_wrapper.place(self.slots, self.base_layer)
+        self.slots, self.share = self.arithmetic.place(self.slots, self.share, punica_wrapper)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Base output plus each row's own adapter, in the base layer's form.   input_: (T, K) -> (T, N), None"""
-        return self.backend.linear(input_, self.base_layer, self.slots), None
+        return self.arithmetic.forward(input_)
 
     def forward_deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
         """As `forward`, but what adapters add may be left to a kernel that reads y: y (T, N), and the backend's update.
 
         None for the update says that y has it already. A layer with a forward pass of its own overrides both.
         """
-        return self.backend.linear_deferred(x, self.base_layer, self.slots)
+        return self.arithmetic.forward_deferred(x)
 
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from minivllm.config import LoRAConfig
+from minivllm.layers.ranks import Share
 from minivllm.lora.backend import Backend
-from minivllm.lora.layers.base import BaseLinearLayerWithLoRA
+from minivllm.lora.layers.base import LinearArithmetic
 from minivllm.lora.layers.linear import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -26,30 +26,20 @@ from minivllm.lora.slots import Slots
 from minivllm.options.halved_slots import halve_linear
 
 
-class _FullySharded(BaseLinearLayerWithLoRA):
-    """A wrapped linear with `HalvedSlots`, where processes share it; alone, one has all, and this is the plain one."""
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
-        self.tp = base_layer.tp
+class _FullySharded(LinearArithmetic):
+    """Of a linear with `HalvedSlots`, where processes share it; alone, one has all, and this is the plain one."""
 
     @classmethod
-    def can_replace_layer(
-        cls,
-        source_layer: nn.Module,
-        lora_config: LoRAConfig,
-        packed_modules_list: list[str],
-        model_config: object | None = None,
-    ) -> bool:
-        """Where `fully_sharded_loras` is on; the plain class takes the layer otherwise. vLLM: the same name."""
-        return lora_config.fully_sharded_loras and cls.takes(source_layer, len(packed_modules_list))
+    def is_for(cls, lora_config: LoRAConfig) -> bool:
+        """Where `fully_sharded_loras` is on; the plain class takes the layer otherwise."""
+        return lora_config.fully_sharded_loras
 
-    def set_mapping(self, punica_wrapper: Backend) -> None:
+    def place(self, slots: Slots, share: Share, backend: Backend) -> tuple[Slots, Share]:
         if self.tp.size == 1:
-            super().set_mapping(punica_wrapper)
-            return
-        self.backend = punica_wrapper
-        self.slots, self.share = halve_linear(self.slots, self.share, punica_wrapper, self.tp)
+            return super().place(slots, share, backend)
+        self.backend = backend
+        self.slots, self.share = halve_linear(slots, share, backend, self.tp)
+        return self.slots, self.share
 
     # region lab 11.2: the gather of fully sharded
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -77,15 +67,13 @@ class _FullySharded(BaseLinearLayerWithLoRA):
 class _ShardedColumn(_FullySharded):
     """Behind a column-parallel linear each process has some ranks of A, and computes as many of h."""
 
-    def create_lora_weights(
-        self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
-    ) -> None:
-        super().create_lora_weights(max_loras, lora_config, model_config)
+    def cut(self, slots: Slots, share: Share, max_rank: int) -> tuple[Slots, Share]:
         if self.tp.size > 1:
-            own_ranks = -(-self.max_rank // self.tp.size)
+            own_ranks = -(-max_rank // self.tp.size)
             first = self.tp.rank * own_ranks
-            self.share = replace(self.share, ranks=slice(first, first + own_ranks))
-            self.slots = Slots([a[:, :, :own_ranks].clone() for a in self.slots.a], self.slots.b)
+            share = replace(share, ranks=slice(first, first + own_ranks))
+            slots = Slots([a[:, :, :own_ranks].clone() for a in slots.a], slots.b)
+        return super().cut(slots, share, max_rank)
 
     # region lab 11.2: the gather of fully sharded
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
@@ -97,14 +85,14 @@ class _ShardedColumn(_FullySharded):
     # endregion
 
 
-class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA):
-    """Behind a row-parallel linear each process has a term of h and some rows of B. vLLM: the same name."""
+class _ShardedRow(_FullySharded):
+    """Behind a row-parallel linear each process has a term of h and some rows of B."""
 
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
-        if self.tp.size > 1:
-            own = self.tp.part_of(self.output_size, f"{base_layer.prefix} outputs")
-            self.share = replace(self.share, rows=[[own]], cuts_beside=False)
+    def share_of(self, share: Share) -> Share:
+        if self.tp.size == 1:
+            return share
+        own = self.tp.part_of(self.base_layer.output_size, f"{self.base_layer.prefix} outputs")
+        return replace(share, rows=[[own]], cuts_beside=False)
 
     # region lab 11.2: the gather of fully sharded
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
@@ -116,20 +104,34 @@ class RowParallelLinearWithShardedLoRA(_FullySharded, RowParallelLinearWithLoRA)
     # endregion
 
 
-class ColumnParallelLinearWithShardedLoRA(_ShardedColumn, ColumnParallelLinearWithLoRA):
+class RowParallelLinearWithShardedLoRA(RowParallelLinearWithLoRA):
     """vLLM: the same name."""
 
+    arithmetic_class = _ShardedRow
 
-class MergedColumnParallelLinearWithShardedLoRA(_ShardedColumn, MergedColumnParallelLinearWithLoRA):
+
+class ColumnParallelLinearWithShardedLoRA(ColumnParallelLinearWithLoRA):
     """vLLM: the same name."""
 
+    arithmetic_class = _ShardedColumn
 
-class MergedQKVParallelLinearWithShardedLoRA(_ShardedColumn, MergedQKVParallelLinearWithLoRA):
+
+class MergedColumnParallelLinearWithShardedLoRA(MergedColumnParallelLinearWithLoRA):
     """vLLM: the same name."""
 
+    arithmetic_class = _ShardedColumn
 
-class QKVParallelLinearWithShardedLoRA(_ShardedColumn, QKVParallelLinearWithLoRA):
+
+class MergedQKVParallelLinearWithShardedLoRA(MergedQKVParallelLinearWithLoRA):
     """vLLM: the same name."""
+
+    arithmetic_class = _ShardedColumn
+
+
+class QKVParallelLinearWithShardedLoRA(QKVParallelLinearWithLoRA):
+    """vLLM: the same name."""
+
+    arithmetic_class = _ShardedColumn
 
 
 SHARDED = {

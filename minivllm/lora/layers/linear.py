@@ -9,6 +9,7 @@ from torch import nn
 
 from minivllm.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -49,22 +50,24 @@ class QKVParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     wraps: ClassVar = {QKVParallelLinear: 1}
 
 
-class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
+class MergedColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     """gate_proj and up_proj in one, with two adapters. vLLM: the same name."""
 
     wraps: ClassVar = {MergedColumnParallelLinear: 2}
 
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:
-        """A model's own kind of it, too: its forward pass is called, whatever it computes."""
-        kinds = cls.wraps.items()
-        return any(isinstance(layer, kind) and parts == n == len(layer.output_sizes) for kind, n in kinds)
+        return _names_every_slice(cls.wraps, layer, parts)
 
 
-class MergedQKVParallelLinearWithLoRA(MergedColumnParallelLinearWithLoRA):
+class MergedQKVParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
     """q, k and v in one, with three adapters. vLLM: the same name."""
 
     wraps: ClassVar = {QKVParallelLinear: 3}
+
+    @classmethod
+    def takes(cls, layer: nn.Module, parts: int) -> bool:
+        return _names_every_slice(cls.wraps, layer, parts)
 
 
 class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinearWithLoRA):
@@ -91,6 +94,15 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinear
             heights = [height for _, height in self.slice_sizes]
             lora_b = [None] * self.n_slices if lora_b[0] is None else list(lora_b[0].split(heights))
         return super().slice_lora_b(lora_b)
+
+
+def _names_every_slice(wraps: dict[type[LinearBase], int | None], layer: nn.Module, parts: int) -> bool:
+    """Whether a checkpoint names as many parts as there are slices, and as `wraps` asks for.
+
+    Of a model's own kind, too: its forward pass is called, whatever it computes.
+    """
+    kinds = wraps.items()
+    return any(isinstance(layer, kind) and parts == n == len(layer.output_sizes) for kind, n in kinds)
 
 
 # At most one of them fits a layer.
