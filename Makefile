@@ -68,6 +68,7 @@ nightly: setup $(RAY)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 docs: setup
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . out/site

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.server import adapters, completions, errors, live, monitoring, tokens
 from minivllm.server.context import Server
+from minivllm.server.heads import WholeAnswers
 from minivllm.server.keys import KeyCheck, Keys
 from minivllm.server.limits import Limits
 from minivllm.server.record import AccessLog
@@ -50,5 +51,6 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, routers: Collection[APIRo
             allow_headers=["authorization", "content-type"],
         )
     app.add_middleware(errors.CutOff)
+    app.add_middleware(WholeAnswers)
     app.add_middleware(AccessLog)
     return app

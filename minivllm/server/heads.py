@@ -4,9 +4,9 @@ Stands for `--h11-max-incomplete-event-size` of vLLM's server (v0.22.1).
 """
 
 import sys
-from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class LimitedHead(HttpToolsProtocol):
@@ -51,11 +51,6 @@ class LimitedHead(HttpToolsProtocol):
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self._left = b"\r\n".join([*lines, b"", self._data[end:]])
 
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if self.scope["http_version"] == "1.0" and self.cycle is not None and self.cycle.scope is self.scope:
-            send_in_one_piece(self.cycle)
-
     def on_body(self, body: bytes) -> None:
         self._unread = 0
         super().on_body(body)
@@ -65,17 +60,32 @@ class LimitedHead(HttpToolsProtocol):
         super().on_message_complete()
 
 
-def send_in_one_piece(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 knows no chunks: an answer of unknown length ends where the connection does. uvicorn sends chunks."""
-    send, is_endless = cycle.send, False
+class WholeAnswers:
+    """A middleware: HTTP/1.0 knows no chunks, so an answer of unknown length is sent when it is whole, with its length.
 
-    async def send_plainly(message: dict[str, Any]) -> None:
-        nonlocal is_endless
-        if message["type"] == "http.response.start":
-            is_endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
-            cycle.chunked_encoding = False if is_endless else None
-        elif is_endless:
-            cycle.expected_content_length = len(message["body"])
-        await send(message)
+    uvicorn would send it in chunks.
+    """
 
-    cycle.send = send_plainly
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["http_version"] != "1.0":
+            await self.app(scope, receive, send)
+            return
+        start: Message = {}
+        parts: list[bytes] = []
+
+        async def collect(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+                return
+            parts.append(message.get("body", b""))
+            if message.get("more_body"):
+                return
+            body = b"".join(parts)
+            headers = [header for header in start["headers"] if header[0].lower() != b"content-length"]
+            await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+            await send({"type": "http.response.body", "body": body})
+
+        await self.app(scope, receive, collect)

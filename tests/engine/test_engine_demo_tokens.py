@@ -6,10 +6,9 @@ import gc
 import random
 
 import pytest
-import torch
+from demo_oracle import DemoOracle
 from demo_tasks import NAMES, adapter_folder, demo_base, task_prompts
 from tiny_engine import greedy, run, tokens_of
-from tiny_oracle import Oracle
 
 from minivllm import LLM, LoRARequest
 
@@ -27,39 +26,9 @@ def pairs():
     return task_prompts(5)
 
 
-class DemoOracle(Oracle):
-    """In float32, with the four adapters and the model's own tokenizer."""
-
-    def __init__(self, base):
-        from transformers import AutoTokenizer
-
-        super().__init__(base, torch.float32)
-        self.tokenizer = AutoTokenizer.from_pretrained(base)
-        for name in NAMES:
-            self.load(name, adapter_folder(name))
-
-    def generate(self, adapter, prompt):
-        ids = self.tokenizer(prompt, return_tensors="pt")
-        output = self.call(
-            adapter, lambda model: model.generate(**ids, max_new_tokens=NUM_TOKENS, do_sample=False)
-        )
-        return output[0, ids["input_ids"].shape[1] :].tolist()
-
-    def likeliest(self, adapter, prompt, tokens):
-        """For every token of an answer: the one that is likeliest there, and by how much it leads the answer's.
-
-        An answer all of whose tokens are likeliest is the greedy one: each was picked after the same tokens.
-        """
-        ids = self.tokenizer(prompt)["input_ids"]
-        rows = self.logits(adapter, [ids + tokens])[0, len(ids) - 1 : -1]
-        best = rows.max(-1)
-        lead = best.values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        return best.indices.tolist(), lead.tolist()
-
-
 @pytest.fixture(scope="module")
 def oracle(base):
-    return DemoOracle(base)
+    return DemoOracle(base, NUM_TOKENS)
 
 
 def make_llm(base, **options):

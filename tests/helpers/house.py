@@ -1,128 +1,178 @@
-"""The rooms of the house: which files are the core's two books, and what of them breaks a rule.
+"""The house in numbers: import closures, ancestors, and what is changed from outside, by the syntax trees of minivllm.
 
-`python tests/helpers/house.py` writes what breaks one today into tests/house_debt.toml.
+`python tests/helpers/house.py [FOLDER]` prints them, of this checkout or of another one.
 """
 
 import ast
+import json
 import sys
-import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
-from imports import import_circles
-
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "minivllm"
-DEBT = ROOT / "tests" / "house_debt.toml"
 
-HEAD = "# What breaks a rule of the house today (tests/helpers/house.py), until it is mended.\n"
+# The core: what stands alone (docs/architecture.md). Its folders are taken whole.
+CORE_FILES = ("config.py", "engine_args.py", "errors.py", "progress.py", "sampling_params.py")
+CORE_FOLDERS = ("core", "engine", "layers", "lora", "models", "text", "worker")
 
-Excess = dict[str, dict[str, int]]  # file or book -> what is too much of it -> how much there is
-
-# Around book A, all that is not named here is in it.
-BESIDE_A = ("checks.py", "scattered_reads.py", "timed_patterns.py")
-# Around book B: warm-up, threads, what draws tokens, several answers to a prompt; reports of steps.
-BESIDE_WORKER = ("cpu_threads", "row_sampler", "prompt_logprobs", "token_masks")
-BESIDE_ENGINE = ("metrics", "parallel_sampling")
-
-# What the core never imports.
-OUTSIDE = ("minivllm.vllm", *(f"minivllm.lora.{name}" for name in ("options", "io", "gpu")))
-COMPOSITION_ROOT = PACKAGE / "lora" / "__init__.py"
+ENTRIES = ("engine/llm_engine.py", "worker/model_runner.py", "core/scheduler.py")
 
 
-def books() -> dict[str, list[Path]]:
-    """Their files. What stands in the core's folders and is not named above is in a book."""
-    lora = PACKAGE / "lora"
+def core_files(package: Path = ROOT / "minivllm") -> list[Path]:
+    """All files of the core."""
+    of_folders = (path for folder in CORE_FOLDERS for path in sorted((package / folder).rglob("*.py")))
+    return [*(package / name for name in CORE_FILES if (package / name).is_file()), *of_folders]
+
+
+class House:
+    """The syntax trees of a package.   package: its folder"""
+
+    def __init__(self, package: Path = ROOT / "minivllm") -> None:
+        self.package = package
+        texts = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
+        self.lines = {path: text.count("\n") for path, text in texts.items()}
+        self.trees = {path: ast.parse(text) for path, text in texts.items()}
+        self.modules = {self._module_of(path): path for path in texts}
+        self.classes = {
+            node.name: node
+            for tree in self.trees.values()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+        }
+
+    def _module_of(self, path: Path) -> str:
+        parts = path.relative_to(self.package.parent).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def name_of(self, path: Path) -> str:
+        return path.relative_to(self.package).as_posix()
+
+    # ---- imports ----------------------------------------------------------------------------------------------
+
+    def imports(self, path: Path) -> set[Path]:
+        """What a file imports: in functions and for annotations, too, and the packages' `__init__` that Python runs.
+
+        The package's own `__init__` is lazy: it names everything and imports nothing.
+        """
+        if path == self.package / "__init__.py":
+            return set()
+        names: set[str] = set()
+        for node in ast.walk(self.trees[path]):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                if node.level:
+                    parent = self._module_of(path).split(".")
+                    parent = parent[: len(parent) - node.level + (path.name == "__init__.py")]
+                    module = ".".join([*parent, module] if module else parent)
+                names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        found = {name for name in names if name in self.modules}
+        found |= {name.rsplit(".", n)[0] for name in found for n in range(1, name.count(".") + 1)}
+        return {self.modules[name] for name in found}
+
+    def closure(self, *starts: Path) -> set[Path]:
+        """These files and whatever they import, directly or by way of others."""
+        seen, todo = set(), list(starts)
+        todo += [self.package / "__init__.py"]
+        while todo:
+            path = todo.pop()
+            if path not in seen:
+                seen.add(path)
+                todo += self.imports(path)
+        return seen - {self.package / "__init__.py"}
+
+    # ---- changes from outside ---------------------------------------------------------------------------------
+
+    def replaced_methods(self) -> list[str]:
+        """Assignments to an attribute of somebody else's object whose name is a method's, and no field's, here."""
+        methods, fields = set(), set()
+        for node in self.classes.values():
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    is_property = any("property" in ast.unparse(d) for d in inner.decorator_list)
+                    (fields if is_property else methods).add(inner.name)
+                for target in _targets(inner):
+                    fields.add(
+                        target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+                    )
+        return [
+            self._place(path, target)
+            for path, target in self._attributes_set()
+            if ast.unparse(target.value) not in ("self", "cls") and target.attr in methods - fields
+        ]
+
+    def set_from_outside(self) -> list[str]:
+        """Attributes put on classes, by `setattr`, or through `__dict__` and `__path__`."""
+        found = [
+            self._place(path, target)
+            for path, target in self._attributes_set()
+            if isinstance(target.value, ast.Name) and target.value.id in self.classes
+        ]
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                is_setattr = isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"
+                if is_setattr or (isinstance(node, ast.Attribute) and node.attr in ("__path__", "__dict__")):
+                    found.append(self._place(path, node))
+        return found
+
+    def _attributes_set(self) -> Iterator[tuple[Path, ast.Attribute]]:
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                yield from ((path, target) for target in _targets(node) if isinstance(target, ast.Attribute))
+
+    def _place(self, path: Path, node: ast.AST) -> str:
+        return f"{self.name_of(path)}:{node.lineno} {ast.unparse(node)[:70]}"
+
+    def module_getattrs(self) -> list[str]:
+        """Modules with a `__getattr__` of their own."""
+        return [
+            self.name_of(path)
+            for path, tree in self.trees.items()
+            if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body)
+        ]
+
+    def ancestors(self, name: str) -> set[str]:
+        """Classes of the package that a class inherits from, directly or by way of others."""
+        found: set[str] = set()
+        todo = [name]
+        while todo:
+            for base in self.classes[todo.pop()].bases:
+                base_name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+                if base_name in self.classes and base_name not in found:
+                    found.add(base_name)
+                    todo.append(base_name)
+        return found - {name}
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to."""
+    if isinstance(node, ast.Assign):
+        return [t for target in node.targets for t in getattr(target, "elts", [target])]
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+def table(house: House) -> dict[str, object]:
+    """All numbers, as plain values."""
+    size = lambda paths: [len(paths), sum(house.lines[path] for path in paths)]  # noqa: E731
+    starts = {name: house.package / name for name in ENTRIES}
+    folders = {name: sorted((house.package / name).rglob("*.py")) for name in CORE_FOLDERS}
+    deepest = sorted(((len(house.ancestors(name)), name) for name in house.classes), reverse=True)
     return {
-        "book A": [
-            path
-            for path in sorted(lora.rglob("*.py"))
-            if not path.relative_to(lora).as_posix().startswith(BESIDE_A)
-        ],
-        "book B": [
-            path
-            for folder, beside in (("core", ()), ("worker", BESIDE_WORKER), ("engine", BESIDE_ENGINE))
-            for path in sorted((PACKAGE / folder).rglob("*.py"))
-            if path.stem not in beside
-        ],
+        "package": size(house.lines),
+        "core": size(core_files(house.package)),
+        "closures": {name: size(house.closure(path)) for name, path in starts.items() if path in house.trees},
+        "closures of folders": {
+            name: size(house.closure(*paths)) for name, paths in folders.items() if paths
+        },
+        "methods replaced": house.replaced_methods(),
+        "set from outside": house.set_from_outside(),
+        "modules with __getattr__": house.module_getattrs(),
+        "most ancestors": deepest[:8],
     }
-
-
-def imports_outwards() -> Excess:
-    """By the core, those for annotations and inside functions counted. The composition root may import all."""
-    found: Excess = {}
-    for path in [path for files in books().values() for path in files if path != COMPOSITION_ROOT]:
-        for module in outward(path.read_text(encoding="utf-8")):
-            found.setdefault(name_of(path), {})[module] = 1
-    return found
-
-
-def circles() -> Excess:
-    """Of imports, anywhere in the package, those for annotations counted: each module and how many go round with it."""
-    return {
-        name_of(_path_of(module)): {"modules in a circle": len(circle)}
-        for circle in import_circles(PACKAGE)
-        for module in circle
-    }
-
-
-def _path_of(module: str) -> Path:
-    path = ROOT / module.replace(".", "/")
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-def outward(text: str) -> list[str]:
-    """The modules of other rings that a module of the core imports."""
-    tree = ast.parse(text)
-    found = set()
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            found |= {ring for ring in OUTSIDE if f"{name}.".startswith(f"{ring}.")}
-    return sorted(found)
-
-
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def owed(rule: str) -> Excess:
-    """What breaks a rule at present, and may until it is mended."""
-    return tomllib.loads(DEBT.read_text(encoding="utf-8")).get(rule, {})
-
-
-def compare(rule: str, found: Excess, debt: Excess) -> list[str]:
-    """Sentences about what grew or is new, and about what is owed no longer."""
-    said = []
-    for where, measures in found.items():
-        for what, number in measures.items():
-            limit = debt.get(where, {}).get(what)
-            if limit is None or number > limit:
-                said.append(f"{rule}, {where}: {what} = {number}, {DEBT.name} has {limit}")
-    for where, measures in debt.items():
-        settled = [what for what in measures if what not in found.get(where, {})]
-        said += [f"{rule}, {where}: {what} is settled, {DEBT.name} still has it" for what in settled]
-    return said
-
-
-RULES = (imports_outwards, circles)
-
-
-def as_toml(rule: str, excess: Excess) -> str:
-    """A blank line after each file, so that two people's changes merge."""
-    text = ""
-    for where in sorted(excess):
-        text += f'[{rule}."{where}"]\n'
-        text += "".join(f'"{what}" = {number}\n' for what, number in sorted(excess[where].items())) + "\n"
-    return text
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    # A test measures a plain adapter's life: what it owes stays as it is.
-    tables = {rule.__name__: rule() for rule in RULES} | {"plain_life": owed("plain_life")}
-    text = "".join(as_toml(rule, excess) for rule, excess in tables.items()).rstrip("\n")
-    DEBT.write_text(f"{HEAD}\n{text}\n", encoding="utf-8")
+    checkout = Path(sys.argv[1]) if sys.argv[1:] else ROOT
+    for what, numbers in table(House(checkout.resolve() / "minivllm")).items():
+        print(f"{what}: {json.dumps(numbers, indent=2 if isinstance(numbers, dict) else None)}")

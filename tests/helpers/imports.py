@@ -7,13 +7,15 @@ from pathlib import Path
 Graph = dict[str, set[str]]  # module -> the package's modules that it imports
 
 
-def import_circles(package: Path) -> list[list[str]]:
+def import_circles(package: Path, annotations: bool = True) -> list[list[str]]:
     """Modules each of which imports all the others of its circle, by way of others or not: sorted names.
 
-    Imports for annotations and inside functions count. Parents of what is imported do not, though Python runs them,
+    annotations   whether imports under TYPE_CHECKING count
+
+    Imports inside functions count. Parents of what is imported do not, though Python runs them,
     and neither does a module's `__getattr__`, which runs for names that the module does not have.
     """
-    graph = import_graph(package)
+    graph = import_graph(package, annotations)
     reached = {module: _reached_from(module, graph) for module in graph}
     circles = {
         tuple(sorted(other for other in reached[module] if module in reached[other]))
@@ -23,11 +25,11 @@ def import_circles(package: Path) -> list[list[str]]:
     return sorted(map(list, circles))
 
 
-def import_graph(package: Path) -> Graph:
+def import_graph(package: Path, annotations: bool = True) -> Graph:
     """Of a folder of modules, which is importable under its own name."""
     paths = {_module_name(path, package): path for path in package.rglob("*.py")}
     return {
-        module: _imported(path.read_text(encoding="utf-8"), _parent(module, path), set(paths))
+        module: _imported(path.read_text(encoding="utf-8"), _parent(module, path), set(paths), annotations)
         for module, path in paths.items()
     }
 
@@ -42,9 +44,9 @@ def _parent(module: str, path: Path) -> str:
     return module if path.name == "__init__.py" else module.rpartition(".")[0]
 
 
-def _imported(text: str, parent: str, modules: set[str]) -> set[str]:
+def _imported(text: str, parent: str, modules: set[str], annotations: bool) -> set[str]:
     found = set()
-    for node in _nodes(ast.parse(text)):
+    for node in _nodes(ast.parse(text), annotations):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -56,9 +58,10 @@ def _imported(text: str, parent: str, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def _nodes(tree: ast.Module) -> Iterator[ast.AST]:
+def _nodes(tree: ast.Module, annotations: bool) -> Iterator[ast.AST]:
     for node in tree.body:
-        if getattr(node, "name", "") != "__getattr__":
+        is_for_annotations = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if getattr(node, "name", "") != "__getattr__" and (annotations or not is_for_annotations):
             yield from ast.walk(node)
 
 

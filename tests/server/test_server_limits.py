@@ -1,5 +1,6 @@
 """What one request, and all together, may take; what happens to connections that stop half way."""
 
+import asyncio
 import http.client
 import itertools
 import json
@@ -14,7 +15,7 @@ from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
 from tiny_server import held_up, serving
 
-from minivllm.server.heads import LimitedHead
+from minivllm.server.heads import LimitedHead, WholeAnswers
 
 ASK = {"model": "qv", "prompt": "x", "max_tokens": 2, "temperature": 0}
 LIMITS = {
@@ -331,3 +332,23 @@ def test_pages_of_one_origin_may_be_allowed(world):
 
     assert allowed.headers["access-control-allow-origin"] == "https://page.example"
     assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_answer_of_unknown_length_has_one_for_a_client_that_knows_no_chunks(version):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]})
+        for number, part in enumerate((b"one ", b"two ", b"")):
+            await send({"type": "http.response.body", "body": part, "more_body": number < 2})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(WholeAnswers(app)({"type": "http", "http_version": version}, None, send))
+
+    whole = [(b"x-own", b"1"), *([(b"content-length", b"8")] if version == "1.0" else [])]
+    assert sent[0]["headers"] == whole
+    assert b"".join(message["body"] for message in sent[1:]) == b"one two "
+    assert len(sent) == (2 if version == "1.0" else 4)

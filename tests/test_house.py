@@ -1,0 +1,83 @@
+"""The rules of the house (docs/architecture.md) that a tool can check: who imports whom, and who changes what."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house import ROOT, House, core_files
+from imports import import_circles
+
+
+@pytest.fixture(scope="module")
+def house():
+    return House()
+
+
+def test_imports_run_from_the_top_down_also_by_way_of_others():
+    linter = Path(sys.executable).with_name("lint-imports")
+
+    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True)
+
+    assert not done.returncode, done.stdout
+
+
+def test_the_core_imports_itself_alone_packages_that_run_counted(house):
+    core = set(core_files())
+
+    outside = {house.name_of(path) for path in house.closure(*core) - core}
+
+    assert not outside
+
+
+def test_no_imports_go_round_in_a_circle():
+    """Those for annotations may: who makes a thing and the thing may name each other's types."""
+    assert import_circles(ROOT / "minivllm", annotations=False) == []
+
+
+def test_nobody_replaces_a_method_of_somebody_elses_object(house):
+    assert house.replaced_methods() == []
+
+
+def test_only_the_package_itself_and_vllms_names_are_looked_up_late(house):
+    assert set(house.module_getattrs()) <= {"__init__.py", "lora/layers/__init__.py"}
+
+
+MADE = {
+    "core": "from made import late\nclass Core:\n    size = 1\n    def step(self): self.kept = 1\n",
+    "late": "def f():\n    import made.other\n",
+    "other": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from made.deep.c import C\n",
+    "deep/__init__": "from made import side\n",
+    "deep/c": "class C: pass\n",
+    "side": "",
+    "free": "import os\n",
+    "patch": (
+        "from made.core import Core\n"
+        "def patch(core):\n    core.step = None\n    core.kept = 2\n    core.size = 3\n"
+        "    Core.size = 4\n    setattr(Core, 'step', 1)\n    core.__dict__['step'] = 1\n"
+    ),
+}
+
+
+@pytest.fixture
+def made(tmp_path):
+    for name, text in {"__init__": "", **MADE}.items():
+        path = tmp_path / "made" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return House(tmp_path / "made")
+
+
+def test_a_closure_counts_late_imports_annotations_and_packages_that_run(made):
+    found = {made.name_of(path) for path in made.closure(made.package / "core.py")}
+
+    assert found == {"core.py", "late.py", "other.py", "deep/__init__.py", "deep/c.py", "side.py"}
+
+
+def test_what_is_changed_from_outside_is_found_and_plain_data_is_not(made):
+    assert made.replaced_methods() == ["patch.py:3 core.step"]
+    assert made.set_from_outside() == [
+        "patch.py:6 Core.size",
+        "patch.py:7 setattr(Core, 'step', 1)",
+        "patch.py:8 core.__dict__",
+    ]
