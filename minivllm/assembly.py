@@ -99,10 +99,12 @@ def make_executor(config: EngineConfig) -> Executor:
 def make_model_runner(
     config: EngineConfig,
     tp: Ranks = ONE_RANK,
-    adapters_are_active: Callable[[], None] = lambda: None,
+    adapters_are_active: Callable[[], None] | None = None,
 ) -> ModelRunner:
     """The runner that a configuration asks for. Parameters as of `ModelRunner`."""
     options = {} if torch.device(config.device).type == "cpu" else _gpu_parts(config)
+    if adapters_are_active is not None:
+        options["adapters_are_active"] = adapters_are_active
     if config.lora_config is not None:
         make_manager = make_model_manager(config.lora_config, config.device)
         options["make_lora_manager"] = partial(
@@ -125,7 +127,6 @@ def make_model_runner(
     return ModelRunner(
         config,
         tp=tp,
-        adapters_are_active=adapters_are_active,
         check_slots=partial(refuse_slots_that_do_not_fit, extensions=LORA_EXTENSIONS),
         **options,
     )

@@ -24,8 +24,8 @@ CORE = {path.relative_to(house.ROOT / "minivllm").as_posix() for path in house.c
 ADDING = "add_request of a new adapter"
 WARM = "a warm step before its first product"
 
-MOST_FILES = {ADDING: 18, WARM: 15}
-MOST_FUNCTIONS = {ADDING: 60}
+MOST_FILES = {ADDING: 26, WARM: 17}
+MOST_FUNCTIONS = {ADDING: 71}
 
 # The way in: it puts the engine together, and steps no more.
 ASSEMBLY = {"__init__.py", "assembly.py"}
@@ -124,9 +124,12 @@ def test_it_enters_no_file_around_the_core(life):
     for name, calls in life.items():
         print(f"\n{name}: {calls}")
 
-    entered = {file for calls in life.values() for file in calls.files}
+    entered = {name for calls in life.values() for name in calls.functions}
 
-    assert entered <= CORE | ASSEMBLY
+    around = {(file, name) for file, name in entered if file not in CORE | ASSEMBLY}
+    # Each option is asked once whether it finds something of its own in the adapter.
+    asked = {name for _, name in around if not name.endswith((".judge", ".accepted"))}
+    assert not asked, around
 
 
 @pytest.mark.parametrize("stretch", [ADDING, WARM])
