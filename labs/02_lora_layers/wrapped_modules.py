@@ -77,8 +77,7 @@ class WrappedModules:
         """A layer's wrapper, with empty slots where the backend wants them. ValueError where none fits."""
         config, extensions = self.lora_config, self.extensions
         if plugged := plugged_wrapper(model, name, layer, extensions):
-            wrapper = extensions.wrapper_for(plugged, config)
-            wrapped = wrapper.around(model, name, layer, config.max_loras, config)
+            wrapped = plugged.around(model, name, layer, config.max_loras, config)
         else:
             parts = self.packed_mapping.get(end_of(name), [])
             wrapped = from_layer(layer, config.max_loras, config, parts, extensions=extensions)

@@ -34,6 +34,5 @@ def from_layer(
 
 def replace_submodule(model: nn.Module, module_name: str, new_module: nn.Module) -> nn.Module:
     """Put `new_module` where `module_name` is, and give it back. vLLM: the same name."""
-    parent_name, _, child = module_name.rpartition(".")
-    setattr(model.get_submodule(parent_name), child, new_module)
+    model.set_submodule(module_name, new_module)
     return new_module

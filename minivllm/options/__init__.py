@@ -4,9 +4,9 @@ A plain adapter enters none of it. vLLM (v0.22.1) has it inside vllm/lora/.
 """
 
 from minivllm.lora.extensions import AdapterOption
-from minivllm.options import fully_sharded, sharded_experts
 from minivllm.options.bias import LoRABias
 from minivllm.options.embedding import VocabParallelEmbeddingWithLoRA
+from minivllm.options.fully_sharded import SHARDED
 from minivllm.options.logits import LogitsProcessorWithLoRA
 from minivllm.options.long_context import LongContext
 from minivllm.options.target_parameters import ExpertAdapters
@@ -29,4 +29,4 @@ OPTIONS: tuple[AdapterOption, ...] = (
     LoRABias(),
     LongContext(),
 )
-SHARDED_WRAPPERS: dict[type, type] = {**fully_sharded.SHARDED, **sharded_experts.SHARDED}
+SHARDED_WRAPPERS: dict[type, type] = SHARDED

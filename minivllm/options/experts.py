@@ -1,19 +1,17 @@
 """Adapters on experts. Stands for vllm/lora/layers/fused_moe.py (v0.22.1)."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import ExpertPairs, FusedMoE
+from minivllm.lora.backend import Backend
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights, pack_moe
 from minivllm.lora.slots import Slots
 from minivllm.options.expert_parts import DOWN, GATE_UP, OTHER_SPELLING, by_part, parts_of_experts
+from minivllm.options.experts_arithmetic import W2, W13, ExpertsArithmetic
 from minivllm.options.option_layer import OptionLayer
-
-# Which of the slices, w1, w2, w3 or w13, w2, are added to what w13 gives, and which to what w2 gives.
-W13, W2 = slice(0, None, 2), slice(1, 2)
+from minivllm.options.sharded_experts import ShardedExperts
 
 
 class FusedMoEWithLoRA(OptionLayer):
@@ -22,6 +20,7 @@ class FusedMoEWithLoRA(OptionLayer):
     n_slices        3: w1 (gate), w2 (down) and w3 (up), of all E experts
     lora_a_stacked  3 buffers (S, E, R, K_i), K being H, I, H
     lora_b_stacked  3 buffers (S, E, N_i, R), N being I, H, I
+    arithmetic      how they are computed, once `create_lora_weights` was called
 
     A pair of a token and an expert has the adapter in the token's slot s, and of that what it has for expert e. So it
     is a row with one of S * E adapters, number s * E + e, and backends add it up as they do for a linear.
@@ -33,6 +32,7 @@ class FusedMoEWithLoRA(OptionLayer):
         self.share = base_layer.tp.adapter_share(base_layer, len(sizes))
         self.num_experts = base_layer.num_experts
         self.tp_size, self.tp_rank = base_layer.tp_size, base_layer.tp_rank
+        self.arithmetic: ExpertsArithmetic | None = None
 
     @staticmethod
     def _shapes_of_parts(hidden: int, inner: int) -> list[tuple[int, int]]:
@@ -46,11 +46,21 @@ class FusedMoEWithLoRA(OptionLayer):
     def create_lora_weights(
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
     ) -> None:
-        """Allocate the slots, all empty."""
+        """Allocate the slots, all empty. With `fully_sharded_loras` processes share out both A and B."""
         weight, self.max_rank = self.base_layer.w13_weight, lora_config.max_lora_rank
+        is_sharded = lora_config.fully_sharded_loras and self.tp_size > 1
+        self.arithmetic = (ShardedExperts if is_sharded else ExpertsArithmetic)(
+            self.base_layer, self.share, self.max_rank
+        )
+        self.share = self.arithmetic.share
         dtype = lora_config.slot_dtype(weight.dtype)
         sizes, experts = self.share.sizes(self.slice_sizes), self.num_experts
-        self.slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, weight.device, experts)
+        slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, weight.device, experts)
+        self.slots = self.arithmetic.cut(slots)
+
+    def set_mapping(self, punica_wrapper: Backend) -> None:
+        self.backend = punica_wrapper
+        self.slots = self.arithmetic.place(self.slots, punica_wrapper)
 
     # ---- an adapter's weights -------------------------------------------------------------------------------
 
@@ -66,7 +76,7 @@ class FusedMoEWithLoRA(OptionLayer):
 
     def pack(self, parts: list[LoRALayerWeights | None]) -> PackedLoRALayerWeights:
         """The parts of all experts as slices of the layer: A (E, r, K), B (E, N, r) each."""
-        return pack_moe(parts, next(iter(self.targets))).optimize()
+        return self.arithmetic.own(pack_moe(parts, next(iter(self.targets))).optimize(), self.slots)
 
     @property
     def w13_lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
@@ -90,25 +100,17 @@ class FusedMoEWithLoRA(OptionLayer):
         A batch none of whose adapters has experts is the base layer's alone.
         """
         base = self.base_layer
-        if not self._is_reached():
+        if not self.arithmetic.is_reached(self.slots):
             return base(x, router_logits)
         pairs = base.route(router_logits)
         rows = self.backend.pair_rows(self._adapters_of(pairs, len(x)), self.slots)
         x = x[pairs.rows]  # (P, H)
         gate_up = base.w13(x, pairs)  # (P, 2I)
-        self._add(gate_up, x, rows, W13)
+        self.arithmetic.add(gate_up, x, self.slots, rows, W13)
         inner = base.act_fn(gate_up)  # (P, I)
         down = base.w2(inner, pairs)  # (P, H)
-        self._add(down, inner, rows, W2)
+        self.arithmetic.add(down, inner, self.slots, rows, W2)
         return base.combine(down, pairs)
-
-    def _is_reached(self) -> bool:
-        """Whether an adapter of this step has experts."""
-        return not self.backend.no_lora and self.backend.reaches(self.slots)
-
-    def _add(self, y: torch.Tensor, x: torch.Tensor, rows: Any, slices: slice) -> None:
-        """Add what adapters give for w13's or w2's output.   y: (P, N), x: (P, K)"""
-        self.backend.add(y, x, self.slots, rows, slices)
 
     def _adapters_of(self, pairs: ExpertPairs, tokens: int) -> torch.Tensor:
         """(P,) int64 s * E + e of each pair, -1 = base"""
@@ -143,7 +145,8 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
     def pack(self, parts: list[LoRALayerWeights | None]) -> PackedLoRALayerWeights:
         of_three = [part for pair in zip(parts[0::2], parts[1::2]) for part in (*pair, None)]
         packed = pack_moe(of_three, next(iter(self.targets))).optimize()
-        return PackedLoRALayerWeights.from_parts(packed.module_name, packed.rank, packed.parts[:2])
+        packed = PackedLoRALayerWeights.from_parts(packed.module_name, packed.rank, packed.parts[:2])
+        return self.arithmetic.own(packed, self.slots)
 
     @classmethod
     def takes(cls, layer: nn.Module, parts: int) -> bool:

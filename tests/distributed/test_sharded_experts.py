@@ -17,7 +17,7 @@ from minivllm.models import registry
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.mixtral import MixtralForCausalLM
 from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from minivllm.options.sharded_experts import FusedMoEWithShardedLoRA
+from minivllm.options.experts import FusedMoEWithLoRA
 from minivllm.parallel.tensor_parallel import TensorParallel
 
 FULLY = {"max_loras": 3, "max_cpu_loras": 20, "fully_sharded_loras": True}
@@ -142,7 +142,7 @@ def test_a_hidden_size_that_cannot_be_divided_is_refused_by_name():
     with pytest.raises(
         ValueError, match="the experts' hidden size 47 cannot be divided by tensor_parallel_size 2"
     ):
-        FusedMoEWithShardedLoRA(experts)
+        FusedMoEWithLoRA(experts).create_lora_weights(2, LoRAConfig(6, 2, fully_sharded_loras=True))
 
 
 def shared_model(model, tp):
