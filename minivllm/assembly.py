@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig, LoRAConfig
+from minivllm.core.request_queues import RequestQueues
 from minivllm.core.scheduler import Scheduler, first_come_first_served
 from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine
+from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
-from minivllm.engine.parts import make_registry, prepare, scheduler_arguments, scheduler_options
+from minivllm.engine.parts import scheduler_arguments, scheduler_options
 from minivllm.gpu import BACKENDS, make_slot_writer
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.lora.extensions import LoRAExtensions
@@ -44,14 +46,15 @@ LORA_EXTENSIONS = LoRAExtensions(
 
 def make_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]) -> EngineCore:
     """The core that a configuration asks for. FileNotFoundError and ValueError say what cannot be served."""
-    executor = make_executor(config)
-    prepare(executor, tokenizer, warm_up)
-    scheduler = make_scheduler(config, executor.runner)
-    adapters = None
+    executor = make_executor(config, tokenizer)
+    if warm_up:
+        executor.warm_up()
+    queues, adapters = RequestQueues(), None
     if (worker := executor.runner.worker_manager) is not None:
         reader = TraitsReader(worker.manager, with_tokenizers=tokenizer is not None)
-        adapters = make_registry(scheduler, executor.runner, traits_reader=reader, find_by_name=find_by_name)
+        adapters = AdapterRegistry(queues, worker, traits_reader=reader, find_by_name=find_by_name)
         adapters.manager.listeners.append(EventLog(adapters.manager.get_adapter))
+    scheduler = make_scheduler(config, executor.runner, queues, adapters)
     core_class = EngineCore
     if config.scheduler_config.async_scheduling and executor.runner.graphs.hold_most_steps:
         from minivllm.ahead.lookahead import LookaheadCore as core_class
@@ -87,19 +90,20 @@ class LLM(llm.LLM):
     engine_class = LLMEngine
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """One runner in this process, or one that has other ranks run each step too."""
+def make_executor(config: EngineConfig, tokenizer: Any = None) -> Executor:
+    """One runner in this process, or one that has other ranks run each step too.   tokenizer: as of `ModelRunner`"""
     if config.parallel_config.tensor_parallel_size == 1:
-        return Executor(make_model_runner(config))
+        return Executor(make_model_runner(config, tokenizer=tokenizer))
     from minivllm.parallel.leader import start_ranks
 
-    return start_ranks(config, make_model_runner)
+    return start_ranks(config, make_model_runner, tokenizer=tokenizer)
 
 
 def make_model_runner(
     config: EngineConfig,
     tp: Ranks = ONE_RANK,
     adapters_are_active: Callable[[], None] | None = None,
+    tokenizer: Any = None,
 ) -> ModelRunner:
     """The runner that a configuration asks for. Parameters as of `ModelRunner`."""
     options = {} if torch.device(config.device).type == "cpu" else _gpu_parts(config)
@@ -127,6 +131,7 @@ def make_model_runner(
     return ModelRunner(
         config,
         tp=tp,
+        tokenizer=tokenizer,
         check_slots=partial(refuse_slots_that_do_not_fit, extensions=LORA_EXTENSIONS),
         **options,
     )
@@ -174,9 +179,12 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
     return parts
 
 
-def make_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
-    """The scheduler that goes with a runner's memory."""
-    arguments, options = scheduler_arguments(config, runner), scheduler_options(config, runner)
+def make_scheduler(
+    config: EngineConfig, runner: ModelRunner, queues: RequestQueues, adapters: AdapterRegistry | None
+) -> Scheduler:
+    """The scheduler that goes with a runner's memory.   queues, adapters: as of `scheduler_options`"""
+    arguments = scheduler_arguments(config, runner)
+    options = scheduler_options(config, runner, queues, adapters)
     get_adapter = runner.worker_manager.manager.get_adapter if runner.worker_manager else lambda _: None
     policy = scheduling_policy(config.scheduler_config, get_adapter)
     options["policy"] = WatchedLine() if policy is first_come_first_served else policy

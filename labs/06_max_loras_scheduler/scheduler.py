@@ -1,9 +1,9 @@
 """What the next step computes, and for whom. Stands for vllm/v1/core/sched/scheduler.py (v0.22.1)."""
 
 from labs.kit.overlay import Todo
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
+from operator import attrgetter
 
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.block_pool import BlockPool
@@ -11,7 +11,7 @@ from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS, ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, check_stop
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queues import RequestQueues
 from minivllm.errors import all_pinned, id_in_use, lora_is_off
 
 
@@ -23,10 +23,9 @@ class Scheduler:
     what the prefix cache holds, of whom it preempts to 0. It never counts a token as computed, lets no block be found,
     and moves no clock. So a step that failed is simply dropped: finish the requests at fault and schedule again.
 
-    waiting     by arrival; a preempted request goes back to its place
-    running     by admission, so that prompts in the making come after all who already answer
+    queues      the unfinished requests; `requests`, `waiting`, `running` and `in_flight` are its own. Whoever answers
+                `may_run` may be given them before there is a scheduler
     followers   request id -> requests that are in neither queue until that one has computed the prompt they share
-    in_flight   adapter id, 0 for base -> generation -> how many unfinished requests, waiting or running, are of it
 
     adapter_identity    see `KVCacheManager`
     pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
@@ -52,6 +51,7 @@ class Scheduler:
         may_run: Callable[[Request], str | None] = lambda request: None,
         most_tokens_beside_decodes: int | None = None,
         policy: "SchedulingPolicy | None" = None,
+        queues: RequestQueues | None = None,
     ) -> None:
         self.scheduler_config = scheduler_config
         # As many as decode at a time must fit.
@@ -63,6 +63,7 @@ class Scheduler:
         self.can_prefetch = can_prefetch
         self.may_run = may_run
         self.policy = policy or first_come_first_served
+        self.queues = queues or RequestQueues()
         self.kv_cache = KVCacheManager(cache_config, adapter_identity)
         self.max_loras = lora_config.max_loras if lora_config else 0
         self._num_arrived = 0
@@ -70,6 +71,11 @@ class Scheduler:
         self.num_computed_tokens = 0
         self.num_sampled_tokens = 0
         self.clear()
+
+    requests = property(attrgetter("queues.requests"))
+    waiting = property(attrgetter("queues.waiting"))
+    running = property(attrgetter("queues.running"))
+    in_flight = property(attrgetter("queues.in_flight"))
 
     # Requests come and go.
 
@@ -79,24 +85,11 @@ class Scheduler:
         if request.arrival_order < 0:
             request.arrival_order = self._num_arrived
             self._num_arrived += 1
-        self.requests[request.request_id] = request
-        self.count_in_flight(request, 1)
+        self.queues.enter(request)
         if request.follows is not None and self._is_prompt_pending(request.follows):
             self.followers.setdefault(request.follows.request_id, []).append(request)
         else:
             self.waiting.add(request)
-
-    def count_in_flight(self, request: Request, change: int) -> None:
-        """One request more of its adapter and generation, or one fewer: a change of 1 or -1.
-
-        Also for a request that has ended here, as long as its last token might have to be computed again.
-        """
-        generations = self.in_flight.setdefault(request.adapter_id, Counter())
-        generations[request.adapter_generation] += change
-        if not generations[request.adapter_generation]:
-            del generations[request.adapter_generation]
-        if not generations:
-            del self.in_flight[request.adapter_id]
 
     def check_request(self, request: Request) -> None:
         """ValueError if its id is in use, LoRA is off, or an empty KV cache would not hold it."""
@@ -129,11 +122,8 @@ class Scheduler:
     def clear(self) -> None:
         """Begin anew: no request, no block in use, no clock that runs. Counters and the count of arrivals stay."""
         self.kv_cache.block_pool = BlockPool(self.kv_cache.block_pool.num_blocks)
-        self.waiting = WaitingQueue()
+        self.queues.clear()
         self.lora = LoRAAdmission(self.max_loras, self.scheduler_config.max_lora_wait_steps, self.waiting)
-        self.requests: dict[str, Request] = {}
-        self.in_flight: dict[int, Counter[int]] = {}
-        self.running: list[Request] = []
         self.followers: dict[str, list[Request]] = {}
         self._prefetched: list[int] = []  # by the step before
 
@@ -310,9 +300,8 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             (held if request in held else self.running).remove(request)
-        del self.requests[request.request_id]
+        self.queues.leave(request)
         self._queue_followers(request)
-        self.count_in_flight(request, -1)
         self.kv_cache.free(request)
         request.status = status
         request.error = error

@@ -56,6 +56,7 @@ class ModelRunner(LoRAModelRunnerMixin):
     check_slots           called before LoRA allocates its slots; ValueError where they do not fit into memory
     linear_product        computes x W^T + b in all linears
     prepare_model         gives the model that steps run, of the one that is loaded and wrapped; here it is the same
+    tokenizer             of the base model; only answers with a given structure need it
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         check_slots: Callable[[EngineConfig, Ranks], None] = lambda config, tp: None,
         linear_product: Product = F.linear,
         prepare_model: Callable[[nn.Module], nn.Module] = lambda model: model,
+        tokenizer: Any = None,
     ) -> None:
         self.config, self.device = config, config.device
         self.tp = tp
@@ -104,7 +106,7 @@ class ModelRunner(LoRAModelRunnerMixin):
                 self.model = self.load_lora_model(self.model, config, self.device)
             self.model = prepare_model(self.model)
             self.sampler = Sampler(model_config.architecture.eos_token_ids, model_config.seed)
-            self.row_sampler = RowSampler(self.sampler)
+            self.row_sampler = RowSampler(self.sampler, tokenizer)
             self.memory_plan = self.memory.plan(self)
             self.memory.allocate(self, self.memory_plan)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.request_queues import RequestQueues
 from minivllm.engine.adapter import (
     Adapter,
     AdapterTraits,
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 class AdapterRegistry:
     """The records of all adapters that requests may name: the one class that changes them.
 
+    queues     the unfinished requests, which may use adapters: the scheduler's
     worker     reads, removes and pins adapters. It is the registry's own: callers get `engine.runner.lora_manager`,
                which leads here
     manager    the same adapters in memory and in slots
@@ -47,12 +48,12 @@ class AdapterRegistry:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        queues: RequestQueues,
         worker: LRUCacheWorkerLoRAManager,
         traits_reader: Any = None,
         find_by_name: Callable[[str, str, Collection[str]], LoRARequest] | None = None,
     ) -> None:
-        self.scheduler = scheduler
+        self.queues = queues
         self.worker = worker
         self.manager = worker.manager
         self.adapters: dict[int, Adapter] = {}
@@ -367,10 +368,10 @@ class AdapterRegistry:
     def _in_flight(self, adapter: Adapter, before: int | None = None) -> bool:
         """Whether unfinished requests use the adapter, of a generation below `before` if that is given.
 
-        The scheduler counts them in `in_flight`, also those that wait or were preempted. It has adapter id ->
+        They are counted in `queues.in_flight`, also those that wait or were preempted. It has adapter id ->
         generation -> count, and no entry where there are none.
         """
-        generations = self.scheduler.in_flight.get(adapter.id, ())
+        generations = self.queues.in_flight.get(adapter.id, ())
         return any(before is None or generation < before for generation in generations)
 
     # endregion
@@ -424,7 +425,7 @@ class AdapterRegistry:
 
     def _spare_who_runs(self) -> None:
         """Between steps requests come and go; what runs now, or waits to be pinned, must not be evicted."""
-        running = {request.adapter_id for request in self.scheduler.running if request.adapter_id}
+        running = {request.adapter_id for request in self.queues.running if request.adapter_id}
         self.manager.set_in_use(running | self.pinned)
 
     def _forget(self, adapter: Adapter) -> None:
@@ -502,8 +503,8 @@ class AdapterRegistry:
         """What new requests get; while a reload waits for older requests, what the oldest of these was promised."""
         if not adapter.reloads:
             return adapter.request
-        running = [request for request in self.scheduler.running if request.adapter_id == adapter.id]
-        oldest = running[0] if running else self.scheduler.waiting.oldest(adapter.id)
+        running = [request for request in self.queues.running if request.adapter_id == adapter.id]
+        oldest = running[0] if running else self.queues.waiting.oldest(adapter.id)
         return adapter.request if oldest is None else oldest.lora_request
 
     def unpin_lora(self, adapter_id: int) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.config import EngineConfig
+from minivllm.core.request_queues import RequestQueues
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
@@ -18,20 +19,14 @@ MakeCore = Callable[[EngineConfig, Any, bool, Callable[[], float]], EngineCore]
 
 def plain_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]) -> EngineCore:
     """The core's own parts: one runner in this process, no extension. `minivllm.assembly` has the others."""
-    executor = Executor(ModelRunner(config))
-    prepare(executor, tokenizer, warm_up)
-    scheduler = Scheduler(
-        *scheduler_arguments(config, executor.runner), **scheduler_options(config, executor.runner)
-    )
-    adapters = make_registry(scheduler, executor.runner)
-    return EngineCore(config, executor, scheduler, adapters, tokenizer, clock)
-
-
-def prepare(executor: Executor, tokenizer: Any, warm_up: bool) -> None:
-    """Tell an executor what answers are texts of, and warm it up if that is wanted."""
-    executor.runner.row_sampler.masks.tokenizer = tokenizer
+    executor = Executor(ModelRunner(config, tokenizer=tokenizer))
     if warm_up:
         executor.warm_up()
+    runner, queues = executor.runner, RequestQueues()
+    adapters = AdapterRegistry(queues, runner.worker_manager) if runner.worker_manager else None
+    options = scheduler_options(config, runner, queues, adapters)
+    scheduler = Scheduler(*scheduler_arguments(config, runner), **options)
+    return EngineCore(config, executor, scheduler, adapters, tokenizer, clock)
 
 
 def scheduler_arguments(config: EngineConfig, runner: ModelRunner) -> tuple[Any, ...]:
@@ -40,15 +35,24 @@ def scheduler_arguments(config: EngineConfig, runner: ModelRunner) -> tuple[Any,
     return config.scheduler_config, cache_config, config.lora_config
 
 
-def scheduler_options(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
-    """The options of a `Scheduler` that come from a configuration and a runner."""
+def scheduler_options(
+    config: EngineConfig, runner: ModelRunner, queues: RequestQueues, adapters: AdapterRegistry | None
+) -> dict[str, Any]:
+    """The options of a `Scheduler` that come from a configuration and a runner.
+
+    queues     its requests
+    adapters   their adapters' records, which it asks who may run and who is pinned; None without LoRA
+    """
     options = {
+        "queues": queues,
         "max_model_len": config.model_config.max_model_len,
         "most_tokens_beside_decodes": runner.graphs.most_tokens,
     }
     if (worker := runner.worker_manager) is not None:
         options["adapter_identity"] = lambda adapter_id: identity_of(worker, adapter_id)
         options["can_prefetch"] = runner.can_prefetch_lora
+    if adapters is not None:
+        options["may_run"], options["pinned_adapters"] = adapters.may_join, adapters.pinned
     return options
 
 
@@ -56,16 +60,3 @@ def identity_of(worker: LRUCacheWorkerLoRAManager, adapter_id: int) -> int | Non
     """A number that stands for the weights behind an id right now; None while they are not in memory."""
     lora = worker.manager.get_adapter(adapter_id)
     return lora and lora.load_id
-
-
-def make_registry(scheduler: Scheduler, runner: ModelRunner, **options: Any) -> AdapterRegistry | None:
-    """The records of adapters, which the scheduler asks who may run and who is pinned; None without LoRA.
-
-    options   as of `AdapterRegistry`
-    """
-    if runner.worker_manager is None:
-        return None
-    adapters = AdapterRegistry(scheduler, runner.worker_manager, **options)
-    scheduler.may_run = adapters.may_join
-    scheduler.pinned_adapters = adapters.pinned
-    return adapters

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import NamedTuple
 
 from minivllm.core.request import Request
+from minivllm.core.request_queues import RequestQueues
 from minivllm.simulate.adapters import RecordedWorker
 
 LOADING = "loading"
@@ -57,21 +58,19 @@ class Reader:
                  readers that work at the same time share the host
     most         adapters that are being read, or were and wait for their requests to join; as many again may be so
                  because a policy wanted them ahead, so that these take nobody's place
-    in_flight    adapter id -> its unfinished requests, as the scheduler counts them
-    running      the requests of the step that is being made
+    queues       the scheduler's: adapters in flight are waited for, and who runs is of the step that is being made
     """
 
     def __init__(
         self,
         worker: RecordedWorker,
-        in_flight: dict,
+        queues: RequestQueues,
         seconds: Callable[[int], float],
         most: int,
         unpacking: Callable[[int], float] = lambda adapter_id: 0.0,
-        running: Callable[[], Sequence[Request]] = tuple,
     ) -> None:
-        self.worker, self.in_flight, self.seconds, self.most = worker, in_flight, seconds, most
-        self.unpacking, self.running = unpacking, running
+        self.worker, self.queues, self.seconds, self.most = worker, queues, seconds, most
+        self.unpacking = unpacking
         self.now = 0.0
         self.reads: dict[int, float] = {}  # adapter id -> when it is there
         self.ahead: set[int] = set()  # those that a policy wanted
@@ -85,7 +84,7 @@ class Reader:
         if not adapter_id or self.is_there(adapter_id):
             return None
         # With no room for one more, and all read that wait for slots, the step reads this one, if nobody else is in it.
-        return LOADING if self.begin(adapter_id) or self.reads or self.running() else None
+        return LOADING if self.begin(adapter_id) or self.reads or self.queues.running else None
 
     def is_there(self, adapter_id: int) -> bool:
         """Whether a step would find it without reading."""
@@ -96,7 +95,7 @@ class Reader:
         if adapter_id in self.reads or self.is_there(adapter_id):
             return True
         if self._num_held(ahead) >= self.most:
-            self.worker.done = {a for a in self.worker.done if a in self.in_flight}
+            self.worker.done = {a for a in self.worker.done if a in self.queues.in_flight}
             if self._num_held(ahead) >= self.most:
                 return False
         self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
@@ -122,13 +121,13 @@ class Reader:
         """Adapters that are read, or were and wait, because a policy wanted them, or because requests did."""
         held = self.reads.keys() | self.worker.done
         if len(held) >= self.most:  # what the requests of this step have found is not waited for any more
-            held -= self.worker.done & {request.adapter_id for request in self.running()}
+            held -= self.worker.done & {request.adapter_id for request in self.queues.running}
         self.ahead &= held
         return len(self.ahead) if ahead else len(held) - len(self.ahead)
 
     def begin_ahead(self, adapter_id: int) -> None:
         """Read an adapter that is wanted ahead of its turn. One that no request waits for must not hold up others."""
-        if adapter_id in self.in_flight or not self.reads:
+        if adapter_id in self.queues.in_flight or not self.reads:
             self.begin(adapter_id, ahead=True)
 
     def settle(self, now: float) -> None:
@@ -137,7 +136,7 @@ class Reader:
         for adapter_id in [a for a, there_at in self.reads.items() if there_at <= now]:
             del self.reads[adapter_id]
             self.worker.done.add(adapter_id)
-            if adapter_id not in self.in_flight:
+            if adapter_id not in self.queues.in_flight:
                 self.worker.add_ahead(adapter_id)
 
     @property

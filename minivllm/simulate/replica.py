@@ -9,6 +9,7 @@ from typing import Any
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
+from minivllm.core.request_queues import RequestQueues
 from minivllm.core.scheduler import Scheduler
 from minivllm.gpu.elastic.scheduler import ElasticScheduler
 from minivllm.gpu.page_pool import PAGE_RANKS
@@ -76,6 +77,15 @@ class Replica:
             config.lora, config.scheduler, self.ranks, self._num_pages(), self._make_cache()
         )
         self.manager = self.worker.manager
+        self.queues = RequestQueues()
+        self.reader = Reader(
+            self.worker,
+            self.queues,
+            self._disk_seconds,
+            config.parallel_reads,
+            self._unpack_seconds,
+        )
+        beside = {"may_run": self.reader.may_run} if config.reads_beside else {}
         self.scheduler = self._make_scheduler(
             config.scheduler,
             config.cache,
@@ -84,17 +94,9 @@ class Replica:
             adapter_identity=self._adapter_identity,
             can_prefetch=self._can_prefetch,
             policy=config.scheduling and config.scheduling(partial(rank_of, self.manager.get_adapter)),
+            queues=self.queues,
+            **beside,
         )
-        self.reader = Reader(
-            self.worker,
-            self.scheduler.in_flight,
-            self._disk_seconds,
-            config.parallel_reads,
-            self._unpack_seconds,
-            lambda: self.scheduler.running,
-        )
-        if config.reads_beside:
-            self.scheduler.may_run = self.reader.may_run
         self.prefetching = config.prefetching and config.prefetching()
         self.inbox: list[tuple[Request, Served]] = []
         self.served: dict[str, Served] = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,13 +39,13 @@ class RowSampler:
     """The sampler, and each request's own source of randomness.
 
     draws   request id -> the source of its random numbers, kept until `forget`
-    masks   of answers with a given structure, likewise
+    masks   of answers with a given structure, likewise; they need the base model's tokenizer
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, tokenizer: Any = None) -> None:
         self.sampler = sampler
         self.draws: dict[str, RepeatableDraws] = {}
-        self.masks = TokenMasks(sampler.eos_token_ids)
+        self.masks = TokenMasks(sampler.eos_token_ids, tokenizer)
 
     def sample_step(self, step: PendingStep) -> Sampled:
         """As `sample`, of a step's rows. Those that cannot be sampled are left out; `step.errors` has them."""

@@ -15,12 +15,13 @@ from minivllm.core.request import Request
 class TokenMasks:
     """The place in its structure that each request's answer has come to.
 
-    tokenizer       of the base model, whose tokens the logits are for; an adapter's own tokens are never allowed
     eos_token_ids   what ends an answer that is complete
+    tokenizer       of the base model, whose tokens the logits are for; an adapter's own tokens are never allowed. None
+                    where no answer has a structure
     """
 
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
-        self.tokenizer: Any = None
+    def __init__(self, eos_token_ids: Sequence[int], tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer
         self.eos_token_ids = list(eos_token_ids)
         self._matchers: dict[str, tuple[Any, int]] = {}  # and how many tokens of the answer each has seen
         self._vocabulary: Any = None

@@ -22,7 +22,9 @@ def engines_in_lockstep(monkeypatch: Any, size: int, work: Callable[[TensorParal
         return work(tp)
 
     monkeypatch.setattr(
-        assembly, "make_executor", lambda config: Executor(make_model_runner(config, mine.tp))
+        assembly,
+        "make_executor",
+        lambda config, tokenizer: Executor(make_model_runner(config, mine.tp, tokenizer=tokenizer)),
     )
     return in_lockstep(size, play)
 

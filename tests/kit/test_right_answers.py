@@ -23,8 +23,8 @@ ANSWERS = {
         "if self.manager.get_adapter(adapter.id) is None or adapter.id not in self.worker.list_adapters():",
     ),
     "7.5 requests": (
-        "generations = self.scheduler.in_flight.get(adapter.id, ())",
-        "requests = [r for r in self.scheduler.requests.values() if r.adapter_id == adapter.id]\n"
+        "generations = self.queues.in_flight.get(adapter.id, ())",
+        "requests = [r for r in self.queues.requests.values() if r.adapter_id == adapter.id]\n"
         "        generations = [r.adapter_generation for r in requests if not r.status.is_finished]",
     ),
     "9.3": (

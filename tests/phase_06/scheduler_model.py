@@ -89,6 +89,7 @@ class World:
         self.requests = {}
         self.now = 0
         self._loads, self._ids = count(1), count()
+        self._pinned = set()
         self.scheduler = Scheduler(
             self.config,
             CacheConfig(
@@ -97,7 +98,7 @@ class World:
             LoRAConfig(max_loras=max_loras) if max_loras else None,
             max_model_len=max_model_len,
             adapter_identity=self.loads.get,
-            pinned_adapters=set(),
+            pinned_adapters=self._pinned,
             may_run=self.may_run,
             most_tokens_beside_decodes=most_tokens_beside_decodes,
             policy=WatchedLine(),
@@ -105,11 +106,12 @@ class World:
 
     @property
     def pinned(self):
-        return self.scheduler.pinned_adapters
+        return self._pinned
 
     @pinned.setter
     def pinned(self, adapter_ids):
-        self.scheduler.pinned_adapters = adapter_ids
+        self._pinned.clear()
+        self._pinned.update(adapter_ids)
 
     def may_run(self, request):
         """As the engine answers: `held` says why, or an unfinished request belongs to an earlier load."""

@@ -44,12 +44,13 @@ def looked_at():
     WatchedRequest.seen = None
 
 
-def long_queue(num_adapters, num_waiting=NUM_WAITING):
+def long_queue(num_adapters, num_waiting=NUM_WAITING, pinned=()):
     """Eight places and four slots, taken by requests that answer on and on; the others wait."""
     scheduler = Scheduler(
         SchedulerConfig(8, 64, 3),
         CacheConfig(num_blocks=200),
         LoRAConfig(max_loras=4),
+        pinned_adapters=pinned,
         policy=WatchedLine(),
     )
     for number in range(num_waiting):
@@ -92,8 +93,7 @@ def test_a_request_comes_and_goes_without_a_look_at_the_others(looked_at, num_ad
 
 
 def test_pins_under_a_long_queue_cost_a_look_at_those_who_are_refused_and_then_none(looked_at):
-    scheduler = long_queue(NUM_ADAPTERS)
-    scheduler.pinned_adapters = [1, 2, 3, 4]
+    scheduler = long_queue(NUM_ADAPTERS, pinned=[1, 2, 3, 4])
 
     refused = step(scheduler).refused
     seen = looked_at(step, scheduler)

@@ -84,7 +84,7 @@ class World:
     def __init__(self):
         self.worker = WordWorker()
         self.scheduler = Scheduler(SchedulerConfig(), CacheConfig(num_blocks=50), LoRAConfig(max_loras=2))
-        self.registry = AdapterRegistry(self.scheduler, self.worker)
+        self.registry = AdapterRegistry(self.scheduler.queues, self.worker)
         self.worker.disk = {"/one": "old", "/two": "two"}
         self.registry.add_lora(self.lora(1))
         self.worker.calls.clear()

@@ -16,7 +16,8 @@ def reader():
     """Three adapters at most, a second each; requests wait for 1 to 4."""
     small = config(slots=2, memory=2)
     worker = RecordedWorker(small.lora, small.scheduler, dict.fromkeys(range(7), 8))
-    return Reader(worker, dict.fromkeys(range(1, 5), 1), lambda adapter_id: 1.0, most=3)
+    queues = SimpleNamespace(in_flight=dict.fromkeys(range(1, 5), 1), running=[])
+    return Reader(worker, queues, lambda adapter_id: 1.0, most=3)
 
 
 def test_one_disk_reads_one_adapter_after_the_other(reader):
@@ -78,8 +79,7 @@ def test_where_there_is_no_room_to_read_the_step_reads(reader):
 
 
 def test_no_step_reads_while_others_run(reader):
-    running = []
-    reader.running = lambda: running
+    running = reader.queues.running
     for request in REQUESTS[1:4]:
         reader.may_run(request)
     reader.settle(9.0)
@@ -97,7 +97,7 @@ def test_what_nobody_waits_for_any_more_makes_room(reader):
         reader.may_run(request)
     reader.settle(9.0)
     for adapter_id in (1, 2):
-        del reader.in_flight[adapter_id]
+        del reader.queues.in_flight[adapter_id]
 
     assert reader.may_run(REQUESTS[4]) == LOADING
     assert reader.is_there(3) and not reader.is_there(1)
@@ -117,7 +117,7 @@ def test_what_is_wanted_ahead_holds_up_no_request(reader):
 
 
 def test_what_is_wanted_ahead_takes_nobodys_place(reader):
-    reader.in_flight.update(dict.fromkeys((5, 6), 1))
+    reader.queues.in_flight.update(dict.fromkeys((5, 6), 1))
     for adapter_id in (4, 5, 6):
         reader.begin_ahead(adapter_id)
 
