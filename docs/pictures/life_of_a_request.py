@@ -58,12 +58,12 @@ ARROWS = (
 )
 # What is plugged in or stands around: folder or file, and what is in it.
 AROUND = (
-    ("options/", "experts, ends, bias, ..."),
+    ("options/", "experts, head, bias, ..."),
     ("sources/", "hub, resolvers, .bin"),
-    ("gpu/", "Triton, slot writer"),
-    ("vllm/", "vLLM's further names"),
-    ("lora/stats.py", "counts, bytes, log"),
-    ("ahead/, text/", "lookahead; words"),
+    ("gpu/", "kernels, graphs, pages"),
+    ("ahead/", "one step of lookahead"),
+    ("parallel/", "several ranks"),
+    ("serving/, observe/", "threads; metrics, trace"),
 )
 
 
@@ -115,7 +115,7 @@ def draw_around(axes: Axes, top: float) -> float:
     axes.text(
         B + 3.0,
         top - 0.1,
-        "adapters' extensions are one value, lora/extensions.py",
+        "handed in by assembly.py",
         fontsize=9.5,
         color=MUTED,
         va="center",
