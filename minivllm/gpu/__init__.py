@@ -48,9 +48,9 @@ def _paged(max_tokens: int, max_samples: int, device: torch.device | str, config
 
 def _invariant(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
     refuse_without_gpu("invariant", device)
-    from minivllm.gpu.invariant_backend import InvariantBackend
+    from minivllm.gpu.invariant_backend import invariant_backend
 
-    return InvariantBackend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
+    return invariant_backend(max_tokens, max_samples, device, config.max_loras, config.max_lora_rank)
 
 
 def make_slot_writer(wrapped: Any, device: torch.device | str) -> Any:

@@ -70,7 +70,7 @@ class FoldedBackend(TritonBackend):
         wide, wide_bias = _widen(base, -(-(height + folded) // ALIGNMENT) * ALIGNMENT)
         a = wide[height : height + folded].view(count, n, rank, width)
         by_slice = [a[:, i : i + 1] for i in range(n)]  # n x (S, 1, R, K)
-        return self._keep(FoldedSlots(slots, self.outdate_ranks, by_slice, (wide, wide_bias)))
+        return self._keep(FoldedSlots(slots, self.live_ranks.outdate, by_slice, (wide, wide_bias)))
 
     def linear(self, x: torch.Tensor, base: LinearBase, slots: TritonSlots) -> torch.Tensor:
         y, update = self._product(x, base, slots)

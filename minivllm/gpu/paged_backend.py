@@ -10,13 +10,30 @@ from minivllm.gpu.kernels.update import DeferredUpdate, Update
 from minivllm.gpu.page_pool import PagePool
 from minivllm.gpu.paged_halves import PagedB, PagedHalves
 from minivllm.gpu.paged_slots import PagedSlots
-from minivllm.gpu.sgmv import TileList
+from minivllm.gpu.sgmv import LoRAKernelMeta, TileList, expand, shrink
 from minivllm.gpu.sgmv.tuning import FEW_TOKENS
 from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.slots import Slots
+
+
+class Tiling:
+    """Which tiles kernels get: those that are fastest for the rows at hand. (`InvariantTiling` is another one.)
+
+    meta_class   what makes tile lists
+    defers       whether what adapters add may be left to kernels that read y, which choose their tiles themselves
+    splits       shares of K in which slots of one size are shrunk; None = as is fastest
+    """
+
+    meta_class: type[LoRAKernelMeta] = LoRAKernelMeta
+    defers = True
+    splits: int | None = None
+
+    def tokens(self, rows: int) -> int:
+        """For how many tokens tiles are chosen, where there are so many rows."""
+        return rows
 
 
 class PagedBackend(TritonBackend):
@@ -28,6 +45,7 @@ class PagedBackend(TritonBackend):
     max_rank  the most ranks an adapter may have, for which the table has pages in each row
     counts    of each tile and block of ranks, how many splits of a shrink have written their part. Zeros between
               shrinks, which run one after the other and so can share them
+    tiling    which tiles kernels get
     """
 
     def __init__(
@@ -37,8 +55,10 @@ class PagedBackend(TritonBackend):
         device: torch.device | str,
         max_loras: int,
         max_rank: int,
+        tiling: Tiling | None = None,
     ) -> None:
-        super().__init__(max_num_batched_tokens, max_batches, device, max_loras)
+        self.tiling = tiling or Tiling()
+        super().__init__(max_num_batched_tokens, max_batches, device, max_loras, self.tiling.meta_class)
         self.pool = PagePool(max_loras, max_rank, device)
         self.counts = torch.zeros(0, dtype=torch.int32, device=device)
         self._beside: torch.cuda.Stream | None = None
@@ -49,13 +69,13 @@ class PagedBackend(TritonBackend):
         wanted = counts_wanted(self.token_meta.tiles.shape[1], len(slots.a), slots.a[0].shape[2])
         if wanted > len(self.counts):
             self.counts = self.counts.new_zeros(wanted)
-        return self._keep(PagedSlots(slots, self.outdate_ranks, self.pool))
+        return self._keep(PagedSlots(slots, self.live_ranks.outdate, self.pool))
 
     def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> PagedHalves:
         """Slots whose A and B are used apart, where processes share out the ranks of these slices' A's."""
 
         def place(kind: type[PagedSlots], of_half: Slots, page_ranks: int) -> PagedSlots:
-            return self._keep(kind(of_half, self.outdate_ranks, self.pool, page_ranks))
+            return self._keep(kind(of_half, self.live_ranks.outdate, self.pool, page_ranks))
 
         return PagedHalves(slots, tp, dealt, place)
 
@@ -86,6 +106,10 @@ class PagedBackend(TritonBackend):
     ) -> tuple[torch.Tensor, DeferredUpdate | None]:
         if self.no_lora:
             return base.forward(x)[0], None
+        if not self.tiling.defers:
+            y = base.forward(x)[0]  # (T, N)
+            self.add(y, x, slots, self.token_rows(len(x)))
+            return y, None
         pieces, tiles = slots.pieces, self.token_meta.meta_args(len(x))
         y, h = self._base_and_shrink(x, base, pieces, tiles)
         return y, DeferredUpdate(
@@ -122,9 +146,10 @@ class PagedBackend(TritonBackend):
         slices: slice = ALL_SLICES,
     ) -> None:
         if not isinstance(slots, PagedSlots):
-            super().add(y, x, slots, rows, slices)
+            h = shrink(x, slots.flat_a[slices], rows, slots.ranks[slices], splits=self.tiling.splits)
+            expand(h, slots.flat_b[slices], y, rows, slots.ranks[slices])
             return
-        self._add_paged(y, x, slots.pieces.of(slices), rows, len(x))
+        self._add_paged(y, x, slots.pieces.of(slices), rows, self.tiling.tokens(len(x)))
 
     def _add_paged(
         self, y: torch.Tensor, x: torch.Tensor, pieces: PagedPieces, tiles: TileList, tokens: int

@@ -2,25 +2,43 @@
 
 import torch
 
-from minivllm.gpu.sgmv import TileList, expand, shrink, tiles_of
+from minivllm.gpu.sgmv import LoRAKernelMeta, TileList, expand, shrink, tiles_of
 from minivllm.gpu.triton_halves import TritonHalves
 from minivllm.gpu.triton_slots import TritonSlots
-from minivllm.gpu.triton_tables import TritonTables
+from minivllm.gpu.triton_tables import LiveRanks, RowSlots
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.ranks import Ranks
-from minivllm.lora.backend import ALL_SLICES
+from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.mapping import LoRAMapping, slots_of
 from minivllm.lora.slots import Slots
 from minivllm.options.halved_slots import HalvedSlots
 
 
-class TritonBackend(TritonTables):
+class TritonBackend(Backend):
     """A shrink and an expand for each linear, one launch each, whatever the mixture. vLLM: `PunicaWrapperGPU`.
 
     Adapters need not be neighbours in the batch: a tile list, made once a step, gathers their rows. The buffers
     that kernels read stay where they are, so a captured CUDA graph holds for every later step of its size. Rows are
-    tile lists.
+    tile lists. Most adapters leave embedding and head alone: decode steps are captured with these and without.
+
+    token_meta, prompt_meta   tile lists over the tokens, and over the sampled rows
+    live_ranks, row_slots     what kernels look up beside these, in buffers that stay where they are, too
     """
+
+    def __init__(
+        self,
+        max_num_batched_tokens: int,
+        max_batches: int,
+        device: torch.device | str,
+        max_loras: int,
+        meta_class: type[LoRAKernelMeta] = LoRAKernelMeta,
+    ) -> None:
+        super().__init__(device)
+        self.token_meta = meta_class.make(max_loras, max_num_batched_tokens, device)
+        self.prompt_meta = meta_class.make(max_loras, max_batches, device)
+        self.live_ranks = LiveRanks(max_loras, device)
+        self.row_slots = RowSlots(max_num_batched_tokens, max_batches, device)
+        self._ends: list[Slots] = []
 
     # region lab 4.4: tile lists once a step, two launches a linear
     def begin_step(self, mapping: LoRAMapping, slot_table: list[int | None]) -> None:
@@ -85,3 +103,40 @@ class TritonBackend(TritonTables):
     def pair_rows(self, adapters: torch.Tensor, slots: Slots) -> TileList:
         """Made where the pairs are: the CPU never learns which experts were chosen."""
         return tiles_of(adapters, slots.a[0].shape[0] * slots.a[0].shape[1])
+
+    def token_slots(self, tokens: int) -> torch.Tensor:
+        return self.row_slots.tokens[:tokens]
+
+    def sample_slots(self, samples: int) -> torch.Tensor:
+        return self.row_slots.samples[:samples]
+
+    def reaches(self, slots: Slots) -> bool:
+        if slots not in self._ends:
+            self._ends.append(slots)
+        if self.leaves_out_ends:
+            return False
+        used = self.row_slots.slots_in(self.token_lora_indices)
+        return any(ranks[slot] for slot in used for ranks in slots.live_ranks)
+
+    @property
+    def reaches_ends(self) -> bool:
+        return any(self.reaches(slots) for slots in self._ends)
+
+    def place(self, slots: Slots, base: LinearBase | None) -> Slots:
+        return self._keep(TritonSlots(slots, self.live_ranks.outdate))
+
+    def _keep(self, slots: TritonSlots) -> TritonSlots:
+        """Make room for the live ranks of one layer more."""
+        self.live_ranks.keep(slots)
+        return slots
+
+    def sync_slots(self) -> None:
+        self.live_ranks.sync()
+        if not self.no_lora:
+            self.row_slots.copy(self.token_lora_indices, self.sampler_indices)
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        metas = (self.token_meta, self.prompt_meta)
+        tile_lists = [table for meta in metas for table in (meta.rows, meta.tiles)]
+        return [*tile_lists, self.live_ranks.ranks, self.row_slots.tokens, self.row_slots.samples]

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from minivllm.gpu.sgmv import TileList, expand, shrink
-from minivllm.gpu.triton_tables import TritonTables
-from minivllm.lora.backend import ALL_SLICES
+from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.slots import Slots
 from minivllm.options.halved_slots import HalvedSlots
 
@@ -21,7 +20,7 @@ class TritonHalves(HalvedSlots):
     shrinks  the A's alone    expands  n x (S * E, N_i, R), the B's
     """
 
-    def _place(self, backend: TritonTables) -> None:
+    def _place(self, backend: Backend) -> None:
         no_b = [a.new_empty(*a.shape[:2], 1, 0) for a in self.a]  # (S, E, 1, 0)
         self.shrinks = backend.place(Slots(self.a, no_b), None)
         self.expands = [b.flatten(0, 1) for b in self.b]

@@ -20,7 +20,7 @@ from tiny_moe import MIXTRAL, sparse_world
 
 from minivllm.config import ModelConfig, check_one_order
 from minivllm.gpu.invariant_attention import InvariantBuffers
-from minivllm.gpu.invariant_backend import InvariantBackend
+from minivllm.gpu.invariant_backend import invariant_backend
 from minivllm.gpu.kernels.invariant_linear import FASTEST, invariant_linear
 from minivllm.gpu.paged_attention import query_tiles
 from minivllm.gpu.paged_backend import PagedBackend
@@ -107,21 +107,21 @@ def test_every_tiling_of_a_linear_gives_the_same_bits(shape, dtype):
 # ---- adapters -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend_class, same", [(InvariantBackend, True), (PagedBackend, False)])
-def test_an_adapters_rows_have_the_same_bits_among_few_rows_and_many(backend_class, same):
+@pytest.mark.parametrize("make_backend, same", [(invariant_backend, True), (PagedBackend, False)])
+def test_an_adapters_rows_have_the_same_bits_among_few_rows_and_many(make_backend, same):
     x = random(600, 1024, seed=8)
     adapters = [(0, 1, 2)[i % 3] for i in range(600)]
 
-    few, many = (shrunk_and_expanded(backend_class, x[:rows], adapters[:rows]) for rows in (40, 600))
+    few, many = (shrunk_and_expanded(make_backend, x[:rows], adapters[:rows]) for rows in (40, 600))
 
     assert torch.allclose(few, many[:40], rtol=1e-4, atol=1e-4) and few.abs().max() > 1
     assert torch.equal(few, many[:40]) is same
 
 
-def shrunk_and_expanded(backend_class, x, adapters):
+def shrunk_and_expanded(make_backend, x, adapters):
     """What two adapters of random weights add to zeros; 0 of `adapters` is a base row.   -> (rows, N)"""
     heights, rank = (40, 24), 8
-    backend = backend_class(len(x), 1, DEVICE, 3, rank)
+    backend = make_backend(len(x), 1, DEVICE, 3, rank)
     empty = Slots.empty(3, rank, [(x.shape[1], height) for height in heights], torch.float32, DEVICE)
     slots = backend.place(empty, ColumnParallelLinear(x.shape[1], sum(heights)))
     for slot, r in ((0, 8), (2, 5)):
