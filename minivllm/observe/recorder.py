@@ -1,6 +1,7 @@
 """One step as a trace record, and whom it passed over. It listens to an engine's steps; no decision asks it."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, islice
@@ -71,11 +72,11 @@ class WatchedLine:
     """
 
     def __init__(self) -> None:
-        self._output: SchedulerOutput | None = None
+        self._step: Callable[[], SchedulerOutput | None] = lambda: None  # a step is not kept for its watcher
         self._asked: list[tuple[int, int] | int] = []
 
     def __call__(self, scheduler: Scheduler, output: SchedulerOutput) -> Iterator[Request]:
-        self._output, self._asked = output, []
+        self._step, self._asked = weakref.ref(output), []
         for request in first_come_first_served(scheduler, output):
             if not is_full(scheduler, output):
                 self._asked.append(scheduler.waiting.place(request.adapter_id) or request.arrival_order)
@@ -86,7 +87,7 @@ class WatchedLine:
 
         A place is (since, arrival) where the adapter had waited for a slot, else the arrival. None of another step.
         """
-        return self._asked if output is self._output else []
+        return self._asked if output is self._step() else []
 
 
 def skips(scheduler: Scheduler, output: SchedulerOutput, most: int = MAX_NAMED) -> tuple[list[Skip], int]:
