@@ -231,7 +231,7 @@ class Round:
         engine = llm._client.engine
         assert not engine.scheduler.requests and not engine.output_processor.states
         assert not any(engine.scheduler.kv_cache.block_pool.ref_cnt[1:]), "KV blocks are left"
-        assert not engine.adapters.noted or not engine.scheduler.in_flight.generations(1)
+        assert not engine.adapters.noted or not engine.scheduler.in_flight.get(1)
 
 
 def streamed(content: bytes) -> list[str]:
