@@ -56,7 +56,7 @@ class FusedMoEWithLoRA(OptionLayer):
         dtype = lora_config.slot_dtype(weight.dtype)
         sizes, experts = self.share.sizes(self.slice_sizes), self.num_experts
         slots = Slots.empty(max_loras, self.max_rank, sizes, dtype, weight.device, experts)
-        self.slots = self.arithmetic.cut(slots)
+        self.slots = self.arithmetic.cut_slots(slots)
 
     def set_mapping(self, punica_wrapper: Backend) -> None:
         self.backend = punica_wrapper

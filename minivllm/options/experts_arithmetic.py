@@ -26,7 +26,7 @@ class ExpertsArithmetic:
         self.tp, self.share, self.max_rank = base_layer.tp, share, max_rank
         self.backend: Backend | None = None
 
-    def cut(self, slots: Slots) -> Slots:
+    def cut_slots(self, slots: Slots) -> Slots:
         """New slots as far as they are this process's."""
         return slots
 

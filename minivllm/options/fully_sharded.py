@@ -67,13 +67,13 @@ class _FullySharded(LinearArithmetic):
 class _ShardedColumn(_FullySharded):
     """Behind a column-parallel linear each process has some ranks of A, and computes as many of h."""
 
-    def cut(self, slots: Slots, share: Share, max_rank: int) -> tuple[Slots, Share]:
+    def cut_slots(self, slots: Slots, share: Share, max_rank: int) -> tuple[Slots, Share]:
         if self.tp.size > 1:
             own_ranks = -(-max_rank // self.tp.size)
             first = self.tp.rank * own_ranks
             share = replace(share, ranks=slice(first, first + own_ranks))
             slots = Slots([a[:, :, :own_ranks].clone() for a in slots.a], slots.b)
-        return super().cut(slots, share, max_rank)
+        return super().cut_slots(slots, share, max_rank)
 
     # region lab 11.2: the gather of fully sharded
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:

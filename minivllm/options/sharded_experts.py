@@ -26,7 +26,7 @@ class ShardedExperts(ExpertsArithmetic):
         of_w1, _, *of_w3 = share.rows
         super().__init__(base_layer, replace(share, rows=[of_w1, [own], *of_w3]), max_rank)
 
-    def cut(self, slots: Slots) -> Slots:
+    def cut_slots(self, slots: Slots) -> Slots:
         a, own = list(slots.a), -(-self.max_rank // self.tp.size)
         a[W13] = [whole[:, :, :own].clone() for whole in a[W13]]
         return Slots(a, slots.b)

@@ -196,7 +196,7 @@ class LinearArithmetic:
     vLLM's classes for fully sharded adapters have another one (options/fully_sharded.py).
 
     base_layer  the linear, and tp the processes that share it
-    slots       with `share` and `max_rank` as the wrapped layer has them, from `cut` on
+    slots       with `share` and `max_rank` as the wrapped layer has them, from `cut_slots` on
     backend     from `place` on
     """
 
@@ -215,7 +215,7 @@ class LinearArithmetic:
         """Which part of each A and B this process has, of a linear with that share."""
         return share
 
-    def cut(self, slots: Slots, share: Share, max_rank: int) -> tuple[Slots, Share]:
+    def cut_slots(self, slots: Slots, share: Share, max_rank: int) -> tuple[Slots, Share]:
         """New slots as far as they are this process's, and its share of them."""
         self.slots, self.share, self.max_rank = slots, share, max_rank
         return slots, share
@@ -274,7 +274,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
     ) -> None:
         super().create_lora_weights(max_loras, lora_config, model_config)
-        self.slots, self.share = self.arithmetic.cut(self.slots, self.share, self.max_rank)
+        self.slots, self.share = self.arithmetic.cut_slots(self.slots, self.share, self.max_rank)
 
     def set_mapping(self, punica_wrapper: Backend) -> None:
         self.backend = punica_wrapper
