@@ -39,6 +39,21 @@ def test_nobody_replaces_a_method_of_somebody_elses_object(house):
     assert house.replaced_methods() == []
 
 
+def test_nobody_puts_attributes_on_classes_or_into_a_dict_of_attributes(house):
+    assert house.set_from_outside() == []
+
+
+def test_no_class_is_the_sum_of_many(house):
+    """A layer that is also one of vLLM's names may have three ancestors of ours, anything else two.
+
+    The group that sums in its peers' memory is a group of processes, a share of a model, and `Ranks` to the core.
+    """
+    deep = {name: len(house.ancestors(name)) for name in house.classes}
+
+    most = {name: 3 if name.endswith("LoRA") or name == "PeerGroup" else 2 for name in deep}
+    assert {name: number for name, number in deep.items() if number > most[name]} == {}
+
+
 def test_only_the_package_itself_and_vllms_names_are_looked_up_late(house):
     assert set(house.module_getattrs()) <= {"__init__.py", "lora/layers/__init__.py"}
 

@@ -5,6 +5,7 @@ import torch
 from test_slot_memory import large, manage, tiny
 
 from minivllm import EngineArgs
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig, ParallelConfig
 from minivllm.economics import GIB, plan, slot_memory
 from minivllm.gpu.elastic_manager import ElasticModelManager
@@ -146,7 +147,9 @@ def test_pages_that_a_gpus_writer_fills_are_the_same(rank):
 
     def filled(with_writer):
         base = MODELS[model.architecture](model, torch.float32, "cpu", TensorParallel(rank, 2))
-        manager = ElasticModelManager(base, 8, 64, model.vocab_size, config, "cpu")
+        manager = ElasticModelManager(
+            base, 8, 64, model.vocab_size, config, "cpu", extensions=LORA_EXTENSIONS
+        )
         manager.pool.bind_own(6)
         manager.pool.regions[0].zero_()
         if with_writer:
@@ -171,7 +174,9 @@ def test_a_page_of_fully_sharded_adapters_has_a_share_of_every_a_and_b():
 
     def page_elements(tp):
         base = MODELS[model.architecture](model, torch.float32, "cpu", tp)
-        manager = ElasticModelManager(base, 8, 64, model.vocab_size, config, "cpu")
+        manager = ElasticModelManager(
+            base, 8, 64, model.vocab_size, config, "cpu", extensions=LORA_EXTENSIONS
+        )
         return manager.pool.page_elements(1)
 
     alone, pieces = page_elements(TensorParallel(0, 1)), 2 * 14  # in each layer 7 A's and 7 B's

@@ -1,6 +1,7 @@
 """Slots come before the KV cache: refused if they can never fit, and off the memory that it is given."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from allocations import live_bytes
 from tiny_engine import tiny_world
 
 from minivllm import EngineArgs, LLMEngine
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.economics import room_for_slots, slot_memory
 from minivllm.gpu.measured_memory import MeasuredMemory
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.worker.model_runner import ModelRunner
 
 OPTIONS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "block_size": 4, "warm_up": False}
@@ -52,6 +55,10 @@ class StandInGPU:
 
 class RunnerOnStandIn(ModelRunner):
     on_gpu = property(lambda self: True, lambda self, value: None)
+
+    def __init__(self, config, **options):
+        make = partial(LRUCacheWorkerLoRAManager, extensions=LORA_EXTENSIONS)
+        super().__init__(config, make_lora_manager=make, **options)
 
 
 def test_the_kv_cache_gets_what_slots_leave_byte_for_byte(world, monkeypatch):
