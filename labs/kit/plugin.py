@@ -14,7 +14,7 @@ from labs.kit.missing_returns import returning_nothing
 from labs.kit.overlay import Todo, active
 from labs.kit.regions import ROOT
 
-_TITLE = re.compile(r"lab \d+\.\d+: [^\"'\n]+")
+TITLE = re.compile(r"lab \d+\.\d+: [^\"'\n]+")
 IS_SHORT = pytest.StashKey[bool]()
 LONGEST = 16  # lines of a message that are shown
 # What errors mean here that say nothing themselves.
@@ -88,9 +88,9 @@ def todo_of(error: BaseException) -> str | None:
     A Triton kernel cannot raise `Todo`: the interpreter has an assertion that says it, a GPU an error while compiling.
     """
     for link in chain(error):
-        if isinstance(link, Todo) or (isinstance(link, AssertionError) and _TITLE.fullmatch(str(link))):
+        if isinstance(link, Todo) or (isinstance(link, AssertionError) and TITLE.fullmatch(str(link))):
             return str(link)
-        if type(link).__module__.startswith("triton") and (found := _TITLE.search(str(link))):
+        if type(link).__module__.startswith("triton") and (found := TITLE.search(str(link))):
             return found[0]
     return None
 
