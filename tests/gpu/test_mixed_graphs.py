@@ -16,6 +16,7 @@ from tiny_models import token_ids
 from minivllm import SamplingParams
 from minivllm.assembly import make_scheduler
 from minivllm.core.request import Request
+from minivllm.core.request_queues import RequestQueues
 from minivllm.gpu import mixed_graphs
 from minivllm.gpu.mixed_graphs import mixed_sizes
 
@@ -74,7 +75,7 @@ def test_no_step_that_somebody_decodes_in_is_too_large_for_a_graph(world, monkey
     """Prompts of 30 tokens that come one step after the other: alone they would be eager, beside a decode chunked."""
     monkeypatch.setattr(mixed_graphs, "MOST_TOKENS", 16)
     engine = graphed_engine(world, max_num_batched_tokens=64)
-    engine.scheduler = bounded = make_scheduler(engine.config, engine.runner)
+    engine.scheduler = bounded = make_scheduler(engine.config, engine.runner, RequestQueues(), None)
     prompts = [token_ids(30, seed) for seed in range(3)]
     outputs = []
     for number, prompt in enumerate(prompts):
