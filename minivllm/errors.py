@@ -103,7 +103,9 @@ def recoverable(error: BaseException) -> BaseException:
 
 def is_expected(error: BaseException) -> bool:
     """Whether the engine itself raises errors of this kind, with a sentence that says what to do."""
-    return isinstance(error, ValueError | OSError | RuntimeError) and not isinstance(error, NotImplementedError)
+    return isinstance(error, ValueError | OSError | RuntimeError) and not isinstance(
+        error, NotImplementedError
+    )
 
 
 def is_refusal(error: BaseException) -> bool:
