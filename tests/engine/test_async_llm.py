@@ -257,9 +257,11 @@ class TestWhoStopsListening:
             await llm.call(hold_after, 3, tmp_path / "go")
             first = asyncio.create_task(collect(llm, "same", greedy(40)))
             await runs(llm, "same")
-            with pytest.raises(ValueError, match="in use"):
-                await collect(llm, "same", greedy(5))
+            second = asyncio.create_task(collect(llm, "same", greedy(5)))
+            await some_turns()  # by now it waits for the engine, which a step holds up
             (tmp_path / "go").touch()
+            with pytest.raises(ValueError, match="in use"):
+                await second
             return await first
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy(None, PROMPT, 40)
