@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig, LoRAConfig
-from minivllm.core.request_queues import RequestQueues
+from minivllm.core.request_queue import RequestQueues
 from minivllm.core.scheduler import Scheduler, first_come_first_served
 from minivllm.economics import refuse_slots_that_do_not_fit
 from minivllm.engine import llm, llm_engine

@@ -10,7 +10,7 @@ from labs.kit.overlay import Todo
 from collections import Counter
 from collections.abc import Iterable
 
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queue import WaitingQueue
 
 
 class LoRAAdmission:

@@ -9,7 +9,7 @@ In vLLM a request whose adapter does not fit waits while others pass it, without
 from collections import Counter
 from collections.abc import Iterable
 
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queue import WaitingQueue
 
 
 class LoRAAdmission:

@@ -10,7 +10,7 @@ from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import ADAPTER_COPY, MAX_LORAS, NO_BLOCKS, ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus, check_stop
-from minivllm.core.request_queues import RequestQueues
+from minivllm.core.request_queue import RequestQueues
 from minivllm.errors import all_pinned, id_in_use, lora_is_off
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from minivllm.core.output import RELOAD_PENDING
 from minivllm.core.request import Request
-from minivllm.core.request_queues import RequestQueues
+from minivllm.core.request_queue import RequestQueues
 from minivllm.engine.adapter import (
     Adapter,
     AdapterTraits,

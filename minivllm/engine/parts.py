@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.config import EngineConfig
-from minivllm.core.request_queues import RequestQueues
+from minivllm.core.request_queue import RequestQueues
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from minivllm.core.request import Request
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queue import WaitingQueue
 
 
 @dataclass(frozen=True)

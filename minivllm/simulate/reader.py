@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from minivllm.core.request import Request
-from minivllm.core.request_queues import RequestQueues
+from minivllm.core.request_queue import RequestQueues
 from minivllm.simulate.adapters import RecordedWorker
 
 LOADING = "loading"

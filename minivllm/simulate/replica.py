@@ -9,7 +9,7 @@ from typing import Any
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.core.request_queues import RequestQueues
+from minivllm.core.request_queue import RequestQueues
 from minivllm.core.scheduler import Scheduler
 from minivllm.gpu.elastic.scheduler import ElasticScheduler
 from minivllm.gpu.page_pool import PAGE_RANKS

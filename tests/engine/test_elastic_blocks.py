@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import LoRAConfig, SchedulerConfig
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queue import WaitingQueue
 from minivllm.gpu.elastic.admission import ElasticAdmission
 from minivllm.gpu.elastic.block_pool import ElasticBlockPool
 from minivllm.gpu.page_ledger import PageLedger

@@ -16,7 +16,7 @@ from tiny_models import token_ids
 from minivllm import SamplingParams
 from minivllm.assembly import make_scheduler
 from minivllm.core.request import Request
-from minivllm.core.request_queues import RequestQueues
+from minivllm.core.request_queue import RequestQueues
 from minivllm.gpu import mixed_graphs
 from minivllm.gpu.mixed_graphs import mixed_sizes
 

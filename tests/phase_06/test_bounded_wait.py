@@ -11,7 +11,7 @@ from scheduler_model import World, lora
 from minivllm.core.lora_admission import LoRAAdmission
 from minivllm.core.output import NO_BLOCKS
 from minivllm.core.request import Request
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queue import WaitingQueue
 from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lab("6.4")

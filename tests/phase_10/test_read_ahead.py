@@ -5,7 +5,7 @@ import pytest
 from fleets import config, fleet
 
 from minivllm.core.request import Request
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queue import WaitingQueue
 from minivllm.lora.request import LoRARequest
 from minivllm.policies.prefetching import ByQueuePosition, BySession, Waiting
 from minivllm.sampling_params import SamplingParams

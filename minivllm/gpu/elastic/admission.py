@@ -6,7 +6,7 @@ Beside `scheduled_loras` in vllm/v1/core/sched/scheduler.py (v0.22.1).
 from collections.abc import Iterable
 
 from minivllm.core.lora_admission import LoRAAdmission
-from minivllm.core.waiting_queue import WaitingQueue
+from minivllm.core.request_queue import WaitingQueue
 from minivllm.gpu.elastic_manager import ElasticModelManager
 
 
