@@ -27,11 +27,12 @@ from benchmarks.adapters import write_adapters
 from benchmarks.arguments import SHAPES, each_once, one_of, run_as_command, whole
 from benchmarks.report import Report, default_path
 from minivllm.ahead.lookahead import LookaheadCore
-from minivllm.assembly import LLMEngine, paged_attention
+from minivllm.assembly import LLMEngine
 from minivllm.config import EngineConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.gpu import make_slot_writer
 from minivllm.gpu.cuda_graphs import DecodeOutput, DecodeStep
+from minivllm.gpu.install import paged_attention
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams

@@ -321,6 +321,11 @@ class Scheduler:
 SchedulingPolicy = Callable[[Scheduler, SchedulerOutput], Iterator[Request]]
 
 
+def is_full(scheduler: Scheduler, output: SchedulerOutput) -> bool:
+    """Whether nobody can join this step, so that no order need be made."""
+    return scheduler._full(output) is not None
+
+
 def first_come_first_served(scheduler: Scheduler, output: SchedulerOutput) -> Iterator[Request]:
     """Waiting requests, those left out whose answer is known: a step costs what it admits, whoever waits.
 

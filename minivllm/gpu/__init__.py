@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from minivllm.config import LoRAConfig
+from minivllm.engine.extension import Extension, Parts
 from minivllm.lora.backend import Backend
 
 
@@ -62,4 +63,11 @@ def make_slot_writer(wrapped: Any, device: torch.device | str) -> Any:
     return SlotWriter(wrapped, device) if pool is None else PagedSlotWriter(wrapped, device, pool)
 
 
+def _add_to(parts: Parts) -> None:
+    from minivllm.gpu.install import add_to
+
+    add_to(parts)
+
+
 BACKENDS = {"triton": _triton, "folded": _folded, "paged": _paged, "invariant": _invariant}
+GPU = Extension({"backends": BACKENDS, "make_slot_writer": make_slot_writer}, _add_to)

@@ -13,21 +13,12 @@ from typing import Any
 import torch
 
 from minivllm.config import PAGE_RANKS
-from minivllm.gpu.paged_slots import PagedSlots
+from minivllm.gpu.paged_slots import PagedB, PagedSlots
 from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
 from minivllm.options.halved_slots import HalvedSlots, RankDeal
-
-
-class PagedB(PagedSlots):
-    """The B's of one slice.
-
-    deal   of the processes whose ranks of h stand side by side; None = h is in the order of ranks
-    """
-
-    deal: RankDeal | None = None
 
 
 class PagedHalves(HalvedSlots):

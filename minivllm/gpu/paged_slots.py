@@ -6,6 +6,7 @@ Beside vllm/lora/layers/base_linear.py (v0.22.1), whose slots are of one size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -110,3 +111,12 @@ class PagedSlots(Slots):
             live[slot] = 0
         self._write_beside(slot, [None] * len(self.a))
         self.changed(slot)
+
+
+class PagedB(PagedSlots):
+    """The B's of one slice, of slots whose A and B are used apart.
+
+    deal   the `RankDeal` of the processes whose ranks of h stand side by side; None = h is in the order of ranks
+    """
+
+    deal: Any = None

@@ -7,7 +7,6 @@ import torch
 
 from minivllm.gpu.kernels.paged_pieces import PagedPieces
 from minivllm.gpu.page_pool import PagePool
-from minivllm.gpu.paged_halves import PagedHalves
 from minivllm.gpu.paged_slots import PagedSlots
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.slots import Slots
@@ -33,7 +32,7 @@ class PagedSlotWriter(SlotWriter):
     def _paged(self) -> list[PagedSlots]:
         """All that lies in pages; A's and B's may do so apart."""
         slots = [module.slots for module in self.modules.values()]
-        halves = [half for own in slots if isinstance(own, PagedHalves) for half in own.parts]
+        halves = [half for own in slots for half in getattr(own, "parts", ())]  # of `PagedHalves`
         return [*(own for own in slots if isinstance(own, PagedSlots)), *halves]
 
     def _scatter(self, weights: torch.Tensor, table: torch.Tensor, slot: int) -> None:
@@ -65,8 +64,8 @@ IN_NO_PAGE = [0] * 5
 
 def _sides(slots: Slots, i: int) -> list[tuple[PagedPieces, int, int, int]]:
     """Of slice i's A and of its B: the pieces, where it begins in a page, its width, 1 for a B. [] = in no page"""
-    if isinstance(slots, PagedHalves):
-        half, j = slots.where[i]
+    if where := getattr(slots, "where", None):  # of `PagedHalves`
+        half, j = where[i]
         of_a, of_b = half.pieces, slots.expands[i].pieces
         return [(of_a, of_a.a[j], of_a.widths[j], 0), (of_b, of_b.b[0], of_b.heights[0], 1)]
     if not isinstance(slots, PagedSlots):

@@ -3,7 +3,6 @@
 import torch
 
 from minivllm.gpu.sgmv import LoRAKernelMeta, TileList, expand, shrink, tiles_of
-from minivllm.gpu.triton_halves import TritonHalves
 from minivllm.gpu.triton_slots import TritonSlots
 from minivllm.gpu.triton_tables import LiveRanks, RowSlots
 from minivllm.layers.linear import LinearBase
@@ -11,7 +10,6 @@ from minivllm.layers.ranks import Ranks
 from minivllm.lora.backend import ALL_SLICES, Backend
 from minivllm.lora.mapping import LoRAMapping, slots_of
 from minivllm.lora.slots import Slots
-from minivllm.options.halved_slots import HalvedSlots
 
 
 class TritonBackend(Backend):
@@ -90,8 +88,10 @@ class TritonBackend(Backend):
     def expand(self, y: torch.Tensor, h: torch.Tensor, slots: TritonSlots, rows: TileList) -> None:
         expand(h[None, None], slots.flat_b, y, rows)
 
-    def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> HalvedSlots:
+    def halve(self, slots: Slots, tp: Ranks, dealt: slice) -> Slots:
         """Slots whose A and B are used apart: one launch for all slices' h, and one for what is made of it."""
+        from minivllm.gpu.triton_halves import TritonHalves  # an option of minivllm.options asks for it
+
         return TritonHalves(slots, self, tp)
 
     def token_rows(self, tokens: int) -> TileList:

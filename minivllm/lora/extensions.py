@@ -104,6 +104,7 @@ class LoRAExtensions:
     read_request      reads an adapter whose tensors the request brings: (request, LoRAConfig, the model's longest
                       context, these extensions, and the parameters of `LoRAModel.from_local_checkpoint`) -> LoRAModel
     backends          name of a backend -> (most tokens, most requests, device, LoRAConfig) -> a `Backend`
+    make_slot_writer  on a GPU: (wrapped layers, device) -> what writes their slots; None = the layers do
     """
 
     options: tuple[AdapterOption, ...] = ()
@@ -112,6 +113,7 @@ class LoRAExtensions:
     folder_sources: tuple[Callable[[str], str | None], ...] = ()
     read_request: "Callable[..., LoRAModel] | None" = None
     backends: "Mapping[str, Callable[..., Backend]]" = field(default_factory=dict)
+    make_slot_writer: Callable[..., Any] | None = None
 
     @property
     def config_options(self) -> dict[str, AdapterOption]:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from minivllm.core.output import MAX_LORAS, NO_BLOCKS, SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler, first_come_first_served
+from minivllm.core.scheduler import Scheduler, first_come_first_served, is_full
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.observe.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip
-from minivllm.policies.scheduling import is_full
 
 logger = logging.getLogger(__name__)
 

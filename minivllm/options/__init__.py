@@ -3,6 +3,7 @@
 A plain adapter enters none of it. vLLM (v0.22.1) has it inside vllm/lora/.
 """
 
+from minivllm.engine.extension import Extension, Parts
 from minivllm.lora.extensions import AdapterOption
 from minivllm.options.bias import LoRABias
 from minivllm.options.embedding import VocabParallelEmbeddingWithLoRA
@@ -13,8 +14,6 @@ from minivllm.options.target_parameters import ExpertAdapters
 from minivllm.options.traits import TraitsReader
 from minivllm.options.vocabulary import AddedTokens
 
-__all__ = ["OPTIONS", "SHARDED_WRAPPERS", "TraitsReader"]
-
 
 class EndsOfModel(AdapterOption):
     """Adapters on the input embedding and on the head."""
@@ -22,11 +21,15 @@ class EndsOfModel(AdapterOption):
     wrappers = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
 
 
-OPTIONS: tuple[AdapterOption, ...] = (
+def _add_to(parts: Parts) -> None:
+    parts.make_traits_reader = TraitsReader
+
+
+ADAPTER_OPTIONS: tuple[AdapterOption, ...] = (
     EndsOfModel(),
     ExpertAdapters(),
     AddedTokens(),
     LoRABias(),
     LongContext(),
 )
-SHARDED_WRAPPERS: dict[type, type] = SHARDED
+OPTIONS = Extension({"options": ADAPTER_OPTIONS, "sharded_wrappers": SHARDED}, _add_to)

@@ -6,3 +6,15 @@ Seams    `minivllm.layers.ranks.Ranks`, which layers are given: `TensorParallel`
          `Executor`: the one here has every rank run each step. `minivllm.assembly` chooses both
 Costs    two sums over all ranks a layer, and one process more for each rank to start and to watch
 """
+
+from minivllm.engine.extension import Extension, Parts
+
+
+def _add_to(parts: Parts) -> None:
+    if parts.config.parallel_config.tensor_parallel_size > 1:
+        from minivllm.parallel.leader import start_ranks
+
+        parts.make_executor = start_ranks
+
+
+PARALLEL = Extension(add_to=_add_to)

@@ -101,10 +101,10 @@ class LeadingExecutor(Executor):
         self.others.on_death.append(lambda: tell(self.others.check))
 
 
-def start_ranks(config: EngineConfig, make_runner: MakeRunner, **options: Any) -> LeadingExecutor:
+def start_ranks(config: EngineConfig, make_runner: MakeRunner, tokenizer: Any = None) -> LeadingExecutor:
     """An executor for all ranks, which are started here and end with it. Errors as of `ModelRunner`.
 
-    options   that this rank's runner is made with, and no other's: it samples for all
+    tokenizer   of this rank's runner, and no other's: it samples for all
 
     Where torchrun has started them, those but rank 0 do not return: they follow, and then exit.
     """
@@ -116,26 +116,26 @@ def start_ranks(config: EngineConfig, make_runner: MakeRunner, **options: Any) -
             "tensor_parallel_size; shut that engine down, or start this one in another process"
         )
     if is_by_torchrun():
-        return lead(config, meet_others(size, config.device), make_runner, **options)
+        return lead(config, meet_others(size, config.device), make_runner, tokenizer)
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    return lead(config, OtherRanks.start(size - 1), make_runner, store, **options)
+    return lead(config, OtherRanks.start(size - 1), make_runner, tokenizer, store)
 
 
 def lead(
     config: EngineConfig,
     others: OtherRanks,
     make_runner: MakeRunner,
+    tokenizer: Any,
     store: dist.TCPStore | None = None,
-    **options: Any,
 ) -> LeadingExecutor:
-    """store: where they meet; None = they have met.   options: as of `start_ranks`"""
+    """store: where they meet; None = they have met.   tokenizer: as of `start_ranks`"""
     size = config.parallel_config.tensor_parallel_size
     try:
         others.begin([(make_runner, config, rank, store and store.port) for rank in range(1, size)])
         if store is not None:
             join_ranks(0, size, config.device, store)
         others.on_death.append(leave_ranks)
-        return LeadingExecutor(config, others, partial(make_runner, **options))
+        return LeadingExecutor(config, others, partial(make_runner, tokenizer=tokenizer))
     except BaseException:
         end_ranks(others)
         raise

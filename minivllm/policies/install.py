@@ -1,16 +1,18 @@
 """The policies that a configuration names. The simulator's engines take the same objects."""
 
-from collections.abc import Callable
 from functools import partial
 
 from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.core.scheduler import SchedulingPolicy
-from minivllm.lora.lora_model import LoRAModel
+from minivllm.engine.extension import GetAdapter, Parts
 from minivllm.lora.tiers import MakeCache, least_recently_used
 from minivllm.policies import keeping, scheduling
 
-# Adapter id -> its weights if they are in memory.
-GetAdapter = Callable[[int], LoRAModel | None]
+
+def add_to(parts: Parts) -> None:
+    parts.make_policy = scheduling_policy
+    if parts.config.lora_config is not None:
+        parts.manager["make_cache"] = cache_as_configured(parts.config.lora_config)
 
 
 def rank_of(get_adapter: GetAdapter, adapter_id: int) -> int:

@@ -10,16 +10,11 @@ from collections.abc import Callable, Iterator
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler, SchedulingPolicy, first_come_first_served
+from minivllm.core.scheduler import Scheduler, SchedulingPolicy, first_come_first_served, is_full
 from minivllm.policies.fairness import VirtualTokenCounter
 
 # How many later requests may go before one, where a policy promises it.
 PATIENCE = 64
-
-
-def is_full(scheduler: Scheduler, output: SchedulerOutput) -> bool:
-    """Whether nobody can join this step, so that no order need be made."""
-    return scheduler._full(output) is not None
 
 
 def due(scheduler: Scheduler) -> Iterator[Request]:

@@ -6,12 +6,20 @@ read_tensors     an adapter whose tensors a request brings
 find_by_name     an adapter by a name that the engine does not know
 """
 
+from minivllm.engine.extension import Extension, Parts
 from minivllm.sources.bin import find_pickled
 from minivllm.sources.by_name import find_by_name
 from minivllm.sources.hub import hub_folder
 from minivllm.sources.memory import read_tensors
 
-__all__ = ["FILE_FORMATS", "FOLDER_SOURCES", "find_by_name", "read_tensors"]
-
 FILE_FORMATS = {".bin": find_pickled, ".pt": find_pickled}
 FOLDER_SOURCES = (hub_folder,)
+
+
+def _add_to(parts: Parts) -> None:
+    parts.find_by_name = find_by_name
+
+
+SOURCES = Extension(
+    {"file_formats": FILE_FORMATS, "folder_sources": FOLDER_SOURCES, "read_request": read_tensors}, _add_to
+)

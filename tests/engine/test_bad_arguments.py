@@ -8,7 +8,8 @@ import pytest
 from tiny_engine import character_tokenizer, greedy, run, snapshot, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LLMEngine, SamplingParams
-from minivllm.economics import refuse_slots_that_do_not_fit
+from minivllm.assembly import LORA_EXTENSIONS
+from minivllm.sizing.slot_memory import refuse_slots_that_do_not_fit
 
 PROMPT = [5, 6, 7, 8, 9]
 INTS = [
@@ -119,7 +120,7 @@ def test_slots_of_the_largest_numbers_are_counted_and_refused(world):
     args = EngineArgs(**{"model": str(world.base), "device": "cpu", "enable_lora": True, **largest})
 
     with pytest.raises(ValueError, match=r"LoRA slots need [\d,]+ bytes"):
-        refuse_slots_that_do_not_fit(args.create_engine_config())
+        refuse_slots_that_do_not_fit(args.create_engine_config(), extensions=LORA_EXTENSIONS)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from tiny_engine import tiny_world
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.assembly import LORA_EXTENSIONS
-from minivllm.economics import room_for_slots, slot_memory
+from minivllm.economics import slot_memory
 from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.sizing.slot_memory import room_for_slots
 from minivllm.worker.model_runner import ModelRunner
 
 OPTIONS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 16, "block_size": 4, "warm_up": False}

@@ -8,11 +8,12 @@ from test_mixed_graphs import graphed_engine
 from test_runner_graphs import add, assert_tokens_are_right
 from tiny_engine import run, tiny_world
 
-from minivllm.assembly import LORA_EXTENSIONS, paged_attention
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.gpu import folded_backend
 from minivllm.gpu.fused import FusedRMSNorm, blocks
 from minivllm.gpu.fused.blocks import AddAndNorm, Pending, linear_deferred
+from minivllm.gpu.install import paged_attention
 from minivllm.gpu.kernels import paged_tuning
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.paged_tuning import MOST_NORM_TOKENS, norm_kernel

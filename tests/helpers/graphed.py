@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from minivllm.assembly import paged_attention
 from minivllm.gpu.decode_buffers import DecodeBuffers
 from minivllm.gpu.fused import FusedLlamaModel, fuse
+from minivllm.gpu.install import paged_attention
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.worker.model_runner import ModelRunner
 

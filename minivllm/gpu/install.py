@@ -1,0 +1,95 @@
+"""What an engine on a GPU, or one whose options ask for kernels, has in the places of the core's parts."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.extension import Parts
+from minivllm.worker.kv_memory import KVMemory
+from minivllm.worker.model_runner import BuildAttention, ModelRunner
+
+# Below, imports are late: Triton is not everywhere, and an engine on a CPU needs none of it.
+
+
+def add_to(parts: Parts) -> None:
+    """Memory that is measured, attention that reads pages, graphs, kernels, and slots in pages."""
+    config, lora_config = parts.config, parts.config.lora_config
+    on_gpu = torch.device(config.device).type != "cpu"
+    if on_gpu:
+        parts.runner |= _gpu_parts(config)
+    if lora_config is not None:
+        if on_gpu:
+            parts.manager["make_slot_writer"] = parts.lora.make_slot_writer
+        if lora_config.backend_on(config.device) in PAGED_BACKENDS:
+            from minivllm.gpu.elastic_manager import ElasticModelManager
+            from minivllm.gpu.shared_memory import SharedMemory
+
+            parts.manager_class, parts.make_scheduler = ElasticModelManager, make_scheduler
+            parts.runner["memory"] = SharedMemory(parts.runner.get("memory", KVMemory()))
+    if config.model_config.batch_invariant:
+        from minivllm.gpu.invariant_attention import build_invariant_attention
+        from minivllm.gpu.kernels.invariant_linear import invariant_linear
+
+        parts.runner["build_attention"] = build_invariant_attention(config)
+        parts.runner["linear_product"] = invariant_linear
+    if runs_kernels(config):
+        from minivllm.gpu.fused import fuse
+
+        parts.runner["prepare_model"] = fuse
+
+
+def runs_kernels(config: EngineConfig) -> bool:
+    """Whether steps run on Triton's kernels: on a GPU, or where options ask for them, through Triton's interpreter."""
+    if torch.device(config.device).type != "cpu" or config.model_config.batch_invariant:
+        return True
+    return config.lora_config is not None and config.lora_config.backend_on(config.device) in KERNEL_BACKENDS
+
+
+def _gpu_parts(config: EngineConfig) -> dict[str, object]:
+    """What a runner on a GPU has in the place of the plain parts: `memory`, and for 16 bits paged attention, `capture`.
+
+    Steps in float32, which nobody serves, have PyTorch's attention and run eagerly.
+    """
+    from minivllm.gpu.measured_memory import MeasuredMemory
+
+    is_paged = config.model_config.dtype in (torch.float16, torch.bfloat16)
+    captures = is_paged and not config.model_config.enforce_eager
+    parts: dict[str, object] = {"memory": MeasuredMemory(captures)}
+    if is_paged:
+        parts["build_attention"] = paged_attention(config)
+    if captures:
+        from minivllm.gpu.step_graphs import StepGraphs
+
+        buffers = {}
+        if config.model_config.batch_invariant:
+            from minivllm.gpu.invariant_attention import InvariantBuffers
+
+            buffers["decode_buffers"] = InvariantBuffers
+        parts["capture"] = partial(StepGraphs.of_all_steps, **buffers)
+    return parts
+
+
+def paged_attention(config: EngineConfig) -> BuildAttention:
+    """Attention that reads the KV cache where it lies, by kernels for GPUs."""
+    from minivllm.gpu.paged_attention import PagedAttentionMetadata
+
+    return partial(
+        PagedAttentionMetadata.build,
+        block_size=config.cache_config.block_size,
+        device=config.device,
+        max_seq_len=config.model_config.max_model_len,
+    )
+
+
+def make_scheduler(runner: ModelRunner, *arguments: Any, **options: Any) -> Scheduler:
+    """The scheduler of a runner whose adapters lie in pages; the plain one if no layer's do."""
+    blocks_a_page = getattr(runner.memory_plan, "blocks_a_page", 0)
+    if not blocks_a_page:
+        return Scheduler(*arguments, **options)
+    from minivllm.gpu.elastic.scheduler import ElasticScheduler
+
+    manager = runner.worker_manager.manager
+    return ElasticScheduler(*arguments, manager=manager, blocks_a_page=blocks_a_page, **options)

@@ -1,0 +1,37 @@
+"""What watches an engine: its recorder and its reports."""
+
+from minivllm.config import SchedulerConfig
+from minivllm.core.scheduler import SchedulingPolicy, first_come_first_served
+from minivllm.engine.core import EngineCore
+from minivllm.engine.extension import GetAdapter, Observer, Parts
+from minivllm.observe import reports
+from minivllm.observe.event_log import EventLog
+from minivllm.observe.recorder import Recorder, WatchedLine
+
+
+class EngineObserver(Observer):
+    """Records every step, and answers with all counters."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core)
+        recorder = Recorder(core)
+        self.trace = recorder.trace
+        core.listeners.append(recorder)
+
+    def get_metrics(self) -> dict[str, object]:
+        return reports.get_metrics(self.core)
+
+    def debug_info(self) -> dict[str, object]:
+        return reports.debug_info(self.core)
+
+
+def add_to(parts: Parts) -> None:
+    """A log of adapters, an observer of steps, and a plain order that notes how far down the line a step came."""
+    make_policy = parts.make_policy
+
+    def make_watched(config: SchedulerConfig, get_adapter: GetAdapter) -> SchedulingPolicy:
+        policy = make_policy(config, get_adapter)
+        return WatchedLine() if policy is first_come_first_served else policy
+
+    parts.make_policy, parts.make_observer = make_watched, EngineObserver
+    parts.make_listeners.append(EventLog)
