@@ -27,8 +27,7 @@ from minivllm.parallel import PARALLEL
 from minivllm.policies import POLICIES
 from minivllm.sizing import SIZING
 from minivllm.sources import SOURCES
-from minivllm.worker.executor import Executor
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.model_runner import Executor, ModelRunner
 
 # Each can be taken away: its folder, its import above and its line here.
 EXTENSIONS: tuple[Extension, ...] = (

@@ -8,7 +8,7 @@ from minivllm.config import LoRAConfig
 from minivllm.lora.adaptable import Layers, adaptable, end_of, ends_of, plugged_wrapper, refuse_targets
 from minivllm.lora.backend import Backend
 from minivllm.lora.checks import unmatched
-from minivllm.lora.extensions import PLAIN, LoRAExtensions
+from minivllm.lora.extensions import PLAIN, LoRAExtensions, WrappedOption
 from minivllm.lora.layers.base import BaseLayerWithLoRA, Parts
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -97,9 +97,9 @@ class WrappedModules:
     def judge(self, lora: LoRAModel) -> dict[str, Parts]:
         """Module name -> what its layer finds in the adapter (its `judge`); the adapter stays as it is.
 
-        Names are routed to modules (`claims`), then every one of the `options` judges what was found for them and may
-        add to it (`judge`), then layers judge. Names that no module has would be lost in silence: one ValueError,
-        worded by `unmatched`, has them all. Options and layers raise their own.
+        Names are routed to modules (`claims`), then every one of the options (`options_for`) judges what was found for
+        them and may add to it (`judge`), then layers judge. Names that no module has would be lost in silence: one
+        ValueError, worded by `unmatched`, has them all. Options and layers raise their own.
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
@@ -107,7 +107,7 @@ class WrappedModules:
         """Give the process's share of an adapter (`share.of(parts)`) the form of slots (`pack`), by module name; once.
 
         ValueError as in `judge`, before the adapter has changed. When a layer cannot pack, `loras` keeps its names, so
-        that the adapter can be accepted again. Afterwards every one of the `options` hears of it (`accepted`).
+        that the adapter can be accepted again. Afterwards every one of the options hears of it (`accepted`).
         """
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
@@ -120,6 +120,11 @@ class WrappedModules:
         raise Todo("lab 2.7: a whole adapter, or nothing")
 
     # endregion
+
+    def options_for(self, lora: LoRAModel) -> list[WrappedOption]:
+        """The `options`, where an adapter has something beside A and B; a plain one concerns none of them."""
+        beside = (weights.beside for weights in lora.loras.values() if not weights.is_packed)
+        return self.options if lora.beside or any(beside) else []
 
     def dummy(self, lora_id: int, rank: int) -> LoRAModel:
         """An adapter of zeros over everything that is wrapped."""

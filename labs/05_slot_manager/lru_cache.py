@@ -13,34 +13,29 @@ class LRUCache(OrderedDict[int, V]):
 
     `put` and `touch` are uses; looking is none. vLLM's has pins; here whoever makes room says who must stay. There, a
     callback runs when an entry leaves; here, `remove_oldest` returns what it removed.
+
+    version   another object after every change, of the order too, whoever makes it: the same one where nothing is new.
+              It has no value, such as a count of changes has: two caches with the same entries are alike
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
-        self.capacity, self._version = capacity, object()
-
-    @property
-    def version(self) -> object:
-        """Another object after every change, of the order too, whoever makes it: the same one where nothing is new.
-
-        It has no value, such as a count of changes has: two caches with the same entries are alike.
-        """
-        return self._version
+        self.capacity, self.version = capacity, object()
 
     def __setitem__(self, key: int, value: V) -> None:
-        self._version = object()
+        self.version = object()
         super().__setitem__(key, value)
 
     def __delitem__(self, key: int) -> None:
-        self._version = object()
+        self.version = object()
         super().__delitem__(key)
 
     def pop(self, key: int, *default: V) -> V:
-        self._version = object()
+        self.version = object()
         return super().pop(key, *default)
 
     def move_to_end(self, key: int, last: bool = True) -> None:
-        self._version = object()
+        self.version = object()
         super().move_to_end(key, last)
 
     # region lab 5.1: use, and forget what was used longest ago

@@ -64,10 +64,6 @@ class LRUCacheWorkerLoRAManager:
         """From now on get adapters from another source.   wrap: gives it, around the one of before"""
         self.source = wrap(self.source)
 
-    def check_adapter(self, lora_request: LoRARequest) -> LoRAModel:
-        """The adapter without its numbers; raises what loading would raise, but for what only the numbers tell."""
-        return self.source.check(lora_request)
-
     def _load(self, lora_request: LoRARequest) -> LoRAModel:
         """Read an adapter; listeners hear of a "load" with its seconds."""
         lora = self.source.load(lora_request)

@@ -91,7 +91,7 @@ class AdapterRegistry:
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(error))
             raise
         if adapter is None or lora_request.load_inplace:
-            lora = self.worker.check_adapter(lora_request)
+            lora = self.worker.source.check(lora_request)
             traits = AdapterTraits(name=lora_request.lora_name)
             if self._traits_reader and lora.beside:
                 traits = self._traits_reader.read(traits, lora, lora_request)

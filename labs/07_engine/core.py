@@ -18,7 +18,7 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parallel_sampling import ParallelSampling, ParentRequest
 from minivllm.errors import blamed_adapter, log_unexpected, recoverable
 from minivllm.layers.sampler import Logprob
-from minivllm.worker.executor import Executor
+from minivllm.worker.model_runner import Executor
 from minivllm.worker.row_sampler import PendingStep, Sampled
 
 

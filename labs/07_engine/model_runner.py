@@ -1,10 +1,13 @@
-"""One model on one device, its KV cache and its adapters. Stands for vllm/v1/worker/gpu_model_runner.py (v0.22.1)."""
+"""One model on one device, its KV cache and its adapters, and what has it run an engine's steps.
+
+Stands for vllm/v1/worker/gpu_model_runner.py and `UniProcExecutor` of vllm/v1/executor/uniproc_executor.py (v0.22.1).
+"""
 
 from labs.kit.overlay import Todo
 from collections.abc import Callable
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from torch import nn
 from minivllm.config import EngineConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
+from minivllm.errors import EngineDeadError
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.linear import Product
 from minivllm.layers.ranks import ONE_RANK, Ranks
@@ -21,7 +25,6 @@ from minivllm.layers.sampler import Sampler
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import get_model
 from minivllm.worker.cpu_threads import cpu_threads
-from minivllm.worker.graphs import NO_GRAPHS, Graphs
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.kv_memory import KVMemory
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -31,6 +34,39 @@ from minivllm.worker.warm_up import run_warm_up_steps
 
 # (query_lens, seq_lens, block_tables) -> the metadata that the model's attention takes.
 BuildAttention = Callable[[list[int], list[int], list[list[int]]], Any]
+
+
+class Graph(Protocol):
+    """A captured step of a fixed size. vLLM decides in vllm/v1/cudagraph_dispatcher.py whether one runs a batch."""
+
+    def padded(self, batch: InputBatch) -> InputBatch:
+        """The batch and, as its last row, what fills the graph: a base row, because every row of a graph runs."""
+
+    def run(self, batch: InputBatch) -> PendingStep:
+        """Launch the step of a batch whose padded form has its adapters in their slots."""
+
+
+class Graphs:
+    """The captured steps of a runner: none.
+
+    hold_most_steps   whether both decodes and steps that hold prompts were captured
+    most_tokens       of the largest captured step that holds prompts; None = there is none
+    """
+
+    hold_most_steps = False
+    most_tokens: int | None = None
+
+    @property
+    def captured(self) -> list[dict]:
+        """What holds the graphs themselves."""
+        return []
+
+    def find(self, output: SchedulerOutput) -> Graph | None:
+        """The graph that can run a step; None = it has to run eagerly."""
+        return None
+
+
+NO_GRAPHS = Graphs()
 
 
 class ModelRunner(LoRAModelRunnerMixin):
@@ -205,3 +241,37 @@ class ModelRunner(LoRAModelRunnerMixin):
     def forget_request(self, request_id: str) -> None:
         """Drop what is kept for a request; call it when the request has ended."""
         self.row_sampler.forget(request_id)
+
+
+class Executor:
+    """Runs each step on one model runner, in this process. vLLM: `UniProcExecutor`.
+
+    `minivllm.parallel` has the one whose steps several ranks run; it replaces the methods below.
+
+    error   why no step can run any more: a rank has ended. One rank alone never has
+    """
+
+    error: EngineDeadError | None = None
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+
+    def warm_up(self) -> None:
+        self.runner.warm_up()
+
+    def launch_model(self, output: SchedulerOutput) -> PendingStep:
+        """Start a step's forward pass."""
+        return self.runner.launch_model(output)
+
+    def sample_tokens(self, step: PendingStep) -> Sampled:
+        """Request id -> (token, logprobs) of a step that was launched; waits for them."""
+        return self.runner.sample_tokens(step)
+
+    def share_tokens(self) -> None:
+        """Give other ranks the tokens that they wait for: there are none."""
+
+    def on_death(self, tell: Callable[[Callable[[], None]], object]) -> None:
+        """When a rank ends, give `tell`, from a thread of its own, what raises the EngineDeadError."""
+
+    def shutdown(self) -> None:
+        """End the other ranks. What an executor ran cannot run again."""

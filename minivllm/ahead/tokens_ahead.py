@@ -7,7 +7,7 @@ import torch
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.layers.to_device import to_host
-from minivllm.worker.executor import Executor
+from minivllm.worker.model_runner import Executor
 from minivllm.worker.row_sampler import PendingStep, Sampled, all_take_likeliest
 
 
@@ -52,7 +52,8 @@ class TokensAhead:
 
         def wait() -> Sampled:
             (tokens,) = tokens_there()
-            self.executor.check()
+            if self.executor.error is not None:
+                raise self.executor.error
             logprobs = sampled.logprobs if sampled else repeat(None)
             rows = zip(requests, tokens.tolist(), logprobs)
             return {request.request_id: (token, found) for request, token, found in rows}

@@ -75,7 +75,7 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
             _look_into_weights(adapter, _manager(admitting))
     if not adapter.problems:  # the engine has the last word, and sees the adapter as a whole
         with adapter.noting():
-            _manager(config).check_adapter(LoRARequest(path, 1, adapter.folder))
+            _manager(config).source.check(LoRARequest(path, 1, adapter.folder))
     return adapter
 
 

@@ -213,7 +213,7 @@ class Scheduler:
         for request in self.running:  # who is preempted leaves at its end
             if not (budget := self._budget_left(output)):
                 return
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_new_tokens = min(len(request.all_token_ids) - request.num_computed_tokens, budget)
             while not self.kv_cache.allocate_slots(request, num_new_tokens):
                 output.halted_by = NO_BLOCKS
                 victim = self.running[-1]

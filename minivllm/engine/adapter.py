@@ -99,11 +99,12 @@ def as_steps_load_it(
     A step may load it long after. Then it neither waits for a network nor reads another version, because a link or a
     hub's branch leads there by now.
     """
-    here = with_real_folder(lora_request)
-    if real_folder(here.lora_path) is None:
-        folder = get_adapter_absolute_path(here.lora_path, sources)
-        here = with_real_folder(replace(here, lora_path=folder))
-    return replace(here, load_inplace=False) if here.load_inplace else here
+    path = lora_request.lora_path
+    if (folder := real_folder(path)) is None:
+        found = get_adapter_absolute_path(path, sources)
+        folder = real_folder(found) or found
+    is_same = folder == path and not lora_request.load_inplace
+    return lora_request if is_same else replace(lora_request, lora_path=folder, load_inplace=False)
 
 
 def with_real_folder(lora_request: LoRARequest) -> LoRARequest:

@@ -13,8 +13,7 @@ from minivllm.engine.core import EngineCore
 from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.worker.executor import Executor
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.model_runner import Executor, ModelRunner
 
 # Adapter id -> its weights if they are in memory.
 GetAdapter = Callable[[int], LoRAModel | None]

@@ -15,12 +15,13 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parts import MakeCore, plain_core
 from minivllm.engine_args import EngineArgs
 from minivllm.errors import (
+    REFUSALS,
     EngineDeadError,
     RuntimeRefusal,
-    in_one_sentence,
     is_recoverable,
     lora_is_off,
     message_of,
+    raise_in_one_sentence,
     require_kind,
 )
 from minivllm.lora.request import LoRARequest
@@ -84,7 +85,6 @@ class LLMEngine:
 
     # ---- requests -------------------------------------------------------------------------------------------
 
-    @in_one_sentence
     def add_request(
         self,
         request_id: str,
@@ -102,7 +102,8 @@ class LLMEngine:
         another kind. EngineDeadError: the engine, or a rank of it, has ended. The engine is then as it was.
         """
         with self._one_call():
-            self.executor.check()
+            if self.executor.error is not None:
+                raise self.executor.error
             self.input_processor.check_arguments(request_id, params, arrival_time, lora_request)
             if lora_request is not None and self.adapters is None:
                 raise lora_is_off(request_id, getattr(lora_request, "lora_name", lora_request))
@@ -132,7 +133,6 @@ class LLMEngine:
         with self._one_call(changes=True):
             return self.core.step()
 
-    @in_one_sentence
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests without an output; unknown and finished ids are passed over."""
         ids = dict.fromkeys([request_ids] if isinstance(request_ids, str) else request_ids)
@@ -152,27 +152,23 @@ class LLMEngine:
 
     # ---- adapters: RuntimeError for an engine without LoRA -----------------------------------------------------
 
-    @in_one_sentence
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter ahead of its first request. TypeError for what is no LoRARequest. vLLM: `add_lora`."""
         require_kind(LoRARequest, lora_request=lora_request)
         with self._one_call(), self.runner.cpu_threads.in_use():
             return self._registry().add_lora(lora_request)
 
-    @in_one_sentence
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter when its requests have finished; new ones are refused. vLLM: `remove_lora`."""
         with self._one_call(), self.runner.cpu_threads.in_use():
             return self._registry().remove_lora(lora_id)
 
-    @in_one_sentence
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot. vLLM: `pin_lora`."""
         with self._one_call(), self.runner.cpu_threads.in_use():
             self._registry()
             return self.core.pin_lora(lora_id)
 
-    @in_one_sentence
     def unpin_lora(self, lora_id: int) -> bool:
         """Let a pinned adapter be evicted again."""
         with self._one_call():
@@ -186,7 +182,6 @@ class LLMEngine:
         """Whether requests may name this adapter: it is registered, in memory or not."""
         return lora_id in self._registry().adapters
 
-    @in_one_sentence
     def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
         """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
         if lora_request is None or self.adapters is None:
@@ -211,6 +206,8 @@ class LLMEngine:
     def _one_call(self, changes: bool = False) -> Iterator[None]:
         """Around a call. RuntimeError while another is under way, EngineDeadError once one was broken off.
 
+        What is refused, before anything has changed, is refused in one sentence.
+
         changes   from its first line on whatever is raised may leave the state half old and half new
         """
         if not self._lock.acquire(blocking=False):
@@ -225,6 +222,8 @@ class LLMEngine:
             if not self._ended and (self._changes or not is_recoverable(error)):
                 why = f"a call of this engine was broken off ({message_of(error)}); make a new engine"
                 self._ended = str(error) if isinstance(error, EngineDeadError) else why
+            if not self._changes and isinstance(error, REFUSALS):
+                raise_in_one_sentence(error)
             raise
         finally:
             self._caller = None

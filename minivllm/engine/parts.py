@@ -10,8 +10,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from minivllm.worker.executor import Executor
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.model_runner import Executor, ModelRunner
 
 # (configuration, tokenizer or None, whether to warm up, clock) -> what an engine is made of.
 MakeCore = Callable[[EngineConfig, Any, bool, Callable[[], float]], EngineCore]

@@ -24,9 +24,8 @@ from minivllm.gpu.mixed_buffers import MixedBuffers
 from minivllm.gpu.mixed_graphs import MixedGraphs, mixed_sizes
 from minivllm.progress import followed
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.graphs import Graphs
 from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.model_runner import Graphs, ModelRunner
 from minivllm.worker.row_sampler import PendingStep
 
 # The row that fills a graph: it has no adapter, so it is a base row in both of a backend's mappings.

@@ -7,7 +7,7 @@ from minivllm.config import LoRAConfig
 from minivllm.lora.adaptable import Layers, adaptable, end_of, ends_of, plugged_wrapper, refuse_targets
 from minivllm.lora.backend import Backend
 from minivllm.lora.checks import unmatched
-from minivllm.lora.extensions import PLAIN, LoRAExtensions
+from minivllm.lora.extensions import PLAIN, LoRAExtensions, WrappedOption
 from minivllm.lora.layers.base import BaseLayerWithLoRA, Parts
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
@@ -105,16 +105,16 @@ class WrappedModules:
     def judge(self, lora: LoRAModel) -> dict[str, Parts]:
         """Module name -> what its layer finds in the adapter (its `judge`); the adapter stays as it is.
 
-        Names are routed to modules (`claims`), then every one of the `options` judges what was found for them and may
-        add to it (`judge`), then layers judge. Names that no module has would be lost in silence: one ValueError,
-        worded by `unmatched`, has them all. Options and layers raise their own.
+        Names are routed to modules (`claims`), then every one of the options (`options_for`) judges what was found for
+        them and may add to it (`judge`), then layers judge. Names that no module has would be lost in silence: one
+        ValueError, worded by `unmatched`, has them all. Options and layers raise their own.
         """
         if unknown := [name for name in lora.loras if name not in self.claims]:
             raise ValueError(unmatched(unknown, list(self.claims), self.lora_config.target_modules))
         found: Found = {}
         for name, weights in lora.loras.items():
             found.setdefault(self.claims[name], {})[name] = weights
-        for option in self.options:
+        for option in self.options_for(lora):
             option.judge(lora, found)
         return {name: self.modules[name].judge(weights) for name, weights in found.items()}
 
@@ -122,7 +122,7 @@ class WrappedModules:
         """Give the process's share of an adapter (`share.of(parts)`) the form of slots (`pack`), by module name; once.
 
         ValueError as in `judge`, before the adapter has changed. When a layer cannot pack, `loras` keeps its names, so
-        that the adapter can be accepted again. Afterwards every one of the `options` hears of it (`accepted`).
+        that the adapter can be accepted again. Afterwards every one of the options hears of it (`accepted`).
         """
         if lora.is_accepted:
             return
@@ -130,7 +130,7 @@ class WrappedModules:
         lora.loras = {
             name: modules[name].pack(modules[name].share.of(parts)) for name, parts in judged.items()
         }
-        for option in self.options:
+        for option in self.options_for(lora):
             option.accepted(lora)
         lora.is_accepted = True
 
@@ -153,6 +153,11 @@ class WrappedModules:
             raise
 
     # endregion
+
+    def options_for(self, lora: LoRAModel) -> list[WrappedOption]:
+        """The `options`, where an adapter has something beside A and B; a plain one concerns none of them."""
+        beside = (weights.beside for weights in lora.loras.values() if not weights.is_packed)
+        return self.options if lora.beside or any(beside) else []
 
     def dummy(self, lora_id: int, rank: int) -> LoRAModel:
         """An adapter of zeros over everything that is wrapped."""

@@ -5,6 +5,7 @@ vllm/v1/executor/multiproc_executor.py (v0.22.1), whose first rank is a process 
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from minivllm.parallel.ranks import MakeRunner, config_of, join_ranks, leave_ran
 from minivllm.parallel.shared_reading import SharedSource
 from minivllm.parallel.step_messages import StepWriter
 from minivllm.parallel.torchrun import is_by_torchrun, meet_others
-from minivllm.worker.executor import Executor
-from minivllm.worker.row_sampler import PendingStep, all_take_likeliest
+from minivllm.worker.model_runner import Executor
+from minivllm.worker.row_sampler import PendingStep, Sampled, all_take_likeliest
 
 
 class LeadingExecutor(Executor):
@@ -31,6 +32,8 @@ class LeadingExecutor(Executor):
 
     EngineDeadError from any call, once a rank has ended.
     """
+
+    error = property(attrgetter("others.error"))
 
     def __init__(self, config: EngineConfig, others: OtherRanks, make_runner: MakeRunner) -> None:
         self.others = others
@@ -94,8 +97,11 @@ class LeadingExecutor(Executor):
                 rows, self._unshared = self._unshared, 0
                 self.runner.tp.broadcast(self.runner.graphs.output.tokens[:rows])
 
-    def check(self) -> None:
+    def sample_tokens(self, step: PendingStep) -> Sampled:
+        self.share_tokens()
+        sampled = super().sample_tokens(step)
         self.others.check()  # a GPU's waiting for a rank that has ended is cut short, and leaves anything
+        return sampled
 
     def on_death(self, tell: Callable[[Callable[[], None]], object]) -> None:
         self.others.on_death.append(lambda: tell(self.others.check))

@@ -10,7 +10,7 @@ from tiny_engine import greedy, run, tokens_of
 from minivllm import LLMEngine, assembly
 from minivllm.assembly import make_model_runner
 from minivllm.parallel.tensor_parallel import TensorParallel
-from minivllm.worker.executor import Executor
+from minivllm.worker.model_runner import Executor
 
 
 def engines_in_lockstep(monkeypatch: Any, size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:

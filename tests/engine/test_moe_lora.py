@@ -397,7 +397,7 @@ def test_a_check_of_any_adapter_multiplies_nothing(world):
 
     with Products() as checking:
         for name in world.names:
-            worker.check_adapter(world.request(name))
+            worker.source.check(world.request(name))
     with Products() as loading:
         worker.add_adapter(world.request("old/plain"))
 

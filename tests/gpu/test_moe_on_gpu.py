@@ -8,8 +8,7 @@ from tiny_models import token_ids, transformers_model
 
 from minivllm import EngineArgs, LLMEngine
 from minivllm.layers.fused_moe import FusedMoE, product_by_expert
-from minivllm.worker.graphs import NO_GRAPHS
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.model_runner import NO_GRAPHS, ModelRunner
 
 NUM_EXPERTS = 13
 

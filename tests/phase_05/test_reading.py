@@ -108,7 +108,7 @@ class TestRefusals:
         return worker
 
     def refused(self, worker, request, kind, match):
-        for attempt in (worker.check_adapter, worker.add_adapter):
+        for attempt in (worker.source.check, worker.add_adapter):
             with pytest.raises(kind, match=match) as caught:
                 attempt(request)
             assert type(caught.value) is kind
@@ -188,7 +188,7 @@ def test_what_only_the_numbers_tell_is_found_when_they_are_read(folders):
     request = LoRARequest("nan", 2, str(folders.root / "nan"))
     worker = make_worker(slots=1)
 
-    worker.check_adapter(request)
+    worker.source.check(request)
     with pytest.raises(ValueError, match="NaN"):
         worker.add_adapter(request)
 
@@ -198,7 +198,7 @@ def test_what_only_the_numbers_tell_is_found_when_they_are_read(folders):
 def test_a_check_keeps_and_counts_nothing(folders):
     worker = make_worker(slots=1)
 
-    worker.check_adapter(folders.request(1))
+    worker.source.check(folders.request(1))
 
     assert worker.list_adapters() == set()
     assert worker.manager.stats.loads == 0
@@ -209,7 +209,7 @@ def test_a_check_multiplies_nothing(folders):
     worker = make_worker(slots=1)
 
     with Products() as checking:
-        worker.check_adapter(folders.request(1))
+        worker.source.check(folders.request(1))
     with Products() as loading:
         worker.add_adapter(folders.request(1))
 

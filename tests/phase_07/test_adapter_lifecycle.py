@@ -48,15 +48,13 @@ class WordWorker(LRUCacheWorkerLoRAManager):
         )
         super().__init__(config, "cpu")
         self.create_lora_manager(OneLayer())
+        self.read_through(lambda source: SimpleNamespace(check=lambda r: LoRAModel(r.lora_int_id, 1, {})))
         self.disk, self.calls, self.read, self.in_use = {}, [], [], []
         self.words = {}
 
     @property
     def memory(self):
         return MappingProxyType({a: self.words[a] for a in self.manager.list_adapters()})
-
-    def check_adapter(self, request):
-        return LoRAModel(request.lora_int_id, 1, {})
 
     def add_adapter(self, request):
         self.calls.append(f"read {request.lora_path}")

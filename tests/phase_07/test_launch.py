@@ -12,9 +12,8 @@ from small_engine import SmallWorld
 from torch import nn
 
 import minivllm.worker.model_runner as model_runner
-from minivllm.worker.graphs import NO_GRAPHS, Graphs
 from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.model_runner import NO_GRAPHS, Graphs, ModelRunner
 from minivllm.worker.row_sampler import PendingStep
 
 pytestmark = pytest.mark.lab("7.3")
