@@ -78,7 +78,7 @@ def make_executor(config: EngineConfig, tokenizer: Any = None) -> Executor:
 def make_model_runner(
     config: EngineConfig,
     tp: Ranks = ONE_RANK,
-    adapters_are_active: Callable[[], None] = lambda: None,
+    adapters_are_active: Callable[[], None] | None = None,
     tokenizer: Any = None,
 ) -> ModelRunner:
     """The runner that a configuration asks for. Parameters as of `ModelRunner`."""

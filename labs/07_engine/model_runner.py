@@ -104,7 +104,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         make_lora_manager: Callable[[EngineConfig, str], Any] = LRUCacheWorkerLoRAManager,
         memory: KVMemory | None = None,
         capture: Callable[["ModelRunner"], Graphs] | None = None,
-        adapters_are_active: Callable[[], None] = lambda: None,
+        adapters_are_active: Callable[[], None] | None = None,
         check_slots: Callable[[EngineConfig, Ranks], None] = lambda config, tp: None,
         linear_product: Product = F.linear,
         prepare_model: Callable[[nn.Module], nn.Module] = lambda model: model,
@@ -228,7 +228,8 @@ class ModelRunner(LoRAModelRunnerMixin):
         """Bring the adapters of a batch into their slots, where LoRA is on; then other ranks may begin the step."""
         if self.worker_manager is not None:
             self.set_active_loras(batch, batch.num_scheduled_tokens, batch.num_sampled_tokens)
-        self._adapters_are_active()
+        if self._adapters_are_active is not None:
+            self._adapters_are_active()
 
     @torch.inference_mode()
     def sample_tokens(self, step: PendingStep) -> Sampled:

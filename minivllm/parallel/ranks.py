@@ -26,7 +26,7 @@ MakeRunner = Callable[[EngineConfig, TensorParallel, Callable[[], None]], ModelR
 
 
 def make_rank_runner(
-    config: EngineConfig, make_runner: MakeRunner, adapters_are_active: Callable[[], None] = lambda: None
+    config: EngineConfig, make_runner: MakeRunner, adapters_are_active: Callable[[], None] | None = None
 ) -> ModelRunner:
     """A runner that has its part of every layer, and as many KV blocks as all others."""
     runner = make_runner(config, make_group(config.device, config.parallel_config), adapters_are_active)

@@ -31,7 +31,6 @@ MOST_FUNCTIONS = {ADDING: 64}
 AROUND = {
     # The scheduler's policy notes how far down the line a step came, for a trace that may be asked for later.
     ("observe/recorder.py", "WatchedLine.__call__"),
-    ("policies/scheduling.py", "is_full"),
 }
 
 
