@@ -52,7 +52,7 @@ class TritonBackend(Backend):
         """Base output plus every row's own adapter, in two launches for all slices.   x: (T, K) -> (T, N)
 
         A batch without adapters pays for nothing beyond `base.forward`, which answers (output, None). A short adapter
-        does not pay for R: the shrink is told `slots.ranks`, the expand `slots.expand_ranks`. The buffers as the
+        does not pay for R: the shrink gets `slots.ranks`, the expand `slots.expand_ranks`. The buffers as the
         kernels take them are `slots.flat_a` and `flat_b`.
         """
         raise Todo("lab 4.4: tile lists once a step, two launches a linear")

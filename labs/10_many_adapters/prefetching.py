@@ -36,7 +36,7 @@ PrefetchPolicy = Callable[[Waiting], Iterable[int]]
 
 
 def on_arrival(waiting: Waiting) -> list[int]:
-    """The adapters of whoever has just come."""
+    """The adapters of requests that have just arrived."""
     return [request.adapter_id for request in waiting.arrived if request.adapter_id]
 
 
@@ -54,7 +54,7 @@ class ByQueuePosition:
 
 
 class BySession:
-    """The adapters of whoever has just come, then those of answers of the last `think_s` seconds, the latest first.
+    """The adapters of requests that have just arrived, then those of the last `think_s` seconds' answers, latest first.
 
     Who has read an answer may ask again, by the same adapter. At most half as many as
     memory holds are named of those: more would drive each other out.

@@ -52,8 +52,9 @@ class LookaheadCore(EngineCore):
 
     A step is committed with stand-ins as soon as it is launched, so that the next one can be scheduled. Requests whose
     last token it is by number are then out of the scheduler. After the next launch its tokens are read, and answers
-    are made. Whoever they end has a row too many in that next step. Nobody hears of that row, and its blocks are given
-    to others only in later steps. What reading a step's tokens raises ends the engine: it is the device's.
+    are made. A request that they end has a row too many in that next step. The row's token is dropped, and its blocks
+    are given to others only in later steps. An error while a step's tokens are read is the device's, so it ends the
+    engine.
 
     tokens   leaves a step's tokens on the device
     unread   the step launched last; None = the host knows every token
@@ -79,7 +80,7 @@ class LookaheadCore(EngineCore):
         super().abort_requests(request_ids)
 
     def pin_lora(self, adapter_id: int) -> bool:
-        # Whom that leaves without a slot the next step ends, and by then its last token must have been read.
+        # The next step ends the requests that lose their slot by this, and their last token must be read before that.
         self._answer(self.pending)
         return super().pin_lora(adapter_id)
 

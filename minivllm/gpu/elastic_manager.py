@@ -49,7 +49,7 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
             return True
         wanted = self.pages_for(adapter_id)
         if len(self.pool.ledger.reserved.get(adapter_id, ())) >= wanted:
-            return True  # whoever was refused since then was refused for want of these, too
+            return True  # an adapter that was refused since then lacked these pages, too
         if self._least_refused is not None and wanted >= self._least_refused:
             return False
         ledger = self.pool.ledger
@@ -63,7 +63,7 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
         return True
 
     def look_again(self) -> None:
-        """Whoever was refused may fit now: somebody has made way."""
+        """Adapters that were refused may fit now, because pages have become free."""
         self._least_refused = None
 
     def keep_reserved(self, adapter_ids: Set[int]) -> None:
@@ -100,7 +100,7 @@ class ElasticModelManager(LRUCacheLoRAModelManager):
         return slot
 
     def _free_pages(self, slot: int) -> None:
-        """Whoever gets the pages writes after what is being written to them."""
+        """The next adapter that gets the pages writes after the writes to them that are under way."""
         if self.slot_writer is not None:
             self.slot_writer.wait_for(slot)
         self.pool.ledger.free_slot(slot)

@@ -46,7 +46,7 @@ class FoldedBackend(TritonBackend):
         W  (N + S * n * R, K)   the base weight, then slot by slot and slice by slice the A's
 
     The shrink then needs no launch of its own, and reads x no second time; each row has its h for every slot, and
-    the expand picks the one it wants. The price is S * n * R more columns for every row, whoever uses them: where
+    the expand picks the one it wants. The price is S * n * R more columns for every row, also where it uses none: where
     that costs more than a shrink (`fold_pays`), the SGMV kernels run on the very same buffers. A batch without
     adapters multiplies by the first N rows and pays nothing. Not in vLLM.
     """

@@ -36,7 +36,7 @@ class PageLockedMemory:
         self._pieces: list[np.ndarray] = []
         self._free: list[tuple[int, int, int]] = []  # (piece, first byte, end), in this order
         self._returned: deque[tuple[int, int, int]] = deque()  # by whichever thread had the last tensor
-        # Whoever finds a free part takes `_turn` alone. The others are held for long: by one who grows or settles.
+        # Taking a free part needs `_turn` alone. The other locks are held for long, by a thread that grows or settles.
         self._turn, self._growth, self._settling = threading.Lock(), threading.Lock(), threading.Lock()
         self._was_refused, self._waiting = False, 0
 
@@ -121,7 +121,7 @@ class PageLockedMemory:
     def _has_enough(self, wanted: int) -> bool:
         """Whether there are parts for others like this one, or none are to be made ready before they are needed.
 
-        Pieces of small models are soon there. And where memory was refused, whoever has to have it is told.
+        Pieces of small models are soon there. Where memory was refused, a caller who has to have it gets the error.
         """
         if len(self._pieces) < 2 or PARTS * wanted < PIECE_BYTES or self._was_refused:
             return True
@@ -137,7 +137,7 @@ class PageLockedMemory:
         with self._turn:
             if self._waiting or not self._growth.acquire(blocking=False):
                 return
-        # It ends by itself, and soon. As a daemon it might be inside the driver while the process is torn down.
+        # The thread ends by itself, and soon. A daemon might be inside the driver while the process is torn down.
         given = weakref.ref(self), self._lock_pages, self._growth, wanted
         try:
             threading.Thread(target=_grow_ahead, args=given, name="minivllm-page-lock").start()

@@ -21,7 +21,7 @@ class TritonSlots(Slots):
     def __init__(
         self, slots: Slots, outdate: Callable[[Iterable[int]], None], a: list[torch.Tensor] | None = None
     ) -> None:
-        """outdate: to be told of slots that have changed    a: the A's elsewhere, if they are"""
+        """outdate: called with slots that have changed    a: the A's elsewhere, if they are"""
         super().__init__(slots.a if a is None else a, slots.b)
         self.take_over(slots)
         self._outdate = outdate

@@ -93,7 +93,7 @@ def skips(scheduler: Scheduler, output: SchedulerOutput, most: int = MAX_NAMED) 
     """Who was passed over in a step, the first `most` of them, and how many in all; call it after `schedule`.
 
     They are all who stand in line before the place that the step came to, as the scheduler's `WatchedLine` has noted
-    it. A scheduler with another policy has no such place: whatever ends its steps, nobody is named.
+    it. A scheduler with another policy has no such request, so none is named.
     """
     requests, count = _passed_over(scheduler, output)
 

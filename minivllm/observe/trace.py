@@ -22,7 +22,7 @@ class TraceRow:
     adapter: its name; None for the base model, which sits in no slot
     tokens: how many of its tokens were computed
     kind: "prefill" (its whole prompt, or all that is missing of it), "chunk" (a part of that), "decode"
-    cached: prompt tokens that the prefix cache gave it, told in the step that admits it
+    cached: prompt tokens that the prefix cache gave it, recorded in the step that admits it
     """
 
     request: str

@@ -1,6 +1,6 @@
 """Which adapter leaves a full tier: slots, or memory. vLLM (v0.22.1) has the least recently used (vllm/utils/cache.py).
 
-A policy hears of every use, and is asked who leaves. It is told keys alone: adapter ids.
+A policy hears of every use, and is asked which key to evict. It knows keys alone: adapter ids.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -112,7 +112,7 @@ class GreedyDualSizeFrequency:
     # endregion
 
 
-# Name -> what makes a policy for one tier. It is told what bringing an adapter back costs.
+# Name -> what makes a policy for one tier. Its argument is what bringing an adapter back costs.
 POLICIES: dict[str, Callable[[Callable[[int], float]], KeepPolicy]] = {
     "lru": lambda cost: LeastRecentlyUsed(),
     "lfu": lambda cost: LeastFrequentlyUsed(),

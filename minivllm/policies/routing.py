@@ -24,7 +24,7 @@ RoutingPolicy = Callable[[int, Sequence[Engine]], int]
 
 
 def least_loaded(adapter_id: int, engines: Sequence[Engine]) -> int:
-    """Whoever has the fewest unfinished requests, the first of several."""
+    """The replica with the fewest unfinished requests, the first of several."""
     return min(range(len(engines)), key=lambda number: engines[number].load)
 
 
@@ -100,7 +100,8 @@ class BoundedLoads(ConsistentHashing):
 
 class AdapterAffine:
     """The least loaded of those that have the adapter, unless another one has far less to do.
-    What nobody has goes to equally loaded ones in turns: a single one would drive out the last for the next.
+    An adapter that no replica has goes to equally loaded ones round robin: a single replica would evict one such
+    adapter for the next.
 
     spill   requests by which it may be ahead of the least loaded of all
     """

@@ -84,7 +84,7 @@ def prompt_length(scheduler: Scheduler, request: Request) -> float:
     return min(1.0, request.num_prompt_tokens / (scheduler.max_model_len or 4096))
 
 
-# Name -> what makes a policy for one engine, whose adapters' ranks it is told.
+# Name -> what makes a policy for one engine; its argument gives an adapter's rank.
 POLICIES: dict[str, Callable[[Callable[[int], int]], SchedulingPolicy]] = {
     "fcfs": lambda ranks: first_come_first_served,
     "adapter-affine": lambda ranks: BoundedOvertaking(adapter_is_absent),
