@@ -34,7 +34,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
 )
 from minivllm.lora.model_manager import make_backend
-from minivllm.lora.replace import from_layer
+from minivllm.lora.wrapping import from_layer
 from minivllm.vllm.layers import LoRAMapping
 
 Run = Callable[[torch.Tensor], torch.Tensor]

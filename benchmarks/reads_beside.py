@@ -26,7 +26,7 @@ from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 from minivllm.models.config import ModelArchitecture
 from minivllm.sources.known_layouts import KnownLayouts
 from minivllm.worker.cpu_threads import set_num_threads

@@ -8,7 +8,7 @@ from labs.demos.small import H, SmallModel, adapter, numbers, weights
 from minivllm.config import LoRAConfig
 from minivllm.lora.runs_backend import RunsBackend
 from minivllm.lora.slots import Slots
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 
 DTYPE = torch.float64
 

@@ -10,7 +10,7 @@ from minivllm.gpu.page_pool import PagePool
 from minivllm.gpu.paged_slots import PagedSlots
 from minivllm.gpu.slot_writer import SlotWriter
 from minivllm.lora.slots import Slots
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 
 
 class PagedSlotWriter(SlotWriter):

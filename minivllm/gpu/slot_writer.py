@@ -12,7 +12,7 @@ import torch
 from minivllm.gpu.page_locked import PageLockedMemory, lock_for_gpu
 from minivllm.lora.layers.base import BaseLayerWithLoRA, LayerWeights
 from minivllm.lora.lora_model import LoRAModel
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 
 ALIGNMENT = 16  # bytes; a piece that begins at a multiple is read at full speed whatever its dtype
 

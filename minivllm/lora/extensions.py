@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minivllm.lora.lora_model import LoRAModel
     from minivllm.lora.lora_weights import LoRALayerWeights
     from minivllm.lora.peft_helper import PEFTHelper
-    from minivllm.lora.wrapped_modules import WrappedModules
+    from minivllm.lora.wrapping import WrappedModules
 
 
 class WrappedOption:

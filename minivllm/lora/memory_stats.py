@@ -8,7 +8,7 @@ from torch import nn
 from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_model import LoRAModel, storage_bytes
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 
 
 def slot_bytes(wrapped: WrappedModules) -> int:

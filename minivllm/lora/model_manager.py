@@ -22,7 +22,7 @@ from minivllm.lora.memory_stats import memory_stats
 from minivllm.lora.runs_backend import RunsBackend
 from minivllm.lora.stats import AdapterStats, LoRAStats
 from minivllm.lora.tiers import AdapterTiers, FullTiers, MakeCache, least_recently_used
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 
 DEFAULT_LANGUAGE_WRAPPER_KEY = "language_model"  # vLLM's
 

@@ -14,7 +14,7 @@ from minivllm.lora.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.wrapped_modules import Found, WrappedModules
+from minivllm.lora.wrapping import Found, WrappedModules
 
 BIAS = "bias"  # its name beside A and B, in weights and in slots
 END = ".lora_B.bias"

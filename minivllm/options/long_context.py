@@ -17,8 +17,7 @@ from minivllm.lora.backend import Backend
 from minivllm.lora.extensions import AdapterOption, WrappedOption
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.replace import replace_submodule
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules, replace_submodule
 
 # Longer than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.
 LONGEST_CONTEXT = 2**32

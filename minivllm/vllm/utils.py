@@ -4,10 +4,9 @@ from torch import nn
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
-from minivllm.lora import names, replace
-from minivllm.lora.adaptable import adaptable, ends_of
+from minivllm.lora import names, wrapping
 from minivllm.lora.names import is_left_out, parse_fine_tuned_lora_name
-from minivllm.lora.replace import replace_submodule
+from minivllm.lora.wrapping import adaptable, ends_of, replace_submodule
 from minivllm.options.logits import from_layer_logits_processor
 
 __all__ = [
@@ -32,7 +31,7 @@ def from_layer(
     model_config: object | None = None,
 ) -> nn.Module:
     """The layer wrapped, be it a linear, an embedding or experts; or the layer itself. vLLM: the same name."""
-    return replace.from_layer(
+    return wrapping.from_layer(
         layer, max_loras, lora_config, packed_modules_list, model_config, extensions=LORA_EXTENSIONS
     )
 

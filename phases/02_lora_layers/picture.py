@@ -15,7 +15,7 @@ from minivllm.layers.linear import QKVParallelLinear
 from minivllm.lora.layers import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.replace import from_layer
+from minivllm.lora.wrapping import from_layer
 
 HERE = Path(__file__).resolve().parent
 ADAPTERS = HERE.parents[1] / "adapters"

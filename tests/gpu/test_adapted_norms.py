@@ -21,7 +21,7 @@ from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.model_manager import make_backend
-from minivllm.lora.replace import from_layer
+from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.layers import LoRAMapping
 

@@ -20,7 +20,7 @@ from minivllm.layers.linear import LinearBase, QKVParallelLinear
 from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import make_backend
-from minivllm.lora.replace import from_layer
+from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.layers import LoRAMapping
 

@@ -9,7 +9,7 @@ from minivllm.config import LoRAConfig
 from minivllm.gpu.fused import FusedLlamaModel, fuse
 from minivllm.layers.linear import RowParallelLinear
 from minivllm.lora.layers.linear import RowParallelLinearWithLoRA
-from minivllm.lora.replace import from_layer, replace_submodule
+from minivllm.lora.wrapping import from_layer, replace_submodule
 from minivllm.models.llama import LlamaModel
 from minivllm.models.registry import get_model
 

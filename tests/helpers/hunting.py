@@ -28,7 +28,7 @@ from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.layers.linear import RowParallelLinear
-from minivllm.lora.replace import from_layer
+from minivllm.lora.wrapping import from_layer
 from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 

@@ -15,7 +15,11 @@ def import_circles(package: Path, annotations: bool = True) -> list[list[str]]:
     Imports inside functions count. Parents of what is imported do not, though Python runs them,
     and neither does a module's `__getattr__`, which runs for names that the module does not have.
     """
-    graph = import_graph(package, annotations)
+    return circles_of(import_graph(package, annotations))
+
+
+def circles_of(graph: Graph) -> list[list[str]]:
+    """As `import_circles`."""
     reached = {module: _reached_from(module, graph) for module in graph}
     circles = {
         tuple(sorted(other for other in reached[module] if module in reached[other]))

@@ -15,7 +15,7 @@ from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 from minivllm.models.registry import get_model
 
 BACKENDS = list(backends(DTYPE))

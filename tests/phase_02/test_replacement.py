@@ -9,7 +9,7 @@ from rows import assert_rows_equal
 from torch import nn
 from toy_model import FUSED, HIDDEN, SharingModel, ToyModel, random_pair, randomize, targets_of, wrap
 
-import minivllm.lora.replace as replace
+import minivllm.lora.wrapping as wrapping
 from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
@@ -172,7 +172,7 @@ def test_options_are_asked_in_their_order_for_what_no_plain_wrapper_takes():
     extensions = LoRAExtensions(options=(TwoWrappers(),))
 
     kinds = [
-        type(replace.from_layer(layer, 2, CONFIG, [], extensions=extensions))
+        type(wrapping.from_layer(layer, 2, CONFIG, [], extensions=extensions))
         for layer in (RowParallelLinear(4, 6), SpecialLinear(4, 6))
     ]
 

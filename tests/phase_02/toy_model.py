@@ -15,7 +15,7 @@ from minivllm.layers.linear import (
 )
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 
 DTYPE = torch.float64
 HIDDEN = 12

@@ -8,7 +8,7 @@ from minivllm.gpu.fused.blocks import FusedLlamaModel
 from minivllm.gpu.fused.layers import FusedRMSNorm, FusedSiluAndMul
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.norm import RMSNorm
-from minivllm.lora.replace import replace_submodule
+from minivllm.lora.wrapping import replace_submodule
 from minivllm.models.llama import LlamaForCausalLM
 
 

@@ -103,15 +103,3 @@ def _names_every_slice(wraps: dict[type[LinearBase], int | None], layer: nn.Modu
     """
     kinds = wraps.items()
     return any(isinstance(layer, kind) and parts == n == len(layer.output_sizes) for kind, n in kinds)
-
-
-# At most one of them fits a layer.
-LINEAR_WRAPPERS: tuple[type[BaseLinearLayerWithLoRA], ...] = (
-    ColumnParallelLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
-    QKVParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-)
