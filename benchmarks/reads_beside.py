@@ -28,7 +28,6 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.wrapping import WrappedModules
 from minivllm.models.config import ModelArchitecture
-from minivllm.sources.known_layouts import KnownLayouts
 from minivllm.worker.cpu_threads import set_num_threads
 
 RANKS = (4, 8, 10, 16)
@@ -48,7 +47,7 @@ def source_of(model: Path) -> AdapterSource:
     config = LoRAConfig(max_loras=1, max_lora_rank=max(RANKS))
     architecture = ModelArchitecture.from_folder(model)
     manager = shapes_of(architecture, config, dtype=torch.bfloat16, make_slot_writer=Writer)
-    return KnownLayouts(AdapterSource(manager))
+    return AdapterSource(manager)
 
 
 def write_files(folder: Path, shape: str) -> tuple[Path, list[LoRARequest]]:

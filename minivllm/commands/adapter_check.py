@@ -14,16 +14,18 @@ import torch
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
 from minivllm.errors import message_of, one_sentence, recoverable
-from minivllm.lora.limits import READ_AT_ONCE
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import PEFT_PREFIX, find_adapter_folder
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.weights_files import files_in, find_weights_file, read_weights, weights_bytes
+from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
 from minivllm.options.new_embeddings import FILES, check_new_embeddings, put_beside
+
+# Of larger files the shapes are checked first.
+READ_AT_ONCE = 81 * 2**20
 
 
 @dataclass
@@ -96,7 +98,7 @@ def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
         with adapter.noting():
             adapter.file = find_weights_file(adapter.folder)
             # Of a large file the shapes come first: its numbers are read if they are of use.
-            is_large = weights_bytes(adapter.folder, LORA_EXTENSIONS.files) > READ_AT_ONCE
+            is_large = adapter.file.stat().st_size > READ_AT_ONCE
             adapter.tensors = read_weights(adapter.file, is_large, formats=formats)
         with adapter.noting():
             for file in files_in(adapter.folder, FILES)[:1]:

@@ -14,7 +14,3 @@ HEADER_BYTES = 16 * 2**20
 # 70 characters are usual. Checks of names, above all by regular expressions, take time for each character.
 LONGEST_TENSOR_NAME = 512
 MOST_DIMENSIONS = 8
-
-# Weights of at most so many bytes are read at once. Of larger files the shapes are first compared with the model's.
-# Rank 16 on all linears of an 8B model is 80 MiB. Beside a copy in a type twice as wide that stays below 256 MB.
-READ_AT_ONCE = 81 * 2**20

@@ -4,24 +4,35 @@ Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1).
 """
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
 
 from minivllm.errors import LONGEST_NAME, message_of, one_sentence, recoverable
-from minivllm.lora.limits import MOST_TENSORS, READ_AT_ONCE
+from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.names import find_adapter_folder
+from minivllm.lora.names import find_adapter_folder, is_left_out
 from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.plans import AdapterPlan
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.weights_files import weights_bytes
+from minivllm.lora.safetensors_file import find_safetensors, header_key
+from minivllm.lora.weights_files import files_in, find_weights_file, reading, shapes_of
+
+# Tensors of all plans that are kept. Each takes 0.8 KB, and an adapter of all linears of an 8B model has 448.
+MOST_KEPT = 30_000
 
 
 class AdapterSource:
     """Where a worker manager gets adapters from: folders, which are read when they are asked for.
 
-    A seam: others wrap one, and are given to the worker manager in its place (`read_through`). `KnownLayouts` reads
-    files laid out like one before, `SharedSource` has other ranks read, too, `AdapterReader` reads beside the steps.
+    Of each a plan is made, from the config and the weights file's header, which the model judges before any number is
+    read. The plan is kept, so that of the next adapter of the same layout nothing but the numbers has to be read.
+
+    A seam: others wrap one, and are given to the worker manager in its place (`read_through`). `SharedSource` has other
+    ranks read, too, `AdapterReader` reads beside the steps. Any thread may read.
 
     manager   of the model that adapters are for
     reading   how they are read for it, see `reading_parameters`
@@ -30,6 +41,8 @@ class AdapterSource:
     def __init__(self, manager: LRUCacheLoRAModelManager) -> None:
         self.manager = manager
         self.reading = reading_parameters(manager)
+        self._plans: dict[Hashable, AdapterPlan] = {}  # the one used longest ago is the first
+        self._lock = Lock()
 
     def check(self, lora_request: LoRARequest) -> LoRAModel:
         """The adapter without its numbers; raises what loading would raise, but for what only the numbers tell.
@@ -41,8 +54,6 @@ class AdapterSource:
     def load(self, lora_request: LoRARequest) -> LoRAModel:
         """Read an adapter and check all of it; nothing in the engine has changed when this raises.
 
-        Of weights above `READ_AT_ONCE` bytes the shapes are checked before the numbers are read.
-
         FileNotFoundError: no folder, no config, no weights. ValueError: everything else. Both name the adapter, in one
         sentence.
         """
@@ -51,42 +62,84 @@ class AdapterSource:
         lora.load_seconds = time.perf_counter() - started
         return lora
 
-    def reading_by(self, wrap: "Callable[[AdapterSource], AdapterSource]") -> "AdapterSource":
-        """This source, its files read by another that is put around the one which reads them: here around this one."""
-        return wrap(self)
-
     def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         try:
-            extensions = self.manager.extensions
-            folder = find_adapter_folder(lora_request.lora_path, extensions.folder_sources)
-            if not shapes_only and weights_bytes(folder, extensions.files) > READ_AT_ONCE:
-                self._read(lora_request, folder, shapes_only=True)
-            return self._read(lora_request, folder, shapes_only)
+            folder = find_adapter_folder(lora_request.lora_path, self.manager.extensions.folder_sources)
+            lora = self._read(lora_request, folder, shapes_only)
         except BaseException as error:
             refusal = _refusal(one_sentence(lora_request.lora_name, LONGEST_NAME), error)
             self.manager.tell("refuse", lora_request.lora_int_id, reason=str(refusal))
             raise refusal from error
+        lora.name = lora_request.lora_name
+        return lora
 
     def _read(self, lora_request: LoRARequest, folder: str, shapes_only: bool) -> LoRAModel:
         """As `load` and `check`, but errors do not name the adapter yet."""
-        lora_config, extensions = self.manager.lora_config, self.manager.extensions
-        options = self.reading | {"shapes_only": shapes_only}
+        wrapped, extensions = self.manager.wrapped, self.manager.extensions
         longest = getattr(getattr(self.manager.model, "config", None), "max_position_embeddings", None)
-        if lora_request.lora_tensors is None:
-            helper = PEFTHelper.from_local_dir(folder, longest, extensions)
-            helper.validate_legal(lora_config)
-            options |= {"peft_helper": helper, "lora_model_id": lora_request.lora_int_id}
-            lora = LoRAModel.from_local_checkpoint(folder, **options)
-        elif extensions.read_request is None:
+        if lora_request.lora_tensors is not None:
+            lora = self._from_request(lora_request, longest, shapes_only)
+            (wrapped.judge if shapes_only else wrapped.accept)(lora)
+            return lora
+        helper = PEFTHelper.from_local_dir(folder, longest, extensions)
+        helper.validate_legal(self.manager.lora_config)
+        path, adapter_id = find_weights_file(folder), lora_request.lora_int_id
+        load = partial(
+            LoRAModel.from_local_checkpoint,
+            folder,
+            peft_helper=helper,
+            lora_model_id=adapter_id,
+            **self.reading,
+        )
+        if path.suffix != ".safetensors" or files_in(folder, extensions.files):
+            wrapped.judge(lora := load(shapes_only=True))
+            if shapes_only:
+                return lora
+        else:
+            with reading(path) as file:
+                plan = self._plan_of(path, file, helper, load)
+                if shapes_only:
+                    return plan.judged.clone(adapter_id)
+                filled = plan.fill(file, adapter_id, self.manager.lora_dtype, self.manager.slot_writer)
+            if filled is not None:
+                return filled
+        wrapped.accept(lora := load())
+        return lora
+
+    def _plan_of(
+        self, path: Path, file: BinaryIO, helper: PEFTHelper, load: Callable[..., LoRAModel]
+    ) -> AdapterPlan:
+        """The plan for a file. ValueError for what cannot be read or does not fit the model.
+
+        load   as `LoRAModel.from_local_checkpoint`, of the file's folder
+        """
+        key = header_key(file), helper.key
+        with self._lock:
+            plan = self._plans.pop(key, None)
+        if plan is None:
+            file.seek(0)
+            stored = find_safetensors(path, file, self.reading["most_tensors"])
+            shapes = shapes_of(stored, partial(is_left_out, skip_prefixes=self.reading["skip_prefixes"]))
+            judged = load(shapes_only=True, tensors=shapes)
+            self.manager.wrapped.judge(judged)
+            starts = sorted((stored[name].start, name) for name in shapes)
+            start = starts[0][0] if len(shapes) == len(stored) else None
+            plan = AdapterPlan(judged, [shapes[name] for _, name in starts], start, self.manager.wrapped)
+        with self._lock:
+            self._plans[key] = plan
+            while sum(len(kept.in_order) for kept in self._plans.values()) > MOST_KEPT:
+                del self._plans[next(iter(self._plans))]
+        return plan
+
+    def _from_request(self, lora_request: LoRARequest, longest: int | None, shapes_only: bool) -> LoRAModel:
+        """An adapter whose tensors the request brings."""
+        extensions = self.manager.extensions
+        if extensions.read_request is None:
             raise ValueError(
                 "adapters in requests (lora_tensors) are not read here; give the adapter's folder"
             )
-        else:
-            lora = extensions.read_request(lora_request, lora_config, longest, extensions, **options)
-        fit = self.manager.wrapped.judge if shapes_only else self.manager.wrapped.accept
-        fit(lora)
-        lora.name = lora_request.lora_name
-        return lora
+        options = self.reading | {"shapes_only": shapes_only}
+        return extensions.read_request(lora_request, self.manager.lora_config, longest, extensions, **options)
 
 
 def reading_parameters(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:

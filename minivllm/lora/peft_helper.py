@@ -78,6 +78,13 @@ class PEFTHelper:
             raise ValueError(f"'{path}': {error}") from error
 
     @property
+    def key(self) -> str:
+        """The same for configs by which tensors of the same names and shapes are read alike."""
+        of_options = {name: self.config.get(name) for name in self.extensions.config_options}
+        fields = self.r, self.lora_alpha, self.use_rslora, self.rank_pattern, self.alpha_pattern, of_options
+        return repr(fields)
+
+    @property
     def vllm_lora_scaling_factor(self) -> float:
         """The scaling of a module that no pattern names. vLLM: the same name."""
         return self.scaling("", self.r)

@@ -3,7 +3,8 @@
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,9 +73,24 @@ def find_weights_file(lora_dir: str) -> Path:
     return found[0]
 
 
-def weights_bytes(lora_dir: str, files_of_options: Iterable[str] = ()) -> int:
-    """Bytes of an adapter's weights and of what options read, as the files' sizes say; 0 without weights."""
-    return sum(path.stat().st_size for path in files_in(lora_dir, (*WEIGHT_FILES, *files_of_options)))
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """A weights file, open. ValueError names one that cannot be read, or that others cut while it is."""
+    try:
+        with open_file(path) as file:
+            yield file
+    except EOFError as error:
+        raise ValueError(f"'{path}' was cut short while it was read; load the adapter again") from error
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error}") from error
+
+
+def shapes_of(
+    stored: Mapping[str, StoredTensor], is_left_out: Callable[[str], bool] | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensors on the "meta" device, in the order of names."""
+    wanted = [n for n in sorted(stored) if not (is_left_out and is_left_out(n))]
+    return {n: torch.empty(stored[n].shape, dtype=stored[n].dtype, device="meta") for n in wanted}
 
 
 def read_weights(
@@ -98,19 +114,14 @@ def read_weights(
     find = {".safetensors": find_safetensors, **formats}.get(path.suffix)
     if find is None:
         raise ValueError(f"'{path}' is a {path.suffix} file, which is not read here; save it as safetensors")
-    try:
-        with open_file(path) as file:
-            stored = find(path, file, most_tensors)
-            wanted = {n: stored[n] for n in sorted(stored) if not (is_left_out and is_left_out(n))}
-            if shapes_only:
-                return {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in wanted.items()}
-            # A's are kept, B's are replaced by scaled ones: what is replaced together lies together.
-            parts = {n: Part(s.start, s.nbytes, n.rpartition(".lora_")[2]) for n, s in wanted.items()}
-            return {n: _as_stored(data, wanted[n]) for n, data in read_parts(file, parts).items()}
-    except EOFError as error:  # it was cut since it was judged
-        raise ValueError(f"'{path}' was cut short while it was read; load the adapter again") from error
-    except OSError as error:
-        raise ValueError(f"'{path}' cannot be read: {error}") from error
+    with reading(path) as file:
+        stored = find(path, file, most_tensors)
+        shapes = shapes_of(stored, is_left_out)
+        if shapes_only:
+            return shapes
+        # A's are kept, B's are replaced by scaled ones: what is replaced together lies together.
+        parts = {n: Part(stored[n].start, stored[n].nbytes, n.rpartition(".lora_")[2]) for n in shapes}
+        return {n: _as_stored(data, stored[n]) for n, data in read_parts(file, parts).items()}
 
 
 def _as_stored(data: torch.Tensor, stored: StoredTensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,10 +42,6 @@ class SharedSource(AdapterSource):
         self._seats: dict[int, Seat] = {}  # by adapter id, that the others know
         self.manager, self.reading = source.manager, source.reading
         self._pool = getattr(self.manager.punica_wrapper, "pool", None)
-
-    def reading_by(self, wrap: Callable[[AdapterSource], AdapterSource]) -> "SharedSource":
-        self.source = self.source.reading_by(wrap)
-        return self
 
     def check(self, lora_request: LoRARequest) -> LoRAModel:
         return self.source.check(lora_request)

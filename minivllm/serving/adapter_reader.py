@@ -14,7 +14,6 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
-from minivllm.sources.known_layouts import KnownLayouts
 from minivllm.worker.cpu_threads import set_num_threads
 
 # Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take
@@ -63,8 +62,7 @@ class AdapterReader(AdapterSource):
         self._checkers = ThreadPoolExecutor(PARALLEL_CHECKS, thread_name_prefix="minivllm-checker")
         self._checks: dict[tuple[LoRARequest, bool], Future[LoRAModel]] = {}  # under way
         self._checked: tuple[LoRARequest, Future[LoRAModel]] | None = None
-        # What it knows by then stays when this is closed.
-        self.source = self.worker.source.reading_by(KnownLayouts.around)
+        self.source = self.worker.source
         self.manager, self.reading = self.source.manager, self.source.reading
         self.worker.read_through(lambda source: self)
         self.registry.wait_for_reads(self.may_run)

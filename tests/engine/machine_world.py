@@ -15,7 +15,6 @@ from tiny_engine import character_tokenizer
 from minivllm import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from minivllm.config import EVICTION_POLICIES, SCHEDULING_POLICIES
 from minivllm.engine.outputs import CompletionOutput
-from minivllm.lora.lora_model import LoRAModel
 
 NUM_ADAPTERS = 5  # ids 1 to 5; id 0 is the base model
 LONGEST_PROMPT, MOST_TOKENS, MOST_ANSWERS = 20, 10, 3
@@ -213,7 +212,7 @@ class Faults:
     """
 
     IN_PASSES = ("compute_logits", "sample_tokens")
-    WITH_ADAPTERS = ("from_local_checkpoint", "write")
+    WITH_ADAPTERS = ("_read", "write")
     POINTS = (*IN_PASSES, *WITH_ADAPTERS)
 
     def __init__(self, engine: LLMEngine, patches: ExitStack) -> None:
@@ -222,7 +221,8 @@ class Faults:
         self.is_in_a_call = False
         self.point, self.error = "", RuntimeError
         self.skip = self.left = 0
-        owners = (engine.runner.model, engine.runner, LoRAModel, engine.adapters.manager.wrapped)
+        worker = engine.adapters.worker
+        owners = (engine.runner.model, engine.runner, worker.source, worker.manager.wrapped)
         for owner, name in zip(owners, self.POINTS, strict=True):
             patches.enter_context(mock.patch.object(owner, name, self._watched(name, getattr(owner, name))))
 
@@ -264,8 +264,8 @@ class Faults:
 
 def _adapter_at(point: str, args: tuple) -> tuple[Any, ...]:
     """The id of the adapter that a call is about, and its version where that is known."""
-    if point == "from_local_checkpoint":
-        folder = Path(args[0]).resolve()
+    if point == "_read":
+        folder = Path(args[1]).resolve()
         return int(folder.parent.name.removeprefix("adapter")), folder.name
     return (args[0].id,) if point == "write" else ()
 

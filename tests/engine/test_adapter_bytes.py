@@ -51,7 +51,7 @@ def test_an_adapter_takes_what_is_told(tmp_path, tmp_path_factory, case):
     path = save_adapter(tmp_path / "adapter", world.base, 0, **config)
 
     # Its file is in float64, so that every tensor is converted, and none is the file's own memory.
-    _, taken = allocated_by(lambda: engine.add_lora(LoRARequest("a", 1, str(path))))
+    _, taken = allocated_by(lambda: engine.add_lora(LoRARequest("a", 1, str(path))), with_numpy=True)
 
     memory = memory_of(engine)
     assert memory["cpu_total"] == taken
@@ -90,7 +90,7 @@ def test_what_has_left_memory_is_not_told_any_more(tmp_path_factory):
         for name in world.names[:2]:
             engine.remove_lora(world.request(name).lora_int_id)
 
-    _, taken = allocated_by(load_and_remove)
+    _, taken = allocated_by(load_and_remove, with_numpy=True)
 
     assert memory_of(engine)["cpu_total"] == taken
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
@@ -231,11 +232,11 @@ def count_copies(monkeypatch, manager):
 def count_reads(monkeypatch):
     """A list that grows by the id of every adapter whose weights are read from disk."""
     ids = []
-    read = LoRAModel.from_local_checkpoint
+    read = AdapterSource._read
 
-    def counted(*args, **kwargs):
-        ids.append(kwargs["lora_model_id"])
-        return read(*args, **kwargs)
+    def counted(source, lora_request, *args):
+        ids.append(lora_request.lora_int_id)
+        return read(source, lora_request, *args)
 
-    monkeypatch.setattr(LoRAModel, "from_local_checkpoint", counted)
+    monkeypatch.setattr(AdapterSource, "_read", counted)
     return ids
