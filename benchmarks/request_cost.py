@@ -26,7 +26,7 @@ from minivllm.config import EngineConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.models.demo_model import demo_model_path
 from minivllm.server.app import build_app
-from minivllm.server.heads import LimitedHead
+from minivllm.server.connection import LimitedConnection
 from minivllm.server.settings import ServerSettings
 from minivllm.serving import engine_process
 from minivllm.serving.async_llm import AsyncLLM
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> None:
     engine_process.HOST = "benchmarks.deaf_host"
     engine = DeafEngine(EngineArgs(model=model).create_engine_config(), AutoTokenizer.from_pretrained(model))
     llm, settings = AsyncLLM(engine), ServerSettings(BASE, max_concurrency=4 * options.at_once)
-    http = LimitedHead.up_to(2 * settings.max_header_bytes)
+    http = LimitedConnection.within(settings)
     config = uvicorn.Config(build_app(llm, settings), http=http, access_log=False, log_level="warning")
     config.load()
     avoid_pauses()

@@ -5,20 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
 
 from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.fleet_llm import FleetLLM
 from deploy.fleet.replica import Replica
 from deploy.fleet.router import PolicyRouter
 from minivllm.commands.common import register_folder
-from minivllm.server.app import FLEET_ROUTERS, build_app
+from minivllm.server.app import FLEET_ROUTES, build_app
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError, QueueFull
 
@@ -50,7 +50,7 @@ def build(args: FleetArgs) -> Application:
         graceful_shutdown_timeout_s=SECONDS_TO_DRAIN,
     )
 
-    def app() -> FastAPI:
+    def app() -> Starlette:
         return server_app(args)
 
     # One: it has the names that stand, and their versions.
@@ -140,11 +140,11 @@ def as_ours(error: Exception) -> Exception:
     return EngineDeadError("the engine that had this request has ended; ask again")
 
 
-def server_app(args: FleetArgs) -> FastAPI:
+def server_app(args: FleetArgs) -> Starlette:
     """In the replica of the server: the application, as soon as an engine is there."""
     settings = args.server_settings()
     register_folder(settings.lora_root, args.base_model_name, args.model)
     handle = serve.get_deployment_handle(ENGINE)
     with ThreadPoolExecutor(1) as thread:  # the event loop is this thread's, and may not wait
         config, tokenizer = thread.submit(lambda: handle.ask.remote("start").result()).result()
-    return build_app(FleetLLM(RayEngines(handle), config, tokenizer), settings, FLEET_ROUTERS)
+    return build_app(FleetLLM(RayEngines(handle), config, tokenizer), settings, FLEET_ROUTES)

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 PEERS = ("transformers", "peft")
-SERVER_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+SERVER_NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import PlainTextResponse
 
-from minivllm.server.context import Call, Managing, TheCall
+from minivllm.server.context import Call, Server
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import AdapterRequest, LoadAdapterRequest
+from minivllm.server.routes import get, post
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.views import describe
-
-router = APIRouter()
 
 STARTED = int(time.time())
 
@@ -33,15 +31,14 @@ class ModelNameConvertor(PathConvertor):
 register_url_convertor("model_name", ModelNameConvertor())
 
 
-@router.get("/v1/models")
-async def models(call: TheCall) -> dict[str, Any]:
+async def models(call: Call) -> dict[str, Any]:
     """The base model and the adapters that this key may use."""
     return {"object": "list", "data": [card(call, name) for name in call.server.names.visible(call.holder)]}
 
 
-@router.get("/v1/models/{name:model_name}")
-async def model(name: str, call: TheCall) -> dict[str, Any]:
+async def model(call: Call) -> dict[str, Any]:
     """One of them. vLLM has no route for it; the openai client does."""
+    name = call.path_params["name"]
     await call.adapter(name)
     return card(call, name)
 
@@ -56,8 +53,7 @@ def card(call: Call, name: str) -> dict[str, Any]:
     return {**known, "root": adapter.lora_path, "parent": call.server.settings.model_name}
 
 
-@router.get("/v1/adapters")
-async def adapters(call: TheCall) -> dict[str, Any]:
+async def adapters(call: Call) -> dict[str, Any]:
     """Where each adapter is, in whose slot, and when it was last used."""
     known = await call.server.llm.call(describe)
     found = []
@@ -69,46 +65,44 @@ async def adapters(call: TheCall) -> dict[str, Any]:
     return {"object": "list", "data": found}
 
 
-@router.post("/v1/load_lora_adapter")
-async def load(body: LoadAdapterRequest, server: Managing) -> PlainTextResponse:
+async def load(body: LoadAdapterRequest, call: Call) -> PlainTextResponse:
     """Read an adapter and serve it under a name. vLLM's body; a refused adapter is 400, where vLLM says 500."""
-    check_allowed(server)
+    server = changeable(call)
     with no_room_is_a_conflict():
         await server.names.load(body)
     return success(body.lora_name, "added")
 
 
-@router.post("/v1/unload_lora_adapter")
-async def unload(body: AdapterRequest, server: Managing) -> PlainTextResponse:
+async def unload(body: AdapterRequest, call: Call) -> PlainTextResponse:
     """Serve an adapter no longer. The answer comes when the requests that use it are finished."""
-    check_allowed(server)
+    server = changeable(call)
     await server.names.unload(body.lora_name)
     return success(body.lora_name, "removed")
 
 
-@router.post("/v1/pin_lora_adapter")
-async def pin(body: AdapterRequest, server: Managing) -> PlainTextResponse:
+async def pin(body: AdapterRequest, call: Call) -> PlainTextResponse:
     """Keep an adapter in a slot. vLLM has no route for it."""
-    check_allowed(server)
+    server = changeable(call)
     with no_room_is_a_conflict():
         await server.names.pin(body.lora_name)
     return success(body.lora_name, "pinned")
 
 
-@router.post("/v1/unpin_lora_adapter")
-async def unpin(body: AdapterRequest, server: Managing) -> PlainTextResponse:
+async def unpin(body: AdapterRequest, call: Call) -> PlainTextResponse:
     """Let a pinned adapter be evicted again."""
-    check_allowed(server)
+    server = changeable(call)
     await server.llm.unpin_lora(server.names.known(body.lora_name).lora_int_id)
     return success(body.lora_name, "unpinned")
 
 
-def check_allowed(server: Managing) -> None:
-    """ApiError 403 unless the server was started so that adapters may come and go."""
-    if not server.settings.allow_runtime_lora:
+def changeable(call: Call) -> Server:
+    """The server. ApiError 403 unless it was started so that adapters may come and go, and this key manages it."""
+    call.holder.check_manages()
+    if not call.server.settings.allow_runtime_lora:
         raise ApiError(403, "adapters cannot be changed; start the server with --allow-runtime-lora")
-    if server.llm.config.lora_config is None:
+    if call.server.llm.config.lora_config is None:
         raise ApiError(400, "LoRA is off; start the server with adapters")
+    return call.server
 
 
 @contextmanager
@@ -126,3 +120,14 @@ def success(name: str, what: str) -> PlainTextResponse:
     """vLLM's sentence."""
     text = f"Success: LoRA adapter '{name}' {what} successfully."
     return PlainTextResponse(text.encode("utf-8", "backslashreplace"))
+
+
+ROUTES = (
+    get("/v1/models", models),
+    get("/v1/models/{name:model_name}", model),
+    get("/v1/adapters", adapters),
+    post("/v1/load_lora_adapter", LoadAdapterRequest, load),
+    post("/v1/unload_lora_adapter", AdapterRequest, unload),
+    post("/v1/pin_lora_adapter", AdapterRequest, pin),
+    post("/v1/unpin_lora_adapter", AdapterRequest, unpin),
+)

@@ -1,27 +1,31 @@
 """The application. Stands for `build_app` of vllm/entrypoints/openai/api_server.py (v0.22.1)."""
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from minivllm.server import adapters, completions, errors, live, monitoring, tokens
-from minivllm.server.context import Server
-from minivllm.server.heads import WholeAnswers
+from minivllm.server.connection import WholeAnswers
+from minivllm.server.context import Call, Server
 from minivllm.server.keys import KeyCheck, Keys
 from minivllm.server.limits import Limits
 from minivllm.server.record import AccessLog
+from minivllm.server.routes import get, openapi
 from minivllm.server.settings import ServerSettings
-from minivllm.server.shortcut import Shortcut
 from minivllm.serving.async_llm import AsyncLLM
 
 # Of a server whose engine is several: the page shows one.
-FLEET_ROUTERS = (completions.router, adapters.router, tokens.router, monitoring.router)
-ROUTERS = (*FLEET_ROUTERS, live.router)
+FLEET_ROUTES = (*completions.ROUTES, *adapters.ROUTES, *tokens.ROUTES, *monitoring.ROUTES)
+ROUTES = (*FLEET_ROUTES, *live.ROUTES)
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings, routers: Collection[APIRouter] = ROUTERS) -> FastAPI:
+def build_app(llm: AsyncLLM, settings: ServerSettings, routes: Sequence[Route] = ROUTES) -> Starlette:
     """An OpenAI server around an engine. vLLM: `build_app`.
 
     `app.state.llm` is the engine, `app.state.server` the rest. When the application starts, the adapters of the
@@ -30,27 +34,38 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, routers: Collection[APIRo
     server = Server.of(llm, settings)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await server.start()
         yield
 
-    app = FastAPI(title="minivllm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    @cache
+    def described() -> dict[str, Any]:
+        return openapi(routes)
+
+    async def describe(call: Call) -> dict[str, Any]:
+        return described()
+
+    app = Starlette(
+        routes=[*routes, get("/openapi.json", describe)],
+        middleware=list(middleware(server, settings)),
+        exception_handlers=errors.HANDLERS,
+        lifespan=lifespan,
+    )
     app.state.llm, app.state.server = llm, server
-    for router in routers:
-        app.include_router(router)
-    errors.install(app)
-    # The last one that is added sees a request first.
-    app.add_middleware(Shortcut, server=server, routes=completions.ROUTES)
-    app.add_middleware(Limits, settings=settings, is_draining=lambda: server.is_draining)
-    app.add_middleware(KeyCheck, keys=Keys(settings))
+    return app
+
+
+def middleware(server: Server, settings: ServerSettings) -> Iterator[Middleware]:
+    """The first one sees a request first."""
+    yield Middleware(AccessLog)
+    yield Middleware(WholeAnswers)
+    yield Middleware(errors.CutOff)
     if settings.allowed_origins:
-        app.add_middleware(
+        yield Middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
-    app.add_middleware(errors.CutOff)
-    app.add_middleware(WholeAnswers)
-    app.add_middleware(AccessLog)
-    return app
+    yield Middleware(KeyCheck, keys=Keys(settings))
+    yield Middleware(Limits, settings=settings, is_draining=lambda: server.is_draining)

@@ -5,23 +5,20 @@ Stands for vllm/entrypoints/openai/{completion,chat_completion}/api_router.py (v
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from minivllm.engine.input_processor import Prompt
 from minivllm.lora.request import LoRARequest
-from minivllm.server.context import Call, TheCall, new_id
+from minivllm.server.context import Call, new_id
 from minivllm.server.errors import ApiError
 from minivllm.server.forms import ChatForm, CompletionForm
 from minivllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from minivllm.server.respond import respond
+from minivllm.server.routes import post
 from minivllm.server.sampling import chat_params, completion_params
 
-router = APIRouter()
 
-
-@router.post("/v1/completions")
-async def complete(body: CompletionRequest, call: TheCall) -> Response:
+async def complete(body: CompletionRequest, call: Call) -> Response:
     """Continue one text or several, by the base model or an adapter."""
     adapter = await call.adapter(body.model)
     params = completion_params(body)
@@ -32,8 +29,7 @@ async def complete(body: CompletionRequest, call: TheCall) -> Response:
     return await respond(call.receive, generation, form, body.stream, include_usage(body))
 
 
-@router.post("/v1/chat/completions")
-async def chat(body: ChatRequest, call: TheCall) -> Response:
+async def chat(body: ChatRequest, call: Call) -> Response:
     """Answer a conversation, by the base model or an adapter."""
     adapter = await call.adapter(body.model)
     params = chat_params(body)
@@ -44,9 +40,6 @@ async def chat(body: ChatRequest, call: TheCall) -> Response:
     )
     generation = call.generation(form.id, [prompt], params, adapter)
     return await respond(call.receive, generation, form, body.stream, include_usage(body))
-
-
-ROUTES = {"/v1/completions": (CompletionRequest, complete), "/v1/chat/completions": (ChatRequest, chat)}
 
 
 def include_usage(body: SamplingFields) -> bool:
@@ -72,3 +65,9 @@ async def texts_of(call: Call, prompts: Sequence[Prompt], adapter: LoRARequest |
         else await llm.beside(lambda ids=prompt["prompt_token_ids"]: decode(ids))
         for prompt in prompts
     ]
+
+
+ROUTES = (
+    post("/v1/completions", CompletionRequest, complete),
+    post("/v1/chat/completions", ChatRequest, chat),
+)

@@ -1,13 +1,12 @@
 """What the handlers of one server share. Stands for `init_app_state` of vllm/entrypoints/openai/api_server.py."""
 
-import uuid
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends
-from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from minivllm.engine.input_processor import Prompt
 from minivllm.lora.request import LoRARequest
@@ -56,13 +55,21 @@ class Server:
 class Call:
     """One HTTP request and whoever sent it.
 
-    receive   of ASGI: what comes behind the body
+    receive       of ASGI: what comes behind the body
+    path_params   what stands in the path where its route has a name
     """
 
     receive: Receive
     server: Server
     holder: Holder
     record: Record
+    path_params: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, scope: Scope, receive: Receive) -> "Call":
+        """Of a request that has come through `AccessLog`, `KeyCheck` and a route."""
+        state, server = scope["state"], scope["app"].state.server
+        return cls(receive, server, state["holder"], state["record"], scope["path_params"])
 
     async def adapter(self, model: str) -> LoRARequest | None:
         """Of the model that the request names; errors as in `ModelNames.find`."""
@@ -86,28 +93,6 @@ class Call:
         return Generation(server.llm, *told, request_id, prompts, params, model, lora, check_served)
 
 
-# Coroutines, although they wait for nothing: FastAPI calls functions in threads of their own.
-
-
-async def _server(request: Request) -> Server:
-    return request.app.state.server
-
-
-async def _call(request: Request) -> Call:
-    return Call(request.receive, request.app.state.server, request.state.holder, request.state.record)
-
-
-async def _managing(request: Request) -> Server:
-    """ApiError 403 for a key of single adapters."""
-    request.state.holder.check_manages()
-    return request.app.state.server
-
-
-TheServer = Annotated[Server, Depends(_server)]
-TheCall = Annotated[Call, Depends(_call)]
-Managing = Annotated[Server, Depends(_managing)]
-
-
 def new_id(prefix: str) -> str:
     """For one HTTP request."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}-{secrets.token_hex(16)}"

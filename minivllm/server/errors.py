@@ -5,10 +5,9 @@ import json
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.errors import AllPinned, IsLeaving
@@ -95,28 +94,19 @@ def status_of(error: Exception) -> int:
     return next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
 
 
-def install(app: FastAPI) -> None:
-    """Have every error of a handler answered in this form."""
+async def answer_http(request: Request, error: HTTPException) -> Json:
+    """Where no route is, or another method."""
+    answered = error_response(error.status_code, str(error.detail))
+    answered.headers.update(error.headers or {})  # which methods there are
+    return answered
 
-    async def answer(request: Request, error: Exception) -> Json:
-        return refusal(error)
 
-    async def answer_http(request: Request, error: HTTPException) -> Json:
-        answered = error_response(error.status_code, str(error.detail))
-        answered.headers.update(error.headers or {})  # which methods there are
-        return answered
+async def answer_unknown(request: Request, error: Exception) -> Json:
+    """Where a handler failed."""
+    return error_response(500, "the server failed at this request; its log says why")
 
-    async def answer_invalid(request: Request, error: RequestValidationError) -> Json:
-        return error_response(400, *_what_is_invalid(error))
 
-    async def answer_unknown(request: Request, error: Exception) -> Json:
-        return error_response(500, "the server failed at this request; its log says why")
-
-    for kind in TOLD:
-        app.add_exception_handler(kind, answer)
-    app.add_exception_handler(HTTPException, answer_http)
-    app.add_exception_handler(RequestValidationError, answer_invalid)
-    app.add_exception_handler(Exception, answer_unknown)
+HANDLERS = {HTTPException: answer_http, Exception: answer_unknown}
 
 
 class CutOff:
@@ -136,20 +126,3 @@ class CutOff:
         except asyncio.CancelledError:
             if not scope["state"]["record"].status:
                 await error_response(503, "the server has ended")(scope, receive, send)
-
-
-def _what_is_invalid(error: RequestValidationError) -> tuple[str, str | None]:
-    """A sentence about the first thing that is wrong, and the field."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return f"the body is no JSON: {first['ctx'].get('error', first['msg'])}", None
-    if isinstance(first.get("input"), bytes):  # FastAPI reads as JSON only what is declared so
-        return (
-            "the body is not declared as JSON; send it with the header content-type: application/json",
-            None,
-        )
-    field = ".".join(path)[:100] or None
-    if first["type"] == "extra_forbidden":
-        return f"'{field}' is not supported by this server; leave it out", field
-    return f"{field or 'the body'}: {first['msg']}", field

@@ -8,16 +8,14 @@ from functools import cache
 from statistics import quantiles
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import HTMLResponse, StreamingResponse
 
 from minivllm.observe.trace import StepRecord
-from minivllm.server.context import Managing, Server
+from minivllm.server.context import Call, Server
 from minivllm.server.page import build_page, run_of
+from minivllm.server.routes import get
 from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.views import newest_steps
-
-router = APIRouter(include_in_schema=False)
 
 BACKLOG = 200  # steps from before a page came
 PAUSE = 0.1  # seconds between two messages
@@ -38,22 +36,21 @@ def live_page() -> str:
     return build_page("minivllm, live", [run_of("live", [])], scripts=["live.js"], live=True)
 
 
-@router.get("/")
-async def page() -> HTMLResponse:
+async def page(call: Call) -> HTMLResponse:
     """One page without anything from elsewhere."""
     return HTMLResponse(live_page(), headers=HEADERS)
 
 
-@router.get("/events")
-async def events(server: Managing) -> StreamingResponse:
+async def events(call: Call) -> StreamingResponse:
     """What happens from now on, as server-sent events.
 
     Each has `steps`, trace records, and `ttft`, see `latencies`. The first one also says what there is: `hello`.
     While nobody reads, no step does anything for it.
     """
-    await server.llm.check_health()
+    call.holder.check_manages()
+    await call.server.llm.check_health()
     headers = {**HEADERS, "X-Accel-Buffering": "no"}
-    return StreamingResponse(_messages(server), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_messages(call.server), media_type="text/event-stream", headers=headers)
 
 
 async def _messages(server: Server) -> AsyncIterator[str]:
@@ -127,3 +124,6 @@ def _names(server: Server) -> dict[str, Any]:
         "may_change": settings.allow_runtime_lora and server.llm.config.lora_config is not None,
         "has_chat": getattr(server.llm.tokenizer, "chat_template", None) is not None,
     }
+
+
+ROUTES = (get("/", page), get("/events", events))

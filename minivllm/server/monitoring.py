@@ -2,26 +2,22 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
-from minivllm.server.context import Managing, TheServer
+from minivllm.server.context import Call
 from minivllm.server.errors import ApiError
+from minivllm.server.routes import get
 
-router = APIRouter()
 
-
-@router.get("/health")
-async def health(server: TheServer) -> Response:
+async def health(call: Call) -> Response:
     """200 as long as requests are taken; 503 before the end, so that nobody sends any more."""
-    if server.is_draining:
+    if call.server.is_draining:
         raise ApiError(503, "the server is about to end")
-    await server.llm.check_health()
+    await call.server.llm.check_health()
     return Response(status_code=200)
 
 
-@router.get("/version")
-async def show_version() -> dict[str, str]:
+async def show_version(call: Call) -> dict[str, str]:
     """Of this package."""
     try:
         return {"version": version("minivllm")}
@@ -29,8 +25,11 @@ async def show_version() -> dict[str, str]:
         return {"version": "unknown"}
 
 
-@router.get("/metrics")
-async def metrics(server: Managing) -> Response:
+async def metrics(call: Call) -> Response:
     """For Prometheus, with a key that opens everything: they tell of every adapter."""
-    text = await server.metrics.text(server.llm)
+    call.holder.check_manages()
+    text = await call.server.metrics.text(call.server.llm)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+ROUTES = (get("/health", health), get("/version", show_version), get("/metrics", metrics))

@@ -10,9 +10,9 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
-from minivllm.server.heads import LimitedHead
+from minivllm.server.connection import LimitedConnection
 from minivllm.server.settings import ServerSettings
 
 # For what is in the connections when all requests have ended.
@@ -29,10 +29,10 @@ class DrainingServer(uvicorn.Server):
     requests get that error, and what has not ended a second later, a client that reads nothing, say, is cut off.
     """
 
-    def __init__(self, app: FastAPI, settings: ServerSettings, **options: object) -> None:
+    def __init__(self, app: Starlette, settings: ServerSettings, **options: object) -> None:
         config = uvicorn.Config(
             app,
-            http=LimitedHead.up_to(2 * settings.max_header_bytes),
+            http=LimitedConnection.within(settings),
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -120,7 +120,7 @@ class ServerThread:
     url   where it listens; a port of its own
     """
 
-    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+    def __init__(self, app: Starlette, settings: ServerSettings) -> None:
         self.socket = bind("127.0.0.1", 0, settings.write_seconds)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.server = DrainingServer(app, settings)

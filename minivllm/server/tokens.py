@@ -2,18 +2,14 @@
 
 from typing import Any
 
-from fastapi import APIRouter
-
-from minivllm.server.context import TheCall
+from minivllm.server.context import Call
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import DetokenizeRequest, TokenizeRequest
+from minivllm.server.routes import post
 from minivllm.text.prompts import tokenize as tokenized
 
-router = APIRouter()
 
-
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, call: TheCall) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
     """Token ids of a text, or of a conversation in the model's template. The fields are vLLM's."""
     adapter = await call.adapter(body.model)
     llm = call.server.llm
@@ -31,8 +27,7 @@ async def tokenize(body: TokenizeRequest, call: TheCall) -> dict[str, Any]:
     return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, call: TheCall) -> dict[str, str]:
+async def detokenize(body: DetokenizeRequest, call: Call) -> dict[str, str]:
     """The text of token ids."""
     adapter = await call.adapter(body.model)
     tokenizer = await call.tokenizer(adapter)
@@ -41,3 +36,6 @@ async def detokenize(body: DetokenizeRequest, call: TheCall) -> dict[str, str]:
             400, f"tokens {wrong[:5]} are unknown; use ids from 0 to {len(tokenizer) - 1}", "tokens"
         )
     return {"prompt": await call.server.llm.beside(lambda: tokenizer.decode(body.tokens))}
+
+
+ROUTES = (post("/tokenize", TokenizeRequest, tokenize), post("/detokenize", DetokenizeRequest, detokenize))

@@ -12,7 +12,7 @@ from tiny_server import BASE_NAME, served, tokenizer_with_template
 
 from deploy.fleet.fleet_llm import FleetLLM
 from deploy.fleet.replica import Replica
-from minivllm.server.app import FLEET_ROUTERS, build_app
+from minivllm.server.app import FLEET_ROUTES, build_app
 from minivllm.server.run import ServerThread
 from minivllm.server.settings import ServerSettings
 from minivllm.serving.async_llm import AsyncLLM
@@ -62,7 +62,7 @@ def fleet(
     engines = LocalEngines([Replica(llm) for llm in llms])
     front = FleetLLM(engines, llms[0].config, llms[0].tokenizer)
     try:
-        with ServerThread(build_app(front, made, FLEET_ROUTERS), made) as server:
+        with ServerThread(build_app(front, made, FLEET_ROUTES), made) as server:
             yield server, engines
     finally:
         for llm in (front, *llms):

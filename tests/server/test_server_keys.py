@@ -10,7 +10,7 @@ from tiny_engine import tiny_world
 from tiny_server import BASE_NAME, serving
 
 from minivllm.server import keys
-from minivllm.server.app import ROUTERS
+from minivllm.server.app import ROUTES as SERVED
 from minivllm.server.settings import ServerSettings
 
 ASK = {"prompt": "x", "max_tokens": 1}
@@ -132,8 +132,8 @@ def tenants(world, tmp_path):
 def test_no_route_tells_a_key_of_an_adapter_of_any_other(tenants):
     """Each route that the server has, so that a new one is thought of here."""
     server, _ = tenants
-    routes = [route for router in ROUTERS for route in router.routes]
-    assert {(method, route.path) for route in routes for method in route.methods} == set(ROUTES)
+    methods = {(method, route.path) for route in SERVED for method in route.methods}
+    assert methods - {("HEAD", path) for _, path in ROUTES} == set(ROUTES)
 
     with client(server, "only-qv") as http:
         for (method, path), (status, body) in ROUTES.items():

@@ -1,33 +1,63 @@
-"""A connection's heads: how long one may be, what it may upgrade to, and whether its HTTP knows chunks.
+"""A connection: how long a request's head may be, what it may upgrade to, how long a reader may take nothing, and
+whether its HTTP knows chunks.
 
-Stands for `--h11-max-incomplete-event-size` of vLLM's server (v0.22.1).
+Stands for `--h11-max-incomplete-event-size` of vLLM's server (v0.22.1). uvicorn has that limit with h11 alone, which
+passes over upgrades as well. It takes 74 us for a request and 2.4 for each event of a stream, httptools 20 and 0.5.
 """
 
 import sys
+from asyncio import TimerHandle
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from minivllm.server.settings import ServerSettings
 
-class LimitedHead(HttpToolsProtocol):
+
+class LimitedConnection(HttpToolsProtocol):
     """One connection. httptools keeps a head until it is whole, however long that is; this one answers 400 and closes.
 
     A request that offers to go on in another protocol (`Upgrade: h2c`, as Java's client does) is answered in this one.
     httptools gives up such a request behind its head, and uvicorn goes on without the body.
 
-    most   bytes that are read since the last part of a body or the last request, and are neither
+    most            bytes that are read since the last part of a body or the last request, and are neither
+    write_seconds   after which a reader that takes nothing is cut off
     """
 
     most: int
+    write_seconds: float
 
     @classmethod
-    def up_to(cls, most: int) -> type["LimitedHead"]:
-        """The class with this limit."""
-        return type("LimitedHead", (cls,), {"most": most})
+    def within(cls, settings: ServerSettings) -> type["LimitedConnection"]:
+        """The class with a server's limits."""
+        limits = {"most": 2 * settings.max_header_bytes, "write_seconds": settings.write_seconds}
+        return type("LimitedConnection", (cls,), limits)
 
     def connection_made(self, transport: object) -> None:
         super().connection_made(transport)
         self._unread = 0
+        self._next_check: TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._check_reader(sys.maxsize)
+
+    def resume_writing(self) -> None:
+        self._next_check.cancel()
+        super().resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._next_check is not None:
+            self._next_check.cancel()
+        super().connection_lost(error)
+
+    def _check_reader(self, size: int) -> None:
+        """Cut the reader off unless it has taken something.   size: bytes that were left for it the last time"""
+        left = self.transport.get_write_buffer_size()
+        if left >= size:
+            self.transport.abort()
+        else:
+            self._next_check = self.loop.call_later(self.write_seconds, self._check_reader, left)
 
     def data_received(self, data: bytes) -> None:
         self._left = data

@@ -1,0 +1,113 @@
+"""From a request's head to its handler, and from what that returns to an answer. vLLM 0.22.1 has FastAPI do this.
+
+FastAPI's routing, dependencies and reading of bodies took more processor time than all the rest of a request
+(docs/serving.md).
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
+from pydantic_core import from_json
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from minivllm.server.context import Call
+from minivllm.server.errors import TOLD, ApiError, Json, refusal
+from minivllm.server.limits import read_body
+from minivllm.server.protocol import Body
+
+# Of the body, if the route has one, and the call. What is no response is sent as JSON.
+Handler = Callable[..., Awaitable[Any]]
+
+
+def get(path: str, handler: Handler) -> Route:
+    """Have a handler answer GET requests; it gets the call."""
+    return Route(path, Endpoint(handler), methods=["GET"], name=handler.__name__)
+
+
+def post(path: str, kind: type[Body], handler: Handler) -> Route:
+    """Have a handler answer POST requests; it gets the body and the call."""
+    return Route(path, Endpoint(handler, kind), methods=["POST"], name=handler.__name__)
+
+
+class Endpoint:
+    """One route's application.   kind: what the body has to be; None = it is not read"""
+
+    def __init__(self, handler: Handler, kind: type[Body] | None = None) -> None:
+        self.handler, self.kind = handler, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call.of(scope, receive)
+        try:
+            if self.kind is None:
+                answer = await self.handler(call)
+            else:
+                headers = dict(scope["headers"])
+                content = await read_body(receive, headers.get(b"content-length", b""), call.server.settings)
+                if content is None:
+                    return
+                body = parse(self.kind, content, headers.get(b"content-type", b""))
+                answer = await self.handler(body, call)
+            response = answer if isinstance(answer, Response) else Json(answer)
+            await response(scope, receive, send)
+        except TOLD as error:
+            await refusal(error)(scope, receive, send)
+
+
+def parse(kind: type[Body], content: bytes, declared: bytes) -> Body:
+    """A body that is declared as JSON. ApiError 400 says what is wrong with the first field that is."""
+    # A page of any origin may send text/plain, and browsers ask nobody.
+    if declared.partition(b";")[0].strip().lower() != b"application/json":
+        raise ApiError(
+            400, "the body is not declared as JSON; send it with the header content-type: application/json"
+        )
+    try:
+        given = from_json(content)
+    except ValueError as error:  # as of one that is nested more than 200 levels deep
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise ApiError(400, *_what_is_invalid(error)) from None
+
+
+def _what_is_invalid(error: ValidationError) -> tuple[str, str | None]:
+    """A sentence about the first thing that is wrong, and the field."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    field = ".".join(map(str, first["loc"]))[:100] or None
+    if first["type"] == "extra_forbidden":
+        return f"'{field}' is not supported by this server; leave it out", field
+    return f"{field or 'the body'}: {first['msg']}", field
+
+
+def openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    """A description of routes and their bodies in OpenAPI's form."""
+    endpoints = [(route, route.endpoint) for route in routes if isinstance(route, Route)]
+    kinds = dict.fromkeys((each.kind, "validation") for _, each in endpoints if each.kind)
+    refs, schemas = models_json_schema(list(kinds), ref_template="#/components/schemas/{model}")
+    paths: dict[str, dict[str, Any]] = {}
+    for route, endpoint in endpoints:
+        path = route.path_format
+        about: dict[str, Any] = {
+            "summary": endpoint.handler.__doc__,
+            "responses": {"200": {"description": "OK"}},
+        }
+        if names := list(route.param_convertors):
+            about["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
+        if endpoint.kind is not None:
+            content = {"application/json": {"schema": refs[endpoint.kind, "validation"]}}
+            about["requestBody"] = {"required": True, "content": content}
+        method = "get" if endpoint.kind is None else "post"
+        paths.setdefault(path, {})[method] = about
+    info = {"title": "minivllm", "version": "1"}
+    return {
+        "openapi": "3.1.0",
+        "info": info,
+        "paths": paths,
+        "components": {"schemas": schemas.get("$defs", {})},
+    }
