@@ -14,7 +14,7 @@ from torch._utils import _unflatten_dense_tensors
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.scattered_reads import new_memory, read_into
-from minivllm.lora.wrapped_modules import WrappedModules
+from minivllm.lora.wrapping import WrappedModules
 
 ALIGNMENT = 16  # bytes, as of a slot writer's pieces
 
