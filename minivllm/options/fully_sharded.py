@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from minivllm.config import LoRAConfig
+from minivllm.layers.linear import LinearBase
 from minivllm.layers.ranks import Share
 from minivllm.lora.backend import Backend
 from minivllm.lora.layers.base import LinearArithmetic
@@ -30,7 +31,7 @@ class _FullySharded(LinearArithmetic):
     """Of a linear with `HalvedSlots`, where processes share it; alone, one has all, and this is the plain one."""
 
     @classmethod
-    def is_for(cls, lora_config: LoRAConfig) -> bool:
+    def is_for(cls, lora_config: LoRAConfig, layer: LinearBase) -> bool:
         """Where `fully_sharded_loras` is on; the plain class takes the layer otherwise."""
         return lora_config.fully_sharded_loras
 

@@ -18,6 +18,7 @@ from minivllm.layers.linear import (
 )
 from minivllm.lora import layers
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
@@ -201,6 +202,37 @@ def test_from_layer_takes_the_sharded_wrapper_where_the_config_asks_for_it(name,
     wrapped = from_layer(base(), max_loras=SLOTS, lora_config=config, packed_modules_list=parts)
 
     assert type(wrapped).__name__ == expected
+
+
+# Base linear of one of two ranks, the names of its parts -> the kind of wrapper that takes it.
+SHARED = [
+    (lambda tp: ColumnParallelLinear(WIDTH, 20, tp=tp), [], "ColumnParallelLinear"),
+    (lambda tp: RowParallelLinear(WIDTH, 18, tp=tp), [], "RowParallelLinear"),
+    (lambda tp: MergedColumnParallelLinear(WIDTH, [16, 8], tp=tp), ["a", "b"], "MergedColumnParallelLinear"),
+    (lambda tp: QKVParallelLinear(WIDTH, 6, 4, 2, tp=tp), ["whole"], "QKVParallelLinear"),
+    (lambda tp: QKVParallelLinear(WIDTH, 6, 4, 2, tp=tp), ["q", "k", "v"], "MergedQKVParallelLinear"),
+]
+
+
+@pytest.mark.parametrize("fully_sharded", [False, True])
+@pytest.mark.parametrize(("make_base", "parts", "name"), SHARED)
+def test_of_a_linear_that_ranks_share_one_wrapper_alone_cuts_what_the_config_says(
+    make_base, parts, name, fully_sharded
+):
+    base, config = make_base(TensorParallel(0, 2)), LoRAConfig(RANK, SLOTS, fully_sharded_loras=fully_sharded)
+    plain, sharded = (getattr(layers, f"{name}With{kind}") for kind in ("LoRA", "ShardedLoRA"))
+
+    answers = [wrapper.can_replace_layer(base, config, parts) for wrapper in (plain, sharded)]
+
+    assert answers == [not fully_sharded, fully_sharded]
+    assert type(from_layer(base, SLOTS, config, parts)) is (sharded if fully_sharded else plain)
+
+
+def test_a_linear_that_every_rank_has_whole_has_one_wrapper_whatever_is_sharded():
+    base, config = ReplicatedLinear(WIDTH, 7, tp=TensorParallel(1, 2)), LoRAConfig(fully_sharded_loras=True)
+
+    assert layers.ReplicatedLinearWithLoRA.can_replace_layer(base, config, [])
+    assert type(from_layer(base, SLOTS, config, [])) is layers.ReplicatedLinearWithLoRA
 
 
 class Halves:

@@ -207,9 +207,10 @@ class LinearArithmetic:
         self.max_rank = 0
 
     @classmethod
-    def is_for(cls, lora_config: LoRAConfig) -> bool:
-        """Whether a layer that computes so may take another's place."""
-        return True
+    def is_for(cls, lora_config: LoRAConfig, layer: LinearBase) -> bool:
+        """Whether a layer may compute so: not one that ranks share, where they are to share out both A and B."""
+        here = layer.output_size_per_partition, layer.input_size_per_partition
+        return not lora_config.fully_sharded_loras or here == (layer.output_size, layer.input_size)
 
     def share_of(self, share: Share) -> Share:
         """Which part of each A and B this process has, of a linear with that share."""
@@ -268,7 +269,8 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         model_config: object | None = None,
     ) -> bool:
         """`takes`, where the configuration wants what this class computes. vLLM: the same name."""
-        return cls.arithmetic_class.is_for(lora_config) and cls.takes(source_layer, len(packed_modules_list))
+        is_ours = cls.takes(source_layer, len(packed_modules_list))
+        return is_ours and cls.arithmetic_class.is_for(lora_config, source_layer)
 
     def create_lora_weights(
         self, max_loras: int, lora_config: LoRAConfig, model_config: object | None = None
