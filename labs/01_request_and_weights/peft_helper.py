@@ -9,7 +9,7 @@ from typing import Any
 from minivllm.config import LoRAConfig
 from minivllm.lora.checks import check_config, check_fields
 from minivllm.lora.extensions import PLAIN, LoRAExtensions
-from minivllm.lora.timed_patterns import TimedPatterns
+from minivllm.lora.patterns import Patterns
 from minivllm.lora.weights_files import read_adapter_config
 
 
@@ -44,7 +44,7 @@ class PEFTHelper:
         self.rank_pattern, self.alpha_pattern = self.rank_pattern or {}, self.alpha_pattern or {}
         fields_of_keys = dict.fromkeys(self.alpha_pattern, "alpha_pattern")
         fields_of_keys |= dict.fromkeys(self.rank_pattern, "rank_pattern")
-        self._patterns = TimedPatterns(fields_of_keys) if fields_of_keys else None
+        self._patterns = Patterns(fields_of_keys) if fields_of_keys else None
         self.ranks = sorted({self.r, *self.rank_pattern.values()})
         self.beside: dict[str, Any] = {}
         self.pattern_name: Callable[[str], str] = str

@@ -14,7 +14,7 @@ import torch
 
 from minivllm.config import DTYPES, LoRAConfig
 from minivllm.errors import shown
-from minivllm.lora.timed_patterns import PLAIN_KEY
+from minivllm.lora.patterns import PLAIN_KEY
 
 # ---- configs --------------------------------------------------------------------------------------------------
 
@@ -43,10 +43,6 @@ REFUSED_FIELDS = {
 MOST_PATTERNS = 2048
 LONGEST_PATTERN = 256
 MOST_OTHER_PATTERNS = 32
-MOST_GROUPS = 6
-# A repeated group: `regex` unrolls it while it compiles, and 30 in each other fill all memory. Or a brace that is no
-# number of repetitions. For `re` it is a character, for `regex` the mark of a match that need not be exact.
-_UNROLLED = re.compile(r"\)\{|\{(?!\d{0,2},?\d{0,2}\})")
 
 # Wider than any model. What a file gives goes into float arithmetic, which a JSON int can overflow.
 LARGEST_RANK = 2**20
@@ -103,12 +99,6 @@ def _check_keys(field: str, keys: list[str]) -> None:
             raise ValueError(
                 f"{field} has key '{key[:40]}...' of {len(key)} characters, which is no regular expression that "
                 f"is read: at most {LONGEST_PATTERN} characters"
-            )
-    for key in others:
-        if key.count("(") > MOST_GROUPS or _UNROLLED.search(key):
-            raise ValueError(
-                f"{field} has key '{key}', which is no regular expression that is read: at most {MOST_GROUPS} "
-                "groups, and repetitions by number only of single characters and below 100"
             )
     if len(others) > MOST_OTHER_PATTERNS:
         raise ValueError(

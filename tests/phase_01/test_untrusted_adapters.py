@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import re
 import struct
 import zipfile
@@ -17,9 +18,9 @@ from minivllm.config import LoRAConfig
 from minivllm.errors import in_one_sentence, one_sentence
 from minivllm.lora import checks, limits
 from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.patterns import Patterns
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.timed_patterns import TimedPatterns
 from minivllm.lora.weights_files import read_weights
 from minivllm.options.target_parameters import rank_of
 from minivllm.sources import FILE_FORMATS
@@ -52,41 +53,56 @@ def helper(**changes):
     return PEFTHelper.from_dict(good_config(**changes), LORA_EXTENSIONS)
 
 
+def some_pattern(rng, depth=0):
+    """A regular expression of short names."""
+    if depth > 2 or rng.random() < 0.4:
+        return rng.choice(
+            [*"abq_.01{}-", r"\.", r"\w", r"\d", r"\W", r"\b", "^", "$", "[a-c]", "[^.]", r"[\w.]"]
+        )
+    inner = some_pattern(rng, depth + 1)
+    more = rng.choice(["", some_pattern(rng, depth + 1)])
+    forms = [
+        f"{inner}{more}",
+        f"({inner}|{more})",
+        f"(?:{inner}){{1,2}}",
+        f"({inner})*",
+        f"{inner}+",
+        f"{inner}??",
+    ]
+    return rng.choice(forms)
+
+
 class TestPatterns:
     @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-    @pytest.mark.parametrize("key", [r"(\w|\w\w|_|\.)+[!?]", r"(\w|_|\.|\w\w\w)*[x-z!]"])
-    def test_whose_match_would_never_end_are_refused_with_field_and_key(self, field, key):
-        adapter = helper(**{field: {key: 3}})
+    @pytest.mark.parametrize(
+        "key",
+        [
+            *(r"(\w|\w\w|_|\.)+[!?]", r"(\w|_|\.|\w\w\w)*[x-z!]", "(.*)*x", "(.+)+y", "(a|a|.)*[!?]"),
+            *(r"(\w+\.?)+[!?]", "x?" * 60 + "x" * 60, "(" * 60 + "x" + ")+" * 60),
+        ],
+    )
+    def test_that_keep_re_busy_for_ever_do_not_match_in_no_time(self, field, key):
+        adapter = helper(r=6, lora_alpha=6, **{field: {key: 3}})
         ask = partial(rank_of, adapter) if field == "rank_pattern" else adapter.alpha
 
-        with (
-            TimeLimit(HANGS),
-            pytest.raises(ValueError, match=rf"{field} has key '{re.escape(key)}', .* too long"),
-        ):
-            ask(f"model.layers.0.self_attn.q_proj{'_of_a_name_that_goes_on' * 4}")
+        with TimeLimit(1):
+            assert ask(f"model.layers.0.self_attn.q_proj{'_of_a_name_that_goes_on' * 4}") == 6
 
     @pytest.mark.parametrize(
-        "key", ["(.*)*x", "(.+)+y", "(a|a|.)*[!?]", r"(\w+\.?)+[!?]", "x?" * 60 + "x" * 60]
+        "key",
+        [
+            "(?:a?b?_?){300}(a.){100}z",
+            "(?:.*a){200}.*q",
+            ".*a.{500}z",
+            "(.*a.{200}|.*b.{200})z",
+            "(a|b|_|.){999}",
+        ],
     )
-    def test_that_keep_re_busy_for_ever_do_not_match_or_are_refused(self, key):
-        adapter = helper(lora_alpha=6, alpha_pattern={key: 3})
+    def test_that_are_as_costly_as_they_can_be_are_refused_within_a_second(self, key):
+        adapter = helper(alpha_pattern={"x?" * number + key: 3 for number in range(30)})
+        names = (f"model.layers.{number}.self_attn.{'ab_' * 160}" for number in range(5000))
 
-        with TimeLimit(HANGS):
-            try:
-                alpha = adapter.alpha(f"model.layers.0.self_attn.q_proj{'_of_a_name_that_goes_on' * 4}")
-            except ValueError as error:
-                alpha = 6
-                assert "takes too long" in str(error)
-
-        assert alpha == 6
-
-    def test_that_each_stay_below_the_limit_do_not_add_up(self):
-        """A match takes some milliseconds; eight keys for each of 500 modules are a minute."""
-        keys = [rf"{'x?' * number}(a|a|.)*[!?]" for number in range(8)]
-        adapter = helper(alpha_pattern=dict.fromkeys(keys, 3))
-        names = (f"model.layers.{number}.self_attn.{'ab' * 8}" for number in range(500))
-
-        with TimeLimit(HANGS), pytest.raises(ValueError, match=r"alpha_pattern has key .* too long"):
+        with TimeLimit(3), pytest.raises(ValueError, match=r"alpha_pattern has key .* too long"):
             for name in names:
                 adapter.alpha(name)
 
@@ -108,20 +124,27 @@ class TestPatterns:
             assert [adapter.scaling(name, 2) for name in names] == list(range(len(names)))
 
     @pytest.mark.parametrize(
-        "key",
+        ("key", "why"),
         [
-            *("(" * 60 + "a" + ")+" * 60, "(?:" * 40 + "ab|ac" + ")+|d" * 40, ".{1000000}" * 20),
-            *("(?:a|b){2,3}x", "q_proj{e<=3}", "x" * 257),
+            *((".{1000000}" * 20, "RE2 cannot read: invalid repetition size"), ("x" * 257, "at most 256")),
+            *(("((a{1,100}){1,100}){1,100}", "RE2 cannot read"), ("(a|bc|.d){900}" * 9, "RE2 cannot read")),
+            *((r"(?!.*mlp).*", r"RE2 cannot read: .*\(\?!"), (r"(?<=\.)q_proj", "RE2 cannot read")),
+            *(
+                (r"(q|k)\1", "RE2 cannot read"),
+                (r"q{,2}", "RE2 reads otherwise"),
+                ("[[:alpha:]]", "otherwise"),
+            ),
+            *(
+                (r"q\B", "RE2 reads otherwise"),
+                (r"\pL", "no regular expression"),
+                ("(", "no regular expression"),
+            ),
         ],
-        ids=["nested", "nested choices", "counted", "a group counted", "approximately", "long"],
     )
-    def test_that_take_memory_to_compile_are_refused_before_that(self, key):
+    def test_that_take_memory_or_are_not_for_re2_are_refused_before_they_match(self, key, why):
         peak = Peak()
 
-        with (
-            TimeLimit(HANGS),
-            pytest.raises(ValueError, match=r"rank_pattern has key .* no regular expression"),
-        ):
+        with TimeLimit(3), pytest.raises(ValueError, match=rf"rank_pattern has key .*{why}"):
             helper(rank_pattern={key: 3})
 
         assert peak.growth() < MOST_MEMORY
@@ -143,7 +166,14 @@ class TestPatterns:
                 "proj",
                 "",
             ),
-            *(r"(?!.*mlp).*", r"\w+_proj$", ".", "experts.*", r"layers\.(1\d|2[0-3])\.self_attn\.[qkv]_proj"),
+            *(
+                "(?:0|1|2){2,3}.*",
+                "q_proj{e<=3}",
+                r"\w+_proj$",
+                ".",
+                "experts.*",
+                r"layers\.(1\d|2[0-3])\.self_attn\.[qkv]_proj",
+            ),
         ],
     )
     def test_mean_what_they_mean_to_re(self, key):
@@ -152,11 +182,28 @@ class TestPatterns:
             for layer in (0, 1, 10, 23)
             for module in ("self_attn.q_proj", "mlp.down_proj", "mlp.experts.3.w1")
         ]
-        patterns, expression = TimedPatterns(), rf"(.*\.)?({key})$"
+        patterns, expression = Patterns(), rf"(.*\.)?({key})$"
 
         found = [patterns.match(expression, name) for name in names]
 
         assert found == [re.match(expression, name) is not None for name in names]
+
+    def test_of_any_kind_mean_what_they_mean_to_re(self):
+        rng, judged = random.Random(5), 0
+        for _ in range(1500):
+            key = "".join(some_pattern(rng) for _ in range(rng.randint(1, 3)))
+            expression = rf"(.*\.)?({key})$"
+            try:
+                patterns = Patterns({key: "rank_pattern"})
+            except ValueError:
+                continue
+            for name in ("", "a.b_q", "abb.q01", "q", ".".join(rng.choice("abq_01") for _ in range(5))):
+                judged += 1
+                assert patterns.match(expression, name) == (re.match(expression, name) is not None), (
+                    key,
+                    name,
+                )
+        assert judged > 5000
 
     @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
     def test_with_a_value_of_another_kind_name_the_field_and_the_key(self, field):
