@@ -108,15 +108,6 @@ def is_expected(error: BaseException) -> bool:
     )
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether it is what the engine raises on purpose.
-
-    A plain RuntimeError is not: PyTorch raises it wherever memory is short, also in the middle of a change.
-    """
-    refusals = OSError | Refusal | RuntimeRefusal
-    return type(error) in (TypeError, ValueError) or isinstance(error, refusals)
-
-
 def message_of(error: BaseException) -> str:
     """An error's text; for one that the engine did not raise on purpose, with the name of its class."""
     if is_expected(error) and str(error):

@@ -44,7 +44,6 @@ class AdapterRegistry:
     by_name    each of its names -> id
     noted      ids of the adapters that may have a reload, a failure or an unload: nobody has to walk through all
     pinned     ids of the adapters that are to keep a slot, in one yet or not. `manager.pinned_adapters` are in one
-    loading    ids of the adapters that are read beside the steps, kept by whoever reads them
     """
 
     def __init__(
@@ -61,21 +60,14 @@ class AdapterRegistry:
         self.by_name: dict[str, int] = {}
         self.noted: set[int] = set()
         self.pinned: set[int] = set()
-        self.loading: set[int] = set()
-        self._is_read: Callable[[Request], str | None] | None = None
         self._traits_reader = traits_reader
         self._find_by_name = find_by_name
 
     def may_join(self, request: Request) -> str | None:
         """None, or why a waiting request may not be admitted, even if there is room: the scheduler asks."""
-        return self.may_run(request) or (self._is_read and self._is_read(request))
-
-    def wait_for_reads(self, is_read: Callable[[Request], str | None] | None) -> None:
-        """Have requests wait until their adapter was read beside the steps.
-
-        is_read   None, or why a request that may run otherwise has to wait; None instead: steps read adapters
-        """
-        self._is_read = is_read
+        if reason := self.may_run(request):
+            return reason
+        return self.worker.source.why_wait(request.lora_request) if request.lora_request else None
 
     # ---- naming ---------------------------------------------------------------------------------------------
 

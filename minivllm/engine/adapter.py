@@ -107,13 +107,6 @@ def as_steps_load_it(
     return lora_request if is_same else replace(lora_request, lora_path=folder, load_inplace=False)
 
 
-def with_real_folder(lora_request: LoRARequest) -> LoRARequest:
-    """The request with the real folder that its path leads to; as it is where there is none on this machine."""
-    folder = real_folder(lora_request.lora_path)
-    is_real = folder in (None, lora_request.lora_path)
-    return lora_request if is_real else replace(lora_request, lora_path=folder)
-
-
 def inode_of(path: str) -> tuple[int, int] | None:
     """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
 

@@ -4,7 +4,7 @@ Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1).
 """
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -36,7 +36,10 @@ class AdapterSource:
 
     manager   of the model that adapters are for
     reading   how they are read for it, see `reading_parameters`
+    loading   ids of the adapters that are read beside the steps: none here
     """
+
+    loading: Collection[int] = ()
 
     def __init__(self, manager: LRUCacheLoRAModelManager) -> None:
         self.manager = manager
@@ -61,6 +64,10 @@ class AdapterSource:
         lora = self._load(lora_request, shapes_only=False)
         lora.load_seconds = time.perf_counter() - started
         return lora
+
+    def why_wait(self, lora_request: LoRARequest) -> str | None:
+        """Why a waiting request may not be admitted yet; None where its step may read the adapter, as here."""
+        return None
 
     def _load(self, lora_request: LoRARequest, shapes_only: bool) -> LoRAModel:
         try:

@@ -90,7 +90,7 @@ def state_of(adapters: AdapterRegistry, adapter_id: int) -> AdapterState:
     """KeyError for an id that no adapter has."""
     adapter, manager = adapters.adapters[adapter_id], adapters.manager
     told = {
-        AdapterState.LOADING: adapter_id in adapters.loading,
+        AdapterState.LOADING: adapter_id in adapters.worker.source.loading,
         AdapterState.IN_MEMORY: adapter_id in manager.list_adapters(),
         AdapterState.IN_A_SLOT: adapter_id in manager.list_active_adapters(),
         AdapterState.FAILED: adapter.failures,

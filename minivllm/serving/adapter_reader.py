@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from minivllm.core.request import Request
-from minivllm.engine.adapter import Adapter, with_real_folder
+from minivllm.engine.adapter import Adapter, real_folder
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
@@ -45,8 +44,8 @@ class Read:
 class AdapterReader(AdapterSource):
     """Reads what waiting requests need, in threads of its own, before the step that admits them asks for it.
 
-    It stands around the worker's source, and the registry asks it who `may_run`. All but the reading itself is done in
-    the engine's thread, and so is a check or a load that nobody began here: nothing can get stuck.
+    It stands around the worker's source, and has requests wait for what it reads (`why_wait`). All but the reading
+    itself is done in the engine's thread, and so is a check or a load that nobody began here: nothing can get stuck.
 
     most        adapters that are read at the same time, and that may have been read for requests that still wait
     read_done   is called in a reading thread: the engine may be waiting
@@ -65,32 +64,33 @@ class AdapterReader(AdapterSource):
         self.source = self.worker.source
         self.manager, self.reading = self.source.manager, self.source.reading
         self.worker.read_through(lambda source: self)
-        self.registry.wait_for_reads(self.may_run)
 
     def close(self) -> None:
         """The engine reads by itself again."""
         for pool in (self._pool, self._checkers):
             pool.shutdown(wait=False, cancel_futures=True)
         self._reads.clear()
-        self.registry.loading.clear()
         self.worker.read_through(lambda source: self.source)
-        self.registry.wait_for_reads(None)
 
     @property
     def is_reading(self) -> bool:
         return any(not read.future.done() for read in self._reads.values())
 
-    def may_run(self, request: Request) -> str | None:
-        """None, or LOADING while the request's adapter is being read, which begins here."""
-        adapter_id = request.adapter_id
-        if not adapter_id or self.worker.manager.get_adapter(adapter_id) is not None:
+    @property
+    def loading(self) -> set[int]:
+        return set(self._reads)
+
+    def why_wait(self, lora_request: LoRARequest) -> str | None:
+        """None, or LOADING while the adapter is being read, which begins here."""
+        adapter_id = lora_request.lora_int_id
+        if self.worker.manager.get_adapter(adapter_id) is not None:
             return None
         read, record = self._reads.get(adapter_id), self.registry.adapters.get(adapter_id)
         if read is None or read.record is not record:
             if self._is_full():
                 # Those that have been read wait for slots: the step reads this one, if nobody else is in it.
                 return LOADING if self.is_reading or self.scheduler.running else None
-            read = self._begin(request.lora_request, record)
+            read = self._begin(lora_request, record)
         return None if read.future.done() else LOADING
 
     def load(self, lora_request: LoRARequest) -> LoRAModel:
@@ -165,7 +165,6 @@ class AdapterReader(AdapterSource):
         read = Read(request, lora_request, record, self._pool.submit(self._read_and_stage, request))
         read.future.add_done_callback(lambda future: self._read_done())
         self._reads[lora_request.lora_int_id] = read
-        self.registry.loading.add(lora_request.lora_int_id)
         return read
 
     def _is_full(self) -> bool:
@@ -184,7 +183,6 @@ class AdapterReader(AdapterSource):
     def _forget(self, read: Read) -> None:
         read.future.cancel()
         del self._reads[read.request.lora_int_id]
-        self.registry.loading.discard(read.request.lora_int_id)
 
     def _read_and_stage(self, lora_request: LoRARequest) -> LoRAModel:
         started = time.perf_counter()
@@ -192,3 +190,10 @@ class AdapterReader(AdapterSource):
         self.manager.stage(lora)  # here, not in the step that takes it: on a GPU it is one more copy
         lora.load_seconds = time.perf_counter() - started
         return lora
+
+
+def with_real_folder(lora_request: LoRARequest) -> LoRARequest:
+    """The request with the real folder that its path leads to; as it is where there is none on this machine."""
+    folder = real_folder(lora_request.lora_path)
+    is_real = folder in (None, lora_request.lora_path)
+    return lora_request if is_real else replace(lora_request, lora_path=folder)

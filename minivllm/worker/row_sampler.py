@@ -1,6 +1,6 @@
 """From logits of rows to tokens of requests. Stands for the sampling in vllm/v1/worker/gpu_input_batch.py (v0.22.1)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,11 +108,6 @@ class RowSampler:
         """Drop what is kept for a request that has ended."""
         self.draws.pop(request_id, None)
         self.masks.forget(request_id)
-
-    def forget_all_but(self, request_ids: Iterable[str]) -> None:
-        """Drop what is kept for requests that are not among these."""
-        for request_id in self.draws.keys() - set(request_ids):
-            self.forget(request_id)
 
 
 def all_take_likeliest(requests: Sequence[Request]) -> bool:

@@ -39,7 +39,7 @@ def serve(world):
         llm.shutdown()
         check_engine(llm._client.engine, [])
         check_slot_contents(llm._client.engine)
-        assert not llm._client.engine.adapters.loading
+        assert not llm._client.engine.adapters.worker.source.loading
     threads_end(before)
 
 
@@ -156,7 +156,7 @@ def test_no_more_are_read_at_once_than_may_be(world, slow, most):
         tasks = [asyncio.create_task(collect(llm, n, 6, world.request(n))) for n in world.names]
         await until(lambda: disk.reading == most)
         await asyncio.sleep(0.02)
-        assert len(llm._client.engine.adapters.loading) == most
+        assert len(llm._client.engine.adapters.worker.source.loading) == most
         disk.go.set()
         return await asyncio.gather(*tasks)
 
@@ -205,7 +205,7 @@ def test_the_next_is_read_beside_the_step_that_takes_what_was_read(world, slow):
     load = llm._client.reader.load
 
     def note(lora_request):
-        begun.append(len(llm._client.engine.adapters.loading))
+        begun.append(len(llm._client.engine.adapters.worker.source.loading))
         return load(lora_request)
 
     llm._client.reader.load = note
@@ -318,7 +318,7 @@ class TestALoadAhead:
         async def main():
             assert await llm.add_lora(current)
             assert await llm.add_lora(replace(current, load_inplace=True))
-            assert not llm._client.engine.adapters.loading
+            assert not llm._client.engine.adapters.worker.source.loading
             return await collect(llm, "a", 6, current)
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("qv", PROMPT, 6)
@@ -338,7 +338,7 @@ class TestALoadAhead:
             link.symlink_to(world.path("all"))
             disk.go.set()
             assert await load
-            await until(lambda: not llm._client.engine.adapters.loading)
+            await until(lambda: not llm._client.engine.adapters.worker.source.loading)
             return await collect(llm, "a", 6, "current")
 
         assert tokens_of(asyncio.run(main())[-1]) == world.oracle().greedy("all", PROMPT, 6)
@@ -364,7 +364,7 @@ class TestALoadAhead:
             await asyncio.wait([load])
             disk.go.set()
             assert await llm.list_loras() == set()
-            assert not llm._client.engine.adapters.loading
+            assert not llm._client.engine.adapters.worker.source.loading
 
         asyncio.run(main())
 
@@ -510,7 +510,7 @@ def test_a_pin_reads_at_once_what_was_only_ordered(world, slow):
 
     async def main():
         loads = [asyncio.create_task(llm.add_lora(world.request(n))) for n in ("qv", "all")]
-        await until(lambda: len(llm._client.engine.adapters.loading) == 2)
+        await until(lambda: len(llm._client.engine.adapters.worker.source.loading) == 2)
         running = asyncio.create_task(collect(llm, "a", 6, world.request("all")))
         await until(lambda: 2 in llm._client.engine.adapters.adapters)
         pin = asyncio.create_task(llm.pin_lora(2))
