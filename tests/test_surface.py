@@ -249,7 +249,7 @@ SURFACE = {
     },
     "models.interfaces": {"SupportsLoRA": attributes("packed_modules_mapping embedding_modules")},
     # What vLLM never had.
-    "lora.stats": {"LoRAStats": attributes("hit_rate evictions load_seconds activate_seconds")},
+    "lora.events": {"LoRAStats": attributes("hit_rate evictions load_seconds activate_seconds")},
     "engine.metrics": {"EngineMetrics": attributes("forward_seconds")},
 }
 

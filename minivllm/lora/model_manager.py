@@ -14,13 +14,13 @@ from torch import nn
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
+from minivllm.lora.events import AdapterStats, LoRAStats
 from minivllm.lora.extensions import PLAIN, LoRAExtensions
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.memory_stats import memory_stats
 from minivllm.lora.runs_backend import RunsBackend
-from minivllm.lora.stats import AdapterStats, LoRAStats
 from minivllm.lora.tiers import AdapterTiers, FullTiers, MakeCache, least_recently_used
 from minivllm.lora.wrapping import WrappedModules
 

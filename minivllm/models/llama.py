@@ -1,4 +1,7 @@
-"""Llama, Mistral, SmolLM2, Qwen2, Qwen3 and Phi-3. Stands for vllm/model_executor/models/llama.py (v0.22.1)."""
+"""Llama, Mistral, SmolLM2, Qwen2, Qwen3 and Phi-3, and with experts Mixtral and Qwen3MoE.
+
+Stands for llama.py, mixtral.py and qwen3_moe.py of vllm/model_executor/models/ (v0.22.1).
+"""
 
 from typing import ClassVar
 
@@ -14,7 +17,7 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.config import ModelArchitecture
-from minivllm.models.interfaces import SupportsLoRA
+from minivllm.models.interfaces import SupportsLoRA, WeightsMapper
 from minivllm.models.moe import SparseMoeBlock
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -214,3 +217,19 @@ class LlamaForCausalLM(nn.Module, SupportsLoRA):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: (P, H) -> (P, V)"""
         return self.logits_processor(self.lm_head, hidden_states)
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    """Llama with experts in every layer (vLLM: MixtralForCausalLM)."""
+
+    expert_params_mapping: ClassVar = ("w1", "w2", "w3")
+    # Checkpoints and old adapters keep the block's first name; transformers 5 calls it `mlp`, as we do.
+    hf_to_vllm_mapper: ClassVar = WeightsMapper(orig_to_new_substr={".block_sparse_moe.": ".mlp."})
+    supports_cuda_graphs: ClassVar = False
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    """Qwen3 with experts in some layers, or in all (vLLM: Qwen3MoeForCausalLM)."""
+
+    expert_params_mapping: ClassVar = ("gate_proj", "down_proj", "up_proj")
+    supports_cuda_graphs: ClassVar = False

@@ -11,10 +11,8 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.quantization import quantize_linears
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.models.config import ModelArchitecture
-from minivllm.models.llama import LlamaForCausalLM
+from minivllm.models.llama import LlamaForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM
 from minivllm.models.loader import initialize_dummy_weights, load_weights
-from minivllm.models.mixtral import MixtralForCausalLM
-from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODELS = {
     "LlamaForCausalLM": LlamaForCausalLM,

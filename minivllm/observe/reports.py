@@ -10,7 +10,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.metrics import EngineMetrics
-from minivllm.lora.stats import LoRAStats
+from minivllm.lora.events import LoRAStats
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.models import registry
 from minivllm.models.config import ModelArchitecture
-from minivllm.models.mixtral import MixtralForCausalLM
-from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from minivllm.models.llama import MixtralForCausalLM, Qwen3MoeForCausalLM
 from minivllm.options.experts import FusedMoEWithLoRA
 from minivllm.parallel.tensor_parallel import TensorParallel
 

@@ -27,8 +27,7 @@ from tiny_moe import (
 
 from minivllm import LoRARequest
 from minivllm.models import registry
-from minivllm.models.mixtral import MixtralForCausalLM
-from minivllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from minivllm.models.llama import MixtralForCausalLM, Qwen3MoeForCausalLM
 from minivllm.vllm.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
 # PEFT says it of patterns for parameters, which it honours all the same.

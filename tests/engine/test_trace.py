@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from minivllm.engine.metrics import EngineMetrics
-from minivllm.lora.stats import LoRAStats
+from minivllm.lora.events import LoRAStats
 from minivllm.observe.palette import adapter_colours
 from minivllm.observe.reports import SchedulerStats, snapshot
 from minivllm.observe.trace import SlotEvent, StepRecord, Trace, TraceRow, TraceSkip

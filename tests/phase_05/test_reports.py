@@ -16,7 +16,6 @@ from small_model import (
 )
 from tiers_model import TwoTiers
 
-from minivllm.lora import stats
 from minivllm.lora.events import LoRAEvent
 from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 
@@ -61,9 +60,9 @@ def test_slots_of_half_the_width_take_half_the_bytes():
 def test_an_adapter_tells_its_name_rank_bytes_slot_pin_and_history(folders, monkeypatch):
     worker = make_worker(slots=2, memory=2)
     worker.set_active_adapters(folders.requests(3), None)
-    monkeypatch.setattr("minivllm.lora.stats.time", lambda: 1234.5)
+    monkeypatch.setattr("minivllm.lora.events.time", lambda: 1234.5)
     worker.set_active_adapters(folders.requests(3, 4), None)
-    monkeypatch.setattr("minivllm.lora.stats.time", lambda: 1300.0)
+    monkeypatch.setattr("minivllm.lora.events.time", lambda: 1300.0)
     worker.pin_adapter(4)
 
     info = worker.manager.get_lora_info(4)
@@ -136,7 +135,7 @@ def test_events_tell_what_happened_in_order_and_once(folders):
 
 
 def test_of_events_that_nobody_asks_for_the_last_are_kept(folders, monkeypatch):
-    monkeypatch.setattr(stats, "MOST_EVENTS", 2)
+    monkeypatch.setattr("minivllm.lora.events.MOST_EVENTS", 2)
     worker = make_worker(slots=1, memory=2)
     for wanted in (1, 2):
         worker.set_active_adapters(folders.requests(wanted), None)
