@@ -6,6 +6,7 @@ Stands for `EngineCoreProc` of vllm/v1/engine/core.py (v0.22.1), which is a proc
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-from minivllm.engine.llm_engine import IN_THE_MIDDLE, LLMEngine
+from minivllm.engine.llm_engine import IN_THE_MIDDLE, EngineBusy, LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import EngineDeadError, died_of
 
@@ -25,6 +26,7 @@ Asked = tuple[Any, Any, Any]
 Outputs = queue.SimpleQueue[list[RequestOutput] | Exception]
 
 SECONDS_TO_STOP = 10.0
+SECONDS_UNTIL_FREE = 0.001
 
 
 class EngineThread:
@@ -93,7 +95,9 @@ class _Loop:
         ids = list(itertools.islice(free, len(requests)))
         try:
             for request_id, (prompt, params, lora_request) in zip(ids, requests):
-                self.engine.add_request(request_id, prompt, params, lora_request=lora_request)
+                self._when_free(
+                    self.engine.add_request, request_id, prompt, params, lora_request=lora_request
+                )
                 self.outputs[request_id] = outputs
         except BaseException:
             self.abandon(outputs)
@@ -105,7 +109,18 @@ class _Loop:
         for request_id in ids:
             del self.outputs[request_id]
         with suppress(EngineDeadError):  # nobody steps it any more
-            self.engine.abort_request(ids)
+            self._when_free(self.engine.abort_request, ids)
+
+    def _when_free(self, method: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call a method of the engine once no other thread is in a call of it.
+
+        A thread that calls the engine itself, past this one, must not end the requests of callers here.
+        """
+        while True:
+            try:
+                return method(*args, **options)
+            except EngineBusy:
+                time.sleep(SECONDS_UNTIL_FREE)
 
     def run(self, calls: "queue.SimpleQueue[_Call | None]") -> None:
         """Until there is a call that is None: then nobody waits, or the process ends."""
@@ -124,7 +139,7 @@ class _Loop:
 
     def _step(self) -> None:
         try:
-            outputs = self.engine.step()
+            outputs = self._when_free(self.engine.step)
         except BaseException as error:  # whatever it is, whoever waits must hear of it
             callers, self.outputs = set(self.outputs.values()), {}
             for caller in callers:

@@ -39,6 +39,10 @@ IN_THE_MIDDLE = (
 )
 
 
+class EngineBusy(RuntimeError):
+    """Another thread is in a call of the engine; nothing was done."""
+
+
 class LLMEngine:
     """An engine that its caller steps, while requests and adapters come and go. vLLM: `LLMEngine`.
 
@@ -211,8 +215,9 @@ class LLMEngine:
         changes   from its first line on whatever is raised may leave the state half old and half new
         """
         if not self._lock.acquire(blocking=False):
-            is_mine = self._caller == threading.get_ident()
-            raise RuntimeError(IN_THE_MIDDLE.format("engine") if is_mine else ANOTHER_THREAD)
+            if self._caller == threading.get_ident():
+                raise RuntimeError(IN_THE_MIDDLE.format("engine"))
+            raise EngineBusy(ANOTHER_THREAD)
         self._caller, self._changes = threading.get_ident(), changes
         try:
             if self._ended:

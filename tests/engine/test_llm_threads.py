@@ -1,5 +1,6 @@
 """One LLM for several threads: each gets its own answers, all in one batch. Its engine steps in a thread of its own."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -124,6 +125,30 @@ def test_the_model_is_loaded_and_computed_in_one_thread_which_is_not_the_callers
     Threads(other=lambda: ask(llm)).join()
 
     assert threads == {"minivllm-engine"}
+
+
+def test_a_thread_that_calls_the_engine_itself_ends_no_callers_requests(world, llm, monkeypatch):
+    """Its call is in the way of a step, of a new request and of an abort: all of them wait for it."""
+    engine, done = llm.llm_engine, threading.Event()
+
+    def call_it():
+        while not done.is_set():
+            # A step is in the way of this call, too.
+            with contextlib.suppress(RuntimeError), engine._one_call():
+                done.wait(0.002)
+            done.wait(0.004)
+
+    intruder = threading.Thread(target=call_it)
+    intruder.start()
+    try:
+        callers = Threads(**{str(i): lambda i=i: ask(llm, length=10 + i) for i in range(4)})
+        callers.join()
+    finally:
+        done.set()
+        intruder.join()
+
+    for name, answers in callers.answers.items():
+        assert tokens_of(answers[0]) == world.oracle().greedy(None, PROMPT, 10 + int(name))
 
 
 def test_several_answers_come_back_to_each_of_several_callers(world, llm):
