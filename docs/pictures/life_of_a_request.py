@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
 BOXES = {
     "add": Box(B, 0, ORANGE, "1  add_request", "engine/llm_engine.py", "refuses what cannot be served"),
-    "check": Box(A, 0, BLUE, "check_adapter", "lora/loading.py", "a new one: config and shapes"),
+    "check": Box(A, 0, BLUE, "AdapterSource.check", "lora/loading.py", "a new one: config and shapes"),
     "schedule": Box(B, 1, ORANGE, "2  schedule", "core/scheduler.py", "tokens, KV blocks, max_loras"),
     "prepare": Box(
         A, 1, BLUE, "3  prepare_adapters", "lora/worker_manager.py", "read; layers accept or refuse"
