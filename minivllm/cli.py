@@ -208,7 +208,8 @@ def serve(
     max_loras: Annotated[
         int | None,
         typer.Option(
-            help="Slots: adapters in one batch. By default 4, but on a GPU as many as memory has room for."
+            help="Slots: adapters in one batch. By default 4, or `--max-cpu-loras` if that is fewer, but on a GPU as "
+            "many as memory has room for."
         ),
     ] = None,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,

@@ -63,6 +63,35 @@ class TestBench:
         assert told == [(["peft", "transformers"], 64, 1, 2, False), ([], 64, 3, None, False)]
 
 
+class TestServe:
+    @pytest.mark.parametrize(
+        ("arguments", "slots"),
+        [
+            ([], 4),
+            (["--max-cpu-loras", "9"], 4),
+            (["--max-cpu-loras", "2"], 2),
+            (["--max-cpu-loras", "2", "--max-loras", "1"], 1),
+        ],
+    )
+    def test_on_a_cpu_has_no_more_slots_than_adapters_in_memory(self, monkeypatch, arguments, slots):
+        told = []
+        monkeypatch.setattr("minivllm.commands.serve.run_serve", lambda given, options: told.append(options))
+
+        run(app, ["serve", "--device", "cpu", *arguments])
+
+        assert [options["max_loras"] for options in told] == [slots]
+
+    @pytest.mark.parametrize("kept", [0, -3])
+    def test_keeps_at_least_one_adapter_in_memory(self, monkeypatch, capsys, kept):
+        command = ["minivllm", "serve", "no-model", "--port", "0", "--max-cpu-loras", str(kept)]
+        monkeypatch.setattr(sys, "argv", command)
+
+        with pytest.raises(SystemExit):
+            main()
+
+        assert "max_cpu_loras must be" in capsys.readouterr().err
+
+
 class TestMessages:
     RANK = "rank 64 is greater than max_lora_rank 16; pass --max-lora-rank 64."
 
