@@ -1,13 +1,21 @@
-"""Processes of this package's own. Stands for a part of vllm/v1/engine/utils.py (v0.22.1), which forks or spawns.
+"""Processes of this package's own, and what goes between them and the one that started them: an engine's (`serving`)
+and the ranks of a model (`parallel`). Stands for a part of vllm/v1/engine/utils.py (v0.22.1), which forks or spawns.
 
-Theirs run the caller's main module again. Here each runs one of ours, so that no script needs a guard.
+Theirs run the caller's main module again. Here each runs one of ours, so that no script needs a guard. Both ends of a
+pipe are ours and nobody else has it, so messages are pickled. ZeroMQ's sockets, which vLLM has, were two to three times
+as slow there and back (300 bytes: 33 to 72 us, a pipe 15 to 23), and do not tell of a process that has ended.
 """
 
 import os
+import pickle
+import signal
 import subprocess
 import sys
+import threading
+import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 
 def start_process(module: str) -> tuple[Connection, subprocess.Popen]:
@@ -26,3 +34,53 @@ def start_process(module: str) -> tuple[Connection, subprocess.Popen]:
             process_group=0,
         )
     return ours, process
+
+
+def pipe_to_parent(descriptor: int) -> Connection:
+    """In the process that was started. It has no signals of its own, since the other one says when to end, and it ends
+    with that one, whatever it waits for."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="minivllm-parent", daemon=True).start()
+    return Connection(descriptor)
+
+
+def packed(message: Any) -> bytes:
+    """A message that several processes are sent, or that is read later."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def send(pipe: Connection, message: Any) -> None:
+    """OSError when nobody is at the other end."""
+    pipe.send_bytes(packed(message))
+
+
+def receive(pipe: Connection) -> Any:
+    """EOFError or OSError when nobody is at the other end."""
+    return pickle.loads(pipe.recv_bytes())
+
+
+def how_it_ended(process: subprocess.Popen, seconds: float) -> str:
+    """Of a process whose pipe is closed.   seconds: for its end"""
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return "it does not answer"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def end_process(process: subprocess.Popen, seconds: float) -> None:
+    """Wait so long for a process that was told to stop, and then kill it."""
+    try:
+        process.wait(max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

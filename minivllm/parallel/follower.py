@@ -4,7 +4,6 @@ Stands for `WorkerProc` of vllm/v1/executor/multiproc_executor.py (v0.22.1).
 """
 
 import gc
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -23,6 +22,7 @@ from minivllm.parallel.other_ranks import is_of_others
 from minivllm.parallel.ranks import MakeRunner, config_of, join_ranks, make_rank_runner
 from minivllm.parallel.shared_reading import Seat, stamp_of
 from minivllm.parallel.step_messages import StepMessage, StepReader
+from minivllm.processes import receive, send
 
 # Adapters that are read at the same time, beside the steps.
 PARALLEL_READS = 2
@@ -56,13 +56,13 @@ class Follower:
 
     def _obey(self) -> None:
         while True:
-            name, args = pickle.loads(self._pipe.recv_bytes())
+            name, args = receive(self._pipe)
             if name == "stop":
                 return
             getattr(self, name)(*args)
 
     def _tell(self, name: str, value: Any) -> None:
-        self._pipe.send_bytes(pickle.dumps((name, value)))
+        send(self._pipe, (name, value))
 
     # ---- what rank 0 says -----------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class ToldPages(OwnPages):
 def follow(pipe: Connection) -> None:
     """Do what rank 0 says, until it says no more. Its first message says what makes a runner, too."""
     try:
-        make_runner, config, rank, port = pickle.loads(pipe.recv_bytes())
+        make_runner, config, rank, port = receive(pipe)
     except (EOFError, ConnectionError):
         return
     follower = Follower(pipe, make_runner)

@@ -4,7 +4,6 @@ Stands for `MultiprocExecutor` of vllm/v1/executor/multiproc_executor.py (v0.22.
 """
 
 import os
-import pickle
 import subprocess
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minivllm.errors import EngineDeadError, message_of, one_sentence
-from minivllm.processes import start_process
+from minivllm.processes import end_process, how_it_ended, packed, receive, send, start_process
 
 RANK_PROCESS = "minivllm.parallel.rank_process"
 # When an error breaks a step here, so long it may take to hear that another rank's end was the cause.
@@ -67,14 +66,14 @@ class OtherRanks:
         self._thread.start()
         for pipe, message in zip(self.pipes, messages):
             with suppress(OSError):
-                pipe.send_bytes(pickle.dumps(message))
+                send(pipe, message)
         ready.result()
 
     # ---- what they are told ---------------------------------------------------------------------------------
 
     def tell(self, name: str, *args: Any) -> None:
         """Have all of them call a method of `Follower`. EngineDeadError when one has ended."""
-        message = pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL)
+        message = packed((name, args))
         with self._lock:
             self.check()
             for pipe in self.pipes:
@@ -127,7 +126,7 @@ class OtherRanks:
             for pipe in telling:
                 rank = self.pipes.index(pipe) + 1
                 try:
-                    name, value = pickle.loads(pipe.recv_bytes())
+                    name, value = receive(pipe)
                 except (EOFError, OSError):
                     self._look_for_the_first(rank, told)
                     return
@@ -165,7 +164,7 @@ class OtherRanks:
         for rank, pipe in enumerate(self.pipes, start=1):
             with suppress(EOFError, OSError):
                 while rank not in told and pipe.poll():
-                    name, value = pickle.loads(pipe.recv_bytes())
+                    name, value = receive(pipe)
                     if name == "failed":
                         told[rank] = value
         told.setdefault(ended, (False, self._how_it_ended(ended)))
@@ -176,13 +175,11 @@ class OtherRanks:
         self._die(first, told[first][1])
 
     def _how_it_ended(self, rank: int) -> str:
-        if not self.processes:
-            return "its process has ended"
-        try:
-            code = self.processes[rank - 1].wait(SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            return "it does not answer"
-        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return (
+            how_it_ended(self.processes[rank - 1], SECONDS_TO_STOP)
+            if self.processes
+            else "its process has ended"
+        )
 
     def _die(self, rank: int, how: str) -> None:
         """Nothing more can be computed: end the others, and whoever waits for them."""
@@ -218,9 +215,7 @@ class OtherRanks:
         with suppress(EngineDeadError):
             self.tell("stop")
         for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-        self._kill()
+            end_process(process, until - time.monotonic())
         for pipe in self.pipes:
             pipe.close()
 
@@ -244,15 +239,3 @@ def wait_for_ends() -> None:
     for thread in threading.enumerate():
         if thread.name == ENDING:
             thread.join(SECONDS_TO_STOP)
-
-
-def end_with_parent() -> None:
-    """End this process when the one that started it is no more, whatever this one waits for."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="minivllm-parent", daemon=True).start()

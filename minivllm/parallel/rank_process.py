@@ -4,21 +4,15 @@ Stands for `WorkerProc.worker_main` of vllm/v1/executor/multiproc_executor.py (v
 """
 
 import os
-import signal
 import sys
-from multiprocessing.connection import Connection
 
 from minivllm.parallel.follower import follow
-from minivllm.parallel.other_ranks import end_with_parent
+from minivllm.processes import pipe_to_parent
 
 
 def main(descriptor: int) -> None:
-    """Follow rank 0 through a pipe. It has no signals of its own: when to end, rank 0 says."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-    os.set_inheritable(descriptor, False)
-    follow(Connection(descriptor))
+    """Follow rank 0 through a pipe."""
+    follow(pipe_to_parent(descriptor))
     os._exit(0)  # without waiting for threads that read, or for collectives that others have left
 
 

@@ -7,7 +7,6 @@ import logging
 import logging.handlers
 import os
 import pickle
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -22,10 +21,11 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import message_of
 from minivllm.lora.request import LoRARequest
+from minivllm.processes import packed, pipe_to_parent, receive, send
 from minivllm.progress import told_to
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.pauses import avoid_pauses
-from minivllm.serving.wire import Order, OutputWriter, portable, receive, send
+from minivllm.serving.wire import Order, OutputWriter, encode, portable
 
 
 class Outbox:
@@ -67,7 +67,7 @@ class RemoteSink(OutputWriter):
         if is_error:
             self._outbox.send("refusal", self._number, portable(item))
         else:
-            self._outbox.add("output", self._number, self.delta(item))
+            self._outbox.add("output", self._number, encode(self.delta(item)))
         if is_error or item.finished:
             self._ended(self._number)
 
@@ -126,8 +126,6 @@ class EngineHost:
         """Make the engine. What that raises is raised at the other end."""
         make_engine, parallel_reads, levels, is_followed = receive(self._pipe)
         send_logs(self._outbox, levels)
-        loading = threading.Event()
-        threading.Thread(target=self._end_with_the_other, args=(loading,), daemon=True).start()
         told = told_to(self._tell_progress) if is_followed else nullcontext()
         try:
             with told:
@@ -137,17 +135,10 @@ class EngineHost:
             raise SystemExit(1) from None
         avoid_pauses()
         self.engine = HostedEngine(engine, parallel_reads, self._outbox)
-        loading.set()
         self._outbox.send("start", None, (engine.config, engine.tokenizer))
 
     def _tell_progress(self, *progress: Any) -> None:
         self._outbox.send("progress", None, progress)
-
-    def _end_with_the_other(self, loading: threading.Event) -> None:
-        """Nobody asks anything while the engine is loaded: if there is something to read, it is the other's end."""
-        self._pipe.poll(None)
-        if not loading.is_set():
-            os._exit(1)
 
     def serve(self) -> None:
         """Until the other process says so, or is no more."""
@@ -193,7 +184,7 @@ class EngineHost:
 
     def abort(self, number: int, request_ids: list[str], sink: int | None) -> None:
         if sink is not None and sink not in self._sinks:  # it has ended
-            self._outbox.send("reply", number, pickle.dumps(None))
+            self._outbox.send("reply", number, packed(None))
         else:
             own = None if sink is None else self._sinks.get(sink)
             self._answer(number, self.engine.abort(request_ids, own))
@@ -233,7 +224,7 @@ class EngineHost:
             result.add_done_callback(partial(self._reply, number))
         else:
             try:
-                pickled = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+                pickled = packed(result)
             except Exception as error:  # a result can be anything
                 said = f"the result cannot be sent to another process: {message_of(error)}"
                 self._outbox.send("refusal", number, RuntimeError(said))
@@ -260,11 +251,8 @@ class _LogSender(logging.handlers.QueueHandler):
 
 
 def main(descriptor: int) -> None:
-    """It has no signals of its own: when to end, the other process says."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)
-    host = EngineHost(Connection(descriptor))
+    """Serve the process at the other end until it says so, or is no more."""
+    host = EngineHost(pipe_to_parent(descriptor))
     host.start()
     host.serve()
     os._exit(0)  # without waiting for threads that read adapters

@@ -7,7 +7,6 @@ Event loops and engine have a GIL each: what a server does for its clients takes
 import itertools
 import logging
 import pickle
-import subprocess
 import threading
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.request import LoRARequest
-from minivllm.processes import start_process
+from minivllm.processes import end_process, how_it_ended, receive, send, start_process
 from minivllm.progress import Listener
 from minivllm.serving.adapter_reader import PARALLEL_READS
 from minivllm.serving.client import SECONDS_TO_STOP
@@ -26,7 +25,7 @@ from minivllm.serving.engine_loop import Sink
 from minivllm.serving.errors import EngineDeadError, died_of
 from minivllm.serving.streams import wake
 from minivllm.serving.turns import call_at_end_of_turn
-from minivllm.serving.wire import Delta, Order, OutputReader, order, receive, send
+from minivllm.serving.wire import Order, OutputReader, decode, order
 
 logger = logging.getLogger(__name__)
 
@@ -210,22 +209,14 @@ class EngineProcess:
         self._kill()
 
     def _how_it_ended(self) -> EngineDeadError:
-        try:
-            code = self._process.wait(SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            code = None
-        how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        how = how_it_ended(self._process, SECONDS_TO_STOP)
         return EngineDeadError(f"the engine's process has ended ({how}); start another one")
 
     def _kill(self) -> None:
         """Nothing is left of the process. One that was told to stop has its time."""
         with self._lock:
             self._pipe.close()
-        try:
-            self._process.wait(SECONDS_TO_STOP if self._is_stopping else 0.5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, SECONDS_TO_STOP if self._is_stopping else 0.5)
 
     def _wake(self) -> None:
         due, self._due = self._due, []
@@ -238,10 +229,11 @@ class EngineProcess:
             if sink in sinks and self._requests.pop(number, None) is not None:
                 self._post(next(self._numbers), "abort", [reader.request_id], number)
 
-    def on_output(self, number: int, delta: Delta) -> None:
+    def on_output(self, number: int, encoded: bytes) -> None:
         if (request := self._requests.get(number)) is None:
             return
         sink, reader = request
+        delta = decode(encoded)
         if delta.finished:
             del self._requests[number]
         if sink.put(reader.output(delta)):
