@@ -3,13 +3,10 @@
 Stands for a part of vllm/entrypoints/openai/models/serving.py (v0.22.1), which keeps a LoRARequest.
 """
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from minivllm.lora.names import get_adapter_absolute_path
 from minivllm.lora.request import LoRARequest
 
 
@@ -89,37 +86,3 @@ class Adapter:
     def current_generation(self) -> int:
         """The newest one that no reload is to come for: whatever is read now is of its version."""
         return min(self.reloads, default=self.generation + 1) - 1
-
-
-def as_steps_load_it(
-    lora_request: LoRARequest, sources: Sequence[Callable[[str], str | None]] = ()
-) -> LoRARequest:
-    """The request as steps load it: with no order to reload, and with the real folder that its path leads to now.
-
-    A step may load it long after. Then it neither waits for a network nor reads another version, because a link or a
-    hub's branch leads there by now.
-    """
-    path = lora_request.lora_path
-    if (folder := real_folder(path)) is None:
-        found = get_adapter_absolute_path(path, sources)
-        folder = real_folder(found) or found
-    is_same = folder == path and not lora_request.load_inplace
-    return lora_request if is_same else replace(lora_request, lora_path=folder, load_inplace=False)
-
-
-def inode_of(path: str) -> tuple[int, int] | None:
-    """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
-
-    One call of the system, where `real_folder` takes one for each part of the path: each request is compared.
-    """
-    try:
-        found = os.stat(os.path.expanduser(path))
-    except (OSError, ValueError):  # ValueError: a text that no path can be
-        return None
-    return found.st_dev, found.st_ino
-
-
-def real_folder(path: str) -> str | None:
-    """The absolute path, free of links, of what a path leads to now. None if there is nothing."""
-    path = os.path.expanduser(path)
-    return os.path.realpath(path) if os.path.exists(path) else None

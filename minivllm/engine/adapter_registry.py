@@ -5,6 +5,7 @@ Stands for the adapter half of vllm/entrypoints/openai/models/serving.py (v0.22.
 """
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,9 @@ from minivllm.engine.adapter import (
     Adapter,
     AdapterTraits,
     AdapterVersion,
-    as_steps_load_it,
-    inode_of,
-    real_folder,
 )
 from minivllm.errors import RuntimeRefusal, all_pinned, is_leaving, is_recoverable, recoverable
+from minivllm.lora.loading import real_folder
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -152,7 +151,7 @@ class AdapterRegistry:
         adapter = self.adapters.get(adapter_id)
         before = adapter.names if adapter else ()
         if adapter is None:
-            request = as_steps_load_it(lora_request, self.manager.extensions.folder_sources)
+            request = self.worker.source.resolve(lora_request)
             adapter = Adapter(AdapterVersion(request, lora_request.lora_path, traits), owner)
         elif lora_request.load_inplace:
             self.noted.add(adapter_id)
@@ -168,8 +167,7 @@ class AdapterRegistry:
 
     def _with_order(self, adapter: Adapter, order: LoRARequest, traits: AdapterTraits) -> Adapter:
         """A copy of the record with one more reload to come, and what new requests find of it."""
-        sources, names = self.manager.extensions.folder_sources, adapter.names
-        request = as_steps_load_it(order, sources)
+        request, names = self.worker.source.resolve(order), adapter.names
         at_once = replace(order, lora_path=request.lora_path)  # it may be read in a step, long after
         if order.lora_name in names or not self._is_elsewhere(order, adapter):
             request = replace(request, lora_name=adapter.request.lora_name)
@@ -532,3 +530,15 @@ class AdapterRegistry:
         for adapter_id in {request.lora_int_id for request in requests} - failures.keys():
             self._note_read(self.adapters[adapter_id], self.adapters[adapter_id].current_generation)
         return failures
+
+
+def inode_of(path: str) -> tuple[int, int] | None:
+    """What tells a folder from all others on this machine, however it is spelled. None if there is nothing.
+
+    One call of the system, where `real_folder` takes one for each part of the path: each request is compared.
+    """
+    try:
+        found = os.stat(os.path.expanduser(path))
+    except (OSError, ValueError):  # ValueError: a text that no path can be
+        return None
+    return found.st_dev, found.st_ino

@@ -3,8 +3,10 @@
 Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1).
 """
 
+import os
 import time
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -14,7 +16,7 @@ from minivllm.errors import LONGEST_NAME, message_of, one_sentence, recoverable
 from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
-from minivllm.lora.names import find_adapter_folder, is_left_out
+from minivllm.lora.names import find_adapter_folder, get_adapter_absolute_path, is_left_out
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.plans import AdapterPlan
 from minivllm.lora.request import LoRARequest
@@ -64,6 +66,19 @@ class AdapterSource:
         lora = self._load(lora_request, shapes_only=False)
         lora.load_seconds = time.perf_counter() - started
         return lora
+
+    def resolve(self, lora_request: LoRARequest) -> LoRARequest:
+        """The request as steps load it: with no order to reload, and with the real folder that its path leads to now.
+
+        A step may load it long after. Then it neither waits for a network nor reads another version, because a link or
+        a hub's branch leads there by now.
+        """
+        path = lora_request.lora_path
+        if (folder := real_folder(path)) is None:
+            found = get_adapter_absolute_path(path, self.manager.extensions.folder_sources)
+            folder = real_folder(found) or found
+        is_same = folder == path and not lora_request.load_inplace
+        return lora_request if is_same else replace(lora_request, lora_path=folder, load_inplace=False)
 
     def why_wait(self, lora_request: LoRARequest) -> str | None:
         """Why a waiting request may not be admitted yet; None where its step may read the adapter, as here."""
@@ -177,3 +192,9 @@ def _refusal(name: str, error: BaseException) -> Exception:
         return ValueError(one_sentence(f"adapter '{name}' cannot be read: {message_of(recoverable(error))}"))
     kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
     return kind(one_sentence(f"adapter '{name}': {error}"))
+
+
+def real_folder(path: str) -> str | None:
+    """The absolute path, free of links, of what a path leads to now. None if there is nothing."""
+    path = os.path.expanduser(path)
+    return os.path.realpath(path) if os.path.exists(path) else None

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from minivllm.engine.adapter import Adapter, real_folder
+from minivllm.engine.adapter import Adapter
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.lora.loading import AdapterSource
+from minivllm.lora.loading import AdapterSource, real_folder
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.worker.cpu_threads import set_num_threads

@@ -14,6 +14,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter import BASE, AdapterTraits
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.layers.linear import RowParallelLinear
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -33,6 +34,16 @@ class OneLayer(nn.Module):
         self.proj = RowParallelLinear(4, 4, bias=False)
 
 
+class NoFiles(AdapterSource):
+    """A source whose adapters all fit: it looks at none of them."""
+
+    def __init__(self, source):
+        self.manager = source.manager
+
+    def check(self, request):
+        return LoRAModel(request.lora_int_id, 1, {})
+
+
 class WordWorker(LRUCacheWorkerLoRAManager):
     """A worker manager whose disk is a dict of words: path -> weights. `memory` has id -> the weights that were read.
 
@@ -48,7 +59,7 @@ class WordWorker(LRUCacheWorkerLoRAManager):
         )
         super().__init__(config, "cpu")
         self.create_lora_manager(OneLayer())
-        self.read_through(lambda source: SimpleNamespace(check=lambda r: LoRAModel(r.lora_int_id, 1, {})))
+        self.read_through(NoFiles)
         self.disk, self.calls, self.read, self.in_use = {}, [], [], []
         self.words = {}
 
