@@ -78,7 +78,8 @@ def make_llm(options: Namespace) -> AsyncLLM:
         args = EngineArgs(**{**vars(args), "load_format": "auto", "skip_tokenizer_init": False})
     if options.engine == "thread":
         return AsyncLLM.from_engine(make_engine(args, options.step_ms))
-    return AsyncLLM(EngineProcess(partial(make_engine, args, options.step_ms)))
+    make = partial(make_engine, args, options.step_ms)
+    return AsyncLLM(EngineProcess(make, more_calls=(run_direct, cpu_seconds)))
 
 
 def run_streams(

@@ -244,7 +244,8 @@ class AsyncLLM:
         """The result of `function(engine, *args)`, which is run where the engine is, between two steps. It holds up
         the steps.
 
-        To an engine in another process the function goes by its name, arguments and result are copied.
+        To an engine in another process the function goes by its name, and has to be one of those that `EngineProcess`
+        takes there; arguments and result are copied.
         EngineDeadError when the engine has ended. A call that is cancelled before its turn is never run.
         """
         return await asyncio.wrap_future(self._client.call(function, *args))

@@ -39,7 +39,7 @@ class EngineClient(Protocol):
     def adapter_names(self) -> Collection[str]: ...
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """The result of `function(engine, *args)`. To another process it goes by its name."""
+        """The result of `function(engine, *args)`. To another process it goes by its name (`CALLS`)."""
 
     def begin(self, sink: Sink, request_id: str, *args: Any, **options: Any) -> None:
         """Add a request. Its outputs go to `sink`, and so does what `LLMEngine.add_request` raises."""

@@ -23,6 +23,7 @@ from minivllm.errors import message_of
 from minivllm.lora.request import LoRARequest
 from minivllm.processes import packed, pipe_to_parent, receive, send
 from minivllm.progress import told_to
+from minivllm.serving.calls import CALLS, by_name
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.pauses import avoid_pauses
 from minivllm.serving.wire import Order, OutputWriter, encode, portable
@@ -124,7 +125,8 @@ class EngineHost:
 
     def start(self) -> None:
         """Make the engine. What that raises is raised at the other end."""
-        make_engine, parallel_reads, levels, is_followed = receive(self._pipe)
+        make_engine, parallel_reads, more_calls, levels, is_followed = receive(self._pipe)
+        self._known = by_name((*CALLS, *more_calls))
         send_logs(self._outbox, levels)
         told = told_to(self._tell_progress) if is_followed else nullcontext()
         try:
@@ -161,17 +163,15 @@ class EngineHost:
     def _do(self, number: int, name: str, pickled: bytes) -> None:
         try:
             args = pickle.loads(pickled)
-        except (
-            Exception
-        ) as error:  # a function that is not found here, or what its arguments do when they are read
+        except Exception as error:  # whatever arguments do when they are read
             self._outbox.send("refusal", number, portable(error))
         else:
             getattr(self, name)(number, *args)
 
     # ---- what is asked --------------------------------------------------------------------------------------
 
-    def call(self, number: int, function: Callable[..., Any], *args: Any) -> None:
-        self._answer(number, self.engine.call(function, *args))
+    def call(self, number: int, name: str, *args: Any) -> None:
+        self._answer(number, self.engine.call(self._known[name], *args))
 
     def cancel(self, number: int) -> None:
         if (future := self._calls.get(number)) is not None:

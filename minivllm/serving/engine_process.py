@@ -20,6 +20,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.processes import end_process, how_it_ended, receive, send, start_process
 from minivllm.progress import Listener
 from minivllm.serving.adapter_reader import PARALLEL_READS
+from minivllm.serving.calls import CALLS, Function, by_name, name_of
 from minivllm.serving.client import SECONDS_TO_STOP
 from minivllm.serving.engine_loop import Sink
 from minivllm.serving.errors import EngineDeadError, died_of
@@ -39,6 +40,7 @@ class EngineProcess:
     """An `EngineClient` of an engine that another process makes and steps.
 
     make_engine      goes there by its name, with its arguments; what it raises is raised here
+    more_calls       functions with a name that `call` takes there beside `CALLS`
     parallel_reads   adapters that are read from disk at the same time, beside the steps
     on_progress      is told how far the engine is while it is made; None = that process shows a bar
 
@@ -52,6 +54,7 @@ class EngineProcess:
         make_engine: Callable[[], LLMEngine],
         parallel_reads: int = PARALLEL_READS,
         on_progress: Listener | None = None,
+        more_calls: Collection[Function] = (),
     ) -> None:
         self.error: Exception | None = None
         self.adapter_names: Collection[str] = ()
@@ -62,20 +65,21 @@ class EngineProcess:
         self._due: list[Sink] = []  # have outputs of the message that is read
         self._is_stopping = False
         self._progress = on_progress
+        self._known = by_name((*CALLS, *more_calls))
         self._lock = threading.Lock()  # held while a message is sent
         self._begun: deque[Order] = deque()  # requests that go with the next message
         self._pipe, self._process = start_process(HOST)
         try:
-            self.config, self.tokenizer = self._load(make_engine, parallel_reads)
+            self.config, self.tokenizer = self._load(make_engine, parallel_reads, more_calls)
         except BaseException:
             self._kill()
             raise
         self._thread = threading.Thread(target=self._run, name="minivllm-receiver", daemon=True)
         self._thread.start()
 
-    def _load(self, make_engine: Callable[[], LLMEngine], parallel_reads: int) -> tuple[Any, Any]:
+    def _load(self, make_engine: Callable[[], LLMEngine], *options: Any) -> tuple[Any, Any]:
         try:
-            send(self._pipe, (make_engine, parallel_reads, levels_of_loggers(), self._progress is not None))
+            send(self._pipe, (make_engine, *options, levels_of_loggers(), self._progress is not None))
             while True:
                 for kind, number, value in receive(self._pipe):
                     if kind == "start":
@@ -89,8 +93,15 @@ class EngineProcess:
     # ---- from any thread ------------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """The result of `function(engine, *args)`. The function goes by its name, arguments and result are copied."""
-        return self._ask("call", function, *args)
+        """The result of `function(engine, *args)`. The function goes by its name, arguments and result are copied.
+
+        ValueError for one that is neither in `CALLS` nor in `more_calls`.
+        """
+        if (name := name_of(function)) not in self._known:
+            raise ValueError(
+                f"'{name}' is not a call that an engine in another process takes; add it to more_calls"
+            )
+        return self._ask("call", name, *args)
 
     def begin(self, sink: Sink, request_id: str, *args: Any, **options: Any) -> None:
         """Add a request. Its outputs go to `sink`, and so does what `LLMEngine.add_request` raises."""

@@ -196,7 +196,8 @@ def test_a_ctrl_c_waits_for_the_step_and_the_next_answers_are_right(world):
 class TestUnderAnEventLoop:
     @pytest.fixture
     def llm(self, world):
-        made = AsyncLLM(EngineProcess(partial(make_engine, world.base, None, {**OPTIONS, **TWO})))
+        make = partial(make_engine, world.base, None, {**OPTIONS, **TWO})
+        made = AsyncLLM(EngineProcess(make, more_calls=(rank_pids, kill_rank)))
         pids = asyncio.run(made.call(rank_pids))
         yield made
         made.shutdown()

@@ -27,7 +27,7 @@ from far_engine import (
 from patience import PATIENCE, some_turns, until, wait_until
 from tiny_engine import OPTIONS, character_tokenizer, greedy, tiny_world, tokens_of
 
-from minivllm import AsyncLLM, EngineArgs, SamplingParams
+from minivllm import AsyncLLM, EngineArgs, LLMEngine, SamplingParams
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.errors import EngineDeadError
 from minivllm.sources.resolver import LoRAResolverRegistry
@@ -292,9 +292,10 @@ class TestAdapters:
 
 
 class TestACall:
-    def test_takes_no_function_without_a_name(self, llm):
-        with pytest.raises(Exception, match="pickle"):
-            asyncio.run(llm.call(lambda engine: None))
+    @pytest.mark.parametrize("function", [lambda engine: None, LLMEngine.step, os.system])
+    def test_is_one_of_those_that_were_named_when_the_process_began(self, llm, function):
+        with pytest.raises(ValueError, match="is not a call that an engine in another process takes"):
+            asyncio.run(llm.call(function))
 
     def test_whose_result_cannot_be_sent_says_so(self, llm):
         with pytest.raises(RuntimeError, match="cannot be sent to another process"):
@@ -380,8 +381,8 @@ class TestTheEngine:
     @pytest.mark.nightly
     def test_of_the_last_reference_ends_with_it(self, world):
         llm = AsyncLLM.from_engine_args(EngineArgs(model=str(world.base), **OPTIONS))
-        pid = asyncio.run(llm.call(process_id))
-        assert pid != os.getpid()
+        pid = llm._client._process.pid
+        assert is_there(pid)
 
         del llm
         gc.collect()
@@ -399,11 +400,10 @@ class TestTheEngine:
 
 PARENT = """
 import asyncio, sys, time
-from far_engine import process_id
 from minivllm import AsyncLLM, EngineArgs
 from tiny_engine import OPTIONS
 llm = AsyncLLM.from_engine_args(EngineArgs(model=sys.argv[1], **OPTIONS))
-print(asyncio.run(llm.call(process_id)), flush=True)
+print(llm._client._process.pid, flush=True)
 time.sleep(3600)
 """
 

@@ -1,4 +1,4 @@
-"""What tests do to an engine in another process. Functions go there by name, so they stand in a module of their own."""
+"""What tests do to an engine in another process, which takes these calls beside its own (`FAR_CALLS`)."""
 
 import itertools
 import logging
@@ -78,3 +78,19 @@ def stand_still_after(engine: LLMEngine, steps: int, file: Path) -> None:
     """The engine never comes back from the last of so many steps. When it is there, there is such a file."""
     left = itertools.count(steps - 1, -1)
     engine.listeners.append(lambda scheduled: next(left) <= 0 and (file.touch(), time.sleep(10 * PATIENCE)))
+
+
+FAR_CALLS = (
+    *(
+        process_id,
+        touch,
+        check_is_empty,
+        check_slots,
+        open_requests,
+        steps_taken,
+        wait_for,
+        hold_after,
+        break_steps,
+    ),
+    *(say, engine_itself, stand_still_after, LLMEngine.abort_request),
+)

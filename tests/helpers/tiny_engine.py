@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from far_engine import FAR_CALLS
 from tiny_adapters import ADAPTERS, save_adapter, save_base
 from tiny_oracle import Oracle
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -81,7 +82,7 @@ class TinyWorld(AdapterFolders):
 
     def engine_process(self, tokenizer: object = None, **options: object) -> EngineProcess:
         """The same engine in a process of its own."""
-        return EngineProcess(partial(make_engine, self.base, tokenizer, options))
+        return EngineProcess(partial(make_engine, self.base, tokenizer, options), more_calls=FAR_CALLS)
 
     def llm(self, **options: object) -> LLM:
         return LLM(str(self.base), **{**OPTIONS, **options})

@@ -5,6 +5,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from far_engine import FAR_CALLS
 from safetensors.torch import load_file, save_file
 from tiny_adapters import ADAPTERS, save_adapter, save_base
 from tiny_engine import make_engine
@@ -40,7 +41,7 @@ class SoakWorld:
         return make_engine(self.base, tokenizer, options)
 
     def engine_process(self, tokenizer: object, **options: object) -> EngineProcess:
-        return EngineProcess(partial(make_engine, self.base, tokenizer, options))
+        return EngineProcess(partial(make_engine, self.base, tokenizer, options), more_calls=FAR_CALLS)
 
     def _save_adapters(self) -> None:
         """A few are made by PEFT; the others have the same tensors, each with signs of its own."""
