@@ -65,6 +65,9 @@ NoPeerSums = Annotated[
 Bias = Annotated[
     bool, typer.Option("--enable-lora-bias", help="Serve adapters with a bias on B (PEFT's lora_bias).")
 ]
+NoPickles = Annotated[
+    bool, typer.Option("--refuse-pickles", help="Serve no adapter whose weights are a .bin or .pt file.")
+]
 ExtraVocab = Annotated[int, typer.Option(help="The most tokens that an adapter may add.")]
 LongFactors = Annotated[
     str | None,
@@ -138,6 +141,7 @@ def generate(
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
     bias_enabled: Bias = False,
+    refuse_pickles: NoPickles = False,
     lora_extra_vocab_size: ExtraVocab = 0,
     long_lora_scaling_factors: LongFactors = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
@@ -215,6 +219,7 @@ def serve(
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in memory.")] = None,
     bias_enabled: Bias = False,
+    refuse_pickles: NoPickles = False,
     lora_extra_vocab_size: ExtraVocab = 0,
     long_lora_scaling_factors: LongFactors = None,
     eviction_policy: Eviction = "lru",
@@ -244,6 +249,7 @@ def inspect(
     model: Model = None,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank the engine would take.")] = 64,
     bias_enabled: Bias = False,
+    refuse_pickles: NoPickles = False,
     lora_extra_vocab_size: ExtraVocab = 0,
     long_lora_scaling_factors: LongFactors = None,
     as_json: Json = False,

@@ -64,6 +64,7 @@ class LoRAConfig:
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
+    refuse_pickles  refuse adapters in .bin and .pt files, however harmless they look
     eviction_policy  who leaves full slots, or memory, of EVICTION_POLICIES; see `minivllm.policies.keeping`
     """
 
@@ -78,6 +79,7 @@ class LoRAConfig:
     lora_extra_vocab_size: int = 0
     long_lora_scaling_factors: tuple[float, ...] | None = None
     enable_lora_bias: bool = False
+    refuse_pickles: bool = False
     eviction_policy: str = "lru"
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class LoRAConfig:
         require_one_of(EVICTION_POLICIES, eviction_policy=self.eviction_policy)
         require_int(0, lora_extra_vocab_size=self.lora_extra_vocab_size)
         require_at_most(LARGEST_EXTRA_VOCAB, lora_extra_vocab_size=self.lora_extra_vocab_size)
-        for name in ("fully_sharded_loras", "bias_enabled", "enable_lora_bias"):
+        for name in ("fully_sharded_loras", "bias_enabled", "enable_lora_bias", "refuse_pickles"):
             require_bool(**{name: getattr(self, name)})
         object.__setattr__(self, "bias_enabled", self.bias_enabled or self.enable_lora_bias)
         if self.long_lora_scaling_factors is not None:

@@ -14,7 +14,14 @@ console = Console()
 
 # What the engine is started with, as commands and `EngineArgs` both call it.
 ENGINE_OPTIONS = (
-    *("max_loras", "max_lora_rank", "max_cpu_loras", "bias_enabled", "lora_extra_vocab_size"),
+    *(
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "bias_enabled",
+        "lora_extra_vocab_size",
+        "refuse_pickles",
+    ),
     *("device", "dtype", "quantization", "threads", "load_format", "max_model_len"),
     *("eviction_policy", "scheduling_policy", "tensor_parallel_size", "disable_custom_all_reduce"),
 )

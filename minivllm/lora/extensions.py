@@ -97,8 +97,7 @@ class LoRAExtensions:
 
     options           what adapters may have beyond A and B
     sharded_wrappers  class of wrapped layers -> the one that takes its place with `fully_sharded_loras`
-    file_formats      end of a weights file's name -> (path, open file, most tensors) -> the tensors' places, as
-                      `find_safetensors` gives them
+    file_formats      end of a weights file's name -> (path, open file, most tensors) -> its tensors by name
     folder_sources    each makes a local folder of a path that is none, such as a hub id. None: the path is not of its
                       kind. FileNotFoundError says why it cannot give the folder of one that is
     read_request      reads an adapter whose tensors the request brings: (request, LoRAConfig, the model's longest

@@ -21,7 +21,7 @@ from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.plans import AdapterPlan
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.safetensors_file import find_safetensors, header_key
-from minivllm.lora.weights_files import files_in, find_weights_file, reading, shapes_of
+from minivllm.lora.weights_files import files_in, find_weights_file, read_weights, reading, shapes_of
 
 # Tensors of all plans that are kept. Each takes 0.8 KB, and an adapter of all linears of an 8B model has 448.
 MOST_KEPT = 30_000
@@ -113,6 +113,9 @@ class AdapterSource:
             lora_model_id=adapter_id,
             **self.reading,
         )
+        if path.suffix != ".safetensors":  # such a file is read as a whole, so once
+            most, formats = self.reading["most_tensors"], extensions.file_formats
+            load = partial(load, tensors=read_weights(path, most_tensors=most, formats=formats))
         if path.suffix != ".safetensors" or files_in(folder, extensions.files):
             wrapped.judge(lora := load(shapes_only=True))
             if shapes_only:

@@ -113,7 +113,7 @@ class LoRAModel:
         With `shapes_only` the weights are not read: enough to check an adapter, not to serve it. A file of more than
         `most_tensors` is refused before any of them is looked at.
 
-        tensors   of the weights file, where somebody has read them
+        tensors   of the weights file, or their shapes, where somebody has read them
 
         FileNotFoundError: no weights file. ValueError names a file that is damaged, modules that the model does not
         have, or what `from_lora_tensors` refuses. vLLM: the same name.
@@ -122,7 +122,8 @@ class LoRAModel:
         if tensors is None:
             left_out = partial(is_left_out, skip_prefixes=skip_prefixes)
             tensors = read_weights(path, shapes_only, left_out, most_tensors, extensions.file_formats)
-        device = "meta" if shapes_only else device
+        if shapes_only:
+            device, tensors = "meta", {name: tensor.to("meta") for name, tensor in tensors.items()}
         # Where an option reads a file it may add tokens, which A may know of.
         vocab_size = None if files_in(lora_dir, extensions.files) else model_vocab_size
         try:

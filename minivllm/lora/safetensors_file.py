@@ -19,18 +19,16 @@ from minivllm.lora.limits import HEADER_BYTES, LONGEST_TENSOR_NAME, MOST_DIMENSI
 
 
 class StoredTensor(NamedTuple):
-    """One tensor in a file.
+    """One tensor in a file, in the order of rows.
 
     start    offset of its first byte in the file
     nbytes   from its first byte to its last
-    stride   in elements; None = in the order of rows, without gaps
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     nbytes: int
-    stride: tuple[int, ...] | None = None
 
 
 def find_safetensors(path: Path, file: BinaryIO, most_tensors: int = MOST_TENSORS) -> dict[str, StoredTensor]:

@@ -98,7 +98,7 @@ def read_weights(
     shapes_only: bool = False,
     is_left_out: Callable[[str], bool] | None = None,
     most_tensors: int = MOST_TENSORS,
-    formats: Mapping[str, Callable[..., dict[str, StoredTensor]]] = {},
+    formats: Mapping[str, Callable[..., dict[str, torch.Tensor]]] = {},
 ) -> dict[str, torch.Tensor]:
     """All tensors of a weights file, in the order of names.
 
@@ -111,22 +111,19 @@ def read_weights(
     code. It does so for one beyond our limits (`limits`), too. The tensors are copies: later changes of the file do not
     reach them.
     """
-    find = {".safetensors": find_safetensors, **formats}.get(path.suffix)
-    if find is None:
+    read = formats.get(path.suffix)
+    if read is None and path.suffix != ".safetensors":
         raise ValueError(f"'{path}' is a {path.suffix} file, which is not read here; save it as safetensors")
     with reading(path) as file:
-        stored = find(path, file, most_tensors)
+        if read is not None:
+            tensors = read(path, file, most_tensors)
+            wanted = {n: tensors[n] for n in sorted(tensors) if not (is_left_out and is_left_out(n))}
+            return {n: tensor.to("meta") for n, tensor in wanted.items()} if shapes_only else wanted
+        stored = find_safetensors(path, file, most_tensors)
         shapes = shapes_of(stored, is_left_out)
         if shapes_only:
             return shapes
         # A's are kept, B's are replaced by scaled ones: what is replaced together lies together.
         parts = {n: Part(stored[n].start, stored[n].nbytes, n.rpartition(".lora_")[2]) for n in shapes}
-        return {n: _as_stored(data, stored[n]) for n, data in read_parts(file, parts).items()}
-
-
-def _as_stored(data: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """The tensor whose bytes these are."""
-    numbers = data.view(stored.dtype)
-    if stored.stride is None:
-        return numbers.view(stored.shape)
-    return numbers.as_strided(stored.shape, stored.stride)
+        data = read_parts(file, parts)
+        return {n: data[n].view(shape.dtype).view(shape.shape) for n, shape in shapes.items()}

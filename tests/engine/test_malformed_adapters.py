@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from resource_limits import Peak, TimeLimit
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_engine import character_tokenizer, greedy, tiny_world
 
 from minivllm import LoRARequest
@@ -137,6 +137,19 @@ def test_names_and_paths_are_quoted_as_far_as_they_can_be(world, folder, name, p
     text = str(raised.value)
     assert len(text) <= 500 and text.isprintable()
     assert "does not exist" in text or "has no adapter_config.json" in text
+
+
+def test_pickles_are_served_unless_an_option_refuses_them(world, folder):
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    request = LoRARequest("pickled", 7, str(folder))
+
+    assert world.engine().add_lora(request)
+    assert_refused(
+        lambda: world.engine(refuse_pickles=True).add_lora(request),
+        "adapter_model.bin",
+        "save it as safetensors",
+    )
 
 
 class TestTokenizers:

@@ -1,5 +1,6 @@
 """Adapters come from anybody: each of these is refused in a second, in little memory and in one sentence."""
 
+import copy
 import json
 import pickle
 import random
@@ -444,6 +445,13 @@ class TestPickles:
 
         assert_refused(file.parent, PICKLE, "damaged or holds more", shapes_only=shapes_only)
 
+    @both_ways
+    def test_whose_tensors_are_views_of_the_same_numbers_are_refused(self, shapes_only, file):
+        whole = torch.ones(2**16)
+        torch.save({f"{number}.lora_A.weight": whole[number:] for number in range(9)}, file)
+
+        assert_refused(file.parent, PICKLE, "share more bytes than the file has", shapes_only=shapes_only)
+
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize(
         "tensor",
@@ -455,10 +463,79 @@ class TestPickles:
         ],
         ids=["quantized", "sparse", "compressed", "meta"],
     )
-    def test_of_tensors_that_are_not_plain_name_them(self, tensor, file):
+    def test_of_tensors_that_are_not_plain_are_refused(self, tensor, file):
         torch.save({**good_tensors(), A: tensor()}, file)
 
+        assert_refused(file.parent, PICKLE, "holds more than plain tensors")
+
+    def test_of_another_value_than_a_tensor_name_it(self, file):
+        torch.save({**good_tensors(), A: 1.5}, file)
+
         assert_refused(file.parent, PICKLE, A, "is not a plain tensor")
+
+    @both_ways
+    def test_that_are_larger_than_a_pickle_may_be_are_not_read(self, shapes_only, file):
+        torch.save(good_tensors(), file)
+        with file.open("r+b") as again:
+            again.truncate(2**40)
+
+        assert_refused(file.parent, PICKLE, f"has {2**40} bytes", "safetensors", shapes_only=shapes_only)
+
+    @both_ways
+    @pytest.mark.parametrize("where", ["storage", "shape", "stride"])
+    def test_that_claim_more_than_they_have_are_refused(self, where, shapes_only, file):
+        """A storage of 4 numbers that says it has a million, and shapes of a million numbers in it."""
+        torch.save({A: torch.ones(4)}, file)
+        million = b"J" + struct.pack("<i", 2**20)
+        change = {
+            "storage": ((b"K\x04t", million + b"t"),),
+            "shape": ((b"K\x04\x85", million + b"\x85"),),
+            "stride": ((b"K\x04\x85", million + b"\x85"), (b"K\x01\x85", b"K\x00\x85")),
+        }[where]
+        with zipfile.ZipFile(file) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data in records.items():
+                for old, new in change if name.endswith("data.pkl") else ():
+                    assert old in data
+                    data = data.replace(old, new)
+                archive.writestr(name, data)
+
+        assert_refused(file.parent, PICKLE, shapes_only=shapes_only)
+
+    @both_ways
+    def test_whose_records_lie_in_each_other_are_refused(self, shapes_only, file):
+        """Each of 400 names of one record would be read into memory of its own."""
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("a/data.pkl", pickle.dumps({}, protocol=2))
+            archive.writestr("a/data/0", bytes(2**20))
+            whole = archive.getinfo("a/data/0")
+            for number in range(1, 400):
+                entry = copy.copy(whole)
+                entry.filename = f"a/data/{number}"
+                archive.filelist.append(entry)
+                archive.NameToInfo[entry.filename] = entry
+
+        assert_refused(file.parent, PICKLE, "damaged or holds more", shapes_only=shapes_only)
+
+    @both_ways
+    @pytest.mark.parametrize("names", [("a/data.pkl", "a/DATA.PKL"), ("a/data.pkl", "b/data.pkl")])
+    def test_of_two_pickles_are_refused(self, names, shapes_only, file):
+        """What is looked through is one, what torch loads might be the other."""
+        with zipfile.ZipFile(file, "w") as archive:
+            for name in names:
+                archive.writestr(name, pickle.dumps({}, protocol=2))
+
+        assert_refused(file.parent, PICKLE, "damaged or holds more", shapes_only=shapes_only)
+
+    @both_ways
+    def test_that_are_cut_anywhere_are_refused(self, shapes_only, file):
+        torch.save(good_tensors(), file)
+        data = file.read_bytes()
+        for end in range(0, len(data), 97):
+            file.write_bytes(data[:end])
+
+            assert_refused(file.parent, PICKLE, "damaged or holds more", shapes_only=shapes_only)
 
     @both_ways
     def test_with_more_records_than_tensors_could_need_are_refused(self, shapes_only, file):
