@@ -19,6 +19,8 @@ import numpy as np
 
 from benchmarks.adapters import write_adapters
 from benchmarks.arguments import number, one_of, run_as_command, whole
+from benchmarks.fit import NOT_HELD, Said, fit, kernel_seconds, late_steps, read, waits_for_kernels
+from benchmarks.fit_reads import fit_reads
 from benchmarks.measure import Step, run_step
 from benchmarks.report import machine
 from benchmarks.serve import add, serve_summary, warm_up
@@ -30,8 +32,6 @@ from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
 from minivllm.policies.routing import least_loaded
 from minivllm.simulate.cost_model import CostModel, Held, StepWork, work_of
-from minivllm.simulate.fit import NOT_HELD, Said, fit, kernel_seconds, late_steps, read, waits_for_kernels
-from minivllm.simulate.fit_reads import fit_reads
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.records import arrivals_of, put_in_place, replica_config, sizes_of
 from minivllm.simulate.replica import ReplicaConfig

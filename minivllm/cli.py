@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
-from minivllm.commands.simulate_cli import simulate_app
+from minivllm.commands.simulate_cli import simulate
 from minivllm.errors import EngineDeadError
 from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-app.add_typer(simulate_app, name="simulate")
+app.command("simulate")(simulate)
 
 Model = Annotated[str | None, typer.Option(help="A Hugging Face model folder; the demo model if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -1,6 +1,5 @@
 """`minivllm simulate`: one traffic under several policies. Stands for nothing in vLLM (v0.22.1)."""
 
-import math
 import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +16,7 @@ from minivllm.commands.common import console, print_json
 from minivllm.config import CacheConfig, LoRAConfig, SchedulerConfig
 from minivllm.policies import keeping, prefetching, routing, scheduling
 from minivllm.simulate import traffic as made
-from minivllm.simulate.cost_model import CostModel, StepWork
-from minivllm.simulate.fit import fit
+from minivllm.simulate.cost_model import CostModel
 from minivllm.simulate.fleet import Fleet, adapters_of_ranks
 from minivllm.simulate.page import build_page
 from minivllm.simulate.replica_config import Elastic, ReplicaConfig
@@ -156,7 +154,9 @@ def load_cost(name: str) -> CostModel:
     brought = costs / f"{name}.json"
     if not brought.is_file() and not Path(name).is_file():
         known = ", ".join(sorted(each.name.removesuffix(".json") for each in costs.iterdir()))
-        raise FileNotFoundError(f"there is no cost model '{name}'; give a file of `simulate fit`, or {known}")
+        raise FileNotFoundError(
+            f"there is no cost model '{name}'; give a file of `python -m benchmarks.fit`, or {known}"
+        )
     return CostModel.load(Path(str(brought)) if brought.is_file() else Path(name))
 
 
@@ -172,25 +172,3 @@ def show(result: dict[str, Any], titles: list[str]) -> None:
     for title, row in zip(titles, result["rows"]):
         table.add_row(title, *(form.format(row[name]) for name, form in COLUMNS.values()))
     console.print(table)
-
-
-def run_fit(results: list[Path], out: Path, assume: list[str]) -> None:
-    """Fit, write, and say what a step costs. ValueError for a malformed assumption."""
-    model = fit(results, dict(map(assumption, assume)))
-    model.save(out)
-    table = Table("a step costs", "µs for each", title=model.source, title_justify="left")
-    for name in StepWork._fields:
-        table.add_row(name, f"{1e6 * model.step.get(name, 0.0):,.3f}")
-    console.print(table)
-    console.print(f"see {out}", highlight=False)
-
-
-def assumption(text: str) -> tuple[str, float]:
-    name, _, seconds = text.partition("=")
-    try:
-        each = float(seconds)
-    except ValueError:
-        each = math.nan
-    if not 0 <= each < math.inf:
-        raise ValueError(f"--assume '{text}' is not of the form context=4e-8 (seconds for each)")
-    return name, each

@@ -5,20 +5,13 @@ from typing import Annotated
 
 import typer
 
-simulate_app = typer.Typer(
-    help="The engine's scheduler and caches on a virtual clock: what many adapters would do.",
-    invoke_without_command=True,
-)
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 # Slots, pages and blocks take memory here, too.
 MOST = 1_000_000
 Names = "one, or several with commas between: all combinations are compared"
 
 
-@simulate_app.callback()
 def simulate(
-    context: typer.Context,
     requests: Annotated[int, typer.Option(min=1, max=MOST, help="How many.")] = 2000,
     rate: Annotated[float, typer.Option(min=1e-6, help="Requests a second, on average.")] = 8.0,
     trace: Annotated[
@@ -62,7 +55,9 @@ def simulate(
     ] = None,
     cost: Annotated[
         str | None,
-        typer.Option(help="A file of `simulate fit`; h100-llama-8b (-slots with --max-loras) if not given."),
+        typer.Option(
+            help="A file of `benchmarks.fit`; h100-llama-8b (-slots with --max-loras) if not given."
+        ),
     ] = None,
     disk: Annotated[
         float | None, typer.Option(min=1e-3, help="GB a second from disk; else what the cost model says.")
@@ -71,24 +66,8 @@ def simulate(
     page: Annotated[Path | None, typer.Option(help="Write a page that compares them.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate one traffic under every combination of the policies given, and compare them."""
-    if context.invoked_subcommand is not None:
-        return
-    given = {name: value for name, value in locals().items() if name not in ("context", "page", "as_json")}
+    """The engine's scheduler and caches on a virtual clock: compare all combinations of the policies given."""
+    given = {name: value for name, value in locals().items() if name not in ("page", "as_json")}
     from minivllm.commands.simulate import run_simulate
 
     run_simulate(given, page, as_json)
-
-
-@simulate_app.command("fit")
-def fit(
-    results: Annotated[list[Path], typer.Argument(help="Of benchmarks.engine decode and switch, or .trust.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The cost model to write.")] = Path("cost.json"),
-    assume: Annotated[
-        list[str] | None, typer.Option(help="KIND=SECONDS of work that no result tells apart.")
-    ] = None,
-) -> None:
-    """Fit the cost model to what was measured."""
-    from minivllm.commands.simulate import run_fit
-
-    run_fit(results, out, assume or [])

@@ -200,7 +200,9 @@ class CostModel:
             found = json.loads(path.read_text(encoding="utf-8"))
             return cls(**{name: found[name] for name in (f.name for f in fields(cls))})
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"'{path}' is no cost model; make one with `minivllm simulate fit`") from error
+            raise ValueError(
+                f"'{path}' is no cost model; make one with `python -m benchmarks.fit`"
+            ) from error
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

@@ -7,11 +7,11 @@ from functools import cache
 import numpy as np
 import pytest
 
+from benchmarks.fit import fit
+from benchmarks.fit_reads import fit_reads, reads_of
 from benchmarks.report import RESULTS
 from benchmarks.trust import JUDGED, compare, measured_in, simulate, spread
 from minivllm.simulate.cost_model import StepWork
-from minivllm.simulate.fit import fit
-from minivllm.simulate.fit_reads import fit_reads, reads_of
 from minivllm.simulate.replay import replay
 
 SLOW, FAST = (RESULTS / f"trust-cpu-{rate}-2026-11-22.json" for rate in ("1.0", "1.5"))

@@ -129,7 +129,7 @@ def test_modules_that_are_run_and_targets_of_make_exist():
     [
         ("$ lab run -- minivllm serve --port 80 --prot 8", ["minivllm serve --prot"]),
         ("lab chekc 1.1", ["lab chekc"]),
-        ("minivllm simulate fit a.json --rate 3 | less --help", ["minivllm simulate fit --rate"]),
+        ("minivllm bench cpu --threads 2 --rate 3 | less --help", ["minivllm bench cpu --rate"]),
         (".venv/bin/minivllm generate 'a' --json && lab hint 1.1", []),
         ("from minivllm import LLM", []),
         ("Next: lab 1.2, module", []),

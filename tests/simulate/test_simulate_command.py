@@ -2,19 +2,18 @@
 
 import json
 import re
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.fit import Measured, assumption, fit, fit_steps, main, steps_of_serve
 from minivllm.cli import app
 from minivllm.commands import simulate_cli
-from minivllm.commands.simulate import assumption
 from minivllm.policies import keeping, prefetching, routing, scheduling
 from minivllm.simulate.cost_model import CostModel, StepWork, graph_sizes
-from minivllm.simulate.fit import Measured, fit, fit_steps, steps_of_serve
-from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.page import build_page
 
 SMALL = ["simulate", "--requests", "60", "--rate", "20", "--adapters", "12", "--max-loras", "3"]
@@ -141,19 +140,6 @@ def test_the_options_name_all_policies():
         assert ", ".join(policies.POLICIES) in text
 
 
-def test_least_squares_without_negatives_are_as_good_as_any():
-    rng = np.random.default_rng(1)
-    x = rng.random((60, 4))
-    y = x @ np.array([2.0, 0.0, 0.5, 1.0]) + 0.1 * rng.standard_normal(60) - 0.3 * x[:, 1]
-
-    found = non_negative_least_squares(x, y)
-
-    # What is 0 would have to be negative, what is not has no slope: the conditions of Karush, Kuhn and Tucker.
-    slope = x.T @ (x @ found - y)
-    assert (found >= 0).all() and found[1] == 0 and slope[1] > 0
-    assert np.abs(slope[found > 0]).max() < 1e-6
-
-
 def test_a_fit_finds_what_a_step_costs():
     rng = np.random.default_rng(2)
     truth = CostModel({"steps": 0.006, "tokens": 8e-6, "context": 4e-8, "adapters": 3e-5})
@@ -213,9 +199,9 @@ def test_the_package_brings_what_the_results_say(brought, tmp_path):
     results = [RESULTS / f"{name}.json" for name in re.findall(r"(\S+) \(NVIDIA H100", kept.source)]
     out = tmp_path / "cost.json"
 
-    result = CliRunner().invoke(app, ["simulate", "fit", *map(str, results), "-o", str(out)])
+    main([*map(str, results), "-o", str(out)])
 
-    assert result.exit_code == 0 and len(results) > 5
+    assert len(results) > 5
     fitted = CostModel.load(out)
     assert fitted.step == pytest.approx(kept.step) and fitted.source == kept.source
     decode = json.loads((RESULTS / "engine-decode-ahead-h100-2026-11-22.json").read_text())
@@ -228,7 +214,7 @@ def test_the_package_brings_what_the_results_say(brought, tmp_path):
 def test_what_is_no_result_is_refused(tmp_path):
     other = RESULTS / "layers-peers-h100-2026-11-21.json"
     with pytest.raises(ValueError, match="has no steps to fit to"):
-        CliRunner().invoke(app, ["simulate", "fit", str(other)], catch_exceptions=False)
+        main([str(other)])
     with pytest.raises(ValueError, match="is no cost model"):
         CostModel.load(other)
 
@@ -266,5 +252,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path, text):
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "", "4 ns"])
 def test_assumptions_are_seconds(seconds):
-    with pytest.raises(ValueError, match=f"--assume 'context={seconds}' is not of the form context=4e-8"):
+    with pytest.raises(ArgumentTypeError, match=f"'{seconds}' is not a number of at least 0"):
         assumption(f"context={seconds}")
+    with pytest.raises(ArgumentTypeError, match="'contxt=1' is not of the form context=4e-8"):
+        assumption("contxt=1")

@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
 from minivllm.simulate.cost_model import CostModel
-from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.replay import Replayed, replay
 
 
@@ -25,6 +25,16 @@ class Reads(NamedTuple):
 
     model: dict[str, float]
     shares: list[float]
+
+
+def costs(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(F,) costs, none below 0, with the least squares of `x @ costs - y`: x (M, F), y (M,).
+
+    Columns of one length: where two kinds of work always come together, the units of neither decide which one costs.
+    """
+    scale = np.linalg.norm(x, axis=0)
+    scale[scale == 0] = 1.0
+    return nnls(x / scale, y)[0] / scale
 
 
 def reads_of(result: Mapping[str, Any], row: Mapping[str, Any]) -> ReadTraffic | None:
@@ -48,7 +58,7 @@ def fit_reads(traffic: ReadTraffic, known: CostModel) -> Reads:
     alone *= row["load_seconds"] / row["loads"] / seen
     ranks = [row["engine"]["ranks"][adapter_id - 1] for adapter_id in lasted]
     x = np.stack([np.ones(len(alone)), known.bytes_per_rank * np.array(ranks, dtype=float)], axis=1)
-    found = non_negative_least_squares(x, alone)
+    found = costs(x, alone)
     unpack_s, per_byte = found.tolist()
     speed = 1 / per_byte if per_byte else float("inf")
     model = {"unpack_s": unpack_s, "unpack_bytes_per_s": speed, "read_bytes_per_s": float("inf")}

@@ -1,8 +1,12 @@
-"""A cost model from what was measured: files of benchmarks/results, and records of an engine that served traffic."""
+"""`python -m benchmarks.fit RESULT...`: a cost model for the simulator, from files of results and records of traffic.
+
+What a step, a copy and a read cost is found by least squares, none of it negative.
+"""
 
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import number, run_as_command
+from benchmarks.fit_reads import ReadTraffic, costs, fit_reads, reads_of
 from minivllm.gpu.cuda_graphs import smallest_that_holds
 from minivllm.gpu.mixed_graphs import MOST_TOKENS
 from minivllm.simulate.cost_model import CostModel, Held, StepWork, graph_size, graph_sizes
-from minivllm.simulate.fit_reads import ReadTraffic, fit_reads, reads_of
-from minivllm.simulate.least_squares import non_negative_least_squares
 from minivllm.simulate.records import Call, calls_of
 
+NAME = "python -m benchmarks.fit"
 ROUNDS = 5
 NOT_HELD = Held()
 
@@ -91,7 +96,7 @@ def fit_steps(
     x[:, [place for place, name in enumerate(StepWork._fields) if name in left_out]] = 0
     said = seconds
     for _ in range(ROUNDS):
-        found = non_negative_least_squares(x / said[:, None], rest / said)
+        found = costs(x / said[:, None], rest / said)
         said = x @ found + seconds - rest
     names, base = StepWork._fields, len(StepWork._fields) + 1
     step = {name: each for name, each in zip(names, found.tolist()) if each} | given.step
@@ -327,10 +332,10 @@ def before_graphs(late: Sequence[Measured], known: CostModel) -> dict[str, float
     seconds = np.array([one.seconds - known.launch_s for one in late])
     hidden = np.array([known.step_seconds(one.work) - known.launch_s for one in late])
     x = np.array([one.held[:3] for one in late]) * [[one.held.stretch] for one in late]
-    found = non_negative_least_squares(x, seconds)
+    found = costs(x, seconds)
     for _ in range(10 * ROUNDS):
         seen = x @ found > hidden
-        found = non_negative_least_squares(x[seen], seconds[seen])
+        found = costs(x[seen], seconds[seen])
     return dict(zip(("check_s", "take_in_s", "beside_reads_s"), found.tolist()))
 
 
@@ -338,3 +343,35 @@ def kernel_seconds(one: Measured, known: CostModel) -> float:
     """What the host would have taken for a step's kernels if it had shared the interpreter with no read."""
     begins = max(known.step_seconds(one.before), known.host_seconds(one.held))
     return (one.seconds - begins) / one.held.stretch
+
+
+def assumption(text: str) -> tuple[str, float]:
+    """`context=4e-8` -> the work and the seconds for each."""
+    name, _, seconds = text.partition("=")
+    if name not in StepWork._fields:
+        known = ", ".join(StepWork._fields)
+        raise ArgumentTypeError(f"'{text}' is not of the form context=4e-8; the work is one of {known}")
+    return name, number()(seconds)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = ArgumentParser(prog=NAME, description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+", help="of benchmarks.engine and benchmarks.trust")
+    parser.add_argument("-o", "--out", type=Path, default=Path("cost.json"), help="the cost model to write")
+    parser.add_argument(
+        "--assume",
+        type=assumption,
+        action="append",
+        default=[],
+        help="KIND=SECONDS of work that no result tells apart",
+    )
+    options = parser.parse_args(arguments)
+    model = fit(options.results, dict(options.assume))
+    model.save(options.out)
+    for name in StepWork._fields:
+        print(f"{name:>12} {1e6 * model.step.get(name, 0.0):14,.3f} µs each")
+    print(f"{model.source}: see {options.out}")
+
+
+if __name__ == "__main__":
+    run_as_command(NAME, main)
