@@ -2,8 +2,7 @@
 and the ranks of a model (`parallel`). Stands for a part of vllm/v1/engine/utils.py (v0.22.1), which forks or spawns.
 
 Theirs run the caller's main module again. Here each runs one of ours, so that no script needs a guard. Both ends of a
-pipe are ours and nobody else has it, so messages are pickled. ZeroMQ's sockets, which vLLM has, were two to three times
-as slow there and back (300 bytes: 33 to 72 us, a pipe 15 to 23), and do not tell of a process that has ended.
+pipe are ours and nobody else has it, so messages are pickled. docs/architecture.md has the price of msgpack and ZeroMQ.
 """
 
 import os

@@ -126,4 +126,4 @@ def _names(server: Server) -> dict[str, Any]:
     }
 
 
-ROUTES = (get("/", page), get("/events", events))
+ROUTES = (get("/", page, is_described=False), get("/events", events, is_described=False))

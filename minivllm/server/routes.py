@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from minivllm.server.context import Call
@@ -23,9 +23,11 @@ from minivllm.server.protocol import Body
 Handler = Callable[..., Awaitable[Any]]
 
 
-def get(path: str, handler: Handler) -> Route:
-    """Have a handler answer GET requests; it gets the call."""
-    return Route(path, Endpoint(handler), methods=["GET"], name=handler.__name__)
+def get(path: str, handler: Handler, is_described: bool = True) -> Route:
+    """Have a handler answer GET requests; it gets the call.   is_described: by `openapi`"""
+    return Route(
+        path, Endpoint(handler), methods=["GET"], name=handler.__name__, include_in_schema=is_described
+    )
 
 
 def post(path: str, kind: type[Body], handler: Handler) -> Route:
@@ -83,9 +85,9 @@ def _what_is_invalid(error: ValidationError) -> tuple[str, str | None]:
     return f"{field or 'the body'}: {first['msg']}", field
 
 
-def openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     """A description of routes and their bodies in OpenAPI's form."""
-    endpoints = [(route, route.endpoint) for route in routes if isinstance(route, Route)]
+    endpoints = [(route, route.endpoint) for route in routes if route.include_in_schema]
     kinds = dict.fromkeys((each.kind, "validation") for _, each in endpoints if each.kind)
     refs, schemas = models_json_schema(list(kinds), ref_template="#/components/schemas/{model}")
     paths: dict[str, dict[str, Any]] = {}

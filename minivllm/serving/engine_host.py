@@ -26,7 +26,7 @@ from minivllm.progress import told_to
 from minivllm.serving.calls import CALLS, by_name
 from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.pauses import avoid_pauses
-from minivllm.serving.wire import Order, OutputWriter, encode, portable
+from minivllm.serving.wire import Order, OutputWriter, portable
 
 
 class Outbox:
@@ -68,7 +68,7 @@ class RemoteSink(OutputWriter):
         if is_error:
             self._outbox.send("refusal", self._number, portable(item))
         else:
-            self._outbox.add("output", self._number, encode(self.delta(item)))
+            self._outbox.add("output", self._number, self.delta(item))
         if is_error or item.finished:
             self._ended(self._number)
 

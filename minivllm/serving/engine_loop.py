@@ -1,5 +1,12 @@
 """Steps of an engine, and calls of others between them. Stands for `EngineCoreProc.run_busy_loop` of
-vllm/v1/engine/core.py (v0.22.1)."""
+vllm/v1/engine/core.py (v0.22.1).
+
+The core's thread (`engine/engine_thread.py`) does alike work for `LLM`, whose callers wait: they have its outputs step
+by step, and a step that fails ends their requests alone. Here nobody may wait, so that a call is a future, and one that
+comes after the end is refused; a loop is woken once for all its requests, on a GPU beside the step; and a step that
+fails ends the engine. Both have a queue of functions and futures in common, a dozen lines of the core's. The core would
+have to grow by all the rest to be used here.
+"""
 
 import time
 from collections.abc import Callable, Collection, Iterable

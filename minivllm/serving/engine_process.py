@@ -26,7 +26,7 @@ from minivllm.serving.engine_loop import Sink
 from minivllm.serving.errors import EngineDeadError, died_of
 from minivllm.serving.streams import wake
 from minivllm.serving.turns import call_at_end_of_turn
-from minivllm.serving.wire import Order, OutputReader, decode, order
+from minivllm.serving.wire import Delta, Order, OutputReader, order
 
 logger = logging.getLogger(__name__)
 
@@ -240,11 +240,10 @@ class EngineProcess:
             if sink in sinks and self._requests.pop(number, None) is not None:
                 self._post(next(self._numbers), "abort", [reader.request_id], number)
 
-    def on_output(self, number: int, encoded: bytes) -> None:
+    def on_output(self, number: int, delta: Delta) -> None:
         if (request := self._requests.get(number)) is None:
             return
         sink, reader = request
-        delta = decode(encoded)
         if delta.finished:
             del self._requests[number]
         if sink.put(reader.output(delta)):

@@ -11,11 +11,14 @@ import time
 
 import httpx
 import pytest
+import uvicorn
 from patience import PATIENCE, wait_until
 from tiny_engine import tiny_world
 from tiny_server import held_up, serving
+from uvicorn.server import ServerState
 
 from minivllm.server.connection import LimitedConnection, WholeAnswers
+from minivllm.server.settings import ServerSettings
 
 ASK = {"model": "qv", "prompt": "x", "max_tokens": 2, "temperature": 0}
 LIMITS = {
@@ -220,6 +223,40 @@ def test_an_answer_has_chunks_where_http_knows_them(server, version, stream):
     assert body.startswith(b"data: {" if stream else b"{") != is_chunked
     assert body.endswith(b"data: [DONE]\n\n" if stream else b"}") != is_chunked
     assert body.endswith(b"\r\n0\r\n\r\n") == is_chunked
+
+
+class Reader(asyncio.Transport):
+    """A client that has left so many bytes in the server's buffer whenever that is looked at."""
+
+    def __init__(self, *left):
+        super().__init__()
+        self.left, self.is_cut_off = list(left), False
+
+    def get_write_buffer_size(self):
+        return self.left.pop(0)
+
+    def abort(self):
+        self.is_cut_off = True
+
+
+@pytest.mark.parametrize(
+    ("left", "is_cut_off"), [([90, 60, 60], True), ([90, 90], True), ([90, 60, 30], False)], ids=str
+)
+def test_a_reader_is_cut_off_once_it_has_taken_nothing_for_so_long(left, is_cut_off):
+    reader = Reader(*left)
+
+    async def main():
+        limited = LimitedConnection.within(ServerSettings("tiny", write_seconds=0.01))
+        connection = limited(uvicorn.Config(None), ServerState(), {}, asyncio.get_running_loop())
+        connection.connection_made(reader)
+        connection.pause_writing()
+        while reader.left:
+            await asyncio.sleep(0.005)
+        connection.resume_writing()  # it has taken enough; nobody looks again
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert reader.is_cut_off == is_cut_off
 
 
 def test_many_small_requests_on_a_connection_are_no_long_head(server):
