@@ -1,4 +1,4 @@
-"""Adapters are read from disk beside the steps. Nothing in vllm/v1/ (v0.22.1) does that: a step there waits."""
+"""Adapters are read from disk beside the steps, in threads. Nothing in vllm/v1/ (v0.22.1) does that."""
 
 import os
 import time
@@ -13,6 +13,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.loading import AdapterSource, real_folder
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
+from minivllm.serving.read_policy import ReadPolicy
 from minivllm.worker.cpu_threads import set_num_threads
 
 # Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take
@@ -20,8 +21,6 @@ from minivllm.worker.cpu_threads import set_num_threads
 PARALLEL_READS = max(2, min(4, (os.cpu_count() or 1) // 4))
 # Adapters whose config and header are looked through at the same time: one of them may come from a network.
 PARALLEL_CHECKS = 4
-# Why a request may not join yet: its adapter is being read.
-LOADING = "loading"
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class AdapterReader(AdapterSource):
 
     def __init__(self, engine: LLMEngine, most: int, read_done: Callable[[], object]) -> None:
         self.scheduler, self.worker, self.registry = engine.scheduler, engine.adapters.worker, engine.adapters
-        self.most, self._read_done = most, read_done
+        self._policy, self._read_done = ReadPolicy(self, most, self.scheduler), read_done
         self._reads: dict[int, Read] = {}  # by adapter id
         # Each would else have as many threads as there are cores, and steps would wait for theirs.
         alone = partial(set_num_threads, 1)
@@ -80,18 +79,26 @@ class AdapterReader(AdapterSource):
     def loading(self) -> set[int]:
         return set(self._reads)
 
+    @property
+    def held(self) -> dict[int, bool]:
+        """As `Reads` has it."""
+        return {adapter_id: read.future.done() for adapter_id, read in self._reads.items()}
+
+    def forget_unwanted(self) -> None:
+        """As `Reads` has it; not those that somebody is about to load."""
+        for adapter_id, read in list(self._reads.items()):
+            if read.record is not None and adapter_id not in self.scheduler.in_flight:
+                self._forget(read)
+
     def why_wait(self, lora_request: LoRARequest) -> str | None:
         """None, or LOADING while the adapter is being read, which begins here."""
         adapter_id = lora_request.lora_int_id
         if self.worker.manager.get_adapter(adapter_id) is not None:
             return None
         read, record = self._reads.get(adapter_id), self.registry.adapters.get(adapter_id)
-        if read is None or read.record is not record:
-            if self._is_full():
-                # Those that have been read wait for slots: the step reads this one, if nobody else is in it.
-                return LOADING if self.is_reading or self.scheduler.running else None
-            read = self._begin(lora_request, record)
-        return None if read.future.done() else LOADING
+        if read is not None and read.record is not record:
+            self._forget(read)
+        return self._policy.why_wait(adapter_id, lambda: self._begin(lora_request, record))
 
     def load(self, lora_request: LoRARequest) -> LoRAModel:
         """As `AdapterSource.load`, of what was read here if it is that."""
@@ -166,19 +173,6 @@ class AdapterReader(AdapterSource):
         read.future.add_done_callback(lambda future: self._read_done())
         self._reads[lora_request.lora_int_id] = read
         return read
-
-    def _is_full(self) -> bool:
-        """Whether `most` are being read, or were for requests that still wait: not for those who join this step."""
-        self._forget_unwanted()
-        held = len(self._reads)
-        if held >= self.most and (done := {a for a, read in self._reads.items() if read.future.done()}):
-            held -= len(done & {request.adapter_id for request in self.scheduler.running})
-        return held >= self.most
-
-    def _forget_unwanted(self) -> None:
-        for adapter_id, read in list(self._reads.items()):
-            if read.record is not None and adapter_id not in self.scheduler.in_flight:
-                self._forget(read)
 
     def _forget(self, read: Read) -> None:
         read.future.cancel()

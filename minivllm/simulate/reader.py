@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
+from minivllm.serving.read_policy import ReadPolicy
 from minivllm.simulate.adapters import RecordedWorker
 
-LOADING = "loading"
 ENGINE = 0  # its own work, beside that for adapters, whose ids are above
 
 
@@ -56,8 +56,7 @@ class Reader:
     seconds      adapter id -> seconds that the disk reads it
     unpacking    adapter id -> seconds that the host works on it after that. The disk reads the next one meanwhile, and
                  readers that work at the same time share the host
-    most         adapters that are being read, or were and wait for their requests to join; as many again may be so
-                 because a policy wanted them ahead, so that these take nobody's place
+    most         as of `ReadPolicy`
     queues       the scheduler's: adapters in flight are waited for, and who runs is of the step that is being made
     """
 
@@ -69,11 +68,11 @@ class Reader:
         most: int,
         unpacking: Callable[[int], float] = lambda adapter_id: 0.0,
     ) -> None:
-        self.worker, self.queues, self.seconds, self.most = worker, queues, seconds, most
+        self.worker, self.queues, self.seconds = worker, queues, seconds
+        self.policy = ReadPolicy(self, most, queues)
         self.unpacking = unpacking
         self.now = 0.0
         self.reads: dict[int, float] = {}  # adapter id -> when it is there
-        self.ahead: set[int] = set()  # those that a policy wanted
         self.num_reads = 0
         self._disk_free = 0.0
         self._work: dict[int, Work] = {}  # of those that are being read
@@ -83,27 +82,25 @@ class Reader:
         adapter_id = request.adapter_id
         if not adapter_id or self.is_there(adapter_id):
             return None
-        # With no room for one more, and all read that wait for slots, the step reads this one, if nobody else is in it.
-        return LOADING if self.begin(adapter_id) or self.reads or self.queues.running else None
+        return self.policy.why_wait(adapter_id, lambda: self._begin(adapter_id))
+
+    @property
+    def held(self) -> dict[int, bool]:
+        """As `Reads` has it."""
+        return dict.fromkeys(self.reads, False) | dict.fromkeys(self.worker.done, True)
+
+    def forget_unwanted(self) -> None:
+        """As `Reads` has it; what the disk has begun it reads to its end."""
+        self.worker.done = {a for a in self.worker.done if a in self.queues.in_flight}
 
     def is_there(self, adapter_id: int) -> bool:
         """Whether a step would find it without reading."""
         return adapter_id in self.worker.done or self.worker.manager.get_adapter(adapter_id) is not None
 
-    def begin(self, adapter_id: int, ahead: bool = False) -> bool:
-        """Read an adapter, if there is room for one more; True if it is there or is being read."""
-        if adapter_id in self.reads or self.is_there(adapter_id):
-            return True
-        if self._num_held(ahead) >= self.most:
-            self.worker.done = {a for a in self.worker.done if a in self.queues.in_flight}
-            if self._num_held(ahead) >= self.most:
-                return False
+    def _begin(self, adapter_id: int) -> None:
         self._disk_free = max(self.now, self._disk_free) + self.seconds(adapter_id)
         self._add_work(adapter_id, Work(self._disk_free, self.unpacking(adapter_id)), self.now)
         self.num_reads += 1
-        if ahead:
-            self.ahead.add(adapter_id)
-        return True
 
     def engine_works(self, begins: float, seconds: float) -> float:
         """When the engine's own thread is through with work of so many seconds, which shares the host with reads."""
@@ -117,18 +114,13 @@ class Reader:
         self.reads |= {a: ends[a] for a in self._work if a != ENGINE}
         return ends[key]
 
-    def _num_held(self, ahead: bool) -> int:
-        """Adapters that are read, or were and wait, because a policy wanted them, or because requests did."""
-        held = self.reads.keys() | self.worker.done
-        if len(held) >= self.most:  # what the requests of this step have found is not waited for any more
-            held -= self.worker.done & {request.adapter_id for request in self.queues.running}
-        self.ahead &= held
-        return len(self.ahead) if ahead else len(held) - len(self.ahead)
-
     def begin_ahead(self, adapter_id: int) -> None:
         """Read an adapter that is wanted ahead of its turn. One that no request waits for must not hold up others."""
-        if adapter_id in self.queues.in_flight or not self.reads:
-            self.begin(adapter_id, ahead=True)
+        if adapter_id in self.reads or self.is_there(adapter_id):
+            return
+        if (adapter_id in self.queues.in_flight or not self.reads) and self.policy.has_room(is_ahead=True):
+            self._begin(adapter_id)
+            self.policy.ahead.add(adapter_id)
 
     def settle(self, now: float) -> None:
         """Take in what was read by now: for requests that wait, else into memory where somebody may go."""

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from small import config
 
+from minivllm.serving.read_policy import LOADING
 from minivllm.simulate.adapters import RecordedWorker
-from minivllm.simulate.reader import LOADING, Reader
+from minivllm.simulate.reader import Reader
 
 REQUESTS = [SimpleNamespace(adapter_id=adapter_id) for adapter_id in range(7)]
 
