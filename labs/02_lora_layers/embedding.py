@@ -8,8 +8,8 @@ from minivllm.config import LoRAConfig
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.slots import Slots
+from minivllm.options.legacy.vocabulary import EMBEDDINGS, pad_to_slots
 from minivllm.options.option_layer import OptionLayer
-from minivllm.options.vocabulary import EMBEDDINGS, pad_to_slots
 
 
 class VocabParallelEmbeddingWithLoRA(OptionLayer):

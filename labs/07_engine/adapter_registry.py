@@ -34,7 +34,7 @@ class AdapterRegistry:
     worker     reads, removes and pins adapters. It is the registry's own: callers get `engine.runner.lora_manager`,
                which leads here
     manager    the same adapters in memory and in slots
-    traits_reader  says what prompts of an adapter that is not plain may be (`minivllm.options.TraitsReader`); None: all
+    traits_reader  says what prompts of an adapter that is not plain may be (`TraitsReader` of options); None: all
                    adapters have the base model's vocabulary, tokenizer and context
     find_by_name   (name, base model, known names) -> the request of an adapter that nobody has named yet
                    (`minivllm.sources.find_by_name`); None: requests bring their adapter's folder

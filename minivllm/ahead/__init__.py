@@ -1,4 +1,13 @@
-"""One step of lookahead."""
+"""One step of lookahead: a step is launched before the tokens of the one before are read. vLLM: async scheduling.
+
+Brings      on an H100, Llama-8B shape in bfloat16, decoding the base model: 168 instead of 157 tokens a second for 1
+            request, 5,091 instead of 4,438 for 32, 16,494 instead of 12,535 for 128 (benchmarks/README.md,
+            engine-decode-ahead-h100-2026-11-22.json and engine-decode-waiting-h100-2026-11-22.json)
+Implements  `EngineCore`: `LookaheadCore` overrides a step and the check of a request
+Options     `async_scheduling`; without it, and where most steps are no CUDA graphs, the core waits as it is
+Costs       some 220 lines. A request that ends by a token, and not by its length, has one row too many in the step
+            after. No memory, and no seconds at the start
+"""
 
 from minivllm.engine.core import EngineCore
 from minivllm.engine.extension import Extension, Parts

@@ -22,7 +22,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import MODELS
-from minivllm.options.new_embeddings import FILES, check_new_embeddings, put_beside
+from minivllm.options.legacy.new_embeddings import FILES, check_new_embeddings, put_beside
 
 # Of larger files the shapes are checked first.
 READ_AT_ONCE = 81 * 2**20

@@ -20,8 +20,8 @@ from minivllm.options.fully_sharded import (
     QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithShardedLoRA,
 )
+from minivllm.options.legacy.long_context import LinearScalingRotaryEmbeddingWithLoRA
 from minivllm.options.logits import LogitsProcessorWithLoRA
-from minivllm.options.long_context import LinearScalingRotaryEmbeddingWithLoRA
 
 __all__ = [
     "BaseLayerWithLoRA",

@@ -12,8 +12,8 @@ from minivllm import SamplingParams
 from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.request import LoRARequest
 from minivllm.observe import recorder
-from minivllm.options import tokenizers as adapter_tokenizers
-from minivllm.options.tokenizers import AdapterTokenizers
+from minivllm.options.legacy import tokenizers as adapter_tokenizers
+from minivllm.options.legacy.tokenizers import AdapterTokenizers
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.lora.request import LoRARequest
-from minivllm.options.tokenizers import AdapterTokenizers, load_tokenizer
+from minivllm.options.legacy.tokenizers import AdapterTokenizers, load_tokenizer
 
 
 class TraitsReader:

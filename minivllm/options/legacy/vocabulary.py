@@ -15,7 +15,7 @@ from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.wrapping import Found, WrappedModules
-from minivllm.options.new_embeddings import FILES, INPUT, OUTPUT, check_new_embeddings, put_beside
+from minivllm.options.legacy.new_embeddings import FILES, INPUT, OUTPUT, check_new_embeddings, put_beside
 
 # Under this name weights, and slots, have the embeddings of added tokens beside A and B.
 EMBEDDINGS = "embeddings"
