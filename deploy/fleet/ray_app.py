@@ -17,7 +17,7 @@ from deploy.fleet.arguments import FleetArgs
 from deploy.fleet.fleet_llm import FleetLLM
 from deploy.fleet.replica import Replica
 from deploy.fleet.router import PolicyRouter
-from minivllm.commands.common import register_folder
+from minivllm.commands.adapter_folder import register_folder
 from minivllm.server.app import FLEET_ROUTES, build_app
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.errors import EngineDeadError, QueueFull

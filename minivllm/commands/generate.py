@@ -10,7 +10,8 @@ from typing import Any
 from rich.markup import escape
 
 from minivllm.assembly import LLM
-from minivllm.commands.common import console, parse_adapters, print_json, register_folder, resolve_model
+from minivllm.commands.adapter_folder import register_folder
+from minivllm.commands.common import console, parse_adapters, print_json, resolve_model
 from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams

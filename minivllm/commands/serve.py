@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minivllm.commands.common import checkout_folder, register_folder, resolve_model
+from minivllm.commands.adapter_folder import register_folder
+from minivllm.commands.common import checkout_folder, resolve_model
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.progress import Listener

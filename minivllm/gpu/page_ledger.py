@@ -5,7 +5,7 @@ S-LoRA's unified paging is the idea (arXiv:2311.03285).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -34,6 +34,16 @@ class OwnPages:
 
     def take_back(self, page: int) -> None:
         """Nobody else wants it."""
+
+
+class ToldPages(OwnPages):
+    """A lender of just the pages that the slot has on another rank."""
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self._pages = list(pages)
+
+    def choose(self, pages: Iterable[int], most: int) -> list[int]:
+        return self._pages[: max(most, 0)]
 
 
 class PageLedger:

@@ -4,7 +4,7 @@ Stands for `WorkerProc` of vllm/v1/executor/multiproc_executor.py (v0.22.1).
 """
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from minivllm.config import EngineConfig
 from minivllm.errors import message_of
-from minivllm.gpu.page_ledger import OwnPages
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.request import LoRARequest
 from minivllm.parallel.other_ranks import is_of_others
@@ -119,19 +118,11 @@ class Follower:
                 continue
             lora = self.adapters[seat.number].result()
             if seat.pages:
+                from minivllm.gpu.page_ledger import ToldPages  # where there are pages, minivllm.gpu is there
+
                 manager.pool.ledger.lender = ToldPages(seat.pages)
             manager.place_adapter(lora, seat.slot)
         self._seats = seats
-
-
-class ToldPages(OwnPages):
-    """A `Lender` of just the pages that the slot has on rank 0."""
-
-    def __init__(self, pages: Sequence[int]) -> None:
-        self._pages = list(pages)
-
-    def choose(self, pages: Iterable[int], most: int) -> list[int]:
-        return self._pages[: max(most, 0)]
 
 
 def follow(pipe: Connection) -> None:

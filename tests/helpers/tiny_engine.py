@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from tiny_oracle import Oracle
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minivllm import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
-from minivllm.serving.engine_process import EngineProcess
+
+if TYPE_CHECKING:
+    from minivllm.serving.engine_process import EngineProcess
 
 OPTIONS = {
     "dtype": "float64",
@@ -80,8 +83,10 @@ class TinyWorld(AdapterFolders):
         """Two slots for four adapters and small blocks, unless told otherwise; no text without a tokenizer."""
         return make_engine(self.base, tokenizer, options)
 
-    def engine_process(self, tokenizer: object = None, **options: object) -> EngineProcess:
+    def engine_process(self, tokenizer: object = None, **options: object) -> "EngineProcess":
         """The same engine in a process of its own."""
+        from minivllm.serving.engine_process import EngineProcess  # most tests have no engine beside them
+
         return EngineProcess(partial(make_engine, self.base, tokenizer, options), more_calls=FAR_CALLS)
 
     def llm(self, **options: object) -> LLM:
