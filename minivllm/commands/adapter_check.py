@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from minivllm.assembly import LORA_EXTENSIONS
+from minivllm.assembly import parts_of
 from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
 from minivllm.errors import message_of, one_sentence, recoverable
 from minivllm.lora.lora_model import LoRAModel
@@ -73,7 +73,7 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
         _look_into_weights(adapter, _manager(admitting))
         if not adapter.problems and any(tensor.is_meta for tensor in adapter.tensors.values()):
             with adapter.noting():
-                adapter.tensors = read_weights(adapter.file, formats=LORA_EXTENSIONS.file_formats)
+                adapter.tensors = read_weights(adapter.file, formats=parts_of(config).lora.file_formats)
             _look_into_weights(adapter, _manager(admitting))
     if not adapter.problems:  # the engine has the last word, and sees the adapter as a whole
         with adapter.noting():
@@ -82,16 +82,16 @@ def check_adapter(path: str, model: str, lora_config: LoRAConfig) -> AdapterOnDi
 
 
 def _read(path: str, config: EngineConfig) -> AdapterOnDisk:
-    adapter = AdapterOnDisk(path)
+    adapter, extensions = AdapterOnDisk(path), parts_of(config).lora
     with adapter.noting():
-        adapter.folder = find_adapter_folder(path, LORA_EXTENSIONS.folder_sources)
+        adapter.folder = find_adapter_folder(path, extensions.folder_sources)
     if adapter.problems:
         return adapter
     positions = config.model_config.architecture.max_position_embeddings
     with adapter.noting():
-        adapter.helper = PEFTHelper.from_local_dir(adapter.folder, positions, LORA_EXTENSIONS)
+        adapter.helper = PEFTHelper.from_local_dir(adapter.folder, positions, extensions)
         adapter.helper.validate_legal(config.lora_config)
-    formats = LORA_EXTENSIONS.file_formats
+    formats = extensions.file_formats
     if not os.path.isdir(adapter.folder):
         return adapter
     with warnings.catch_warnings(action="ignore"):  # what torch thinks of a pickle, the refusal says
@@ -128,7 +128,7 @@ def _admitting(adapter: AdapterOnDisk, config: EngineConfig) -> EngineConfig | N
 
 def _manager(config: EngineConfig) -> LRUCacheWorkerLoRAManager:
     architecture = config.model_config.architecture
-    manager = LRUCacheWorkerLoRAManager(config, "cpu", extensions=LORA_EXTENSIONS)
+    manager = LRUCacheWorkerLoRAManager(config, "cpu", extensions=parts_of(config).lora)
     manager.create_lora_manager(MODELS[architecture.architecture](architecture, torch.float32, "meta"))
     return manager
 

@@ -526,6 +526,17 @@ def test_another_value_of_an_option_does_not_admit_the_adapter(world, tmp_path):
     )
 
 
+def test_a_pickle_fits_unless_an_option_refuses_it(world, tmp_path):
+    folder = shutil.copytree(world.path("qv"), tmp_path / "adapter")
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+    assert inspect(world, folder)[1]["fits"]
+    assert_refused(
+        world, folder, ["adapter_model.bin", "save it as safetensors"], options=["--refuse-pickles"]
+    )
+
+
 @pytest.mark.parametrize("name", ["qv", "all", "mlp", "patterns"])
 def test_good_adapters_fit(world, name):
     text, report = inspect(world, world.path(name))
