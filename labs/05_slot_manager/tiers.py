@@ -4,6 +4,7 @@
 from labs.kit.overlay import Todo
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from minivllm.config import LoRAConfig
 from minivllm.lora.events import Listener, LoRAEvent
@@ -12,6 +13,9 @@ from minivllm.lora.lru_cache import LRUCache
 
 # (capacity, id -> weights in memory or None) -> the cache of a tier.
 MakeCache = Callable[[int, Callable[[int], LoRAModel | None]], LRUCache]
+
+# Events that say nothing of their own, above all the hits of each step, are alike: one stands for all of them.
+same_event = lru_cache(maxsize=4096)(LoRAEvent)
 
 
 def least_recently_used(capacity: int, get_adapter: Callable[[int], LoRAModel | None]) -> LRUCache:
@@ -62,7 +66,7 @@ class AdapterTiers:
 
     def tell(self, kind: str, adapter_id: int, slot: int | None = None, **more: object) -> None:
         """Tell the listeners of an event, given by the fields of `LoRAEvent`."""
-        event = LoRAEvent(kind, adapter_id, slot, **more)
+        event = LoRAEvent(kind, adapter_id, slot, **more) if more else same_event(kind, adapter_id, slot)
         for listener in self.listeners:
             listener(event)
 

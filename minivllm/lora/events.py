@@ -91,8 +91,8 @@ class LoRAStats:
         if event.kind in ("hit", "miss"):
             self.hits += event.kind == "hit"
             self.misses += event.kind == "miss"
-            self.adapter(event.adapter_id).steps += 1
-            self.adapter(event.adapter_id).last_used = time()
+            history = self.adapter(event.adapter_id)
+            history.steps, history.last_used = history.steps + 1, time()
             return
         if event.kind == "forget":  # under its id there may soon be another adapter
             self.by_adapter.pop(event.adapter_id, None)
