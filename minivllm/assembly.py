@@ -15,8 +15,8 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine import llm, llm_engine
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
-from minivllm.engine.extension import Extension, Parts
 from minivllm.engine.parts import scheduler_arguments, scheduler_options
+from minivllm.extension import Extension, Parts
 from minivllm.gpu import GPU
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.lora.extensions import LoRAExtensions

@@ -10,7 +10,7 @@ Costs       some 220 lines. A request that ends by a token, and not by its lengt
 """
 
 from minivllm.engine.core import EngineCore
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 from minivllm.worker.model_runner import ModelRunner
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 from minivllm.lora.backend import Backend
 
 

@@ -9,7 +9,7 @@ Costs       some 870 lines, and at most 64 MB: records of the last 10,000 steps.
             benchmarks/README.md; alone it was never measured. No decision asks any of it
 """
 
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 
 
 def _add_to(parts: Parts) -> None:

@@ -13,7 +13,7 @@ Costs       some 1,700 lines, and 580 in legacy/. Embedding and head take 2 (V +
             `target_modules` leaves them out
 """
 
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 from minivllm.lora.extensions import AdapterOption
 from minivllm.options.embedding import VocabParallelEmbeddingWithLoRA
 from minivllm.options.fully_sharded import SHARDED

@@ -11,7 +11,7 @@ Costs       some 2,400 lines; two sums over all ranks a layer; one process more 
             each with its share of the model
 """
 
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 
 
 def _add_to(parts: Parts) -> None:

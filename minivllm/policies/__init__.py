@@ -11,7 +11,7 @@ Options     `eviction_policy`, `scheduling_policy`
 Costs       some 630 lines. A policy other than `fcfs` looks at one waiting request an adapter in each step
 """
 
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 
 
 def _add_to(parts: Parts) -> None:

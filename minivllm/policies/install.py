@@ -4,7 +4,7 @@ from functools import partial
 
 from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.core.scheduler import SchedulingPolicy
-from minivllm.engine.extension import GetAdapter, Parts
+from minivllm.extension import GetAdapter, Parts
 from minivllm.lora.tiers import MakeCache, least_recently_used
 from minivllm.policies import keeping, scheduling
 

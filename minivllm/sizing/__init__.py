@@ -9,7 +9,7 @@ Costs       some 190 lines, and at the start the shapes of one model more, witho
 
 from functools import partial
 
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 
 
 def _add_to(parts: Parts) -> None:

@@ -11,7 +11,7 @@ Costs       some 490 lines. An adapter from a local folder runs none of it. hugg
 
 from dataclasses import replace
 
-from minivllm.engine.extension import Extension, Parts
+from minivllm.extension import Extension, Parts
 from minivllm.sources.bin import read_pickled
 from minivllm.sources.by_name import find_by_name
 from minivllm.sources.hub import hub_folder
