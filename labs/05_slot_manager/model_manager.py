@@ -17,11 +17,11 @@ from minivllm.config import LoRAConfig
 from minivllm.lora.backend import Backend
 from minivllm.lora.events import AdapterStats, LoRAStats
 from minivllm.lora.extensions import PLAIN, LoRAExtensions
-from minivllm.lora.grouped_backend import GroupedBackend
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.memory_stats import memory_stats
+from minivllm.lora.runs_backend import RunsBackend
 from minivllm.lora.tiers import AdapterTiers, FullTiers, MakeCache, least_recently_used
 from minivllm.lora.wrapping import WrappedModules
 
@@ -42,7 +42,7 @@ def make_backend(
     """
     name = lora_config.backend_on(device)
     if name in ("loops", "grouped"):
-        return LoopsBackend(device) if name == "loops" else GroupedBackend(device)
+        return LoopsBackend(device) if name == "loops" else RunsBackend(device)
     if name not in extensions.backends:
         known = ", ".join(["loops", "grouped", *extensions.backends])
         raise ValueError(f"punica backend '{name}' is not installed; there are {known}")

@@ -1,18 +1,17 @@
-"""The backend that computes run by run. Stands for vllm/lora/punica_wrapper/punica_cpu.py (v0.22.1)."""
+"""The backend that computes run by run, a CPU's. Stands for vllm/lora/punica_wrapper/punica_cpu.py (v0.22.1)."""
 
 from typing import ClassVar
 
 import torch
 
 from minivllm.layers.linear import LinearBase
-from minivllm.lora.backend import Backend
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.mapping import compute_runs
 from minivllm.lora.ops.by_run import expand_runs, shrink_runs
 from minivllm.lora.slots import Slots
 
 
-class RunsBackend(Backend):
+class RunsBackend(LoopsBackend):
     """A product for every run of rows with the same adapter, up to its rank and no further.
 
     The runner orders a batch by adapter, so that a run is an adapter.
@@ -20,10 +19,16 @@ class RunsBackend(Backend):
 
     shrink_op: ClassVar = staticmethod(shrink_runs)
     expand_op: ClassVar = staticmethod(expand_runs)
-    add, expand = LoopsBackend.add, LoopsBackend.expand  # on these two
 
     def as_rows(self, adapters: torch.Tensor) -> list[tuple[int, slice]]:
         return compute_runs(adapters.tolist())
+
+    def place(self, slots: Slots, base: LinearBase | None) -> Slots:
+        """A linear's B by columns: those of a short rank are then neighbours in memory."""
+        if base is None:
+            return slots
+        by_column = [b.transpose(2, 3).contiguous().transpose(2, 3) for b in slots.b]
+        return Slots(slots.a, by_column).take_over(slots)
 
     # region lab 3.6: the whole product of a wrapped linear
     def linear(self, x: torch.Tensor, base: LinearBase, slots: Slots) -> torch.Tensor:

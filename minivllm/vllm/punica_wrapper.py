@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 
 from minivllm.lora.backend import Backend
-from minivllm.lora.grouped_backend import GroupedBackend
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.mapping import LoRAMapping, slots_of
+from minivllm.lora.runs_backend import RunsBackend
 
 Stacked = tuple[torch.Tensor, ...]
 
@@ -243,7 +243,7 @@ class PunicaWrapperCPU(PunicaWrapperBase):
     def _arithmetic(
         self, max_tokens: int, max_samples: int, device: torch.device | str
     ) -> tuple[Backend, Ops]:
-        backend = GroupedBackend(device)
+        backend = RunsBackend(device)
         return backend, SliceOps(backend)
 
 

@@ -8,7 +8,6 @@ from scattered_slots import ScatteredSlots
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.backend import Backend
-from minivllm.lora.grouped_backend import GroupedBackend, SharedSlots
 from minivllm.lora.loops_backend import LoopsBackend
 from minivllm.lora.runs_backend import RunsBackend
 from minivllm.vllm.layers import LoRAMapping
@@ -17,24 +16,16 @@ from minivllm.vllm.utils import from_layer
 
 
 class OpByOp(RunsBackend):
-    """Shrink and expand of runs under the product that all backends share."""
+    """The grouped backend's shrink and expand under the product that all backends share."""
 
     linear = Backend.linear
 
 
 class ScatteredRuns(RunsBackend):
-    """Run by run, A and B of every slot in the worst place."""
-
-    def place(self, slots, base):
-        return ScatteredSlots(torch.float64).place(super().place(slots, base), base)
-
-
-class ScatteredGrouped(GroupedBackend):
     """The grouped backend, A and B of every slot in the worst place."""
 
     def place(self, slots, base):
-        slots = ScatteredSlots(torch.float64).place(super().place(slots, base), base)
-        return SharedSlots(slots.a, slots.b).take_over(slots)
+        return ScatteredSlots(torch.float64).place(super().place(slots, base), base)
 
 
 class ScatteredLoops(LoopsBackend):
@@ -62,9 +53,7 @@ def make_backend(name):
     if name in ("loops", "grouped", "auto"):
         return make_wrapper(name).backend
     made = {
-        "runs": RunsBackend,
-        "scattered runs": ScatteredRuns,
-        "scattered grouped": ScatteredGrouped,
+        "scattered grouped": ScatteredRuns,
         "op by op": OpByOp,
         "scattered loops": ScatteredLoops,
         "scattered op by op": ScatteredOpByOp,
