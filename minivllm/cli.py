@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from minivllm.commands.options import PEERS, check_server_is_installed, parse_peers, with_options_of
+from minivllm.commands.quiet import end_at_ctrl_c, quiet_libraries
 from minivllm.commands.simulate_cli import simulate
 from minivllm.errors import EngineDeadError
-from minivllm.quiet import end_at_ctrl_c, quiet_libraries
 
 quiet_libraries()
 logging.basicConfig(format="%(message)s", level=logging.WARNING)

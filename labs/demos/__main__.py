@@ -3,7 +3,7 @@
 import os
 import sys
 
-from minivllm.quiet import quiet_libraries
+from minivllm.commands.quiet import quiet_libraries
 
 quiet_libraries()
 

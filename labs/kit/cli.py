@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from labs.kit.commands import answers, check, doctor, grade, hunts, maintain, opened, overview, read, run
 from labs.kit.regions import LabError
-from minivllm.quiet import quiet_libraries
+from minivllm.commands.quiet import quiet_libraries
 
 INSTRUCTORS, MAINTAINERS = "For instructors", "For maintainers"  # groups of `lab --help`
 TAKES_A_COMMAND = {"context_settings": {"ignore_unknown_options": True}}

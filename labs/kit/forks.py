@@ -42,7 +42,7 @@ from labs.kit.overlay import Overlay, Source
 from labs.kit.plugin import exercises_of, learners_place, reason_of, steady_hypothesis
 from labs.kit.regions import ROOT, read_engine
 from labs.kit.tampering import judges, replaced
-from minivllm.quiet import quiet_libraries
+from minivllm.commands.quiet import quiet_libraries
 
 GENERIC = "labs/kit/generic"  # where the tests are that every exercise has
 NO_TEST = "no test carries its mark"
