@@ -20,10 +20,10 @@ from minivllm.gpu.kernels.paged_tuning import MOST_NORM_TOKENS, norm_kernel
 from minivllm.layers.linear import LinearBase, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
-from minivllm.vllm.layers import LoRAMapping
 
 INNER, WIDTH, SLOTS, EPS = 48, 40, 3, 1e-3
 CLOSE = {torch.float32: 3e-6, torch.float16: 2e-3}

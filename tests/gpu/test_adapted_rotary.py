@@ -19,10 +19,10 @@ from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.linear import LinearBase, QKVParallelLinear
 from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.wrapping import from_layer
 from minivllm.parallel.tensor_parallel import TensorParallel
-from minivllm.vllm.layers import LoRAMapping
 
 WIDTH, HEADS, KV_HEADS, SIZE, SLOTS, BLOCK, SCALE = 48, 6, 2, 20, 3, 4, 0.2
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.float64: 1e-12}

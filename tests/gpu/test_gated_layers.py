@@ -10,9 +10,9 @@ from minivllm.gpu.fused import FusedSiluAndMul, blocks
 from minivllm.gpu.fused.blocks import activate, linear_deferred
 from minivllm.layers.activation import SiluAndMul
 from minivllm.layers.linear import MergedColumnParallelLinear
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.model_manager import make_backend
 from minivllm.lora.wrapping import from_layer
-from minivllm.vllm.layers import LoRAMapping
 
 WIDTH, INNER, RANK, SLOTS = 48, 40, 8, 3
 

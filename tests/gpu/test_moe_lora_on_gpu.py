@@ -10,7 +10,7 @@ from tiny_moe import MIXTRAL, QWEN, SparseWorld, sparse_world
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import FusedMoE
-from minivllm.vllm.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
 

@@ -9,8 +9,8 @@ from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.backend import Backend
 from minivllm.lora.loops_backend import LoopsBackend
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.runs_backend import RunsBackend
-from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from minivllm.config import LoRAConfig
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from minivllm.vllm.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.punica_selector import PunicaWrapperCPU, PunicaWrapperLoops, get_punica_wrapper
 
 VOCAB = 50

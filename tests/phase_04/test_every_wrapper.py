@@ -18,8 +18,8 @@ from minivllm.layers.linear import (
 )
 from minivllm.lora import layers
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.parallel.tensor_parallel import TensorParallel
-from minivllm.vllm.layers import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
 

@@ -9,7 +9,7 @@ from minivllm.config import LoRAConfig
 from minivllm.gpu import folded_backend, triton_backend
 from minivllm.gpu.sgmv import tuning
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from minivllm.vllm.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
 

@@ -3,7 +3,7 @@
 import pytest
 from small_model import assert_slots, make_adapter, make_manager
 
-from minivllm.vllm.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 
 pytestmark = pytest.mark.lab("5.3")
 

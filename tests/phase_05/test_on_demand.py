@@ -17,7 +17,7 @@ from small_model import (
 from tiers_model import TwoTiers
 
 from minivllm.errors import blamed_adapter
-from minivllm.vllm.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 
 pytestmark = pytest.mark.lab("5.7")
 

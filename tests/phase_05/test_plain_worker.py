@@ -3,9 +3,9 @@
 import pytest
 from small_model import RANK, SLICES, Folders, assert_slot_holds, count_reads, make_worker
 
+from minivllm.lora.mapping import LoRAMapping
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
-from minivllm.vllm.layers import LoRAMapping
 
 
 @pytest.fixture

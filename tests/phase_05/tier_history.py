@@ -8,7 +8,7 @@ from functools import partial
 
 from small_model import adapter_of, assert_slot_holds, random_weights
 
-from minivllm.vllm.layers import LoRAMapping
+from minivllm.lora.mapping import LoRAMapping
 
 IDS = range(1, 8)
 OUTCOMES = (LookupError, ValueError, RuntimeError, OSError)
