@@ -23,8 +23,8 @@ def read_tensor(
 
     An option that knows such names (`tensor_marks`) may give a tensor another name or shape. All else stays as it is.
     """
-    for option in peft_helper.extensions.options:
-        if any(mark in name for mark in option.tensor_marks):
+    for mark, option in peft_helper.extensions.tensor_marks:
+        if mark in name:
             return option.read_tensor(name, tensor, peft_helper)
     return name, None, tensor
 

@@ -107,6 +107,7 @@ class LoRAExtensions:
 
     Of all options together, worked out once:
     config_options    field of adapter_config.json -> the option that reads it
+    tensor_marks      parts of tensors' names, each with the option that reads such a tensor; the first that fits does
     files             names of all files that options add to an adapter's folder
     wrappers          their classes of wrapped layers, which are asked in this order
     part_names        last part of a module's name -> further names that trainers have for parts of it
@@ -121,6 +122,7 @@ class LoRAExtensions:
     make_slot_writer: Callable[..., Any] | None = None
 
     config_options: Mapping[str, AdapterOption] = field(init=False)
+    tensor_marks: Sequence[tuple[str, AdapterOption]] = field(init=False)
     files: Sequence[str] = field(init=False)
     wrappers: Sequence[type] = field(init=False)
     part_names: Mapping[str, tuple[str, ...]] = field(init=False)
@@ -129,6 +131,7 @@ class LoRAExtensions:
         options = self.options
         together = {
             "config_options": {option.config_field: option for option in options if option.config_field},
+            "tensor_marks": [(mark, option) for option in options for mark in option.tensor_marks],
             "files": [name for option in options for name in option.files],
             "wrappers": [wrapper for option in options for wrapper in option.wrappers],
             "part_names": {name: parts for option in options for name, parts in option.part_names.items()},

@@ -122,7 +122,7 @@ class AdapterSource:
                 return lora
         else:
             with reading(path) as file:
-                plan = self._plan_of(path, file, helper, load)
+                plan = self._plan_of(path, file, helper, load, shapes_only)
                 if shapes_only:
                     return plan.judged.clone(adapter_id)
                 filled = plan.fill(file, adapter_id, self.manager.lora_dtype, self.manager.slot_writer)
@@ -132,7 +132,12 @@ class AdapterSource:
         return lora
 
     def _plan_of(
-        self, path: Path, file: BinaryIO, helper: PEFTHelper, load: Callable[..., LoRAModel]
+        self,
+        path: Path,
+        file: BinaryIO,
+        helper: PEFTHelper,
+        load: Callable[..., LoRAModel],
+        shapes_only: bool,
     ) -> AdapterPlan:
         """The plan for a file. ValueError for what cannot be read or does not fit the model.
 
@@ -146,10 +151,11 @@ class AdapterSource:
             stored = find_safetensors(path, file, self.reading["most_tensors"])
             shapes = shapes_of(stored, partial(is_left_out, skip_prefixes=self.reading["skip_prefixes"]))
             judged = load(shapes_only=True, tensors=shapes)
-            self.manager.wrapped.judge(judged)
             starts = sorted((stored[name].start, name) for name in shapes)
             start = starts[0][0] if len(shapes) == len(stored) else None
             plan = AdapterPlan(judged, [shapes[name] for _, name in starts], start, self.manager.wrapped)
+            if shapes_only or plan.packed is None:  # what is packed has been judged
+                self.manager.wrapped.judge(judged)
         with self._lock:
             self._plans[key] = plan
             while sum(len(kept.in_order) for kept in self._plans.values()) > MOST_KEPT:

@@ -123,7 +123,8 @@ class LoRAModel:
             left_out = partial(is_left_out, skip_prefixes=skip_prefixes)
             tensors = read_weights(path, shapes_only, left_out, most_tensors, extensions.file_formats)
         if shapes_only:
-            device, tensors = "meta", {name: tensor.to("meta") for name, tensor in tensors.items()}
+            device = "meta"
+            tensors = {n: tensor if tensor.is_meta else tensor.to("meta") for n, tensor in tensors.items()}
         # Where an option reads a file it may add tokens, which A may know of.
         vocab_size = None if files_in(lora_dir, extensions.files) else model_vocab_size
         try:

@@ -59,6 +59,11 @@ class AdapterPlan:
         return {id(tensor): number for number, tensor in enumerate(self.in_order)}
 
     @cached_property
+    def _count(self) -> int:
+        """Numbers of all tensors of the file."""
+        return sum(tensor.numel() for tensor in self.in_order)
+
+    @cached_property
     def _scaled(self) -> dict[float, list[int]]:
         """Scaling other than 1 -> numbers of its B's in the file."""
         scaled: dict[float, list[int]] = {}
@@ -77,7 +82,7 @@ class AdapterPlan:
         """
         if self.packed is None or not self._is_aligned(dtype, slot_writer):
             return None
-        count, stored = sum(tensor.numel() for tensor in self.in_order), self.in_order[0].dtype
+        count, stored = self._count, self.in_order[0].dtype
         nbytes = count * dtype.itemsize
         pool = new_memory(nbytes) if slot_writer is None else slot_writer.take(nbytes)
         room = pool if slot_writer is None else slot_writer.weights_in(pool)
