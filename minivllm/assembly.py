@@ -120,7 +120,10 @@ class LLMEngine(llm_engine.LLMEngine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._observer = parts_of(self.config).make_observer(self.core)
-        self.trace = self._observer.trace
+
+    @property
+    def trace(self) -> Any:
+        return self._observer.trace
 
     def get_metrics(self) -> dict[str, object]:
         """All counters as plain values."""

@@ -34,18 +34,21 @@ def as_they_came(config: SchedulerConfig, get_adapter: GetAdapter) -> Scheduling
 
 
 class Observer:
-    """What an engine tells of itself: this one nothing.   trace: of its steps, or None"""
-
-    trace: Any = None
+    """What an engine tells of itself: this one nothing, and says so. `minivllm.observe` has one that watches."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
 
+    @property
+    def trace(self) -> Any:
+        """The records of steps."""
+        raise RuntimeError("the trace of an engine needs minivllm.observe, which is not there")
+
     def get_metrics(self) -> dict[str, object]:
-        return {}
+        raise RuntimeError("the metrics of an engine need minivllm.observe, which is not there")
 
     def debug_info(self) -> dict[str, object]:
-        return {}
+        raise RuntimeError("what an engine says of itself needs minivllm.observe, which is not there")
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import demo_batch
 import pytest
-from take_away import NEEDED_BY, extensions, failures, run_tests_without, run_there, take_away
+from take_away import NEEDED_BY, extensions, outcome, run_tests_without, run_there, take_away
 
 CORE_TESTS = (
     *("phase_01/test_request.py", "phase_01/test_layer_weights.py", "phase_05/test_lru_cache.py"),
@@ -89,10 +89,10 @@ def asked_and_answers():
 def test_the_cores_tests_pass(without):
     paths = [f"tests/{name}" for name in CORE_TESTS]
 
-    _, others, summary = run_tests_without(without.name, without.root, "-q", *paths)
+    _, others, passed = run_tests_without(without.name, without.root, "-q", *paths)
 
-    assert others == [], summary
-    assert " passed" in summary, "all of the core's tests need it"
+    assert others == []
+    assert passed > 50, "most of the core's tests need it"
 
 
 REPORT = """<testsuites><testsuite>
@@ -109,7 +109,7 @@ REPORT = """<testsuites><testsuite>
 def test_a_test_that_fails_for_something_else_is_told_from_the_extensions_own(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
 
-    own, others = failures("gpu", tmp_path / "report.xml")
+    own, others, passed = outcome("gpu", tmp_path / "report.xml")
 
     assert own == ["tests/one::test_b", "tests/two::test_d"]
-    assert others == ["tests/one::test_c"]
+    assert others == ["tests/one::test_c"] and passed == 1

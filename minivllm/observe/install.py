@@ -7,6 +7,7 @@ from minivllm.extension import GetAdapter, Observer, Parts
 from minivllm.observe import reports
 from minivllm.observe.event_log import EventLog
 from minivllm.observe.recorder import Recorder, WatchedLine
+from minivllm.observe.trace import Trace
 
 
 class EngineObserver(Observer):
@@ -14,9 +15,12 @@ class EngineObserver(Observer):
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core)
-        recorder = Recorder(core)
-        self.trace = recorder.trace
-        core.listeners.append(recorder)
+        self._recorder = Recorder(core)
+        core.listeners.append(self._recorder)
+
+    @property
+    def trace(self) -> Trace:
+        return self._recorder.trace
 
     def get_metrics(self) -> dict[str, object]:
         return reports.get_metrics(self.core)

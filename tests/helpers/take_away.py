@@ -107,29 +107,29 @@ def run_there(root: Path, *arguments: str, given: str = "") -> subprocess.Comple
     return subprocess.run(command, input=given, capture_output=True, text=True, cwd=root, env=environment)
 
 
-def failures(name: str, report: Path) -> tuple[list[str], list[str]]:
-    """Of a report in JUnit's form: the failed tests that need the extension, and the others."""
-    own, others = [], []
+def outcome(name: str, report: Path) -> tuple[list[str], list[str], int]:
+    """Of a report in JUnit's form: the failed tests that need the extension, the others, and how many did not fail."""
+    own, others, passed = [], [], 0
     missed = re.compile(MISSED.format(name))
     for case in ET.parse(report).iter("testcase"):
         problems = [child for child in case if child.tag in ("failure", "error")]
-        if not problems:
-            continue
         file = case.get("classname", "").replace(".", "/")
         is_own = any(missed.search(f"{p.get('message')} {p.text}") for p in problems)
         is_own = is_own or any(test in f"{file}/{case.get('name')}" for test in TESTS.get(name, ()))
-        (own if is_own else others).append(f"{file}::{case.get('name')}")
-    return own, others
+        if problems:
+            (own if is_own else others).append(f"{file}::{case.get('name')}")
+        passed += not problems
+    return own, others, passed
 
 
-def run_tests_without(name: str, root: Path, *arguments: str) -> tuple[list[str], list[str], str]:
-    """Run tests in a copy: as `failures`, and the end of what pytest says."""
+def run_tests_without(name: str, root: Path, *arguments: str) -> tuple[list[str], list[str], int]:
+    """Run tests in a copy: as `outcome`."""
     report = root / "report.xml"
     options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junit-xml={report}"]
     done = run_there(root, "-m", "pytest", *options, *arguments)
     if not report.exists():
-        return [], [f"pytest itself: {done.stdout[-2000:]}{done.stderr[-2000:]}"], ""
-    return *failures(name, report), done.stdout.strip().splitlines()[-1]
+        return [], [f"pytest itself: {done.stdout[-2000:]}{done.stderr[-2000:]}"], 0
+    return outcome(name, report)
 
 
 def of_tonight() -> str:
@@ -143,8 +143,8 @@ def main(arguments: list[str]) -> int:
         root = Path(folder) / "checkout"
         take_away(name, root)
         workers = [] if any(argument.startswith("-n") for argument in arguments) else ["-n", "2"]
-        own, others, summary = run_tests_without(name, root, *workers, *arguments[1:])
-    print(f"without {name}: {summary}; {len(own)} tests that need it, {len(others)} others failed")
+        own, others, passed = run_tests_without(name, root, *workers, *arguments[1:])
+    print(f"without {name}: {passed} passed, {len(own)} failed that need it, {len(others)} others failed")
     print("\n".join(others))
     return 1 if others else 0
 
