@@ -244,12 +244,6 @@ class TestProcesses:
             assert found["normed"] == 25 and 5 < found["packed"] < 20 and found["adapted"] == 11
             assert min(map(len, found["counts"])) > 3  # programs of high numbers have met less often
 
-    def test_would_read_wrong_numbers_if_norms_lay_where_sums_do(self, tmp_path):
-        found = [found for code, found in run_ranks(2, tmp_path, "all kinds in one room") if code == 0]
-
-        assert [one["is_on"] for one in found] == [True, True]
-        assert min(one["right"] for one in found) < 80
-
     def test_sum_first_where_rows_are_too_many_or_too_wide_or_odd(self, tmp_path):
         for code, found in run_ranks(2, tmp_path, "wide norms"):
             assert code == 0 and found["wide"] == [[True, False]] * 4  # right, and not by the kernel

@@ -216,12 +216,6 @@ def room_of_the_other(rooms_ptr, rank, x):
     return peer_sum_op.room_of(rooms_ptr, 1 - rank, x)
 
 
-def put_in_one_room(group: PeerGroup) -> None:
-    """The mistake that rooms of their own prevent: norms lie where sums do, in programs of another size."""
-    peer_norm_op.BYTES_A_ROW = 8192
-    group._norm_rooms, group._half, group._rows = group._rooms, group.most, group.most // 8192
-
-
 def others(group: PeerGroup) -> dict:
     """What is not for the kernel: too large, of no such dtype, and no multiple of 16 bytes."""
     group._sum = None
@@ -263,13 +257,13 @@ def dies(group: PeerGroup, norms: bool) -> dict:
 def main(rank: int, size: int, folder: Path, case: str) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    most = 4 * MOST if case.startswith("all kinds") else MOST
+    most = 4 * MOST if case == "all kinds" else MOST
     peer_group.MOST_BYTES, peer_group.DTYPES = {2: most, 3: most}, DTYPES
     peer_sum_op.peer_sum = functools.partial(peer_sum_op.peer_sum, looks=2)  # each takes the interpreter long
     peer_norm_op.peer_norm = functools.partial(peer_norm_op.peer_norm, looks=2)
     packed_norm_op.packed_norm = functools.partial(packed_norm_op.packed_norm, looks=2)
     # More rows are not brought by words: some cases have norms of both kinds, or none of words.
-    most_rows = {"all kinds": 4, "all kinds in one room": 0, "dies before a norm": 1}.get(case, 64)
+    most_rows = {"all kinds": 4, "dies before a norm": 1}.get(case, 64)
     packed_norm_op.MOST_ROWS = most_rows
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -289,11 +283,9 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     if case in ("both", "both in haste"):
         dist.barrier()
         found |= both(group, 40, case == "both in haste")
-    if case.startswith("all kinds"):
+    if case == "all kinds":
         dist.barrier()
         mix_up(rank, size)
-        if case.endswith("in one room"):
-            put_in_one_room(group)
         found |= all_kinds(group, 80)
     if case == "wide norms":
         found |= wide_norms(group)
