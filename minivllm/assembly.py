@@ -4,7 +4,7 @@ Stands for `EngineCore.__init__` of vllm/v1/engine/core.py (v0.22.1) and for the
 over its code. The core never imports this file, nor any extension; only this file knows every extension.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,27 @@ EXTENSIONS: tuple[Extension, ...] = (
     SIZING,
 )
 
+
+def lora_extensions(extensions: Iterable[Extension]) -> LoRAExtensions:
+    """What all of them bring for adapters. ValueError where two bring the same field: one would be lost in silence."""
+    fields: dict[str, Any] = {}
+    for extension in extensions:
+        if twice := fields.keys() & extension.lora.keys():
+            raise ValueError(
+                f"two extensions bring {', '.join(sorted(twice))} of LoRAExtensions; let one bring both"
+            )
+        fields |= extension.lora
+    return LoRAExtensions(**fields)
+
+
 # What adapters may have, where they come from, and what computes them.
-LORA_EXTENSIONS = LoRAExtensions(**{name: value for ext in EXTENSIONS for name, value in ext.lora.items()})
+LORA_EXTENSIONS = lora_extensions(EXTENSIONS)
 
 
 def parts_of(config: EngineConfig) -> Parts:
-    """What an engine of this configuration is made of."""
+    """What an engine of this configuration is made of: a function of the configuration alone, asked wherever a part is
+    made, so that other ranks' processes come to the same parts.
+    """
     parts = Parts(config, LORA_EXTENSIONS)
     for extension in EXTENSIONS:
         extension.add_to(parts)

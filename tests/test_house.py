@@ -8,6 +8,9 @@ import pytest
 from house import ROOT, House, core_files
 from imports import circles_of, import_circles, import_graph
 
+from minivllm.assembly import lora_extensions
+from minivllm.extension import Extension
+
 
 @pytest.fixture(scope="module")
 def house():
@@ -103,3 +106,10 @@ def test_what_is_changed_from_outside_is_found_and_plain_data_is_not(made):
         "patch.py:7 setattr(Core, 'step', 1)",
         "patch.py:8 core.__dict__",
     ]
+
+
+def test_two_extensions_that_bring_the_same_for_adapters_are_refused():
+    both = [Extension(lora={"backends": {}}), Extension(lora={"options": (), "backends": {}})]
+
+    with pytest.raises(ValueError, match="two extensions bring backends of LoRAExtensions"):
+        lora_extensions(both)
