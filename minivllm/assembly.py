@@ -16,7 +16,7 @@ from minivllm.engine import llm, llm_engine
 from minivllm.engine.adapter_registry import AdapterRegistry
 from minivllm.engine.core import EngineCore
 from minivllm.engine.parts import scheduler_arguments, scheduler_options
-from minivllm.extension import Extension, Parts
+from minivllm.extension import Extension
 from minivllm.gpu import GPU
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.lora.extensions import LoRAExtensions
@@ -24,6 +24,7 @@ from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.observe import OBSERVE
 from minivllm.options import OPTIONS
 from minivllm.parallel import PARALLEL
+from minivllm.parts import Parts
 from minivllm.policies import POLICIES
 from minivllm.sizing import SIZING
 from minivllm.sources import SOURCES

@@ -9,9 +9,14 @@ Costs       some 220 lines. A request that ends by a token, and not by its lengt
             after. No memory, and no seconds at the start
 """
 
+from typing import TYPE_CHECKING
+
 from minivllm.engine.core import EngineCore
-from minivllm.extension import Extension, Parts
+from minivllm.extension import Extension
 from minivllm.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
 
 
 def _core_class(runner: ModelRunner) -> type[EngineCore]:
@@ -22,7 +27,7 @@ def _core_class(runner: ModelRunner) -> type[EngineCore]:
     return LookaheadCore
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     if parts.config.scheduler_config.async_scheduling:
         parts.core_class = _core_class
 

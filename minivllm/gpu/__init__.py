@@ -13,13 +13,16 @@ Costs       some 6,500 lines. Kernels are compiled and graphs captured at the st
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from minivllm.config import LoRAConfig
-from minivllm.extension import Extension, Parts
+from minivllm.extension import Extension
 from minivllm.lora.backend import Backend
+
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
 
 
 def refuse_without_gpu(name: str, device: torch.device | str) -> None:
@@ -71,7 +74,7 @@ def make_slot_writer(wrapped: Any, device: torch.device | str) -> Any:
     return SlotWriter(wrapped, device) if pool is None else PagedSlotWriter(wrapped, device, pool)
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     from minivllm.gpu.install import add_to
 
     add_to(parts)

@@ -7,7 +7,7 @@ import torch
 
 from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig
 from minivllm.core.scheduler import Scheduler
-from minivllm.extension import Parts
+from minivllm.parts import Parts
 from minivllm.worker.kv_memory import KVMemory
 from minivllm.worker.model_runner import BuildAttention, ModelRunner
 

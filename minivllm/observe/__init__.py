@@ -9,10 +9,15 @@ Costs       some 870 lines, and at most 64 MB: records of the last 10,000 steps.
             benchmarks/README.md; alone it was never measured. No decision asks any of it
 """
 
-from minivllm.extension import Extension, Parts
+from typing import TYPE_CHECKING
+
+from minivllm.extension import Extension
+
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     from minivllm.observe.install import add_to
 
     add_to(parts)

@@ -3,11 +3,11 @@
 from minivllm.config import SchedulerConfig
 from minivllm.core.scheduler import SchedulingPolicy, first_come_first_served
 from minivllm.engine.core import EngineCore
-from minivllm.extension import GetAdapter, Observer, Parts
 from minivllm.observe import reports
 from minivllm.observe.event_log import EventLog
 from minivllm.observe.recorder import Recorder, WatchedLine
 from minivllm.observe.trace import Trace
+from minivllm.parts import GetAdapter, Observer, Parts
 
 
 class EngineObserver(Observer):

@@ -13,7 +13,9 @@ Costs       some 1,700 lines, and 580 in legacy/. Embedding and head take 2 (V +
             `target_modules` leaves them out
 """
 
-from minivllm.extension import Extension, Parts
+from typing import TYPE_CHECKING
+
+from minivllm.extension import Extension
 from minivllm.lora.extensions import AdapterOption
 from minivllm.options.embedding import VocabParallelEmbeddingWithLoRA
 from minivllm.options.fully_sharded import SHARDED
@@ -22,6 +24,9 @@ from minivllm.options.legacy.traits import TraitsReader
 from minivllm.options.logits import LogitsProcessorWithLoRA
 from minivllm.options.target_parameters import ExpertAdapters
 
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
+
 
 class EndsOfModel(AdapterOption):
     """Adapters on the input embedding and on the head."""
@@ -29,7 +34,7 @@ class EndsOfModel(AdapterOption):
     wrappers = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     parts.make_traits_reader = TraitsReader
 
 

@@ -11,10 +11,15 @@ Costs       some 2,400 lines; two sums over all ranks a layer; one process more 
             each with its share of the model
 """
 
-from minivllm.extension import Extension, Parts
+from typing import TYPE_CHECKING
+
+from minivllm.extension import Extension
+
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     if parts.config.parallel_config.tensor_parallel_size > 1:
         from minivllm.parallel.leader import start_ranks
 

@@ -11,10 +11,15 @@ Options     `eviction_policy`, `scheduling_policy`
 Costs       some 630 lines. A policy other than `fcfs` looks at one waiting request an adapter in each step
 """
 
-from minivllm.extension import Extension, Parts
+from typing import TYPE_CHECKING
+
+from minivllm.extension import Extension
+
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     from minivllm.policies.install import add_to
 
     add_to(parts)

@@ -4,8 +4,8 @@ from functools import partial
 
 from minivllm.config import LoRAConfig, SchedulerConfig
 from minivllm.core.scheduler import SchedulingPolicy
-from minivllm.extension import GetAdapter, Parts
 from minivllm.lora.tiers import MakeCache, least_recently_used
+from minivllm.parts import GetAdapter, Parts
 from minivllm.policies import keeping, scheduling
 
 

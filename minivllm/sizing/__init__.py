@@ -8,11 +8,15 @@ Costs       some 190 lines, and at the start the shapes of one model more, witho
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from minivllm.extension import Extension, Parts
+from minivllm.extension import Extension
+
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     from minivllm.sizing.slot_memory import refuse_slots_that_do_not_fit
 
     parts.runner["check_slots"] = partial(refuse_slots_that_do_not_fit, extensions=parts.lora)

@@ -10,18 +10,22 @@ Costs       some 490 lines. An adapter from a local folder runs none of it. hugg
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from minivllm.extension import Extension, Parts
+from minivllm.extension import Extension
 from minivllm.sources.bin import read_pickled
 from minivllm.sources.by_name import find_by_name
 from minivllm.sources.hub import hub_folder
 from minivllm.sources.memory import read_tensors
 
+if TYPE_CHECKING:
+    from minivllm.parts import Parts
+
 FILE_FORMATS = {".bin": read_pickled, ".pt": read_pickled}
 FOLDER_SOURCES = (hub_folder,)
 
 
-def _add_to(parts: Parts) -> None:
+def _add_to(parts: "Parts") -> None:
     parts.find_by_name = find_by_name
     if parts.config.lora_config is not None and parts.config.lora_config.refuse_pickles:
         parts.lora = replace(parts.lora, file_formats={})

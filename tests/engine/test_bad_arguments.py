@@ -35,6 +35,7 @@ FLAGS = [
     "enforce_eager",
     "disable_custom_all_reduce",
     "batch_invariant",
+    "refuse_pickles",
     "enable_lora",
     "fully_sharded_loras",
     "bias_enabled",
