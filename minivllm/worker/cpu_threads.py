@@ -1,7 +1,8 @@
 """On how many CPU threads a step computes. Stands for vllm/v1/worker/cpu_worker.py (v0.22.1), which binds threads.
 
-A parallel product waits for its slowest thread, and where other processes have some of the cores, that thread waits for
-a core: a step on two threads can take fifty times as long as on one. So small products try the number of threads.
+A parallel product waits for its slowest thread. Where other processes have some of the cores, that thread waits for a
+core and the others wait for it: a step on two threads can take fifty times as long as on one. So the number of threads
+is tried out on small products, at the start and when a step is slow.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import functools
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,19 +20,20 @@ import torch.nn.functional as F
 
 from minivllm.config import EngineConfig
 
-# A step is slow past twice the shortest of its size. Contexts grow, and steps with them, by 1 % a step at most.
+# A step is slow past so many times the shortest of its size. Contexts grow, and steps with them, so what is expected
+# grows by `DRIFT` with each step.
 SLOW, DRIFT = 2.0, 1.01
-FIRST_PAUSE, LONGEST_PAUSE = (
-    1.0,
-    60.0,
-)  # seconds until all threads are tried again: doubled each time that they stall
+# All threads are tried again after a pause that doubles each time, in seconds.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class CPUThreads:
     """The number of threads of the next step.
 
-    most     the number where nobody else computes        reason   who decided: "asked for", "OMP_NUM_THREADS", ...
+    most     the number where nobody else computes
+    reason   who decided: "asked for", "OMP_NUM_THREADS" and the like
     stalls   whether so many threads wait for each other; None = the number is never changed
+    clock    seconds
     """
 
     def __init__(
@@ -40,10 +43,13 @@ class CPUThreads:
         stalls: Callable[[int], bool] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.most, self.reason, self.clock = most, reason, clock
+        self.number = self.most = most
+        self.reason, self.clock = reason, clock
         self.stalls = stalls if most > 1 else None
-        self._shortest: dict[int, float] = {}  # seconds, by the size of a step
-        self._pause = FIRST_PAUSE
+        self._expected: defaultdict[int, float] = defaultdict(
+            lambda: math.inf
+        )  # seconds, by the size of a step
+        self._pause, self._until = FIRST_PAUSE, math.inf
         self.choose()
 
     def __str__(self) -> str:
@@ -64,27 +70,31 @@ class CPUThreads:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Inside, the calling thread computes on the chosen number."""
-        before = torch.get_num_threads()
-        set_num_threads(self.number)
+        number, before = self.number, torch.get_num_threads()
+        if number != before:
+            set_num_threads(number)
         try:
             yield
         finally:
-            set_num_threads(before)
+            if number != before:
+                set_num_threads(before)
 
-    def around_step(self) -> contextlib.AbstractContextManager[None]:
-        """`in_use` for a step: the number is chosen anew if the pause is over."""
+    @contextlib.contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Around a step: on the chosen number, which is chosen anew once the pause is over."""
         if self.clock() >= self._until:
             self.choose()
-        return self.in_use()
+        with self.in_use():
+            yield
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """Count a step of so many tokens; choose anew if it was slow, and more than one thread computed it."""
-        if self.stalls is not None and self.number > 1:
-            size = tokens.bit_length()
-            expected = DRIFT * self._shortest.get(size, math.inf)
-            self._shortest[size] = min(expected, seconds)
-            if seconds > SLOW * expected:
-                self.choose()
+        if self.stalls is None or self.number == 1:
+            return
+        expected = self._expected[tokens.bit_length()]
+        self._expected[tokens.bit_length()] = min(DRIFT * expected, seconds)
+        if seconds > SLOW * expected:
+            self.choose()
 
 
 def threads_stall(number: int, products: int = 24) -> bool:
@@ -98,16 +108,19 @@ def threads_stall(number: int, products: int = 24) -> bool:
             started = time.perf_counter()
             for _ in range(products):
                 F.linear(x, weight)
-                if time.perf_counter() - started > allowed:
+                if (seconds := time.perf_counter() - started) > allowed:
                     return True
-            allowed = time.perf_counter() - started
+            allowed = seconds
     finally:
         set_num_threads(before)
     return False
 
 
 def cpu_threads(config: EngineConfig) -> CPUThreads:
-    """`threads` decides, else OMP_NUM_THREADS, else all cores that the process has. On a GPU the host needs no say."""
+    """What decides: `threads`; else OMP_NUM_THREADS; else all cores that the process may use, as far as PyTorch does.
+
+    On a GPU only `threads` counts, since the host computes next to nothing.
+    """
     if config.threads is not None:
         return CPUThreads(config.threads, "asked for")
     if torch.device(config.device).type == "cuda":
@@ -125,22 +138,24 @@ def available_cores() -> int:
 
 
 def set_num_threads(number: int) -> None:
-    """Have the calling thread compute on `number` threads, by OpenMP where it can be asked.
+    """Have the calling thread compute on `number` threads, as `torch.set_num_threads` does, if OpenMP can be asked.
 
-    `torch.set_num_threads` also tells MKL to keep to the number inside a parallel region: each product in attention,
-    which is one already, then starts threads of its own and takes twice as long.
+    PyTorch's own call also tells MKL the number, and to keep to it inside a parallel region. From then on each
+    product in attention, which is one already, starts threads of its own and takes twice as long.
     """
-    if (
-        torch.get_num_threads() != number
-    ):  # a thread's first question sets its number; it has to come before ours
-        for set_in_openmp in _openmp():
-            set_in_openmp(number)
-        if torch.get_num_threads() != number:
-            torch.set_num_threads(number)
+    torch.get_num_threads()  # a thread's first question sets its number; it has to come before ours
+    if set_in_openmp := _openmp():
+        set_in_openmp(number)
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
 
 
 @functools.cache
-def _openmp() -> list[Callable[[int], None]]:
-    """`omp_set_num_threads` of the OpenMP that PyTorch brings along, if it does."""
-    lib = Path(torch.__file__).parent / "lib"
-    return [ctypes.CDLL(str(path)).omp_set_num_threads for path in lib.glob("lib*omp[-.5]*")]
+def _openmp() -> Callable[[int], None] | None:
+    """`omp_set_num_threads` of the OpenMP that PyTorch brings along; None where it brings none."""
+    for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*")):
+        if path.name.startswith(("libgomp", "libiomp", "libomp")):
+            function = ctypes.CDLL(str(path)).omp_set_num_threads
+            function.argtypes, function.restype = [ctypes.c_int], None
+            return function
+    return None
