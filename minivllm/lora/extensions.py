@@ -7,6 +7,7 @@ gives it the extensions; `minivllm.assembly` has all that there are. vLLM (v0.22
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,13 +105,6 @@ class LoRAExtensions:
                       context, these extensions, and the parameters of `LoRAModel.from_local_checkpoint`) -> LoRAModel
     backends          name of a backend -> (most tokens, most requests, device, LoRAConfig) -> a `Backend`
     make_slot_writer  on a GPU: (wrapped layers, device) -> what writes their slots; None = the layers do
-
-    Of all options together, worked out once:
-    config_options    field of adapter_config.json -> the option that reads it
-    tensor_marks      parts of tensors' names, each with the option that reads such a tensor; the first that fits does
-    files             names of all files that options add to an adapter's folder
-    wrappers          their classes of wrapped layers, which are asked in this order
-    part_names        last part of a module's name -> further names that trainers have for parts of it
     """
 
     options: tuple[AdapterOption, ...] = ()
@@ -121,23 +115,30 @@ class LoRAExtensions:
     backends: "Mapping[str, Callable[..., Backend]]" = field(default_factory=dict)
     make_slot_writer: Callable[..., Any] | None = None
 
-    config_options: Mapping[str, AdapterOption] = field(init=False)
-    tensor_marks: Sequence[tuple[str, AdapterOption]] = field(init=False)
-    files: Sequence[str] = field(init=False)
-    wrappers: Sequence[type] = field(init=False)
-    part_names: Mapping[str, tuple[str, ...]] = field(init=False)
+    @cached_property
+    def config_options(self) -> dict[str, AdapterOption]:
+        """Field of adapter_config.json -> the option that reads it."""
+        return {option.config_field: option for option in self.options if option.config_field}
 
-    def __post_init__(self) -> None:
-        options = self.options
-        together = {
-            "config_options": {option.config_field: option for option in options if option.config_field},
-            "tensor_marks": [(mark, option) for option in options for mark in option.tensor_marks],
-            "files": [name for option in options for name in option.files],
-            "wrappers": [wrapper for option in options for wrapper in option.wrappers],
-            "part_names": {name: parts for option in options for name, parts in option.part_names.items()},
-        }
-        for name, value in together.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def tensor_marks(self) -> list[tuple[str, AdapterOption]]:
+        """Parts of tensors' names, each with the option that reads such a tensor; the first that fits does."""
+        return [(mark, option) for option in self.options for mark in option.tensor_marks]
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Names of all files that options add to an adapter's folder."""
+        return [name for option in self.options for name in option.files]
+
+    @cached_property
+    def wrappers(self) -> list[type]:
+        """The options' classes of wrapped layers, which are asked in this order."""
+        return [wrapper for option in self.options for wrapper in option.wrappers]
+
+    @cached_property
+    def part_names(self) -> dict[str, tuple[str, ...]]:
+        """Last part of a module's name -> further names that trainers have for parts of it."""
+        return {name: parts for option in self.options for name, parts in option.part_names.items()}
 
     def wrapper_for(self, wrapper: type, lora_config: LoRAConfig) -> type:
         """The class that is made where `wrapper` fits."""
