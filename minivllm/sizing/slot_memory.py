@@ -78,9 +78,9 @@ class SlotMemory:
               of K, of the ends of V. With `fully_sharded_loras` of R for the first's A, of N for the others' B
     beside    what adapters may have beside A and B. `bias_enabled`: S * N for every part of a linear.
               `lora_extra_vocab_size` X: S * X * H for the embedding and for the head, whose V is V + X in `a_and_b`
-    layout    more that a backend takes for its way to lay slots out. "grouped" has B of a fused linear n times as
-              wide: S * R * (n - 1) * (sum of N). "folded" rounds the rows of base weight and A up to a multiple of
-              eight, and a base bias is as long as these. Fully sharded, an A of R' rows has R' * R' more for each slot
+    layout    more that a backend takes for its way to lay slots out: 0 for "loops", "grouped" and "triton". "folded"
+              rounds the rows of base weight and A up to a multiple of eight, and a base bias is as long as these. Fully
+              sharded, an A of R' rows has R' * R' more for each slot
     staging   on a GPU: the buffer that an adapter arrives in, as long as the largest that fits into a slot, and 24
               bytes for each of its matrices
     tables    on a GPU: where each matrix of a slot lies, 48 bytes each, and live ranks, 4 bytes a part and slot.
