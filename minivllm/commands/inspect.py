@@ -1,18 +1,33 @@
 """`minivllm inspect`: what an adapter is, and whether it fits."""
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
-from minivllm.commands.adapter_check import AdapterOnDisk, check_adapter
+from minivllm.assembly import parts_of
 from minivllm.commands.common import console, print_json, resolve_model
-from minivllm.config import LoRAConfig
+from minivllm.config import EngineConfig, LoRAConfig, ModelConfig
+from minivllm.lora.judging import JudgedAdapter, judge_adapter
+from minivllm.lora.loading import AdapterSource
 from minivllm.lora.lora_weights import LoRALayerWeights
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.models.registry import MODELS
 
 
-def describe(adapter: AdapterOnDisk) -> dict[str, Any]:
+def source_for(model: str, lora_config: LoRAConfig) -> AdapterSource:
+    """Where an engine on a CPU would get its adapters from. The model is built without its weights."""
+    config = EngineConfig(ModelConfig(model), lora_config=lora_config)
+    architecture = config.model_config.architecture
+    worker = LRUCacheWorkerLoRAManager(config, "cpu", extensions=parts_of(config).lora)
+    worker.create_lora_manager(MODELS[architecture.architecture](architecture, torch.float32, "meta"))
+    return worker.source
+
+
+def describe(adapter: JudgedAdapter) -> dict[str, Any]:
     """Rank, scaling and size of an adapter, as far as they are known."""
     description: dict[str, Any] = {"path": adapter.folder}
     if adapter.helper:
@@ -57,7 +72,7 @@ def run_inspect(path: str, model: str | None, lora_options: dict[str, Any], as_j
     lora_options   of `LoRAConfig`: what the engine would be started with
     """
     folder = resolve_model(model)
-    adapter = check_adapter(path, folder, LoRAConfig(**lora_options))
+    adapter = judge_adapter(path, LoRAConfig(**lora_options), partial(source_for, folder))
     report = {
         **describe(adapter),
         "model": folder,

@@ -48,6 +48,17 @@ MOST_OTHER_PATTERNS = 32
 LARGEST_RANK = 2**20
 
 
+class NeedsOption(ValueError):
+    """An adapter that the engine refuses as it was started, and would serve with other options.
+
+    options   fields of `LoRAConfig`, with values that admit it
+    """
+
+    def __init__(self, text: str, **options: Any) -> None:
+        super().__init__(text)
+        self.options = options
+
+
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The pairs as a dict. ValueError for a name that is there twice: readers differ in which value they take."""
     found = dict(pairs)
@@ -107,8 +118,11 @@ def _check_keys(field: str, keys: list[str]) -> None:
 
 
 def check_config(peft_helper: Any, lora_config: LoRAConfig) -> None:
-    """ValueError that lists everything in an adapter's config (`PEFTHelper`) that the engine will not serve."""
-    config, problems = peft_helper.config, []
+    """ValueError that lists everything in an adapter's config (`PEFTHelper`) that the engine will not serve.
+
+    It is a NeedsOption if options of the engine would admit all of that.
+    """
+    config, problems = peft_helper.config, []  # sentences, and each NeedsOption
     if (peft_type := config.get("peft_type", "LORA")) != "LORA":
         problems.append(f"peft_type {peft_type!r} is not supported, only LORA.")
     if saved := config.get("modules_to_save"):
@@ -142,12 +156,15 @@ def check_config(peft_helper: Any, lora_config: LoRAConfig) -> None:
         elif value or name == "alora_invocation_tokens":
             problems.append(REFUSED_FIELDS[name].format(shown(value)))
     if (largest := peft_helper.ranks[-1]) > lora_config.max_lora_rank:
-        problems.append(
-            f"LoRA rank {largest} is greater than max_lora_rank {lora_config.max_lora_rank}; "
-            f"pass --max-lora-rank {largest}."
-        )
-    if problems:
-        raise ValueError(" ".join(problems))
+        sentence = f"LoRA rank {largest} is greater than max_lora_rank {lora_config.max_lora_rank}; "
+        sentence += f"pass --max-lora-rank {largest}."
+        problems.append(NeedsOption(sentence, max_lora_rank=largest))
+    if not problems:
+        return
+    text = " ".join(map(str, problems))
+    if all(isinstance(problem, NeedsOption) for problem in problems):
+        raise NeedsOption(text, **{name: v for problem in problems for name, v in problem.options.items()})
+    raise ValueError(text)
 
 
 # ---- weights --------------------------------------------------------------------------------------------------

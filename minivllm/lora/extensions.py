@@ -17,6 +17,7 @@ from minivllm.config import LoRAConfig
 
 if TYPE_CHECKING:
     from minivllm.lora.backend import Backend
+    from minivllm.lora.checks import NeedsOption
     from minivllm.lora.lora_model import LoRAModel
     from minivllm.lora.lora_weights import LoRALayerWeights
     from minivllm.lora.peft_helper import PEFTHelper
@@ -65,8 +66,13 @@ class AdapterOption:
     def read_config(self, value: Any, peft_helper: "PEFTHelper") -> None:
         """Take in the field's value, which is neither None nor False. ValueError for one that it cannot have."""
 
-    def check_config(self, value: Any, peft_helper: "PEFTHelper", lora_config: LoRAConfig) -> list[str]:
-        """Sentences on why the engine does not serve an adapter with this value, [] if it does."""
+    def check_config(
+        self, value: Any, peft_helper: "PEFTHelper", lora_config: LoRAConfig
+    ) -> "list[str | NeedsOption]":
+        """Why the engine does not serve an adapter with this value, [] if it does.
+
+        Sentences, or a `NeedsOption` for what it would serve with other options.
+        """
         return []
 
     def read_tensor(

@@ -9,6 +9,7 @@ import torch
 
 from minivllm.lora.adapter_tensors import pair_up, to_weights
 from minivllm.lora.checks import check_modules
+from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import WeightsMapper, is_left_out
@@ -134,11 +135,23 @@ class LoRAModel:
             check_modules(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
-        for option in extensions.options:
-            for file in files_in(lora_dir, option.files)[:1]:
-                found = read_weights(file, shapes_only, formats=extensions.file_formats)
-                option.read_file(str(file), found, lora, device, dtype)
+        read_option_files(lora, lora_dir, extensions, shapes_only, device, dtype)
         return lora
+
+
+def read_option_files(
+    lora: LoRAModel,
+    lora_dir: str,
+    extensions: LoRAExtensions,
+    shapes_only: bool,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Have each option put beside an adapter what the file says that it adds to the folder. ValueError names it."""
+    for option in extensions.options:
+        for file in files_in(lora_dir, option.files)[:1]:
+            found = read_weights(file, shapes_only, formats=extensions.file_formats)
+            option.read_file(str(file), found, lora, device, dtype)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 
 from minivllm.config import DTYPES, LoRAConfig
 from minivllm.layers.linear import RowParallelLinear
-from minivllm.lora.checks import unsupported
+from minivllm.lora.checks import NeedsOption, unsupported
 from minivllm.lora.extensions import AdapterOption, WrappedOption
 from minivllm.lora.layers.base import BaseLayerWithLoRA, BaseLinearLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
@@ -26,13 +26,13 @@ class LoRABias(AdapterOption):
     config_field = "lora_bias"
     tensor_marks = (END,)
 
-    def check_config(self, value: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
+    def check_config(self, value: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[NeedsOption]:
         if not value or lora_config.bias_enabled:
             return []
-        return [
+        sentence = (
             "Adapter bias cannot be used without bias_enabled: this adapter has a bias on B (lora_bias); "
-            "pass --enable-lora-bias."
-        ]
+        )
+        return [NeedsOption(sentence + "pass --enable-lora-bias.", bias_enabled=True)]
 
     def read_tensor(
         self, name: str, tensor: torch.Tensor, peft_helper: PEFTHelper

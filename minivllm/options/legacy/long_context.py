@@ -14,6 +14,7 @@ from minivllm.config import LoRAConfig
 from minivllm.errors import is_integral, shown
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.lora.backend import Backend
+from minivllm.lora.checks import NeedsOption
 from minivllm.lora.extensions import AdapterOption, WrappedOption
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
@@ -42,17 +43,20 @@ class LongContext(AdapterOption):
         if factor > 1:
             peft_helper.beside["scaling_factor"] = factor
 
-    def check_config(self, length: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig) -> list[str]:
+    def check_config(
+        self, length: Any, peft_helper: PEFTHelper, lora_config: LoRAConfig
+    ) -> list[NeedsOption]:
         """What is wrong with a config whose factor the engine was not started with."""
         factor = peft_helper.beside.get("scaling_factor", 1.0)
         factors = lora_config.long_lora_scaling_factors or ()
         if factor == 1 or factor in factors:
             return []
-        return [
+        enough = (*factors, factor)
+        sentence = (
             f"context_length {length} needs rotary factor {factor}, but long_lora_scaling_factors has "
-            f"{list(factors) or 'none'}; pass --long-lora-scaling-factors "
-            f"{','.join(map(str, (*factors, factor)))}."
-        ]
+            f"{list(factors) or 'none'}; pass --long-lora-scaling-factors {','.join(map(str, enough))}."
+        )
+        return [NeedsOption(sentence, long_lora_scaling_factors=enough)]
 
     def wrap_model(
         self, model: nn.Module, wrapped: WrappedModules, lora_config: LoRAConfig

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import LoRAConfig
+from minivllm.lora.checks import NeedsOption
 from minivllm.lora.extensions import AdapterOption, WrappedOption
 from minivllm.lora.layers.base import BaseLayerWithLoRA
 from minivllm.lora.lora_model import LoRAModel
@@ -76,9 +77,10 @@ class Vocabulary(WrappedOption):
             return
         added = lora.beside["added_tokens"]
         if added > self.extra:
-            raise ValueError(
+            raise NeedsOption(
                 f"the adapter adds {added} tokens, but lora_extra_vocab_size is {self.extra}; "
-                f"pass --lora-extra-vocab-size {added}"
+                f"pass --lora-extra-vocab-size {added}",
+                lora_extra_vocab_size=added,
             )
         new = lora.beside["new_embeddings"]
         if self.is_tied:
