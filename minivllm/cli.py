@@ -114,7 +114,7 @@ def demo(
 ) -> None:
     """Serve a mixed batch: four trained adapters and the base model, with fewer slots than adapters."""
     with Console().status("starting"):  # PyTorch takes some seconds to import
-        from minivllm.commands.demo import run_demo
+        from minivllm.commands.common import from_checkout
         from minivllm.commands.tiny_demo import run_tiny_demo
 
     options = {
@@ -126,7 +126,8 @@ def demo(
     }
     if tiny:
         raise typer.Exit(0 if run_tiny_demo(min(max_tokens, 12), options, as_json) else 1)
-    run_demo(max_loras, max_tokens, per_adapter, options, out, as_json)
+    demo = from_checkout("examples.demo")
+    demo.run_demo(max_loras, max_tokens, per_adapter, options, out, as_json)
 
 
 @app.command()
@@ -284,11 +285,11 @@ def bench_cpu(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Decode on this CPU: base, mixed adapters, one request; beside transformers and PEFT if asked."""
+    """Decode on this CPU: base, mixed adapters, one request; beside transformers and PEFT if asked. From a checkout."""
     peers = parse_peers("--against", against)  # before PyTorch is imported
-    from minivllm.commands.bench_cpu import run_bench
+    from minivllm.commands.common import from_checkout
 
-    run_bench(peers, max_tokens, rounds, threads, as_json)
+    from_checkout("benchmarks.cpu").run_bench(peers, max_tokens, rounds, threads, as_json)
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """What several commands need."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,5 +83,14 @@ def checkout_folder() -> Path:
     """Where the repository lies; ValueError when the package runs without it."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / "adapters" / "recipe").is_dir():
-        raise ValueError("this command needs the repository (it uses adapters/); run it from a checkout")
+        raise ValueError(
+            "this command needs the repository (it uses adapters/, examples/ or benchmarks/); run it from a checkout"
+        )
     return folder
+
+
+def from_checkout(module: str) -> Any:
+    """A module of the repository that no wheel has, such as `examples.demo`; errors as in `checkout_folder`."""
+    if (folder := str(checkout_folder())) not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(module)

@@ -8,9 +8,9 @@ from tiny_adapters import save_adapter
 from tiny_models import transformers_model
 from typer.testing import CliRunner
 
+from examples.demo import demo_requests, show
 from minivllm.cli import app
 from minivllm.commands.common import parse_adapters
-from minivllm.commands.demo import demo_requests, show
 from minivllm.commands.generate import NamedPrompt, pick_adapter, read_prompts
 from minivllm.sources.resolver import FilesystemResolver, LoRAResolverRegistry
 

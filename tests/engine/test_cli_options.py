@@ -39,7 +39,7 @@ class TestBench:
         ],
     )
     def test_refuses_what_it_cannot_measure_and_says_what_it_can(self, monkeypatch, arguments, said):
-        monkeypatch.setitem(sys.modules, "minivllm.commands.bench_cpu", None)  # whoever imports it fails
+        monkeypatch.setitem(sys.modules, "benchmarks.cpu", None)  # whoever imports it fails
 
         result = run(app, ["bench", "cpu", *arguments], env={"COLUMNS": "200"})
 
@@ -55,7 +55,7 @@ class TestBench:
 
     def test_what_it_can_measure_it_is_told_to(self, monkeypatch):
         told = []
-        monkeypatch.setattr("minivllm.commands.bench_cpu.run_bench", lambda *a: told.append(a))
+        monkeypatch.setattr("benchmarks.cpu.run_bench", lambda *a: told.append(a))
 
         run(app, ["bench", "cpu", "--against", "peft, transformers", "--rounds", "1", "--threads", "2"])
         run(app, ["bench", "cpu"])
@@ -150,7 +150,7 @@ class TestMessages:
         def refuse(*_: object) -> None:
             raise ValueError(self.RANK)
 
-        monkeypatch.setattr("minivllm.commands.demo.run_demo", refuse)
+        monkeypatch.setattr("examples.demo.run_demo", refuse)
         monkeypatch.setattr(sys, "argv", ["minivllm", "demo"])
 
         with pytest.raises(SystemExit):

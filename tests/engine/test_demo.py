@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minivllm.commands.demo import ADAPTERS, run_demo
+from examples.demo import ADAPTERS, run_demo
 
 
 @pytest.fixture(scope="module")

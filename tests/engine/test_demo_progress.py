@@ -12,8 +12,8 @@ import pytest
 from patience import PATIENCE
 from rich.console import Console
 
-from minivllm.commands.demo import demo_requests, expected_steps, serve
-from minivllm.commands.serve_progress import ServeProgress, approximately, say_how_long
+from examples.demo import demo_requests, expected_steps, serve
+from examples.serve_progress import ServeProgress, approximately, say_how_long
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

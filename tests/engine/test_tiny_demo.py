@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-import minivllm.commands.demo as demo
+import examples.demo as demo
 from minivllm.commands.tiny_demo import run_tiny_demo
 from minivllm.lora.loops_backend import LoopsBackend
 

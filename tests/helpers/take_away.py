@@ -17,8 +17,8 @@ from pathlib import Path
 from house import CORE_FOLDERS, ROOT
 
 PARTS = (
-    *("minivllm", "labs", "tests", "solutions", "phases", "docs", "adapters", "benchmarks", "deploy"),
-    *("pyproject.toml", "Makefile", "README.md", "constraints.txt"),
+    *("minivllm", "labs", "tests", "solutions", "phases", "docs", "adapters", "benchmarks", "examples"),
+    *("deploy", "pyproject.toml", "Makefile", "README.md", "constraints.txt"),
 )
 
 # Every folder beside the core, and the modules of others that cannot be imported without it. Those that the engine is
@@ -42,7 +42,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "sizing": ("economics",),
     "serving": ("server", "commands.serve"),
     "vllm": (),
-    "server": ("commands.demo", "commands.serve", "commands.trace_page"),
+    "server": ("commands.serve", "commands.trace_page"),
     "simulate": ("commands.simulate",),
     "commands": ("cli",),
 }

@@ -110,7 +110,7 @@ def test_every_variant_passes_its_exercises_tests(shared):
 
 @pytest.mark.nightly
 def test_all_variants_together_are_an_engine(tmp_path):
-    checkout = Checkout(tmp_path, "adapters", "benchmarks")
+    checkout = Checkout(tmp_path, "adapters", "benchmarks", "examples")
     checkout.take_variants()
 
     # How many files a reader enters is counted of our code.

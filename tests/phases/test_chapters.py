@@ -30,7 +30,16 @@ def our_names():
     """Every identifier of our sources, and the names of our files."""
     files = [
         path
-        for folder in ("minivllm", "labs/kit", "tests", "benchmarks", "adapters", "deploy", "phases")
+        for folder in (
+            "minivllm",
+            "labs/kit",
+            "tests",
+            "benchmarks",
+            "examples",
+            "adapters",
+            "deploy",
+            "phases",
+        )
         for path in (ROOT / folder).rglob("*.py")
     ]
     words = {word for path in files for word in re.findall(r"\w+", path.read_text())}

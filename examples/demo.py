@@ -1,7 +1,5 @@
 """`minivllm demo`: the main job, on a real model. Four adapters and the base model in one mixed batch."""
 
-import importlib
-import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -13,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from examples.serve_progress import ServeProgress, say_how_long
 from minivllm.assembly import LLMEngine
-from minivllm.commands.common import checkout_folder, console, print_json
-from minivllm.commands.serve_progress import ServeProgress, say_how_long
+from minivllm.commands.common import checkout_folder, console, from_checkout, print_json
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
@@ -102,8 +100,7 @@ def demo_requests(per_adapter: int) -> list[DemoRequest]:
     """Held-out inputs of every adapter's task, each for the adapter and for the base model, in turns."""
     if per_adapter < 0:
         raise ValueError(f"per_adapter must be at least 0, got {per_adapter}")
-    sys.path.insert(0, str(checkout_folder()))
-    tasks = importlib.import_module("adapters.recipe.tasks")
+    tasks = from_checkout("adapters.recipe.tasks")
     requests = []
     for number in range(per_adapter):
         for task in ADAPTERS:
