@@ -16,8 +16,7 @@ import numpy as np
 
 from benchmarks.arguments import number, run_as_command
 from benchmarks.fit_reads import ReadTraffic, costs, fit_reads, reads_of
-from minivllm.gpu.cuda_graphs import smallest_that_holds
-from minivllm.gpu.mixed_graphs import MOST_TOKENS
+from minivllm.gpu.cuda_graphs import MOST_TOKENS, smallest_that_holds
 from minivllm.simulate.cost_model import CostModel, Held, StepWork, graph_size, graph_sizes
 from minivllm.simulate.records import Call, calls_of
 

@@ -31,8 +31,8 @@ from minivllm.assembly import LLMEngine
 from minivllm.config import EngineConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.gpu import make_slot_writer
-from minivllm.gpu.cuda_graphs import DecodeOutput, DecodeStep
-from minivllm.gpu.install import paged_attention
+from minivllm.gpu.cuda_graphs import CapturedOutput, CapturedStep
+from minivllm.gpu.paged_attention import build_paged_attention
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
@@ -79,15 +79,13 @@ def engine_beside_nothing(model: str, rows: int, adapters: int) -> LLMEngine:
     manager = engine.adapters.manager
     manager.slot_writer = make_slot_writer(manager.wrapped, "cpu")
     manager.slot_writer._scatter = lambda *adapter: None
-    runner.build_attention = paged_attention(runner.config)
+    runner.build_attention = build_paged_attention(runner.config)
     logits = torch.zeros(rows, runner.config.model_config.get_vocab_size())
 
-    def captured(step: DecodeStep) -> DecodeStep:
-        return lambda: DecodeOutput(logits, graphs.output.tokens)
+    def captured(step: CapturedStep) -> CapturedStep:
+        return lambda: CapturedOutput(logits, graphs.output.tokens)
 
     runner.graphs = graphs = StepGraphs(runner, wrapper=captured)
-    graphs.capture_mixed()
-    graphs.capture_decodes()
     avoid_pauses()
     return AheadEngine(engine)
 

@@ -95,10 +95,10 @@ def facts(engine: LLMEngine, ranks: Mapping[int, int]) -> dict[str, object]:
     in_memory, in_slots               ids of the adapters that are there, the one used longest ago first
     ranks                             of adapters 1, 2, ..
     """
-    graphs = getattr(engine.runner.graphs, "mixed", None)
+    mixed = getattr(engine.runner.graphs, "mixed", [])
     found: dict[str, object] = {
         "max_lora_wait_steps": engine.config.scheduler_config.max_lora_wait_steps,
-        "graph_sizes": [] if graphs is None else graphs.sizes,
+        "graph_sizes": [shape.tokens for shape in mixed],
         "kv_blocks": engine.runner.num_blocks,
         "blocks_a_page": getattr(engine.runner.memory_plan, "blocks_a_page", 0),
     }

@@ -1,4 +1,7 @@
-"""Decode steps as CUDA graphs. Stands for vllm/compilation/cuda_graph.py, v1/cudagraph_dispatcher.py (v0.22.1)."""
+"""A step as a CUDA graph, what it leaves behind, and of which sizes there are some.
+
+Stands for vllm/compilation/cuda_graph.py, and cudagraph_capture_sizes of vllm/config/compilation.py (v0.22.1).
+"""
 
 import gc
 from bisect import bisect_left
@@ -7,15 +10,36 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from minivllm.core.output import SchedulerOutput
-from minivllm.gpu.decode_buffers import DecodeBuffers
-from minivllm.worker.input_batch import InputBatch
-from minivllm.worker.row_sampler import PendingStep
+# Of a captured step with prompts. More sizes would take longer to capture, and a larger one more memory; larger steps
+# are rare. Not that they gain nothing: up to some 2,000 tokens a GPU waits for their launches (docs/simulate.md).
+MOST_TOKENS = 1024
 
 
-class DecodeOutput(NamedTuple):
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Rows that decodes are captured for, ascending: close together where padding would cost most."""
+    sizes = {1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Tokens that steps with prompts are captured for, ascending: none is padded by more than a third, or by 32.
+
+    None of 448 nor of 896 tokens: on an H100 products of 448 rows took a Llama-8B's step 4 ms longer than those of 512
+    do (15.7 ms, not 11.6), and 896 no less than 1,024 (21.5 ms, 21.7).
+    """
+    most = min(MOST_TOKENS, max_num_batched_tokens)
+    sizes = {*range(32, 256, 32), 256, 320, 384, 512, 640, 768, most}
+    return sorted(size for size in sizes if size <= most)
+
+
+def smallest_that_holds(sizes: list[int], number: int) -> int | None:
+    """Of ascending sizes; None if none does."""
+    place = bisect_left(sizes, number)
+    return sizes[place] if place < len(sizes) else None
+
+
+class CapturedOutput(NamedTuple):
     """What a captured step leaves behind of the P rows that sample; overwritten by the next step.
 
     logits   (P, V)
@@ -26,7 +50,39 @@ class DecodeOutput(NamedTuple):
     tokens: torch.Tensor
 
 
-DecodeStep = Callable[[], DecodeOutput]
+CapturedStep = Callable[[], CapturedOutput]
+
+
+class CUDAGraphWrapper:
+    """One step, captured; a call replays it. vLLM: `CUDAGraphWrapper`.
+
+    step   launches kernels on fixed addresses and never waits for the GPU. It runs once before the capture, so that
+           kernels are compiled and libraries have their workspaces
+    pool   memory that all graphs share: only one of them runs at a time
+    """
+
+    def __init__(self, step: CapturedStep, pool: tuple[int, int]) -> None:
+        step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.output = step()
+
+    def __call__(self) -> CapturedOutput:
+        self.graph.replay()
+        return self.output
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Inside, nothing is collected: an engine of before may be garbage, and freeing its memory breaks a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class StepOutput:
@@ -48,126 +104,13 @@ class StepOutput:
 
         return fill_in(input_ids, self.tokens)
 
-    def keep(self, logits: torch.Tensor) -> DecodeOutput:
+    def keep(self, logits: torch.Tensor) -> CapturedOutput:
         """Part of a step that is captured.   logits: (P, V)"""
         from minivllm.gpu.kernels.likeliest import keep_likeliest  # Triton is not everywhere
 
         rows, width = logits.shape
         if width not in self._logits:
             self._logits[width] = logits.new_empty(len(self.tokens), width)
-        output = DecodeOutput(self._logits[width][:rows], self.tokens[:rows])
+        output = CapturedOutput(self._logits[width][:rows], self.tokens[:rows])
         keep_likeliest(logits, *output)
         return output
-
-
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Rows that graphs are captured for, ascending: close together where padding would cost most."""
-    sizes = {1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, max_num_seqs, 32), max_num_seqs}
-    return sorted(size for size in sizes if size <= max_num_seqs)
-
-
-def smallest_that_holds(sizes: list[int], number: int) -> int | None:
-    """Of ascending sizes; None if none does."""
-    place = bisect_left(sizes, number)
-    return sizes[place] if place < len(sizes) else None
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Inside, nothing is collected: an engine of before may be garbage, and freeing its memory breaks a capture."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class CUDAGraphWrapper:
-    """One step, captured; a call replays it. vLLM: `CUDAGraphWrapper`.
-
-    step   launches kernels on fixed addresses and never waits for the GPU. It runs once before the capture, so that
-           kernels are compiled and libraries have their workspaces
-    pool   memory that all graphs share: only one of them runs at a time
-    """
-
-    def __init__(self, step: DecodeStep, pool: tuple[int, int]) -> None:
-        step()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.output = step()
-
-    def __call__(self) -> DecodeOutput:
-        self.graph.replay()
-        return self.output
-
-
-class DecodeGraphs:
-    """A captured decode step for each size, with adapters and without. vLLM: `CudagraphDispatcher`.
-
-    A batch without adapters runs a graph without a trace of LoRA, also where LoRA is on. `with_lora` is 2 for one that
-    has adapters on embedding and head, too. Most have none there: for these steps it is 1.
-
-    buffers   what every step reads
-    output    what it writes
-    wrapper   makes a captured step out of one that launches kernels
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        buffers: DecodeBuffers,
-        output: StepOutput,
-        max_model_len: int,
-        wrapper: Callable[[DecodeStep], DecodeStep],
-    ) -> None:
-        self.model = model
-        self.buffers, self.output = buffers, output
-        self.max_model_len = max_model_len
-        self.wrapper = wrapper
-        self.sizes = capture_sizes(buffers.max_rows)
-        self.steps: dict[tuple[int, int], DecodeStep] = {}
-
-    def capture(self, size: int, with_lora: int) -> None:
-        """Capture one size; the backend's metadata must be that of a batch with (or without) adapters.
-
-        Take the largest first: the smaller ones find their memory in the pool.
-        """
-        buffers = self.buffers
-        attn = buffers.attention(size, self.max_model_len)
-        input_ids, positions = buffers.input_ids[:size], buffers.positions[:size]
-
-        def step() -> DecodeOutput:
-            hidden_states = self.model(self.output.fill_in(input_ids), positions, attn)  # (P, H)
-            return self.output.keep(self.model.compute_logits(hidden_states))
-
-        self.steps[size, with_lora] = self.wrapper(step)
-
-    def padded_size(self, num_rows: int) -> int | None:
-        """The smallest size that holds so many rows; None if none does."""
-        return smallest_that_holds(self.sizes, num_rows)
-
-    def size_for(self, output: SchedulerOutput) -> int:
-        """Rows of the graph that can run a step; 0 if there is none: it has a prompt, or too many rows."""
-        return self.padded_size(output.total_num_scheduled_tokens) or 0 if output.only_decodes else 0
-
-    def rows_of(self, size: int) -> int:
-        """P, the rows that a graph of so many tokens samples from: all."""
-        return size
-
-    def run(self, batch: InputBatch, size: int, with_lora: int) -> PendingStep:
-        """Launch the step of a batch in the graph of so many rows."""
-        rows = [r for r, tokens in zip(batch.requests, batch.num_scheduled_tokens.tolist()) if tokens]
-        self.buffers.fill(
-            [request.all_token_ids[request.num_computed_tokens] for request in rows],
-            [request.num_computed_tokens for request in rows],
-            [request.block_ids for request in rows],
-            size,
-        )
-        return PendingStep(rows, *self.replay(size, with_lora))
-
-    def replay(self, size: int, with_lora: int) -> DecodeOutput:
-        """Launch the captured step on what is in the buffers."""
-        return self.steps[size, with_lora]()

@@ -1,6 +1,5 @@
 """What an engine on a GPU, or one whose options ask for kernels, has in the places of the core's parts."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from minivllm.config import KERNEL_BACKENDS, PAGED_BACKENDS, EngineConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.parts import Parts
 from minivllm.worker.kv_memory import KVMemory
-from minivllm.worker.model_runner import BuildAttention, ModelRunner
+from minivllm.worker.model_runner import ModelRunner
 
 # Below, imports are late: Triton is not everywhere, and an engine on a CPU needs none of it.
 
@@ -30,10 +29,10 @@ def add_to(parts: Parts) -> None:
             parts.manager_class, parts.make_scheduler = ElasticModelManager, make_scheduler
             parts.runner["memory"] = SharedMemory(parts.runner.get("memory", KVMemory()))
     if config.model_config.batch_invariant:
-        from minivllm.gpu.invariant_attention import build_invariant_attention
         from minivllm.gpu.kernels.invariant_linear import invariant_linear
+        from minivllm.gpu.paged_attention import build_paged_attention
 
-        parts.runner["build_attention"] = build_invariant_attention(config)
+        parts.runner["build_attention"] = build_paged_attention(config)
         parts.runner["linear_product"] = invariant_linear
     if runs_kernels(config):
         from minivllm.gpu.fused import fuse
@@ -59,29 +58,14 @@ def _gpu_parts(config: EngineConfig) -> dict[str, object]:
     captures = is_paged and not config.model_config.enforce_eager
     parts: dict[str, object] = {"memory": MeasuredMemory(captures)}
     if is_paged:
-        parts["build_attention"] = paged_attention(config)
+        from minivllm.gpu.paged_attention import build_paged_attention
+
+        parts["build_attention"] = build_paged_attention(config)
     if captures:
         from minivllm.gpu.step_graphs import StepGraphs
 
-        buffers = {}
-        if config.model_config.batch_invariant:
-            from minivllm.gpu.invariant_attention import InvariantBuffers
-
-            buffers["decode_buffers"] = InvariantBuffers
-        parts["capture"] = partial(StepGraphs.of_all_steps, **buffers)
+        parts["capture"] = StepGraphs
     return parts
-
-
-def paged_attention(config: EngineConfig) -> BuildAttention:
-    """Attention that reads the KV cache where it lies, by kernels for GPUs."""
-    from minivllm.gpu.paged_attention import PagedAttentionMetadata
-
-    return partial(
-        PagedAttentionMetadata.build,
-        block_size=config.cache_config.block_size,
-        device=config.device,
-        max_seq_len=config.model_config.max_model_len,
-    )
 
 
 def make_scheduler(runner: ModelRunner, *arguments: Any, **options: Any) -> Scheduler:

@@ -4,8 +4,8 @@ vllm/v1/worker/gpu_worker.py (v0.22.1).
 
 from functools import partial
 
+from minivllm.gpu.cuda_graphs import mixed_sizes
 from minivllm.gpu.gpu_memory import memory_left
-from minivllm.gpu.mixed_graphs import mixed_sizes
 from minivllm.worker.kv_memory import KVMemory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.warm_up import largest_step, profile_run

@@ -1,5 +1,9 @@
-"""All captured steps of a runner: decodes, and steps that hold prompts. Stands for `capture_model` of
-vllm/v1/worker/gpu_model_runner.py and vllm/v1/cudagraph_dispatcher.py (v0.22.1).
+"""Steps as CUDA graphs, of decodes and of prompts. Stands for `capture_model` of vllm/v1/worker/gpu_model_runner.py and
+vllm/v1/cudagraph_dispatcher.py (v0.22.1).
+
+vLLM captures what is between the attentions of a step with prompts, piece by piece. Here one kernel attends for prompts
+and decodes alike, and reads from the device who they are. So a graph is a whole step, for every mixture of so many
+tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +17,16 @@ import torch
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.gpu.cuda_graphs import (
+    CapturedOutput,
+    CapturedStep,
     CUDAGraphWrapper,
-    DecodeGraphs,
-    DecodeStep,
     StepOutput,
+    capture_sizes,
+    mixed_sizes,
     no_garbage_collection,
 )
-from minivllm.gpu.decode_buffers import DecodeBuffers
-from minivllm.gpu.mixed_buffers import MixedBuffers
-from minivllm.gpu.mixed_graphs import MixedGraphs, mixed_sizes
+from minivllm.gpu.paged_attention import queries_per_tile
+from minivllm.gpu.step_buffers import StepBuffers, StepShape
 from minivllm.progress import followed
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import InputBatch
@@ -30,135 +35,162 @@ from minivllm.worker.row_sampler import PendingStep
 
 # The row that fills a graph: it has no adapter, so it is a base row in both of a backend's mappings.
 PADDING = Request("padding", [0], SamplingParams())
+# What adapters a step has. Without any, a graph has no trace of LoRA, also where LoRA is on. Few adapters have weights
+# on embedding and head: steps of decodes are captured with these, and without.
+NO_ADAPTERS, ON_LAYERS, ON_ENDS = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class FoundGraph:
-    """One of the captured steps (`Graph`).
+    """The captured steps of one shape (`Graph`)."""
 
-    size   its tokens
-    """
-
-    graphs: DecodeGraphs | MixedGraphs
-    size: int
-    adapters_of_batch: Callable[[], int]
+    graphs: "StepGraphs"
+    shape: StepShape
 
     def padded(self, batch: InputBatch) -> InputBatch:
         tokens, samples = batch.num_scheduled_tokens, batch.num_sampled_tokens
         return InputBatch(
             [*batch.requests, PADDING],
-            np.append(tokens, self.size - tokens.sum()),
-            np.append(samples, self.graphs.rows_of(self.size) - samples.sum()),
+            np.append(tokens, self.shape.tokens - tokens.sum()),
+            np.append(samples, self.shape.rows - samples.sum()),
         )
 
     def run(self, batch: InputBatch) -> PendingStep:
-        return self.graphs.run(batch, self.size, self.adapters_of_batch())
+        return self.graphs.run(batch, self.shape)
 
 
 class StepGraphs(Graphs):
-    """Steps of a runner as CUDA graphs, once they are captured.
+    """A runner's captured steps. vLLM: `CudagraphDispatcher`.
 
-    output    what all captured steps write
-    decodes   steps in which every request computes one token; None = not captured
-    mixed     steps that hold prompts, likewise
+    decodes   shapes of steps in which every request computes one token, ascending
+    mixed     shapes of steps that hold prompts, ascending
+    steps     by shape, and by what adapters the step has
+    buffers   what every step reads
+    output    what it writes
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        decode_buffers: type[DecodeBuffers] = DecodeBuffers,
-        wrapper: Callable[[DecodeStep], DecodeStep] | None = None,
+        decodes: bool = True,
+        mixed: bool = True,
+        wrapper: Callable[[CapturedStep], CapturedStep] | None = None,
     ) -> None:
-        """wrapper   makes a captured step of one that launches kernels; None = a CUDA graph"""
+        """Capture steps of most tokens first, in whose memory the others run.
+
+        decodes, mixed   whether these are captured
+        wrapper          makes a captured step of one that launches kernels; None = a CUDA graph
+        """
         self.runner = runner
         self.wrapper = wrapper or partial(CUDAGraphWrapper, pool=torch.cuda.graph_pool_handle())
-        self.decode_buffers = decode_buffers
-        self.output = StepOutput(runner.max_sampled_rows, runner.device)
-        self.decodes: DecodeGraphs | None = None
-        self.mixed: MixedGraphs | None = None
-
-    @classmethod
-    def of_all_steps(
-        cls, runner: ModelRunner, decode_buffers: type[DecodeBuffers] = DecodeBuffers
-    ) -> "StepGraphs":
-        """Capture steps of most tokens first, in whose memory the others run."""
-        graphs = cls(runner, decode_buffers)
-        graphs.capture_mixed()
-        graphs.capture_decodes()
-        return graphs
-
-    def find(self, output: SchedulerOutput) -> FoundGraph | None:
-        for graphs in (self.decodes, self.mixed):
-            if graphs is not None and (size := graphs.size_for(output)):
-                return FoundGraph(graphs, size, self.adapters_of_batch)
-        return None
+        config, max_rows = runner.config, runner.max_sampled_rows
+        tile_tokens = queries_per_tile(config, captured=True)
+        of_decodes = tile_tokens if config.model_config.batch_invariant else 1
+        sizes = capture_sizes(max_rows) if decodes else []
+        self.decodes = [StepShape(size, size, of_decodes) for size in sizes]
+        sizes = mixed_sizes(config.scheduler_config.max_num_batched_tokens) if mixed else []
+        self.mixed = [StepShape(size, min(size, max_rows), tile_tokens) for size in sizes]
+        self.steps: dict[tuple[StepShape, int], CapturedStep] = {}
+        self.output = StepOutput(max_rows, runner.device)
+        self.buffers = StepBuffers(
+            [*self.decodes, *self.mixed],
+            runner.max_blocks_per_request,
+            config.cache_config.block_size,
+            runner.device,
+        )
+        with (
+            torch.inference_mode(),
+            no_garbage_collection(),
+            runner.maybe_setup_dummy_loras(config.lora_config),
+        ):
+            for shape in followed(self.mixed[::-1], "Capturing steps with prompts"):
+                self._capture(shape, (ON_ENDS, NO_ADAPTERS))
+            for shape in followed(self.decodes[::-1], "Capturing decode steps"):
+                self._capture(shape, (ON_LAYERS, ON_ENDS, NO_ADAPTERS))
 
     @property
     def hold_most_steps(self) -> bool:
-        return self.decodes is not None and self.mixed is not None
+        return bool(self.decodes and self.mixed)
 
     @property
     def most_tokens(self) -> int | None:
-        return None if self.mixed is None else self.mixed.sizes[-1]
+        return self.mixed[-1].tokens if self.mixed else None
 
     @property
     def captured(self) -> list[dict]:
-        """What holds the graphs themselves."""
-        return [graphs.steps for graphs in (self.decodes, self.mixed) if graphs is not None]
+        return [self.steps]
+
+    def find(self, output: SchedulerOutput) -> FoundGraph | None:
+        """None for a step that is larger than any captured one, or wants more logits than those it samples from."""
+        shapes = self.decodes
+        if not output.only_decodes:
+            shapes = self.mixed
+            asked = [
+                e.request for e in output.scheduled if e.request.sampling_params.prompt_logprobs is not None
+            ]
+            if any(request.wants_prompt_logprobs for request in asked):
+                return None
+        tokens = output.total_num_scheduled_tokens
+        shape = next((shape for shape in shapes if shape.tokens >= tokens), None)
+        return shape and FoundGraph(self, shape)
 
     def adapters_of_batch(self) -> int:
-        """Which of the captured steps of a size a batch needs: 0 = without adapters, 1 = with, 2 = with adapters on
-        embedding and head, too."""
+        """Of the step that the backend has begun: NO_ADAPTERS, ON_LAYERS or ON_ENDS."""
         manager = self.runner.worker_manager
         backend = manager and manager.manager.punica_wrapper
-        return 0 if backend is None or backend.no_lora else 1 + backend.reaches_ends
+        if backend is None or backend.no_lora:
+            return NO_ADAPTERS
+        return ON_ENDS if backend.reaches_ends else ON_LAYERS
 
-    @torch.inference_mode()
-    def capture_decodes(self) -> None:
-        """Capture decode steps of every size, without adapters and, if LoRA is on, with."""
-        runner, config = self.runner, self.runner.config
-        buffers = self.decode_buffers(
-            runner.max_sampled_rows,
-            runner.max_blocks_per_request,
-            config.cache_config.block_size,
-            runner.device,
-        )
-        max_model_len = config.model_config.max_model_len
-        graphs = DecodeGraphs(runner.model, buffers, self.output, max_model_len, self.wrapper)
-        with no_garbage_collection(), runner.maybe_setup_dummy_loras(config.lora_config):
-            for size in followed(graphs.sizes[::-1], "Capturing decode steps"):
-                rows = np.ones(size, dtype=np.int64)
-                for with_lora in (1, 2, 0) if config.lora_config else (0,):
-                    runner.select_dummy_loras(config.lora_config, rows, rows, with_lora > 0)
-                    if with_lora > self.adapters_of_batch():
-                        continue  # no layer asks: neither embedding nor head is wrapped
-                    with self._without_ends() if with_lora == 1 else nullcontext():
-                        graphs.capture(size, with_lora)
-        self.decodes = graphs
+    def run(self, batch: InputBatch, shape: StepShape) -> PendingStep:
+        """Launch a batch's step in the graph of this shape."""
+        token_ids: list[int] = []
+        last_rows: list[int] = []
+        rows: list[Request] = []
+        sampling: list[Request] = []
+        counts = batch.num_scheduled_tokens
+        for request, tokens, samples in zip(
+            batch.requests, counts.tolist(), batch.num_sampled_tokens.tolist()
+        ):
+            if not tokens:
+                continue
+            start = request.num_computed_tokens
+            token_ids += request.all_token_ids[start : start + tokens]
+            rows.append(request)
+            if samples:
+                sampling.append(request)
+                last_rows.append(len(token_ids) - 1)
+        starts = np.array([request.num_computed_tokens for request in rows])
+        tables = [request.block_ids for request in rows]
+        self.buffers.fill(token_ids, counts[counts > 0], starts, tables, last_rows, shape)
+        output = self.replay(shape)
+        return PendingStep(sampling, *output) if sampling else PendingStep([], None)
 
-    @torch.inference_mode()
-    def capture_mixed(self) -> None:
-        """Capture steps that hold prompts, for every number of tokens, as `capture_decodes` does those of decodes."""
-        from minivllm.gpu.kernels.mixed_attention import queries_per_tile  # Triton is not everywhere
+    def replay(self, shape: StepShape) -> CapturedOutput:
+        """Launch the captured step on what is in the buffers."""
+        adapters = self.adapters_of_batch()
+        if adapters == ON_LAYERS and (shape, ON_LAYERS) not in self.steps:
+            adapters = ON_ENDS
+        return self.steps[shape, adapters]()
 
-        runner, config = self.runner, self.runner.config
-        buffers = MixedBuffers(
-            mixed_sizes(config.scheduler_config.max_num_batched_tokens)[-1],
-            runner.max_sampled_rows,
-            runner.max_blocks_per_request,
-            config.cache_config.block_size,
-            queries_per_tile(runner.attention_layers[0].group_size),
-            runner.device,
-        )
-        graphs = MixedGraphs(runner.model, buffers, self.output, self.wrapper)
-        with no_garbage_collection(), runner.maybe_setup_dummy_loras(config.lora_config):
-            for size in followed(graphs.sizes[::-1], "Capturing steps with prompts"):
-                tokens = np.ones(size, dtype=np.int64)
-                samples = (np.arange(size) < graphs.rows_of(size)).astype(np.int64)
-                for with_lora in (True, False) if config.lora_config else (False,):
-                    runner.select_dummy_loras(config.lora_config, tokens, samples, with_lora)
-                    graphs.capture(size, with_lora)
-        self.mixed = graphs
+    def _capture(self, shape: StepShape, kinds: tuple[int, ...]) -> None:
+        """Capture a shape with each of these kinds of adapters that there is."""
+        config = self.runner.config
+        attn = self.buffers.attention(shape, config.model_config.max_model_len)
+        fields, model = self.buffers.fields(shape), self.runner.model
+
+        def step() -> CapturedOutput:
+            hidden_states = model(self.output.fill_in(fields.input_ids), fields.positions, attn)  # (T, H)
+            return self.output.keep(model.compute_logits(hidden_states[fields.last_rows]))
+
+        tokens = np.ones(shape.tokens, dtype=np.int64)
+        samples = (np.arange(shape.tokens) < shape.rows).astype(np.int64)
+        for kind in kinds if config.lora_config else (NO_ADAPTERS,):
+            self.runner.select_dummy_loras(config.lora_config, tokens, samples, kind != NO_ADAPTERS)
+            with self._without_ends() if kind == ON_LAYERS else nullcontext():
+                adapters = self.adapters_of_batch()  # no more than ON_LAYERS where no end is wrapped
+                if (shape, adapters) not in self.steps:
+                    self.steps[shape, adapters] = self.wrapper(step)
 
     @contextmanager
     def _without_ends(self) -> Iterator[None]:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minivllm.core.output import SchedulerOutput
-from minivllm.gpu.cuda_graphs import smallest_that_holds
-from minivllm.gpu.mixed_graphs import MOST_TOKENS, mixed_sizes
+from minivllm.gpu.cuda_graphs import MOST_TOKENS, mixed_sizes, smallest_that_holds
 
 
 class StepWork(NamedTuple):

@@ -9,7 +9,8 @@ from tiny_engine import greedy
 from minivllm import LoRARequest, SamplingParams
 from minivllm.core.output import ScheduledRequest, SchedulerOutput
 from minivllm.core.request import Request
-from minivllm.gpu.mixed_graphs import MixedGraphs
+from minivllm.gpu.step_buffers import StepShape
+from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.parallel.step_messages import StepReader, StepWriter
 
 
@@ -104,6 +105,8 @@ def test_stand_ins_travel_as_they_are(ranks):
 @pytest.mark.parametrize(("params", "size"), [(greedy(), 32), (SamplingParams(prompt_logprobs=1), 0)])
 def test_all_ranks_find_the_same_graph_for_a_step_with_a_prompt(ranks, params, size):
     output = step((request("a", range(9), params=params), 9, True), (request("b", [7], blocks=[1]), 1, True))
-    graphs = SimpleNamespace(sizes=[32])
+    graphs = SimpleNamespace(decodes=[], mixed=[StepShape(32, 6, 16)])
 
-    assert MixedGraphs.size_for(graphs, ranks(output)) == MixedGraphs.size_for(graphs, output) == size
+    found = [StepGraphs.find(graphs, one) for one in (ranks(output), output)]
+
+    assert [graph.shape.tokens if graph else 0 for graph in found] == [size, size]

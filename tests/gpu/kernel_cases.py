@@ -15,7 +15,7 @@ from guarded import assert_rows_close, by_row, exact_expand, exact_shrink, guard
 from nan_guard import Guarded
 from test_layer_kernels import DEFAULT_ROPE, rms
 from test_mixed_attention_kernel import filled_buffers
-from test_paged_attention_kernels import SCALE
+from test_paged_attention_kernels import SCALE, single_tokens
 from test_paged_attention_kernels import Batch as Contexts
 from test_paged_lora_kernels import Batch as PagedAdapters
 from test_paged_lora_kernels import room_of_nan
@@ -29,7 +29,6 @@ from minivllm.gpu.kernels import (
     attention,
     invariant_linear,
     likeliest,
-    mixed_attention,
     norm,
     paged_expand_op,
     paged_shrink_op,
@@ -637,11 +636,14 @@ def decodes(sanitizer, seq_lens, heads=(6, 2, 16), block_size=4, max_seq_len=409
     q = Guarded(torch.cat([*batch.q, batch.random(padding, heads[0])]), device=DEVICE)
     attention._counts.cache_clear()  # a kernel with a fault may have left some
 
+    out = guard(torch.full((count, heads[0] * heads[2]), NAN))
+
     with sanitizer.watching():
-        rows, lens = numbers(range(count)), numbers([*seq_lens, *[0] * padding])
-        out = attention.paged_decode_attention(
-            q.view, batch.kv_cache, rows, guarded_ints(tables), lens, max_seq_len, SCALE
+        tiles = guarded_ints(single_tokens(range(count), [*seq_lens, *[0] * padding]))
+        attention.paged_attention(
+            q.view, batch.kv_cache, tiles, 1, guarded_ints(tables), max_seq_len, SCALE, out.view
         )
+    out = out.view
 
     assert_close(out, torch.cat([batch.expected(), torch.zeros(padding, out.shape[1])]))
     of_heads = attention._counts(triton.next_power_of_2(count * heads[1]), out.device)
@@ -696,11 +698,17 @@ def prompts(sanitizer, query_lens, seq_lens, heads=(6, 2, 16), block_size=4, pad
     """Chunks of prompts among decodes, and rows of padding."""
     batch = contexts(query_lens, seq_lens, heads, block_size)
     tokens = sum(query_lens) + padding
-    attn = filled_buffers(batch, padding).attention(tokens)
+    attn = filled_buffers(batch, padding)
+    (tiles,) = attn.tiles
     q = Guarded(torch.cat([*batch.q, batch.random(padding, heads[0])]), device=DEVICE)
 
+    out = guard(torch.full((tokens, heads[0] * heads[2]), NAN))
+
     with sanitizer.watching():
-        out = mixed_attention.mixed_attention(q.view, batch.kv_cache, attn.tiles, attn.block_tables, SCALE)
+        attention.paged_attention(
+            q.view, batch.kv_cache, *tiles, attn.block_tables, attn.max_seq_len, SCALE, out.view
+        )
+    out = out.view
 
     assert_close(out, torch.cat([batch.expected(), torch.zeros(padding, out.shape[1])]))
     return out

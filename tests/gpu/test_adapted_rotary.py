@@ -14,7 +14,7 @@ from minivllm.gpu import folded_backend
 from minivllm.gpu.fused import blocks
 from minivllm.gpu.fused.blocks import attend, linear_deferred
 from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
-from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata
+from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.linear import LinearBase, QKVParallelLinear
 from minivllm.layers.ranks import ONE_RANK
@@ -131,11 +131,7 @@ def metadata(kind, lengths, contexts, tables, dtype):
     rest = lengths, contexts, tables, BLOCK
     if kind == "plain":
         return AttentionMetadata.build(*rest, DEVICE, dtype)
-    return (
-        PagedAttentionMetadata.build(*rest, DEVICE)
-        if kind == "paged"
-        else TiledAttentionMetadata.build(*rest, 16, DEVICE)
-    )
+    return PagedAttentionMetadata.build(*rest, 16, DEVICE, splits_decodes=kind == "paged")
 
 
 def rotated(heads, angle, count):

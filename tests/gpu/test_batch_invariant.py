@@ -19,7 +19,6 @@ from tiny_models import token_ids
 from tiny_moe import MIXTRAL, sparse_world
 
 from minivllm.config import ModelConfig, check_one_order
-from minivllm.gpu.invariant_attention import InvariantBuffers
 from minivllm.gpu.invariant_backend import invariant_backend
 from minivllm.gpu.kernels.invariant_linear import FASTEST, invariant_linear
 from minivllm.gpu.paged_attention import query_tiles
@@ -151,7 +150,7 @@ def invariant_engine(world, graphs=False, **options):
     engine = world.engine(**{"dtype": "float32", "device": DEVICE, **options})
     if graphs:
         wrapper = Rerun if DEVICE == "cpu" else None
-        graph_steps(engine.runner, wrapper=wrapper, decode_buffers=InvariantBuffers, paged=False)
+        graph_steps(engine.runner, wrapper=wrapper)
     return engine
 
 

@@ -10,8 +10,7 @@ from gpu import DEVICE
 
 from minivllm.gpu.kernels.adapted_norm_tiles_op import adapted_norm_of_tiles
 from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
-from minivllm.gpu.kernels.attention import paged_decode_attention
-from minivllm.gpu.kernels.mixed_attention import mixed_attention
+from minivllm.gpu.kernels.attention import paged_attention
 from minivllm.gpu.kernels.paged_expand_op import paged_expand
 from minivllm.gpu.kernels.paged_pieces import PagedPieces
 from minivllm.gpu.kernels.paged_shrink_op import ShrinkRoom, paged_shrink
@@ -93,10 +92,13 @@ def test_kv_blocks_are_written_and_read_where_they_are(memory):
 
     rotary_and_cache(heads, *no_angle, slots, cache)
     tables = torch.tensor([blocks], dtype=torch.int32)
-    tile = torch.tensor([[0], [0], [length], [0]], dtype=torch.int32)
-    of_prompt = mixed_attention(heads[:, :1], cache, tile, tables, 0.25)
-    last, lens = torch.tensor([length - 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    of_decode = paged_decode_attention(heads[:, :1], cache, last, tables, lens, length, 0.25)
+    of_prompt, of_decode = torch.empty(2, length, size)
+    for out, tile, tokens in (
+        (of_prompt, [0, 0, length, 0], length),
+        (of_decode, [0, length - 1, 1, length - 1], 1),
+    ):
+        tiles = torch.tensor(tile, dtype=torch.int32)[:, None]
+        paged_attention(heads[:, :1], cache, tiles, tokens, tables, length, 0.25, out)
 
     q, k, v = heads.double().unbind(1)
     scores = (q @ k.T * 0.25).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)

@@ -298,7 +298,7 @@ def test_an_engines_kernels_touch_what_is_theirs_alone(tmp_path_factory, backend
         outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, MIXED)
-    assert {"_mixed_attention_kernel", *adapters} <= set(sanitizer.kernels)
+    assert {"_paged_attention_kernel", *adapters} <= set(sanitizer.kernels)
 
 
 def written_by_address(engine):
@@ -532,30 +532,30 @@ FAULTS = {
     ),
     "a table is read past its context": (
         f"{LAYERS}/attention.py", "position // BLOCK_SIZE, mask=in_context, other=0)", "position // BLOCK_SIZE)",
-        "decodes", (Strayed, "_paged_decode_kernel.* of (block_tables_ptr|cache_ptr)"),
+        "decodes", (Strayed, "_paged_attention_kernel.* of (block_tables_ptr|cache_ptr)"),
     ),
     "all splits write one place": (
         f"{LAYERS}/attention.py", "(first + split) * D + dim[None, :], output", "first * D + dim[None, :], output",
-        "decodes", (Raced, "_paged_decode_kernel: .* of partial_ptr, and nothing orders the two"),
+        "decodes", (Raced, "_paged_attention_kernel: .* of partial_ptr, and nothing orders the two"),
     ),
     "splits are weighed that are not there": (
-        f"{LAYERS}/attention.py", "mask=split < live, other=float", "mask=split < SPLITS, other=float",
+        f"{LAYERS}/attention.py", "is_member & (split < live)", "is_member & (split < SPLITS)",
         "decodes of many splits", (AssertionError, "NaN"),
     ),
     "splits are put together before all are there": (
         f"{LAYERS}/attention.py", "== live - 1", "== 0",
-        "decodes", (Raced, "_paged_decode_kernel: .*nothing orders the two"),
+        "decodes", (Raced, "_paged_attention_kernel: .*nothing orders the two"),
     ),
     "a count of splits orders nothing": (
         f"{LAYERS}/attention.py", 'sem="acq_rel"', 'sem="relaxed"',
-        "decodes", (Raced, "_paged_decode_kernel: .*nothing orders the two"),
+        "decodes", (Raced, "_paged_attention_kernel: .*nothing orders the two"),
     ),
     "a count before the partial": (
         f"{LAYERS}/attention.py", "tl.debug_barrier()", "pass",
-        "decodes", (Raced, "_paged_decode_kernel.* releases what its other threads have written, and no barrier"),
+        "decodes", (Raced, "_paged_attention_kernel.* releases what its other threads have written, and no barrier"),
     ),
     "a count of splits is not cleared": (
-        f"{LAYERS}/attention.py", "tl.store(count_ptr, 0)", "tl.store(count_ptr, 1)",
+        f"{LAYERS}/attention.py", "tl.store(counts_ptr + count, 0)", "tl.store(counts_ptr + count, 1)",
         "decodes", (AssertionError, "the next step counts on from these"),
     ),
     "the second of two splits is left out": (
@@ -579,8 +579,8 @@ FAULTS = {
         "own rows in slots", (AssertionError, ""),
     ),
     "prompts: a tile has a row too many": (
-        f"{LAYERS}/mixed_attention.py", "(token < length)[:, None]", "(token <= length)[:, None]",
-        "prompts", (AssertionError, "_mixed_attention_kernel"),
+        f"{LAYERS}/attention.py", "(token < length)[:, None]", "(token <= length)[:, None]",
+        "prompts", (AssertionError, "_paged_attention_kernel"),
     ),
     "a norm reads past its row": (
         f"{LAYERS}/norm.py", "x = tl.load(x_ptr + row * x_row + head * x_head + column, mask=inside, other=0.0)",

@@ -8,8 +8,8 @@ from nan_guard import Guarded
 from test_paged_attention_kernels import ERRORS, SCALE, Batch, assert_close, new_memory_is_nan
 
 from minivllm.gpu.fused import blocks
-from minivllm.gpu.kernels.mixed_attention import mixed_attention, queries_per_tile
-from minivllm.gpu.mixed_buffers import MixedBuffers
+from minivllm.gpu.kernels.attention import paged_attention
+from minivllm.gpu.step_buffers import StepBuffers, StepShape
 from minivllm.layers.attention import Attention
 
 __all__ = ["new_memory_is_nan"]
@@ -21,36 +21,34 @@ def dtype(request):
 
 
 def filled_buffers(batch, padding):
-    """The buffers of a step, `padding` tokens more than it has; behind their contexts tables hold anything."""
+    """Attention's part of the buffers of a step, `padding` tokens more than it has; behind their contexts tables hold
+    anything."""
     tokens = sum(batch.query_lens)
-    widest = max(map(len, batch.tables))
-    buffers = MixedBuffers(
-        tokens + padding,
-        len(batch.query_lens) + 2,
-        widest,
-        batch.block_size,
-        queries_per_tile(batch.num_heads // batch.num_kv_heads),
-        DEVICE,
-    )
+    tile_tokens = max(2, 64 // (batch.num_heads // batch.num_kv_heads))
+    shape = StepShape(tokens + padding, len(batch.query_lens) + 2, tile_tokens)
+    buffers = StepBuffers([shape], max(map(len, batch.tables)), batch.block_size, DEVICE)
     buffers.block_tables.fill_(10**9)
     queries, contexts = np.array(batch.query_lens), np.array(batch.seq_lens)
     used = -(-contexts // batch.block_size)
     tables = [table[:blocks] for table, blocks in zip(batch.tables, used)]
     ids = list(range(100, 100 + tokens))
-    buffers.fill(ids, queries, contexts - queries, tables, [], tokens + padding)
-    return buffers
+    buffers.fill(ids, queries, contexts - queries, tables, [], shape)
+    return buffers.attention(shape, max_seq_len=4096)
 
 
 def attend(batch, padding=0):
     for row, length in enumerate(batch.seq_lens):
         batch.write(row, 0, length)
     tokens = sum(batch.query_lens) + padding
-    attn = filled_buffers(batch, padding).attention(tokens)
+    attn = filled_buffers(batch, padding)
     q = torch.full((tokens, batch.num_heads, batch.size), torch.nan, dtype=batch.dtype)
     q[: tokens - padding] = torch.cat(batch.q)
     q[tokens - padding :] = 1
     view = Guarded(q, device=DEVICE).view
-    return mixed_attention(view, batch.kv_cache, attn.tiles, attn.block_tables, SCALE)
+    out = torch.full((tokens, batch.num_heads * batch.size), torch.nan, dtype=batch.dtype, device=DEVICE)
+    (tiles,) = attn.tiles
+    paged_attention(view, batch.kv_cache, *tiles, attn.block_tables, attn.max_seq_len, SCALE, out)
+    return out
 
 
 MIXTURES = {
@@ -100,7 +98,7 @@ def test_a_layer_writes_new_keys_and_values_before_it_attends(dtype):
     heads = batch.heads().to(DEVICE)
     rotary = (torch.ones(11, 1, 16, device=DEVICE), torch.zeros(11, 1, 16, device=DEVICE))
 
-    actual = blocks.attend(layer, heads, rotary, filled_buffers(batch, 0).attention(11))
+    actual = blocks.attend(layer, heads, rotary, filled_buffers(batch, 0))
 
     assert_close(actual, batch.expected())
 

@@ -17,8 +17,8 @@ from minivllm import SamplingParams
 from minivllm.assembly import make_scheduler
 from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
-from minivllm.gpu import mixed_graphs
-from minivllm.gpu.mixed_graphs import mixed_sizes
+from minivllm.gpu import cuda_graphs
+from minivllm.gpu.cuda_graphs import mixed_sizes
 
 
 @pytest.fixture
@@ -29,12 +29,13 @@ def world(tmp_path_factory):
 def watch_replays(engine):
     """`engine.replayed` lists the (tokens, with LoRA) of every step of prompts that ran as a graph."""
     engine.replayed = []
-    graphs = engine.runner.graphs.mixed
+    graphs = engine.runner.graphs
     replay = graphs.replay
 
-    def watched(size, with_lora):
-        engine.replayed.append((size, with_lora))
-        return replay(size, with_lora)
+    def watched(shape):
+        if shape in graphs.mixed:
+            engine.replayed.append((shape.tokens, graphs.adapters_of_batch() > 0))
+        return replay(shape)
 
     graphs.replay = watched
 
@@ -73,7 +74,7 @@ def test_prompts_and_decodes_in_one_graph_give_the_tokens_of_each_request_alone(
 
 def test_no_step_that_somebody_decodes_in_is_too_large_for_a_graph(world, monkeypatch):
     """Prompts of 30 tokens that come one step after the other: alone they would be eager, beside a decode chunked."""
-    monkeypatch.setattr(mixed_graphs, "MOST_TOKENS", 16)
+    monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", 16)
     engine = graphed_engine(world, max_num_batched_tokens=64)
     engine.scheduler = bounded = make_scheduler(engine.config, engine.runner, RequestQueues(), None)
     prompts = [token_ids(30, seed) for seed in range(3)]
@@ -135,8 +136,8 @@ def test_a_step_of_base_prompts_runs_without_a_trace_of_lora(world):
 
 def test_steps_that_are_too_large_or_want_many_logits_run_eagerly(world):
     engine = graphed_engine(world, max_num_batched_tokens=60)
-    graphs = engine.runner.graphs.mixed
-    graphs.sizes = [size for size in graphs.sizes if size < 60]
+    graphs = engine.runner.graphs
+    graphs.mixed = [shape for shape in graphs.mixed if shape.tokens < 60]
     wishes = {"large": (token_ids(50, 1), {}), "logprobs": (token_ids(9, 2), {"prompt_logprobs": 1})}
 
     for name, (prompt, params) in wishes.items():
@@ -152,7 +153,7 @@ def test_a_row_that_is_sampled_is_drawn_from_the_graphs_logits(world):
     for with_graphs in (True, False):
         engine = graphed_engine(world)
         if not with_graphs:
-            engine.runner.graphs.mixed = None
+            engine.runner.graphs.mixed = []
         params = SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=5, ignore_eos=True)
         engine.add_request("a", token_ids(6, 1), params)
         answers.append(tokens_of(run(engine)["a"]))
@@ -200,10 +201,10 @@ def test_on_a_gpu_graphs_give_the_logits_of_eager_steps(world, dtype, backend):
     runner, launch = engine.runner, engine.runner.launch_model
 
     def launch_twice(output):
-        graphs, runner.graphs.mixed = runner.graphs.mixed, None
+        shapes, runner.graphs.mixed = runner.graphs.mixed, []
         eager = launch(output)
         eager_logits = None if eager.logits is None else eager.logits[: len(eager.requests)].clone()
-        runner.graphs.mixed = graphs
+        runner.graphs.mixed = shapes
         launched = launch(output)
         assert [r.request_id for r in launched.requests] == [r.request_id for r in eager.requests]
         if eager_logits is not None:

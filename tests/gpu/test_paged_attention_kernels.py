@@ -1,5 +1,7 @@
 """The GPU's attention over a paged cache against a softmax in float64; foreign and unwritten memory is NaN."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from nan_guard import Guarded
 
 from minivllm.gpu.fused.blocks import attend
 from minivllm.gpu.kernels import attention as kernels
-from minivllm.gpu.kernels.attention import num_splits, paged_decode_attention
+from minivllm.gpu.kernels.attention import num_splits, paged_attention
 from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention
 
@@ -60,9 +62,8 @@ class Batch:
             self.kv_cache[place] = torch.cat((self.k[row][position], self.v[row][position])).to(DEVICE)
 
     def metadata(self):
-        return PagedAttentionMetadata.build(
-            self.query_lens, self.seq_lens, self.tables, self.block_size, DEVICE
-        )
+        rest = self.tables, self.block_size, 128 // (self.num_heads // self.num_kv_heads), DEVICE
+        return PagedAttentionMetadata.build(self.query_lens, self.seq_lens, *rest)
 
     def heads(self):
         """(T, Hq + 2 Hkv, D) as the qkv linear gives them"""
@@ -98,15 +99,24 @@ def decode(batch, max_seq_len, rows=None):
     widest = max(map(len, batch.tables))
     # Behind its context a table may hold anything.
     tables = [table + [10**9] * (widest - len(table)) for table in batch.tables]
-    return paged_decode_attention(
+    out = torch.full((len(q), batch.num_heads * batch.size), torch.nan, dtype=batch.dtype, device=DEVICE)
+    paged_attention(
         Guarded(q, device=DEVICE).view,
         batch.kv_cache,
-        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        single_tokens(rows, batch.seq_lens),
+        1,
         torch.tensor(tables, dtype=torch.int32, device=DEVICE),
-        torch.tensor(batch.seq_lens, dtype=torch.int32, device=DEVICE),
         max_seq_len,
         SCALE,
+        out,
     )
+    return out
+
+
+def single_tokens(rows, seq_lens):
+    """Tiles of decodes; of no context, padding"""
+    tiles = [(request, row, 1, length - 1) for request, (row, length) in enumerate(zip(rows, seq_lens))]
+    return torch.tensor(tiles, dtype=torch.int32, device=DEVICE).T.contiguous()
 
 
 @pytest.mark.parametrize("max_seq_len", [300, 4096], ids=["few splits", "many splits"])
@@ -219,26 +229,29 @@ def test_any_mix_of_rows_equals_the_definition(dtype, mix):
 
 def test_metadata_of_decodes_among_chunks():
     attn = PagedAttentionMetadata.build(
-        [2, 1, 3, 1], [2, 6, 5, 3], [[7], [3, 9, 4], [2, 8], [5]], block_size=4
+        [2, 1, 3, 1], [2, 6, 5, 3], [[7], [3, 9, 4], [2, 8], [5]], block_size=4, tile_tokens=2
     )
 
     assert attn.slot_mapping.tolist() == [28, 29, 37, 10, 11, 32, 22]
-    assert attn.decode_rows.tolist() == [2, 6]
-    assert [row[:n] for row, n in zip(attn.block_tables.tolist(), [2, 1])] == [[3, 9], [5]]
-    assert (attn.seq_lens.tolist(), attn.max_seq_len) == ([6, 3], 6)
-    assert attn.prefill.token_rows.tolist() == [0, 1, 3, 4, 5]
-    assert attn.prefill.cu_seqlens_q.tolist() == [0, 2, 5]
-    assert attn.prefill.cu_seqlens_k.tolist() == [0, 2, 7]
-    assert (attn.prefill.max_seqlen_q, attn.prefill.max_seqlen_k) == (3, 5)
-    assert attn.prefill.context_slots.tolist() == [28, 29, 8, 9, 10, 11, 32]
+    assert [row[:n] for row, n in zip(attn.block_tables.tolist(), [1, 2, 2, 1])] == [[7], [3, 9], [2, 8], [5]]
+    assert attn.max_seq_len == 6
+    decodes, prompts = attn.tiles
+    assert (decodes.most_tokens, prompts.most_tokens) == (1, 2)
+    assert decodes.places.T.tolist() == [[1, 2, 1, 5], [3, 6, 1, 2]]
+    assert prompts.places.T.tolist() == [[0, 0, 2, 0], [2, 3, 2, 2], [2, 5, 1, 4]]
 
 
-def test_metadata_of_whole_prompts_gathers_nothing():
-    attn = PagedAttentionMetadata.build([2, 3], [2, 3], [[7], [2]], block_size=4)
+def test_metadata_of_one_kind_has_one_launch():
+    """And where no contexts may be split, decodes are among the prompts."""
+    build = functools.partial(PagedAttentionMetadata.build, block_size=4, tile_tokens=2)
 
-    assert attn.prefill.token_rows is None
-    assert attn.prefill.context_slots is None
-    assert attn.decode_rows.shape == attn.seq_lens.shape == (0,)
+    prompts = build([2, 3], [2, 3], [[7], [2]])
+    decodes = build([1, 1], [2, 3], [[7], [2]])
+    together = build([2, 1], [2, 3], [[7], [2]], splits_decodes=False)
+
+    assert [tiles.most_tokens for tiles in prompts.tiles] == [2]
+    assert [tiles.most_tokens for tiles in decodes.tiles] == [1]
+    assert [(tiles.most_tokens, tiles.places.shape[1]) for tiles in together.tiles] == [(2, 2)]
 
 
 @needs_cuda
@@ -248,16 +261,16 @@ def test_a_captured_graph_follows_its_refilled_buffers(dtype, max_seq_len):
     decode(batch, max_seq_len)  # compiles, and fills the cache
     q = torch.zeros(4, 6, 64, dtype=dtype, device=DEVICE)
     tables = torch.zeros(4, max(map(len, batch.tables)), dtype=torch.int32, device=DEVICE)
-    seq_lens = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    rows = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    tiles = single_tokens(range(4), [0] * 4)
+    output = torch.full((4, 6 * 64), torch.nan, dtype=dtype, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = paged_decode_attention(q, batch.kv_cache, rows, tables, seq_lens, max_seq_len, SCALE)
+        paged_attention(q, batch.kv_cache, tiles, 1, tables, max_seq_len, SCALE, output)
 
     for row, (query, table, length) in zip((0, 1, 3), zip(batch.q, batch.tables, batch.seq_lens)):
         q[row] = query[0].to(DEVICE)
         tables[row, : len(table)] = torch.tensor(table)
-        seq_lens[row] = length
+        tiles[3, row] = length - 1
     graph.replay()
 
     assert_close(output[[0, 1, 3]], batch.expected())

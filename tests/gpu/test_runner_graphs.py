@@ -12,6 +12,7 @@ from tiny_models import token_ids
 
 from minivllm import SamplingParams
 from minivllm.gpu.cuda_graphs import capture_sizes
+from minivllm.gpu.step_graphs import NO_ADAPTERS
 
 
 class Rerun:
@@ -46,12 +47,13 @@ def paged_engine(world, graphs=True, **options):
 
 def watch_replays(engine):
     engine.replayed = []
-    graphs = engine.runner.graphs.decodes
+    graphs = engine.runner.graphs
     replay = graphs.replay
 
-    def watched(size, with_lora):
-        engine.replayed.append((size, with_lora))
-        return replay(size, with_lora)
+    def watched(shape):
+        if shape in graphs.decodes:
+            engine.replayed.append((shape.tokens, graphs.adapters_of_batch()))
+        return replay(shape)
 
     graphs.replay = watched
 
@@ -59,12 +61,12 @@ def watch_replays(engine):
 def compare_with_eager(engine, tolerance):
     """Run every step twice, first eagerly, and hold the graph's logits against those. Prompts have no graphs here."""
     runner, launch = engine.runner, engine.runner.launch_model
-    runner.graphs.mixed = None
+    runner.graphs.mixed = []
 
     def launch_twice(output):
-        graphs, runner.graphs.decodes = runner.graphs.decodes, None
+        shapes, runner.graphs.decodes = runner.graphs.decodes, []
         eager = launch(output)
-        runner.graphs.decodes = graphs
+        runner.graphs.decodes = shapes
         launched = launch(output)
         rows = len(eager.requests)
         assert [r.request_id for r in launched.requests] == [r.request_id for r in eager.requests]
@@ -160,7 +162,9 @@ def test_without_lora_there_is_one_set_of_graphs(world):
     outputs = run(engine)
 
     assert_tokens_are_right(world, outputs, [None] * 3)
-    assert engine.runner.graphs.decodes.steps.keys() == {(size, False) for size in (1, 2, 4, 6)}
+    graphs = engine.runner.graphs
+    assert [shape.tokens for shape in graphs.decodes] == [1, 2, 4, 6]
+    assert graphs.steps.keys() == {(shape, NO_ADAPTERS) for shape in graphs.decodes}
 
 
 @pytest.mark.nightly_without_gpu
@@ -318,4 +322,4 @@ def test_on_a_gpu_the_cache_takes_what_is_left_and_no_more_than_is_useful(world)
 def test_no_graph_has_more_rows_than_a_step_may_have_tokens(world):
     engine = paged_engine(world, max_num_batched_tokens=3, max_num_seqs=6)
 
-    assert engine.runner.graphs.decodes.sizes == [1, 2, 3]
+    assert [shape.tokens for shape in engine.runner.graphs.decodes] == [1, 2, 3]

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from minivllm.gpu.decode_buffers import DecodeBuffers
 from minivllm.gpu.fused import FusedLlamaModel, fuse
-from minivllm.gpu.install import paged_attention
+from minivllm.gpu.paged_attention import build_paged_attention
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.worker.model_runner import ModelRunner
 
@@ -20,17 +19,10 @@ def graph_steps(
     decodes: bool = True,
     mixed: bool = True,
     wrapper: Callable[[Callable], Callable] | None = rerun,
-    decode_buffers: type[DecodeBuffers] = DecodeBuffers,
-    paged: bool = True,
 ) -> StepGraphs:
-    """Give a runner captured steps; None for `wrapper` makes CUDA graphs.   paged: with attention that reads pages"""
-    if paged:
-        runner.build_attention = paged_attention(runner.config)
+    """Give a runner captured steps, and attention that reads pages; None for `wrapper` makes CUDA graphs."""
+    runner.build_attention = build_paged_attention(runner.config)
     if not isinstance(runner.model.model, FusedLlamaModel):  # no option of a CPU's engine asked for kernels
         fuse(runner.model)
-    runner.graphs = graphs = StepGraphs(runner, decode_buffers, wrapper)
-    if mixed:
-        graphs.capture_mixed()
-    if decodes:
-        graphs.capture_decodes()
-    return graphs
+    runner.graphs = StepGraphs(runner, decodes, mixed, wrapper)
+    return runner.graphs

@@ -26,7 +26,7 @@ def run_ahead(engine):
 
     `engine.ahead.left` counts the steps that were left unread when the next one was scheduled.
     """
-    engine.runner.graphs = StepGraphs(engine.runner, wrapper=lambda step: step)  # of which none is captured
+    engine.runner.graphs = StepGraphs(engine.runner, decodes=False, mixed=False, wrapper=lambda step: step)
     ahead = with_lookahead(engine)
     tokens = ahead.core.tokens
     ahead.ahead = SimpleNamespace(left=0, fail_next=False)

@@ -173,9 +173,11 @@ class PagedRequests:
             seq_lens.append(end)
             self.done[row] = end
         tables = [self.tables[row] for row, _ in work]
-        rows = query_lens, seq_lens, tables, self.block_size, self.device
+        rows = query_lens, seq_lens, tables, self.block_size
         attn = (
-            PagedAttentionMetadata.build(*rows) if self.paged else AttentionMetadata.build(*rows, self.dtype)
+            PagedAttentionMetadata.build(*rows, 16, self.device)
+            if self.paged
+            else AttentionMetadata.build(*rows, self.device, self.dtype)
         )
         with torch.inference_mode():
             ids, positions = (torch.tensor(x, device=self.device) for x in (ids, positions))

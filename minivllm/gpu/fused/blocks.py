@@ -16,15 +16,16 @@ from minivllm.gpu.kernels.adapted_norm_tiles_op import adapted_norm_of_tiles
 from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
 from minivllm.gpu.kernels.adapted_silu_op import adapted_silu
 from minivllm.gpu.kernels.paged_tuning import norm_kernel
+from minivllm.gpu.kernels.rotary import rotary_and_cache
 from minivllm.gpu.kernels.update import DeferredUpdate, Update
-from minivllm.gpu.paged_attention import PagedAttentionMetadata, TiledAttentionMetadata, paged_attention
+from minivllm.gpu.paged_attention import PagedAttentionMetadata, rotate_and_attend
 from minivllm.layers.attention import Attention, AttentionMetadata
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import Ranks
 from minivllm.lora.layers.base import BaseLinearLayerWithLoRA
 from minivllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel, Rotary
 
-AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata | TiledAttentionMetadata
+AnyAttentionMetadata = AttentionMetadata | PagedAttentionMetadata
 
 
 @runtime_checkable
@@ -175,10 +176,12 @@ def attend(
 
     heads: (T, Hq + 2 Hkv, D), queries, keys, values, which change in place -> (T, Hq * D)
     """
-    rotate = None if deferred is None else partial(adapted_rotary, deferred.update, tiles=deferred.tiles)
-    if isinstance(attn, PagedAttentionMetadata | TiledAttentionMetadata):
-        return paged_attention(heads, rotary, attention.kv_cache, attention.scale, attn, rotate)
-    if rotate is None:
+    rotate = rotary_and_cache
+    if deferred is not None:
+        rotate = partial(adapted_rotary, deferred.update, tiles=deferred.tiles)
+    if isinstance(attn, PagedAttentionMetadata):
+        return rotate_and_attend(heads, rotary, attention.kv_cache, attention.scale, attn, rotate)
+    if deferred is None:
         return attention(heads, rotary, attn)
     rotate(heads, *rotary, attn.slot_mapping, attention.kv_cache)
     kv_heads = attention.num_kv_heads

@@ -1,24 +1,19 @@
-"""Attention of single new tokens over a paged cache (flash-decoding).
+"""Attention over a paged cache, of prompts and single tokens alike.
 
-Stands for vllm/v1/attention/ops/triton_decode_attention.py (v0.22.1).
+Stands for vllm/v1/attention/ops/triton_unified_attention.py and triton_decode_attention.py (v0.22.1).
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-# Chosen on an H200 (132 multiprocessors): 16-bit contexts with heads of 128 are read 128 tokens at a time. A batch that
-# fills fewer than TARGET_PROGRAMS programs has its contexts split.
-TILE_BYTES = 32 * 1024  # of keys, and of values; three stages of both fit in shared memory
-MOST_TILE_TOKENS = 128
+# A batch of single tokens that fills fewer programs than this has its contexts split (flash-decoding). An H100 and an
+# H200 have 132 multiprocessors.
 TARGET_PROGRAMS = 264
 MAX_SPLITS = 64
-# So many splits the last of them puts together. Of more, a program for each head does so sooner.
-MOST_MERGED = tl.constexpr(8)
-NUM_WARPS = 4
-NUM_STAGES = 3
 
 # Below any score, yet a number: infinity minus infinity is none.
 LOWEST = tl.constexpr(-1e30)
@@ -28,14 +23,6 @@ LOWEST = tl.constexpr(-1e30)
 def _tiles_per_split(seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr):
     """A context's own share, so that a short one leaves whole splits empty instead of filling all a little."""
     return tl.maximum(tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS), 1)
-
-
-@triton.jit
-def _tiles_of_split(split, seq_len, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """First tile, and the one after the last; no more than the first where a split is empty."""
-    per_split = _tiles_per_split(seq_len, TILE, SPLITS)
-    first_tile = split * per_split
-    return first_tile, tl.minimum(first_tile + per_split, tl.cdiv(seq_len, TILE))
 
 
 @triton.jit
@@ -60,12 +47,12 @@ def _read_tile(
     readable = in_context[:, None] & (dim < D)[None, :]
     k = tl.load(k_ptr + offsets, mask=readable, other=0.0)
     v = tl.load(v_ptr + offsets, mask=readable, other=0.0)
-    return k, v, in_context
+    return k, v, position, in_context
 
 
 @triton.jit
 def _take_in(scores, v, highest, weights_sum, acc):
-    """One more tile of a softmax: scores (G, TILE); highest score, sum of weights (G, 1), weighted values (G, D)."""
+    """One more tile of a softmax: scores (M, TILE); highest score, sum of weights (M, 1), weighted values (M, D)."""
     new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
     weights = tl.exp2(scores - new_highest)
     shrink = tl.exp2(highest - new_highest)
@@ -79,14 +66,14 @@ def _merge(
     partial_ptr, lse_ptr, first, live, is_query, is_member,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Splits' outputs, weighted by the softmax of their log-sum-exps: (G, D).   first: (G, 1) places of split 0
+    """Splits' outputs, weighted by the softmax of their log-sum-exps: (M, D).   first: (M, 1) places of split 0
 
     All that others have written is read from where all processors see it: this one's own cache may be older.
     """
     split, dim = tl.arange(0, SPLITS)[None, :], tl.arange(0, BLOCK_D)[None, :]
     is_live = is_member & (split < live)
-    lse = tl.load(lse_ptr + first + split, mask=is_live, other=LOWEST, cache_modifier=".cg")  # (G, SPLITS)
-    highest = tl.max(lse, axis=1, keep_dims=True)  # (G, 1)
+    lse = tl.load(lse_ptr + first + split, mask=is_live, other=LOWEST, cache_modifier=".cg")  # (M, SPLITS)
+    highest = tl.max(lse, axis=1, keep_dims=True)  # (M, 1)
     weights_sum = tl.sum(tl.where(is_live, tl.exp2(lse - highest), 0.0), axis=1, keep_dims=True)
     acc = tl.zeros(is_query.shape, tl.float32)
     for some in range(0, live, 2):  # two are on their way at the same time
@@ -104,142 +91,189 @@ def _merge(
 
 # One compiled kernel for tables of any form: a further variant would stall the first step that wants it.
 @triton.jit(
-    do_not_specialize=["table_row"],
-    do_not_specialize_on_alignment=["rows_ptr", "block_tables_ptr", "seq_lens_ptr"],
+    do_not_specialize=["table_row", "capacity"],
+    do_not_specialize_on_alignment=["tiles_ptr", "block_tables_ptr"],
 )
-def _paged_decode_kernel(
-    q_ptr, cache_ptr, rows_ptr, block_tables_ptr, seq_lens_ptr, out_ptr, partial_ptr, lse_ptr, counts_ptr,
+def _paged_attention_kernel(
+    q_ptr,  # (T, Hq, D)
+    cache_ptr,  # (slots, 2 Hkv, D)
+    tiles_ptr,  # (4, capacity) request, first row, rows, position of the first
+    block_tables_ptr,  # (P, W)
+    out_ptr,  # (T, Hq * D)
+    partial_ptr,  # (tiles, Hkv, ROWS, SPLITS, D)
+    lse_ptr,  # (tiles, Hkv, ROWS, SPLITS)
+    counts_ptr,  # (tiles, Hkv) zeros
     scale,  # of the scores, times log2(e)
-    q_row, q_head, cache_slot, cache_head, table_row, out_row,
-    GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """One kv head of one request over one split of its context; all GROUP queries of the head together.
+    capacity,
+    q_row,
+    q_head,
+    cache_slot,
+    cache_head,
+    table_row,
+    out_row,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,  # positions of the context read at a time
+    SPLITS: tl.constexpr,
+):
+    """One kv head of one tile of queries over one split of their context.
 
-    Of a few splits the last to end puts all together, always in the same order. It leaves zero where it counts.
+    The GROUP queries of the head are rows beside those of other tokens. The last split to end puts all together, always
+    in the same order, and leaves zero where it counts.
     """
-    kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_tile, last_tile = _tiles_of_split(split, seq_len, TILE, SPLITS)
-    if (split > 0) & (first_tile >= last_tile):
+    length = tl.load(tiles_ptr + 2 * capacity + tile)
+    if length == 0:
         return
+    request = tl.load(tiles_ptr + tile).to(tl.int64)
+    first_row = tl.load(tiles_ptr + capacity + tile).to(tl.int64)
+    first_position = tl.load(tiles_ptr + 3 * capacity + tile)
+    seq_len = first_position + length  # padding stands before position 0, and so has no context
+    first_kv, last_kv = 0, tl.cdiv(seq_len, TILE)
+    if SPLITS > 1:
+        per_split = _tiles_per_split(seq_len, TILE, SPLITS)
+        first_kv = split * per_split
+        last_kv = tl.minimum(first_kv + per_split, last_kv)
+        if (split > 0) & (first_kv >= last_kv):
+            return
 
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    member = tl.arange(0, BLOCK_GROUP)[:, None]  # (G, 1)
-    dim = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + member
-    is_query = (member < GROUP) & (dim < D)[None, :]
-    q = tl.load(q_ptr + row * q_row + head * q_head + dim[None, :], mask=is_query, other=0.0)  # (G, D)
+    member, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    token, head = member // GROUP, kv_head * GROUP + member % GROUP  # (ROWS,)
+    row = first_row + token
+    is_member = (token < length)[:, None]
+    is_query = is_member & (dim < D)[None, :]
+    q_ptrs = q_ptr + (row * q_row + head * q_head)[:, None] + dim[None, :]
+    q = tl.load(q_ptrs, mask=is_query, other=0.0)  # (ROWS, D)
+    last_seen = first_position + token  # (ROWS,)
 
     k_ptr = cache_ptr + kv_head * cache_head
     v_ptr = k_ptr + num_kv_heads * cache_head
     table_ptr = block_tables_ptr + request * table_row
-    highest = tl.full((BLOCK_GROUP, 1), LOWEST, tl.float32)
-    weights_sum = tl.zeros((BLOCK_GROUP, 1), tl.float32)
-    acc = tl.zeros((BLOCK_GROUP, BLOCK_D), tl.float32)
-    for tile in range(first_tile, last_tile):
-        k, v, in_context = _read_tile(
-            k_ptr, v_ptr, table_ptr, tile, seq_len, cache_slot, D, BLOCK_D, BLOCK_SIZE, TILE
+    highest = tl.full((ROWS, 1), LOWEST, tl.float32)
+    weights_sum = tl.zeros((ROWS, 1), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for kv_tile in range(first_kv, last_kv):
+        k, v, position, in_context = _read_tile(
+            k_ptr, v_ptr, table_ptr, kv_tile, seq_len, cache_slot, D, BLOCK_D, BLOCK_SIZE, TILE
         )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (G, TILE)
-        scores = tl.where(in_context[None, :], scores, float("-inf"))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (ROWS, TILE)
+        seen = in_context[None, :] & (position[None, :] <= last_seen[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         highest, weights_sum, acc = _take_in(scores, v, highest, weights_sum, acc)
 
-    # A padded row has no context: its output is zeros, and split 0's stands for all.
+    # A row without a context has zeros, and split 0's stand for all.
     weights_sum = tl.where(weights_sum == 0.0, 1.0, weights_sum)
-    output = acc / weights_sum  # (G, D)
-    out_ptrs = out_ptr + row * out_row + head * D + dim[None, :]
+    output = acc / weights_sum  # (ROWS, D)
+    out_ptrs = out_ptr + (row * out_row + head * D)[:, None] + dim[None, :]
     live = 1 if SPLITS == 1 else _live_splits(seq_len, TILE, SPLITS)
-    if (live == 1) & (SPLITS <= MOST_MERGED):
+    if live == 1:
         tl.store(out_ptrs, output, mask=is_query)
-    else:
-        first = (request * num_kv_heads * GROUP + head).to(tl.int64) * SPLITS  # (G, 1) partials of a head
+    elif SPLITS > 1:
+        count = tile * num_kv_heads + kv_head
+        first = ((count * ROWS + member).to(tl.int64) * SPLITS)[:, None]  # (ROWS, 1) split 0's of a row
         tl.store(partial_ptr + (first + split) * D + dim[None, :], output, mask=is_query)
-        tl.store(lse_ptr + first + split, highest + tl.log2(weights_sum), mask=member < GROUP)
-        if SPLITS <= MOST_MERGED:
-            tl.debug_barrier()  # the whole partial before its count
-            count_ptr = counts_ptr + request * num_kv_heads + kv_head
-            if tl.atomic_add(count_ptr, 1, sem="acq_rel") == live - 1:
-                output = _merge(
-                    partial_ptr, lse_ptr, first, live, is_query, member < GROUP, D, BLOCK_D, SPLITS
-                )
-                tl.store(out_ptrs, output, mask=is_query)
-                tl.store(count_ptr, 0)
+        tl.store(lse_ptr + first + split, highest + tl.log2(weights_sum), mask=is_member)
+        tl.debug_barrier()  # the whole partial before its count
+        if tl.atomic_add(counts_ptr + count, 1, sem="acq_rel") == live - 1:
+            output = _merge(partial_ptr, lse_ptr, first, live, is_query, is_member, D, BLOCK_D, SPLITS)
+            tl.store(out_ptrs, output, mask=is_query)
+            tl.store(counts_ptr + count, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
-def _reduce_splits_kernel(
-    partial_ptr, lse_ptr, rows_ptr, seq_lens_ptr, out_ptr, out_row,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """One head of one request: its splits' outputs, weighted by the softmax of their log-sum-exps."""
-    head, request = tl.program_id(0), tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + request)
-    live = _live_splits(seq_len, TILE, SPLITS)
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    first = (request * tl.num_programs(0) + head).to(tl.int64) * SPLITS
-    lse = tl.load(lse_ptr + first + split, mask=split < live, other=float("-inf"))  # (SPLITS,)
-    readable = (split < live)[:, None] & (dim < D)[None, :]
-    partial_ptrs = partial_ptr + (first + split)[:, None] * D + dim[None, :]
-    partial = tl.load(partial_ptrs, mask=readable, other=0.0)  # (SPLITS, D)
-    weights = tl.exp2(lse - tl.max(lse))
-    output = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights)  # (D,)
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    tl.store(out_ptr + row * out_row + head * D + dim, output, mask=dim < D)
+class AttentionTiles(NamedTuple):
+    """A program has `rows` rows of queries, and reads `tile` positions of their context at a time."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
 
 
-def paged_decode_attention(
+def attention_tiles(tile_tokens: int, group: int, size: int, itemsize: int) -> AttentionTiles:
+    """tile_tokens: most tokens of a tile, group: query heads of a kv head, size: D, itemsize: bytes of a number"""
+    rows = max(16, triton.next_power_of_2(tile_tokens * group))
+    if tile_tokens > 1:
+        return AttentionTiles(rows, max(16, 64 // itemsize), num_warps=4, num_stages=3)
+    # Three stages of keys and values, 32 KiB each, fit in shared memory.
+    row_bytes = max(16, triton.next_power_of_2(size)) * itemsize
+    return AttentionTiles(rows, max(16, min(128, 32 * 1024 // row_bytes)), num_warps=4, num_stages=3)
+
+
+def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    decode_rows: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_tokens: int,
     block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
     max_seq_len: int,
     scale: float,
-) -> torch.Tensor:
-    """Each decode's token attends over its context; deterministic, and fit for a CUDA graph.
+    out: torch.Tensor,
+    tuned: AttentionTiles | None = None,
+) -> None:
+    """Causal attention of every tile's tokens over their request's context; deterministic, fit for a CUDA graph.
 
-    Calls on a device must run one after the other: they count in the same place.
+    Contexts are split where tiles are single tokens and few. Calls on a device must run one after the other: they
+    count in the same place.
 
-    q: (T, Hq, D), row stride of any width, heads' elements contiguous
-    kv_cache: (num_blocks, block_size, 2 Hkv, D) contiguous, new tokens included
-    decode_rows: (N,) int32 rows of q; block_tables: (N, W) int32
-    seq_lens: (N,) int32; 0 reads nothing and gives zeros
-    max_seq_len: no context is longer; it sets how many splits are launched, not what they read
-    -> (T, Hq * D); rows that are nobody's decode are left unwritten
+    q             (T, Hq, D), row stride of any width, heads' elements contiguous
+    kv_cache      (num_blocks, block_size, 2 Hkv, D) contiguous, new tokens included
+    tiles         (4, capacity) int32 of each tile: its request, its first row of q, how many rows (0 = no tile), and
+                  the first one's position. Rows at positions below 0 read nothing and give zeros
+    tile_tokens   no tile has more rows
+    block_tables  (P, W) int32
+    max_seq_len   no context is longer; it sets how many splits are launched, not what they read
+    out           (T, Hq * D), of which rows in no tile are left as they are
+    tuned         sizes, None = by shape
     """
-    tokens, num_heads, size = q.shape
-    requests, num_kv_heads = len(seq_lens), kv_cache.shape[2] // 2
+    _, num_heads, size = q.shape
+    count, num_kv_heads = tiles.shape[1], kv_cache.shape[2] // 2
     group = num_heads // num_kv_heads
-    block_d = max(16, triton.next_power_of_2(size))
-    tile = max(16, min(MOST_TILE_TOKENS, TILE_BYTES // (block_d * q.element_size())))
-    splits = num_splits(requests * num_kv_heads, triton.cdiv(max_seq_len, tile))
-    out = torch.empty(tokens, num_heads * size, dtype=q.dtype, device=q.device)
+    tuned = tuned or attention_tiles(tile_tokens, group, size, q.element_size())
+    splits = 1
+    if tile_tokens == 1:
+        splits = num_splits(count * num_kv_heads, triton.cdiv(max_seq_len, tuned.tile))
     partial = lse = counts = out
     if splits > 1:
-        counts = _counts(triton.next_power_of_2(requests * num_kv_heads), q.device)
-        partial = torch.empty(requests, num_heads, splits, size, dtype=torch.float32, device=q.device)
-        lse = torch.empty(requests, num_heads, splits, dtype=torch.float32, device=q.device)
-    _paged_decode_kernel[num_kv_heads, requests, splits](
-        q, kv_cache, decode_rows, block_tables, seq_lens, out, partial, lse, counts,
+        rows = count * num_kv_heads * tuned.rows
+        counts = _counts(triton.next_power_of_2(count * num_kv_heads), q.device)
+        partial = torch.empty(rows, splits, size, dtype=torch.float32, device=q.device)
+        lse = torch.empty(rows, splits, dtype=torch.float32, device=q.device)
+    _paged_attention_kernel[num_kv_heads, count, splits](
+        q,
+        kv_cache,
+        tiles,
+        block_tables,
+        out,
+        partial,
+        lse,
+        counts,
         scale * 1.4426950408889634,
-        q.stride(0), q.stride(1), kv_cache.stride(1), kv_cache.stride(2), block_tables.stride(0), out.stride(0),
-        GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)), D=size, BLOCK_D=block_d,
-        BLOCK_SIZE=kv_cache.shape[1], TILE=tile, SPLITS=splits,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
-    )  # fmt: skip
-    if splits > MOST_MERGED.value:
-        _reduce_splits_kernel[num_heads, requests](
-            partial, lse, decode_rows, seq_lens, out, out.stride(0),
-            D=size, BLOCK_D=block_d, TILE=tile, SPLITS=splits,
-        )  # fmt: skip
-    return out
+        tiles.stride(0),
+        q.stride(0),
+        q.stride(1),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        block_tables.stride(0),
+        out.stride(0),
+        GROUP=group,
+        ROWS=tuned.rows,
+        D=size,
+        BLOCK_D=max(16, triton.next_power_of_2(size)),
+        BLOCK_SIZE=kv_cache.shape[1],
+        TILE=tuned.tile,
+        SPLITS=splits,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
+    )
 
 
 @functools.cache
 def _counts(size: int, device: torch.device) -> torch.Tensor:
-    """Of each kv head of each request, how many splits have ended; zeros between launches.   (size,) int32"""
+    """Of each kv head of each tile, how many splits have ended; zeros between launches.   (size,) int32"""
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
