@@ -10,7 +10,7 @@ from tiny_models import token_ids
 
 from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from minivllm.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, parse_device
-from minivllm.gpu import gpu_memory
+from minivllm.gpu import measured_memory
 from minivllm.gpu.measured_memory import MeasuredMemory
 from minivllm.worker.warm_up import profile_run
 
@@ -182,7 +182,7 @@ class TestCacheSize:
         config = EngineArgs(**{"model": str(world.base), **OPTIONS, "num_kv_blocks": None, **options})
         runner = engine.runner
         runner.config, runner.on_gpu = config.create_engine_config(), True
-        monkeypatch.setattr(gpu_memory, "determine_available_memory", lambda *args: left)
+        monkeypatch.setattr(measured_memory, "determine_available_memory", lambda *args: left)
         return runner
 
     def test_takes_what_is_left_in_whole_blocks(self, world, monkeypatch):
