@@ -28,7 +28,7 @@ NOT_HELD = Held()
 class Measured(NamedTuple):
     """Work, copies into slots, and the seconds that both took.
 
-    copies   that the step waited for; on a GPU those that went on beside it
+    copies   that the step waited for; on a GPU those that ran concurrently with it
     before   a step that was computed in the same seconds
     held     why the device may have had nothing to do in some of them
     """
@@ -63,7 +63,7 @@ HOST_IS_SLOWER = 2 * MOST_TOKENS
 GRAPHS_OF_BEFORE = [*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128)]
 
 # Where a step waits for copies. All adapters of such a result are alike: none takes longer for its bytes.
-STEPS_WAIT_FOR_COPIES = {"copy_bytes_per_s": float("inf"), "copies_beside": False}
+STEPS_WAIT_FOR_COPIES = {"copy_bytes_per_s": float("inf"), "concurrent_copies": False}
 
 # Where prompts have curves: how many tokens there are says no more.
 ON_CURVES = {"tokens", "prompt_steps", "lora_tokens"}
@@ -190,7 +190,7 @@ def steps_of_serve(row: dict[str, Any], held: Sequence[Held] = ()) -> list[Measu
             continue  # nothing was there to wait for
         if any(each.work.prompt_steps and graph_is_gone(each.work.tokens, sizes) for each in (one, call)):
             continue
-        copies, own = call.beside, held[place]
+        copies, own = call.concurrent, held[place]
         if not call.ahead or MOST_TOKENS < call.work.tokens <= HOST_IS_SLOWER:
             measured.append(Measured(call.work, copies, call.ended_s - one.ended_s, one.work, own))
         elif following is None:
@@ -335,7 +335,7 @@ def before_graphs(late: Sequence[Measured], known: CostModel) -> dict[str, float
     for _ in range(10 * ROUNDS):
         seen = x @ found > hidden
         found = costs(x[seen], seconds[seen])
-    return dict(zip(("check_s", "take_in_s", "beside_reads_s"), found.tolist()))
+    return dict(zip(("check_s", "take_in_s", "during_reads_s"), found.tolist()))
 
 
 def kernel_seconds(one: Measured, known: CostModel) -> float:

@@ -260,7 +260,7 @@ def demo_fleet(result: dict[str, Any], cost: CostModel) -> Fleet:
         SchedulerConfig(engine["max_num_seqs"], engine["max_num_batched_tokens"]),
         CacheConfig(num_blocks=KV_BLOCKS, enable_prefix_caching=False),
         LoRAConfig(max_lora_rank=RANK, max_loras=engine["max_loras"], max_cpu_loras=engine["max_cpu_loras"]),
-        reads_beside=False,
+        concurrent_reads=False,
     )
     cost = replace(cost, read_bytes_per_s=float("inf"))
     return Fleet(config, cost, adapters_of_ranks([RANK] * ADAPTERS, 1.0), least_loaded)

@@ -103,8 +103,8 @@ class LeadingExecutor(Executor):
         self.others.check()  # a GPU's waiting for a rank that has ended is cut short, and leaves anything
         return sampled
 
-    def on_death(self, tell: Callable[[Callable[[], None]], object]) -> None:
-        self.others.on_death.append(lambda: tell(self.others.check))
+    def on_death(self, listener: Callable[[Callable[[], None]], object]) -> None:
+        self.others.on_death.append(lambda: listener(self.others.check))
 
 
 def start_ranks(config: EngineConfig, make_runner: MakeRunner, tokenizer: Any = None) -> LeadingExecutor:

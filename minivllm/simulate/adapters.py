@@ -50,7 +50,7 @@ class RecordedLayers:
         self.copied: list[int] = []
 
     def accept(self, adapter: AdapterRecord) -> None:
-        """Whatever it is, it fits."""
+        """Every adapter fits."""
 
     def write(self, adapter: AdapterRecord, slot: int) -> None:
         self.copied.append(adapter.id)
@@ -70,8 +70,8 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
     pages   that adapters lie in; 0 = in slots of one size
     make_cache   of `LRUCacheLoRAModelManager`
     read    ids of the adapters that were read in a step since this was last emptied
-    done    ids of the adapters that were read beside the steps, for requests that still wait
-    taken   ids of those of them that were taken into memory in a step since this was last emptied
+    done    ids of the adapters that were read concurrently with steps, for requests that still wait
+    taken   ids of those of them that a step has put into memory since this was last emptied
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
             make_cache=make_cache,
             wrap=lambda *model: self.layers,
         )
-        self.manager.listeners.clear()  # nobody asks how often what happened
+        self.manager.listeners.clear()  # without the engine's statistics
         self.read: list[int] = []
         self.done: set[int] = set()
         self.taken: list[int] = []
@@ -135,7 +135,7 @@ class RecordedWorker(LRUCacheWorkerLoRAManager):
             self._in_slots = list(slots), frozenset(requests)
 
     def add_ahead(self, adapter_id: int) -> None:
-        """Take an adapter that was read, and that no request waits for, into memory, if anybody there may go."""
+        """Put an adapter that was read, and no request waits for, into memory, if there is room or one to evict."""
         self.done.discard(adapter_id)
         if (
             len(self.manager) < self.manager.capacity

@@ -1,4 +1,4 @@
-"""What a step would take. Stands for the forward pass, for copies into slots and for reads from disk."""
+"""Seconds that a step takes. Stands for the forward pass, for copies into slots and for reads from disk."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
     checks    adapters that requests named for the first time, which the host looked through
     taken     adapters that had been read, which it takes in
-    prompts   1 if the step has prompts and is launched beside reads
+    prompts   1 if the step has prompts and is launched during reads
     reads     how many adapters are being read then
     """
 
@@ -119,9 +119,9 @@ class CostModel:
     unpack_s, unpack_bytes_per_s   of each read after that, of the host: readers that do it at the same time share it
     check_s, take_in_s  of the host, before it launches a step: for each adapter that the engine never saw before, to
                         look it through, and for each one that was read, to take it into memory and into a slot
-    beside_reads_s      of the host, to launch a step with prompts beside reads, more than without
-    copies_beside       a copy goes on beside a step, as on a GPU; else the step waits for it
-    slowed_s            by so much each copy slows the step that it goes on beside
+    during_reads_s      of the host, to launch a step with prompts during reads, more than without
+    concurrent_copies   a copy runs concurrently with a step, as on a GPU; else the step waits for it
+    slowed_s            by so much a copy slows the step that it runs concurrently with
     bytes_per_rank      bytes of an adapter, by its rank
     prompts, lora_prompts   [tokens, seconds] of steps with prompts, ascending, which come on top of `step`: such a step
                         takes as long as what lies on the line between two of them. Those with adapters have their own
@@ -142,8 +142,8 @@ class CostModel:
     unpack_bytes_per_s: float = float("inf")
     check_s: float = 0.0
     take_in_s: float = 0.0
-    beside_reads_s: float = 0.0
-    copies_beside: bool = True
+    during_reads_s: float = 0.0
+    concurrent_copies: bool = True
     slowed_s: float = 0.0
     bytes_per_rank: float = 5_242_880.0
     prompts: list[list[float]] = field(default_factory=list)
@@ -184,7 +184,7 @@ class CostModel:
 
     def host_seconds(self, held: Held) -> float:
         """Of the host, before it can launch a step, beyond `launch_s`, if it shares the interpreter with no read."""
-        return held.checks * self.check_s + held.taken * self.take_in_s + held.prompts * self.beside_reads_s
+        return held.checks * self.check_s + held.taken * self.take_in_s + held.prompts * self.during_reads_s
 
     def launch_seconds(self, work: StepWork) -> float:
         """Of the host, to launch the kernels of a step one by one; 0 for a graph."""

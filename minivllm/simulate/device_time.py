@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class DeviceTime:
-    """Steps one after the other, and copies into slots beside them, one after the other as well.
+    """Steps one after the other, and concurrently with them copies into slots, one after the other as well.
 
     free_at     seconds: when all steps that were launched are through
     """

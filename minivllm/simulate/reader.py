@@ -1,4 +1,4 @@
-"""Adapters are read from disk beside the steps. Stands for `minivllm.serving.adapter_reader.AdapterReader`."""
+"""Reads adapters on the virtual clock. Stands for `minivllm.serving.adapter_reader.AdapterReader`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from minivllm.core.request_queue import RequestQueues
 from minivllm.serving.read_policy import ReadPolicy
 from minivllm.simulate.adapters import RecordedWorker
 
-ENGINE = 0  # its own work, beside that for adapters, whose ids are above
+ENGINE = 0  # the key of the engine's own work; adapters have ids above
 
 
 class Work(NamedTuple):
-    """What the host does for a read.
+    """The host's work for a read.
 
-    begins   seconds: when the disk has read it
-    left     seconds that it would take alone, from then on
+    begins   seconds: when the disk has read the adapter
+    left     seconds that the work takes from then on, if the host does nothing else
     """
 
     begins: float
@@ -26,11 +26,11 @@ class Work(NamedTuple):
 
 
 def shared(works: Mapping[int, Work], until: float = inf) -> tuple[dict[int, float], dict[int, Work]]:
-    """Those that go on at the same time share one host evenly.
+    """Share one host evenly among concurrent works.
 
-    Returns when each is through that is so by `until`, and what is left of the others then. Keys as in `works`.
+    Returns when each work that has finished by `until` did so, and what is left of the others then. Keys as in `works`.
     """
-    ends, left = {}, dict(works)
+    finished_at, left = {}, dict(works)
     now = min((work.begins for work in works.values()), default=until)
     while left and now < until:
         active = [key for key, work in left.items() if work.begins <= now]
@@ -44,20 +44,20 @@ def shared(works: Mapping[int, Work], until: float = inf) -> tuple[dict[int, flo
         for key in active:
             left[key] = Work(later, left[key].left - done)
             if left[key].left <= 0:
-                ends[key] = later
+                finished_at[key] = later
                 del left[key]
         now = later
-    return ends, left
+    return finished_at, left
 
 
 class Reader:
-    """One disk that reads one adapter after the other. It is a scheduler's `may_run`, as the `AdapterReader` is.
+    """One disk that reads one adapter after the other. `may_run` is the scheduler's.
 
     seconds      adapter id -> seconds that the disk reads it
-    unpacking    adapter id -> seconds that the host works on it after that. The disk reads the next one meanwhile, and
-                 readers that work at the same time share the host
-    most         as of `ReadPolicy`
-    queues       the scheduler's: adapters in flight are waited for, and who runs is of the step that is being made
+    unpacking    adapter id -> seconds of the host's work on it after that. The disk reads the next one meanwhile, and
+                 concurrent reads share the host
+    most         as in `ReadPolicy`
+    queues       the scheduler's: requests wait for adapters in flight; `running` is of the step that is being scheduled
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Reader:
         self.policy = ReadPolicy(self, most, queues)
         self.unpacking = unpacking
         self.now = 0.0
-        self.reads: dict[int, float] = {}  # adapter id -> when it is there
+        self.reads: dict[int, float] = {}  # adapter id -> when it has been read
         self.num_reads = 0
         self._disk_free = 0.0
-        self._work: dict[int, Work] = {}  # of those that are being read
+        self._work: dict[int, Work] = {}  # by id, of adapters that are being read
 
     def may_run(self, request: Request) -> str | None:
-        """None, or LOADING while the request's adapter is being read; that begins here if need be."""
+        """None, or LOADING while the request's adapter is being read. Starts the read."""
         adapter_id = request.adapter_id
         if not adapter_id or self.is_there(adapter_id):
             return None
@@ -86,15 +86,15 @@ class Reader:
 
     @property
     def held(self) -> dict[int, bool]:
-        """As `Reads` has it."""
+        """As in `Reads`."""
         return dict.fromkeys(self.reads, False) | dict.fromkeys(self.worker.done, True)
 
     def forget_unwanted(self) -> None:
-        """As `Reads` has it; what the disk has begun it reads to its end."""
+        """As in `Reads`; a read that the disk has begun is finished."""
         self.worker.done = {a for a in self.worker.done if a in self.queues.in_flight}
 
     def is_there(self, adapter_id: int) -> bool:
-        """Whether a step would find it without reading."""
+        """Whether a step would find the adapter without reading it."""
         return adapter_id in self.worker.done or self.worker.manager.get_adapter(adapter_id) is not None
 
     def _begin(self, adapter_id: int) -> None:
@@ -103,19 +103,19 @@ class Reader:
         self.num_reads += 1
 
     def engine_works(self, begins: float, seconds: float) -> float:
-        """When the engine's own thread is through with work of so many seconds, which shares the host with reads."""
+        """When work of so many seconds in the engine's own thread, which shares the host with reads, is finished."""
         return self._add_work(ENGINE, Work(begins, seconds), begins) if seconds else begins
 
     def _add_work(self, key: int, work: Work, now: float) -> float:
-        """When the host is through with one more work, an adapter's or the ENGINE's; reads beside it end later."""
+        """When one more work, an adapter's or the ENGINE's, is finished. Concurrent reads are finished later for it."""
         _, left = shared(self._work, now)
         self._work = {k: w for k, w in left.items() if k in self.reads or k == ENGINE} | {key: work}
-        ends, _ = shared(self._work)
-        self.reads |= {a: ends[a] for a in self._work if a != ENGINE}
-        return ends[key]
+        finished_at, _ = shared(self._work)
+        self.reads |= {a: finished_at[a] for a in self._work if a != ENGINE}
+        return finished_at[key]
 
     def begin_ahead(self, adapter_id: int) -> None:
-        """Read an adapter that is wanted ahead of its turn. One that no request waits for must not hold up others."""
+        """Prefetch an adapter. If no request waits for it, only when nothing else is being read."""
         if adapter_id in self.reads or self.is_there(adapter_id):
             return
         if (adapter_id in self.queues.in_flight or not self.reads) and self.policy.has_room(is_ahead=True):
@@ -123,7 +123,7 @@ class Reader:
             self.policy.ahead.add(adapter_id)
 
     def settle(self, now: float) -> None:
-        """Take in what was read by now: for requests that wait, else into memory where somebody may go."""
+        """Register adapters that have been read by now: for waiting requests, or else in memory (`add_ahead`)."""
         self.now = now
         for adapter_id in [a for a, there_at in self.reads.items() if there_at <= now]:
             del self.reads[adapter_id]
@@ -133,5 +133,5 @@ class Reader:
 
     @property
     def next_there(self) -> float | None:
-        """When the next adapter is there; None if none is being read."""
+        """When the next adapter has been read; None if none is being read."""
         return min(self.reads.values(), default=None)

@@ -1,4 +1,4 @@
-"""Traffic that an engine served, as `benchmarks.engine serve` wrote it down: what came, what was there, each step."""
+"""A record of traffic that an engine served, by `benchmarks.engine serve`: arrivals, adapters, and each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Call(NamedTuple):
     """One call of an engine's `step`. Times are seconds after the start.
 
     ended_s   when it returned
-    beside    copies into slots while that step ran
+    concurrent   copies into slots while that step ran
     copies    copies into slots since the call before
     ahead     the tokens of the step that it launched were read by the next call
     work      of that step; None if none was launched
@@ -28,14 +28,14 @@ class Call(NamedTuple):
 
     started_s: float
     ended_s: float
-    beside: int
+    concurrent: int
     copies: int
     ahead: bool
     work: StepWork | None
 
 
 def arrivals_of(row: Mapping[str, Any]) -> list[Arrival]:
-    """What came."""
+    """The arrivals of a record."""
     found = []
     for line in row["arrivals"]:
         time_s, prompt, output, adapter = line.split()
@@ -45,27 +45,27 @@ def arrivals_of(row: Mapping[str, Any]) -> list[Arrival]:
 
 
 def calls_of(row: Mapping[str, Any]) -> Iterator[Call]:
-    """What was done, call by call."""
+    """The calls of a record, in order."""
     places = {name: place for place, name in enumerate(row["step_columns"])}
     for line in row["steps"]:
-        said = line.split()
-        started = float(said[places["started_s"]])
-        work = StepWork(*(float(said[places[name]]) for name in StepWork._fields))
-        ahead = said[places["ahead"]] == "1"
-        named = said[places["beside"]]
-        beside = 0 if named == "-" else 1 + named.count(",")
-        ended = started + float(said[places["ms"]]) / 1e3
-        copies = int(said[places["activate"]])
-        yield Call(started, ended, beside, copies, ahead, work if work.steps else None)
+        values = line.split()
+        started = float(values[places["started_s"]])
+        work = StepWork(*(float(values[places[name]]) for name in StepWork._fields))
+        ahead = values[places["ahead"]] == "1"
+        names = values[places["beside"]]
+        concurrent = 0 if names == "-" else 1 + names.count(",")
+        ended = started + float(values[places["ms"]]) / 1e3
+        copies = int(values[places["activate"]])
+        yield Call(started, ended, concurrent, copies, ahead, work if work.steps else None)
 
 
 def sizes_of(row: Mapping[str, Any], bytes_per_rank: float) -> dict[int, AdapterSize]:
-    """Its adapters."""
+    """The adapters of a record."""
     return adapters_of_ranks(row["engine"].get("ranks", []), bytes_per_rank)
 
 
 def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> ReplicaConfig:
-    """The engine that served."""
+    """The configuration of the engine that served."""
     options, engine = result["options"], row["engine"]
     wait = engine.get("max_lora_wait_steps", SchedulerConfig.max_lora_wait_steps)
     pages, width = engine.get("pages", 0), engine["blocks_a_page"]
@@ -81,9 +81,9 @@ def replica_config(result: Mapping[str, Any], row: Mapping[str, Any]) -> Replica
 
 
 def put_in_place(replica: Replica, row: Mapping[str, Any]) -> None:
-    """Adapters that were in memory and in slots when the traffic began, in the order of their last use.
+    """Put the adapters into memory and slots that were there when the traffic began, in the order of their last use.
 
-    Those that the traffic does not name, which served another one before, are left out.
+    Adapters that the traffic does not name, which served earlier traffic, are left out.
     """
     in_memory, in_slots = (
         [a for a in row["engine"].get(where, []) if a in replica.ranks] for where in ("in_memory", "in_slots")

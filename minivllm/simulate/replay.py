@@ -1,4 +1,4 @@
-"""A simulated engine is given the times of a record's calls. So it says what the engine did beside its steps."""
+"""Replays a record: a simulated engine gets the times of its calls, and shows what the engine did during steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from minivllm.simulate.records import Call, arrivals_of, calls_of, put_in_place,
 from minivllm.simulate.replica import Replica
 
 ROUNDED_S = 1e-4  # so far an arrival and a call's start may be off
-NEVER = 1e9  # seconds: no read ends before the record says so
+NEVER = 1e9  # seconds: no read finishes before the record says so
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A call of the record, and the simulated engine's.
+    """A call of the record, and the same call of the simulated engine.
 
     work      what it launched; None if it launched nothing
-    held      what the host did before that, if the call launched anything; else what it looked through
+    held      what delayed that launch; without a launch, what the host checked
     reading   adapters that were being read when it launched, those that it began to read among them
     """
 
@@ -32,12 +32,12 @@ class Replayed:
 
 
 def replay(result: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[list[Replayed], Replica]:
-    """Every call, and the engine after it. An adapter has been read when a call runs it that could not before.
+    """Every call, and the engine after it. A read has finished when a call runs an adapter that could not run before.
 
-    Whether a request came just before a call or just after it, the number of requests says that were there then.
+    The number of requests in the record shows whether a request came just before a call or just after it.
     """
     ahead = any(call.ahead for call in calls_of(row))
-    cost = CostModel(graph_tokens=int(ahead), copies_beside=ahead, unpack_s=NEVER)
+    cost = CostModel(graph_tokens=int(ahead), concurrent_copies=ahead, unpack_s=NEVER)
     replica = Replica(0, replica_config(result, row), cost, sizes_of(row, 1.0))
     put_in_place(replica, row)
     scheduler, reader = replica.scheduler, replica.reader

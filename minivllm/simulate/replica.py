@@ -29,7 +29,7 @@ from minivllm.simulate.traffic import Arrival, check_arrival
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request.
+    """A request and the times of its tokens.
 
     first_s, last_s   when its first and its last token came
     """
@@ -42,19 +42,20 @@ class Served:
 
 @dataclass
 class Counters:
-    """What a replica did.
+    """Counters of a replica.
 
-    busy_s      its steps, and the copies and reads that they waited for
-    asked, in_slot, in_memory   requests with adapters, and how many found theirs there when they joined the queue
-    reads       in steps; those beside them are counted by the reader
+    busy_s      seconds of its steps, and of the copies and reads that they waited for
+    concurrent_copies   copies into slots while a step ran
+    reads       in steps; concurrent ones are counted by the reader
+    with_adapter, in_slot, in_memory   requests with adapters, and how many found theirs there when they were queued
     """
 
     steps: int = 0
     busy_s: float = 0.0
     copies: int = 0
-    copies_beside: int = 0
+    concurrent_copies: int = 0
     reads: int = 0
-    asked: int = 0
+    with_adapter: int = 0
     in_slot: int = 0
     in_memory: int = 0
 
@@ -62,10 +63,10 @@ class Counters:
 class Replica:
     """The engine's scheduler, admission, caches and blocks, unchanged. A cost model stands for the forward pass.
 
-    The caller keeps the time: `begin_step` says how long a step takes, and `end_step` commits it.
+    The caller keeps the time: `begin_step` returns how long a step takes, and `end_step` commits it.
 
     adapters   id -> size
-    inbox      requests that came while a step runs: they join the queue when it has ended
+    inbox      requests that came while a step runs; they are queued when it has finished
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Replica:
             config.parallel_reads,
             self._unpack_seconds,
         )
-        beside = {"may_run": self.reader.may_run} if config.reads_beside else {}
+        may_run = {"may_run": self.reader.may_run} if config.concurrent_reads else {}
         self.scheduler = self._make_scheduler(
             config.scheduler,
             config.cache,
@@ -95,7 +96,7 @@ class Replica:
             can_prefetch=self._can_prefetch,
             policy=config.scheduling and config.scheduling(partial(rank_of, self.manager.get_adapter)),
             queues=self.queues,
-            **beside,
+            **may_run,
         )
         self.prefetching = config.prefetching and config.prefetching()
         self.inbox: list[tuple[Request, Served]] = []
@@ -139,7 +140,7 @@ class Replica:
             *args, manager=self.manager, blocks_a_page=self.config.elastic.blocks_a_page, **options
         )
 
-    # Asked by routers.
+    # For routers.
 
     @property
     def load(self) -> int:
@@ -190,7 +191,7 @@ class Replica:
         if not output.scheduled and not self._unread:
             return None
         self.output = output
-        if not output.scheduled:  # nothing is launched after a step whose tokens nobody has read
+        if not output.scheduled:  # this call only reads the tokens of the step before
             self._stays_unread = False
             return max(0.0, self.device.free_at - now)
         return self._launch(output, now) - now
@@ -207,27 +208,27 @@ class Replica:
         return self.reader.next_there
 
     def end_step(self, now: float) -> list[Served]:
-        """Commit the step that was begun, and answer: it, or the one before if it was left unread.
+        """Commit the step that was begun, and deliver its tokens, or those of the step before if they stay unread.
 
         Returns the requests that have their last token now.
         """
         output, self.output = self.output, None
-        told, self._unread = self._unread, self._commit(output) if output.scheduled else []
+        delivered, self._unread = self._unread, self._commit(output) if output.scheduled else []
         if not self._stays_unread:
-            told, self._unread = told + self._unread, []
-        ended = []
-        for request, is_first, is_last in told:
+            delivered, self._unread = delivered + self._unread, []
+        finished = []
+        for request, is_first, is_last in delivered:
             served = self.served[request.request_id]
             if is_first:
                 served.first_s = now
             if is_last:
                 served.last_s = now
-                ended.append(self.served.pop(request.request_id))
+                finished.append(self.served.pop(request.request_id))
                 self._answered.append(request)
-        return ended
+        return finished
 
     def _commit(self, output: SchedulerOutput) -> list[tuple[Request, bool, bool]]:
-        """Each request that gets a token, and whether it is its first and its last."""
+        """The requests that get a token, and whether it is their first and their last."""
         sampled = {
             s.request.request_id: s.request.prompt_token_ids[:1] for s in output.scheduled if s.samples
         }
@@ -236,10 +237,13 @@ class Replica:
             for request in self.scheduler.update_from_output(output, sampled)
         ]
 
-    # What a step takes.
+    # Times.
 
     def _launch(self, output: SchedulerOutput, now: float) -> float:
-        """Bring the step's adapters in and compute it, in the order of `EngineCore._step`; when its call returns."""
+        """Bring the step's adapters into slots and compute it, in the order of `EngineCore._step`.
+
+        Returns when its call returns.
+        """
         wanted = {r.adapter_id: r.lora_request for r in output.running if r.adapter_id}
         free_at, is_graph = self.device.free_at, output.total_num_scheduled_tokens <= self.cost.graph_tokens
         self._stays_unread = self.config.scheduler.async_scheduling and self.cost.graph_tokens > 0
@@ -249,7 +253,7 @@ class Replica:
         launched_at = self.reader.engine_works(launched_at, self.cost.host_seconds(held))
         if not is_graph:  # the host needs the tokens of the step before
             launched_at = max(launched_at, free_at)
-        if not self.cost.copies_beside:
+        if not self.cost.concurrent_copies:
             launched_at += sum(map(self._copy_seconds, self.worker.layers.copied))
         else:
             self._copy(max(launched_at, free_at))
@@ -263,13 +267,13 @@ class Replica:
         return max(launched_at + kernels_s, read_at)
 
     def held_by(self, work: StepWork | None) -> Held:
-        """What the host does before the step that was begun, beside how many reads.   work: of that step, if any"""
+        """What delays the launch of the step that was begun, and the concurrent reads.   work: of that step, if any"""
         reads = len(self.reader.reads)
         prompts = int(bool(reads and work and work.prompt_steps))
         return Held(self._num_checks, len(self.worker.taken), prompts, reads)
 
     def _bring_in(self, wanted: dict[int, LoRARequest], admits: bool) -> float:
-        """Have the step's adapters in slots; seconds that the host reads. `layers.copied` names those copied."""
+        """Bring the step's adapters into slots; the seconds of reads. `layers.copied` has the ids of copied ones."""
         self.worker.read, self.worker.layers.copied = [], []
         if admits:
             for error in self.worker.prepare_adapters(wanted.values()).values():
@@ -280,12 +284,12 @@ class Replica:
         return sum(map(self._read_seconds, self.worker.read))
 
     def _copy(self, begins: float) -> None:
-        """The device copies what the worker has."""
+        """Have the device copy the adapters that the worker has copied."""
         for adapter_id in self.worker.layers.copied:
             self.device.copy(adapter_id, begins, self._copy_seconds(adapter_id))
 
     def _prefetch(self, adapter_ids: Iterable[int], begins: float) -> int:
-        """Copy adapters into slots beside the step, as `ModelRunner.prefetch_lora` does; how many."""
+        """Copy adapters into slots while the step runs, as `ModelRunner.prefetch_lora` does; how many."""
         self.worker.layers.copied = []
         for adapter_id in adapter_ids:
             if self._can_prefetch(adapter_id) and self.manager.has_room_for(adapter_id):
@@ -293,18 +297,18 @@ class Replica:
         self._copy(begins)
         copied = len(self.worker.layers.copied)
         self.counters.copies += copied
-        self.counters.copies_beside += copied
+        self.counters.concurrent_copies += copied
         return copied
 
     def _count_hit(self, adapter_id: int) -> None:
         if adapter_id:
-            self.counters.asked += 1
+            self.counters.with_adapter += 1
             self.counters.in_slot += adapter_id in self.manager.tiers.slots
             self.counters.in_memory += self.reader.is_there(adapter_id)
 
     def _can_prefetch(self, adapter_id: int) -> bool:
         in_memory = self.manager.get_adapter(adapter_id) is not None
-        return self.cost.copies_beside and in_memory and adapter_id not in self.manager.tiers.slots
+        return self.cost.concurrent_copies and in_memory and adapter_id not in self.manager.tiers.slots
 
     def _adapter_identity(self, adapter_id: int) -> int | None:
         record = self.manager.get_adapter(adapter_id)

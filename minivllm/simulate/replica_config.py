@@ -1,4 +1,4 @@
-"""What a simulated engine has. Stands for `minivllm.config.EngineConfig`."""
+"""The configuration of a simulated engine. Stands for `minivllm.config.EngineConfig`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Elastic:
     """Memory that KV blocks and adapters share.
 
     pages           of `PAGE_RANKS` ranks each, which are the adapters' own
-    blocks_a_page   KV blocks in whose memory a further page lies, when nobody needs them
+    blocks_a_page   KV blocks whose memory is one further page while they are free
     """
 
     pages: int
@@ -25,14 +25,14 @@ class Elastic:
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """What one engine has, and how it decides.
+    """The sizes and policies of one engine.
 
     elastic          None = `lora.max_loras` slots; else adapters lie in pages, and slots are rows of a table
-    parallel_reads   adapters read beside the steps at a time, or read for requests that still wait
-    reads_beside     adapters are read beside the steps, as the server does; else a step waits, as `LLM` does
-    keeping          makes a policy for one tier, from what bringing an adapter back costs; None = the engine's own
+    parallel_reads   adapters that are read concurrently, or have been read and wait for a step
+    concurrent_reads   adapters are read concurrently with steps, as by the server; else a step waits, as in `LLM`
+    keeping          makes an eviction policy for one tier, from the seconds of a reload; None = the engine's own
     scheduling       makes a policy for one replica, from its adapters' ranks; None = the engine's own
-    prefetching      makes a policy for one replica; None = nothing is read ahead
+    prefetching      makes a policy for one replica; None = no prefetching
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -41,7 +41,7 @@ class ReplicaConfig:
     max_model_len: int | None = None
     elastic: Elastic | None = None
     parallel_reads: int = 2
-    reads_beside: bool = True
+    concurrent_reads: bool = True
     keeping: Callable[[Callable[[int], float]], KeepPolicy] | None = None
     scheduling: Callable[[Callable[[int], int]], SchedulingPolicy] | None = None
     prefetching: Callable[[], PrefetchPolicy] | None = None

@@ -34,7 +34,7 @@ def report(fleet: Fleet, price_per_hour: float = 2.5) -> dict[str, float]:
     counters = [replica.counters for replica in replicas]
     seconds = fleet.now - requests[0].arrival.time_s
     tokens = sum(served.arrival.output_tokens for served in requests)
-    asked = sum(c.asked for c in counters)
+    with_adapter = sum(c.with_adapter for c in counters)
     copies = sum(c.copies for c in counters)
     reads = sum(c.reads + replica.reader.num_reads for c, replica in zip(counters, replicas))
     stats = [replica.scheduler.kv_cache.prefix_cache_stats for replica in replicas]
@@ -53,11 +53,11 @@ def report(fleet: Fleet, price_per_hour: float = 2.5) -> dict[str, float]:
         **_percentiles("tpot", between),
         "steps": sum(c.steps for c in counters),
         "busy_share": sum(c.busy_s for c in counters) / (seconds * len(replicas)),
-        "slot_hits": _share(sum(c.in_slot for c in counters), asked),
-        "memory_hits": _share(sum(c.in_memory for c in counters), asked),
+        "slot_hits": _share(sum(c.in_slot for c in counters), with_adapter),
+        "memory_hits": _share(sum(c.in_memory for c in counters), with_adapter),
         "memory_hits_bound": memory_bound(fleet),
         "copies": copies,
-        "copies_beside_steps": sum(c.copies_beside for c in counters),
+        "copies_beside_steps": sum(c.concurrent_copies for c in counters),
         "reads": reads,
         "prefix_hits": _share(sum(s.hits for s in stats), sum(s.queries for s in stats)),
         "preemptions": sum(replica.scheduler.num_preemptions for replica in replicas),

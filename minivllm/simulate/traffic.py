@@ -29,7 +29,7 @@ class Arrival:
 
 
 def check_arrival(arrival: Arrival, adapters: int) -> None:
-    """ValueError for what no engine would be asked.   adapters: how many there are"""
+    """ValueError for a request that no engine takes.   adapters: how many there are"""
     if arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
         raise ValueError(
             f"a request needs at least one token of prompt and one of output, got {arrival.prompt_tokens} and "

@@ -24,28 +24,28 @@ class KVMemory:
     """Gives the KV cache memory of its own, a tensor for each attention layer."""
 
     def plan(self, runner: "ModelRunner") -> MemoryPlan:
-        """As many blocks as were asked for, or else as many as requests can use and memory holds."""
-        if (asked := runner.config.cache_config.num_blocks) is not None:
-            return MemoryPlan(asked)
+        """The number of blocks in the configuration, or else as many as requests can use and memory holds."""
+        if (num_blocks := runner.config.cache_config.num_blocks) is not None:
+            return MemoryPlan(num_blocks)
         return MemoryPlan(
             max(2, min(self.useful_blocks(runner), self.available(runner) // runner.kv_block_bytes))
         )
 
     def useful_blocks(self, runner: "ModelRunner") -> int:
-        """What the most requests of the longest contexts take."""
+        """The blocks of `max_num_seqs` requests with the longest contexts."""
         return runner.config.scheduler_config.max_num_seqs * runner.max_blocks_per_request + 1
 
     def available(self, runner: "ModelRunner") -> int:
-        """Bytes for keys and values, the same on all ranks: what the rank with the least can give."""
+        """Bytes for keys and values: the smallest number of all ranks."""
         return runner.tp.least(self._own(runner))
 
     def _own(self, runner: "ModelRunner") -> int:
-        """What was asked for, or else what this process has."""
-        asked = runner.config.cache_config.memory_bytes
-        return self.measure(runner) if asked is None else asked
+        """The bytes in the configuration, or else what this process has."""
+        memory_bytes = runner.config.cache_config.memory_bytes
+        return self.measure(runner) if memory_bytes is None else memory_bytes
 
     def measure(self, runner: "ModelRunner") -> int:
-        """On a CPU a fixed sum, because nobody can tell how much of its memory others will want."""
+        """On a CPU a fixed number, because how much of the memory other processes will need is unknown."""
         return CPU_KV_CACHE_BYTES
 
     def allocate(self, runner: "ModelRunner", plan: MemoryPlan) -> None:

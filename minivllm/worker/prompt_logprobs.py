@@ -17,7 +17,7 @@ from minivllm.worker.input_batch import InputBatch
 
 
 class Runner(Protocol):
-    """What is asked of the model runner."""
+    """The interface of the model runner that scoring needs."""
 
     config: EngineConfig
     model: torch.nn.Module

@@ -61,7 +61,7 @@ class RowSampler:
             return sampled
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
-        """Request id -> (token, its logprobs if asked for).   logits: (P, V), a row each request"""
+        """Request id -> (token, its logprobs if requested).   logits: (P, V), a row each request"""
         sampled = self.launch(requests, logits)
         tokens = zip(requests, sampled.token_ids.tolist(), sampled.logprobs)
         return {request.request_id: (token, logprobs) for request, token, logprobs in tokens}
@@ -69,7 +69,7 @@ class RowSampler:
     def launch(self, requests: Sequence[Request], logits: torch.Tensor) -> SamplerOutput:
         """As `sample`, but on a GPU the host waits for nothing yet.
 
-        Of a request that has ended nobody hears: it gets the likeliest token.
+        A request that has finished gets the likeliest token, which is not used.
         """
         rows = [ENDED if request.is_finished else request.sampling_params for request in requests]
         positions = [request.num_output_tokens for request in requests]

@@ -15,7 +15,7 @@ from minivllm.core.request import Request
 class TokenMasks:
     """The place in its structure that each request's answer has come to.
 
-    eos_token_ids   what ends an answer that is complete
+    eos_token_ids   tokens that end an answer that is complete
     tokenizer       of the base model, whose tokens the logits are for; an adapter's own tokens are never allowed. None
                     where no answer has a structure
     """

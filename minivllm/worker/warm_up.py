@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: to be ready, and to measure memory. Stands for `_dummy_run` and `profile_run` of
+"""Dummy steps: to warm up, and to measure memory. Stands for `_dummy_run` and `profile_run` of
 vllm/v1/worker/gpu_model_runner.py (v0.22.1).
 """
 
@@ -38,7 +38,7 @@ def run_warm_up_steps(runner: "ModelRunner") -> float:
 
 
 def dummy_run(runner: "ModelRunner", query_lens: list[int], num_logits: int = 1) -> torch.Tensor:
-    """A forward pass on token 0 in the null block, whose contents nobody reads; (num_logits, V)"""
+    """A forward pass on token 0 in the null block, whose contents are never read; (num_logits, V)"""
     scheduled = np.array(query_lens)
     sampled = np.zeros_like(scheduled)
     sampled[-1] = num_logits  # logits have adapters too, as many rows as are computed

@@ -107,7 +107,7 @@ def test_what_the_engine_did_beside_reads_is_no_part_of_them():
     (path,) = on_h100("many-16", day=TODAY)
     traffic = reads_of(result := json.loads(path.read_text()), measured_in(result, "lora"))
 
-    alone = fit_reads(traffic, replace(cost_in_pages(), check_s=0.0, take_in_s=0.0, beside_reads_s=0.0))
+    alone = fit_reads(traffic, replace(cost_in_pages(), check_s=0.0, take_in_s=0.0, during_reads_s=0.0))
     beside = fit_reads(traffic, cost_in_pages())
 
     assert len(beside.shares) == 59 and np.mean(beside.shares) == pytest.approx(1, abs=0.01)

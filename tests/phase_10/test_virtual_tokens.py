@@ -302,7 +302,7 @@ def service_gap(policy, arrivals, ranks, tokens, blocks):
         max_num_seqs=6,
         tokens=tokens,
         blocks=blocks,
-        reads_beside=False,
+        concurrent_reads=False,
         scheduling=policy,
     )
     made = fleet(replica, ranks=ranks)

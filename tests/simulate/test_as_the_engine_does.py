@@ -13,7 +13,7 @@ from minivllm.simulate.traffic import Arrival
 
 BLOCK, BLOCKS = 4, 60
 RANKS = (4, 8, 3, 12)  # of the tiny adapters
-STEP_S = CostModel({"steps": 1.0}, 0.0, 1e30, 0.0, 1e30, copies_beside=False)  # whatever it does
+STEP_S = CostModel({"steps": 1.0}, 0.0, 1e30, 0.0, 1e30, concurrent_copies=False)  # whatever it does
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def simulated_steps(arrivals, policy, ranks):
         CacheConfig(BLOCK, BLOCKS, enable_prefix_caching=False),
         LoRAConfig(max_lora_rank=16, max_loras=2, max_cpu_loras=3),
         max_model_len=64,
-        reads_beside=False,
+        concurrent_reads=False,
         scheduling=scheduling.POLICIES[policy],
     )
     made = fleet(config, STEP_S, ranks)

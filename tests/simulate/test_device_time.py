@@ -14,7 +14,7 @@ WITHOUT_GRAPHS = CostModel({"steps": 1.0}, launch_s=0.25)
 
 
 def served(arrivals, cost=COST):
-    made = fleet(config(reads_beside=False), cost)
+    made = fleet(config(concurrent_reads=False), cost)
     made.serve(arrivals)
     return made
 
@@ -92,7 +92,7 @@ def test_adapters_in_pages_share_memory_with_kv_blocks():
     elastic = Elastic(pages=3, blocks_a_page=10)
     arrivals = [Arrival(0.0, 4, 4, 0), Arrival(0.0, 4, 4, 1)]
 
-    replica_config = config(slots=4, memory=6, blocks=40, elastic=elastic, reads_beside=False)
+    replica_config = config(slots=4, memory=6, blocks=40, elastic=elastic, concurrent_reads=False)
     made = fleet(replica_config, ranks=(16,) * 6)
     made.serve(arrivals)
     (replica,) = made.replicas

@@ -104,7 +104,7 @@ def test_however_few_pages_there_are_everybody_is_served(seed):
         wait=int(rng.integers(1, 20)),
         elastic=Elastic(int(rng.integers(2, 9)), int(rng.integers(1, 21))),
         max_model_len=130,
-        reads_beside=bool(rng.integers(2)),
+        concurrent_reads=bool(rng.integers(2)),
     )
     cost = CostModel({"steps": 0.01}, read_s=0.03, launch_s=0.004, graph_tokens=16)
     times = rng.choice([0, 0.01, 0.3], 40).cumsum().tolist()

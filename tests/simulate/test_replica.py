@@ -21,7 +21,7 @@ def served(arrivals, **options):
 
 
 def test_a_request_alone_takes_its_prompt_its_read_its_copy_and_its_tokens():
-    cost = CostModel({"steps": 1.0, "tokens": 0.1}, 0.5, 1e6, 2.0, 1e5, copies_beside=False)
+    cost = CostModel({"steps": 1.0, "tokens": 0.1}, 0.5, 1e6, 2.0, 1e5, concurrent_copies=False)
 
     (request,) = served([Arrival(10.0, 7, 3, 0)], cost=cost).requests
 
@@ -35,7 +35,7 @@ def test_a_read_goes_on_beside_the_steps_of_others():
     arrivals = [Arrival(0.0, 4, 8, None), Arrival(0.0, 4, 1, 0)]
 
     base, adapter = served(arrivals, cost=cost).requests
-    in_step = served(arrivals, cost=cost, replica=config(reads_beside=False)).requests
+    in_step = served(arrivals, cost=cost, replica=config(concurrent_reads=False)).requests
 
     assert base.last_s == pytest.approx(8.0)
     # Read by 5.0, seen by the step at 5.0, copied beside it, and computed in the next one.
