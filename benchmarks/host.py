@@ -35,8 +35,8 @@ from minivllm.gpu.cuda_graphs import CapturedOutput, CapturedStep
 from minivllm.gpu.paged_attention import build_paged_attention
 from minivllm.gpu.step_graphs import StepGraphs
 from minivllm.lora.request import LoRARequest
+from minivllm.processes import avoid_pauses
 from minivllm.sampling_params import SamplingParams
-from minivllm.serving.pauses import avoid_pauses
 
 NAME = "python -m benchmarks.host"
 CASES = ("decode", "mixed")

@@ -25,12 +25,12 @@ from benchmarks.report import Report, default_path
 from minivllm.config import EngineConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.models.demo_model import demo_model_path
+from minivllm.processes import avoid_pauses
 from minivllm.server.app import build_app
 from minivllm.server.connection import LimitedConnection
 from minivllm.server.settings import ServerSettings
 from minivllm.serving import engine_process
 from minivllm.serving.async_llm import AsyncLLM
-from minivllm.serving.pauses import avoid_pauses
 
 NAME = "python -m benchmarks.request_cost"
 BASE = "base"

@@ -17,9 +17,9 @@ from benchmarks.report import Report
 from benchmarks.step_record import StepRecord, as_text, facts
 from minivllm.assembly import LLMEngine
 from minivllm.lora.request import LoRARequest
+from minivllm.processes import avoid_pauses
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS, AdapterReader
-from minivllm.serving.pauses import avoid_pauses
 from minivllm.simulate.traffic import Arrival, Lengths, make_traffic
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 4

@@ -29,12 +29,12 @@ from minivllm.config import SchedulerConfig
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import demo_model_path
+from minivllm.processes import avoid_pauses
 from minivllm.server.app import build_app
 from minivllm.server.run import ServerThread
 from minivllm.server.settings import ServerSettings
 from minivllm.serving.async_llm import AsyncLLM
 from minivllm.serving.engine_process import EngineProcess
-from minivllm.serving.pauses import avoid_pauses
 
 NAME = "python -m benchmarks.server"
 BASE = "base"

@@ -18,10 +18,10 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
 from minivllm.models.demo_model import MODEL_NAME, demo_model_path
+from minivllm.observe.page import build_page, run_of
 from minivllm.observe.recorder import room
 from minivllm.observe.trace_plot import draw_trace
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.page import build_page, run_of
 
 ADAPTERS = ("json", "sql", "bullets", "dates")
 BASE_PROMPTS = (

@@ -1,10 +1,11 @@
-"""Processes of this package's own, and what goes between them and the one that started them: an engine's (`serving`)
-and the ranks of a model (`parallel`). Stands for a part of vllm/v1/engine/utils.py (v0.22.1), which forks or spawns.
+"""Starts and ends child processes and sends messages to them: an engine's (`serving`) and a model's ranks (`parallel`).
 
-Theirs run the caller's main module again. Here each runs one of ours, so that no script needs a guard. Both ends of a
-pipe are ours and nobody else has it, so messages are pickled. docs/architecture.md has the price of msgpack and ZeroMQ.
+Stands for a part of vllm/v1/engine/utils.py (v0.22.1), which forks or spawns: its processes run the caller's main
+module again. Here each runs a module of this package, so that no script needs a guard. Both ends of a pipe are ours and
+no other process has it, so messages are pickled. docs/architecture.md has the price of msgpack and ZeroMQ.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -15,6 +16,12 @@ import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
+
+# So many seconds a thread may keep the others from running; Python's own 0.005 are half a step of a GPU.
+SWITCH_SECONDS = 0.0003
+# So many containers are allocated, and not freed, before the garbage collector runs. With Python's own number, 700, it
+# runs several times in a step of 128 requests.
+NEW_OBJECTS = 50_000
 
 
 def start_process(module: str) -> tuple[Connection, subprocess.Popen]:
@@ -83,3 +90,15 @@ def end_process(process: subprocess.Popen, seconds: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def avoid_pauses() -> None:
+    """Tune a process that only serves, once all is loaded. vLLM: `freeze_gc_heap` of vllm/utils/gc_utils.py.
+
+    The garbage collector skips the objects that exist now, because to look at them takes a tenth of a second. It looks
+    at new ones seldom: a step makes thousands of objects, and nearly all of them are freed with the next.
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])

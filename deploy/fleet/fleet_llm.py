@@ -12,14 +12,14 @@ from deploy.fleet.replica import Version
 from minivllm.config import EngineConfig
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
+from minivllm.errors import EngineDeadError
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.async_llm import AsyncLLM
-from minivllm.serving.errors import EngineDeadError
+from minivllm.serving.calls import EngineSnapshot, describe_adapters
 from minivllm.serving.streams import OutputKind, aborted
-from minivllm.serving.views import EngineView, describe
-from minivllm.serving.wire import Delta, OutputReader
+from minivllm.serving.wire import OutputDelta, OutputReader
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class FleetLLM(AsyncLLM):
                 async for item in items:
                     if isinstance(item, Exception):
                         raise item
-                    last = reader.output(item) if isinstance(item, Delta) else item
+                    last = reader.output(item) if isinstance(item, OutputDelta) else item
                     if output_kind != "final" or last.finished:
                         yield last
         except (asyncio.CancelledError, GeneratorExit):
@@ -116,7 +116,7 @@ class FleetLLM(AsyncLLM):
         """Larger than any before, also than those of another server that stood here."""
         return max([time.time_ns(), *(version.number + 1 for version in self._versions.values())])
 
-    async def beside(self, function: Callable[[], T]) -> T:
+    async def run_in_tokenizer_thread(self, function: Callable[[], T]) -> T:
         return await self._tokenizing.run(function)
 
     # ---- adapters -------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _log_errors(what: str, results: Iterable[Any]) -> None:
             logger.warning("%s by one engine: %s", what, error)
 
 
-def together(views: list[EngineView]) -> EngineView:
+def together(views: list[EngineSnapshot]) -> EngineSnapshot:
     """Counts are sums; the KV cache in use is a mean, of engines that all have as much."""
     stats = {
         each.name: sum(getattr(view.scheduler, each.name) for view in views)
@@ -194,7 +194,7 @@ def together(views: list[EngineView]) -> EngineView:
     }
     scheduler = replace(views[0].scheduler, **stats)
     running = {name for view in views for name in view.running}
-    return EngineView(
+    return EngineSnapshot(
         replace(scheduler, kv_cache_usage=scheduler.kv_cache_usage / len(views)),
         {count: sum(view.adapters[count] for view in views) for count in views[0].adapters},
         sorted(running),
@@ -215,6 +215,6 @@ def where_last_used(views: list[dict[int, dict[str, Any]]]) -> dict[int, dict[st
 
 # Function that an engine runs of itself -> its results as one.
 VIEWS: dict[Callable[..., Any], Callable[[list[Any]], Any]] = {
-    EngineView.of: together,
-    describe: where_last_used,
+    EngineSnapshot.of: together,
+    describe_adapters: where_last_used,
 }

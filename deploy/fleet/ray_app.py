@@ -18,9 +18,9 @@ from deploy.fleet.fleet_llm import FleetLLM
 from deploy.fleet.replica import Replica
 from deploy.fleet.router import PolicyRouter
 from minivllm.commands.adapter_folder import register_folder
+from minivllm.errors import EngineDeadError
 from minivllm.server.app import FLEET_ROUTES, build_app
-from minivllm.serving.async_llm import AsyncLLM
-from minivllm.serving.errors import EngineDeadError, QueueFull
+from minivllm.serving.async_llm import AsyncLLM, QueueFull
 
 ENGINE, SERVER = "engine", "server"
 # An engine that has ended fails three checks, and is then replaced.

@@ -10,12 +10,12 @@ from weakref import WeakValueDictionary
 
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.outputs import RequestOutput
+from minivllm.errors import EngineDeadError
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.async_llm import AsyncLLM
-from minivllm.serving.errors import EngineDeadError
 from minivllm.serving.streams import OutputKind
-from minivllm.serving.wire import Delta, OutputWriter, portable
+from minivllm.serving.wire import OutputDelta, OutputWriter, portable
 
 # After so many the server hears how far a request has come whose client waits for the whole answer, and may leave.
 SECONDS_BETWEEN_REPORTS = 1.0
@@ -55,7 +55,7 @@ class Replica:
         request_id: str,
         version: Version | None,
         kind: OutputKind,
-    ) -> AsyncGenerator[Delta | RequestOutput | Exception, None]:
+    ) -> AsyncGenerator[OutputDelta | RequestOutput | Exception, None]:
         """A request's outputs; an error that its sender is to hear of is the last item.
 
         kind   "final": the last output, whole, and before it what there is by then, at most once a second; else what is

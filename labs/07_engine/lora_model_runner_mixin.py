@@ -105,7 +105,7 @@ class LoRAModelRunnerMixin:
         return self._manager().list_adapters()
 
     def can_prefetch_lora(self, lora_id: int) -> bool:
-        """Whether an adapter is in memory, in no slot, and could come into one beside a running step, on a GPU."""
+        """Whether an adapter is in memory, in no slot, and could be copied into one while a step runs, on a GPU."""
         manager = self.worker_manager.manager
         if manager.slot_writer is None or manager.get_adapter(lora_id) is None:
             return False
@@ -119,7 +119,7 @@ class LoRAModelRunnerMixin:
             with manager.slot_writer.behind_step(), suppress(Exception):
                 manager.activate_adapter(lora_id)
 
-    # ---- adapters of zeros, for steps that nobody asked for -------------------------------------------------
+    # ---- adapters of zeros, for dummy steps -----------------------------------------------------------------
 
     @contextmanager
     def maybe_setup_dummy_loras(
@@ -153,7 +153,7 @@ class LoRAModelRunnerMixin:
         num_sampled_tokens: np.ndarray,
         with_lora: bool = True,
     ) -> None:
-        """Make the dummy adapters take turns on the rows of a pass; without `with_lora` all are base rows.
+        """Give the rows of a pass the dummy adapters in rotation; without `with_lora` all are base rows.
 
         num_scheduled_tokens, num_sampled_tokens   (P,) int
         """
@@ -175,7 +175,7 @@ class LoRAModelRunnerMixin:
     ) -> Iterator[None]:
         """Inside, a forward pass runs as a batch over all slots would, on adapters of zeros; for warm-up.
 
-        num_scheduled_tokens, num_sampled_tokens   (P,) int, the rows of the pass; adapters take turns
+        num_scheduled_tokens, num_sampled_tokens   (P,) int, the rows of the pass; adapters in rotation
         """
         with self.maybe_setup_dummy_loras(lora_config, remove_lora):
             self.select_dummy_loras(lora_config, num_scheduled_tokens, num_sampled_tokens)

@@ -171,7 +171,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
     def warm_up(self) -> None:
-        """Run steps that nobody asked for, so that the first request does not pay for first calls; then capture."""
+        """Run dummy steps, so that the first request does not pay for first calls; then capture graphs."""
         self.warm_up_seconds = run_warm_up_steps(self)
         if self._capture is not None and self.model.supports_cuda_graphs:
             self.graphs = self._capture(self)
@@ -181,7 +181,7 @@ class ModelRunner(LoRAModelRunnerMixin):
     def execute_model(self, output: SchedulerOutput) -> Sampled:
         """One forward pass for the whole batch, whatever adapters it mixes.
 
-        Returns request id -> (token, its logprobs if asked for), for every row that samples.
+        Returns request id -> (token, its logprobs if requested), for every row that samples.
         """
         return self.sample_tokens(self.launch_model(output))
 
@@ -194,7 +194,7 @@ class ModelRunner(LoRAModelRunnerMixin):
         made active first (`activate`): those of the batch or, where a graph runs it, of the batch with the graph's
         padding (`graph.padded(batch)`). A graph then runs the batch itself (`graph.run(batch)`). Otherwise the model
         runs on all tokens of all rows at once. Logits are computed for the rows that sample, and for no other. Last
-        `score_prompts` scores the prompts whose logprobs are asked for.
+        `score_prompts` scores the prompts whose logprobs are requested.
 
         Returns the logits in the order of the batch, and PendingStep([], None) if no row samples.
 
@@ -271,8 +271,8 @@ class Executor:
     def share_tokens(self) -> None:
         """Give other ranks the tokens that they wait for: there are none."""
 
-    def on_death(self, tell: Callable[[Callable[[], None]], object]) -> None:
-        """When a rank ends, give `tell`, from a thread of its own, what raises the EngineDeadError."""
+    def on_death(self, listener: Callable[[Callable[[], None]], object]) -> None:
+        """When a rank ends, call a listener, in another thread, with a function that raises the EngineDeadError."""
 
     def shutdown(self) -> None:
         """End the other ranks. What an executor ran cannot run again."""

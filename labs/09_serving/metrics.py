@@ -1,32 +1,56 @@
-"""What a monitor reads. Stands for vllm/v1/metrics/loggers.py (v0.22.1), with its names where it has them."""
+"""Prometheus metrics of the server: counters and histograms, of all requests and by adapter.
+
+Stands for `PrometheusStatLogger` of vllm/v1/metrics/loggers.py (v0.22.1), with its names where it has them.
+"""
 
 from labs.kit.overlay import Todo
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from minivllm.engine.outputs import RequestOutput
-from minivllm.server.engine_metrics import AdapterEvents
-from minivllm.server.families import Families
-from minivllm.server.record import Record
+from minivllm.server.access_log import Record
+from minivllm.server.engine_metrics import AdapterEvents, EngineCollector
+from minivllm.serving.async_llm import AsyncLLM
+from minivllm.serving.calls import EngineSnapshot
+
+M = TypeVar("M", Counter, Histogram)
 
 OTHER = "other"
 MOST_RECENT = 1000
 
+SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
+    *(640, 2560),
+)
+BETWEEN_TOKENS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+# Fewer, since every adapter has them.
+BY_ADAPTER = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 
-class ServerMetrics(Families):
-    """What one server counts.
 
-    adapter_events   counts what happens to adapters (`AsyncLLM.watch_adapters`)
-    recent_ttft   seconds to the first token of the last requests that ended, for the live page
-    most_labels   adapters with a label of their own, the first that are seen; all others share `other`
+class ServerMetrics:
+    """Counters and histograms of one server, in a registry of their own.
 
-    The base model counts as one of them, under its name. An adapter has its counters, at 0, from when its name is
-    served: one that nobody asks for is not forgotten.
+    engine           the engine's own numbers, as of the last `text`
+    events           kind of an adapter's event -> its counter
+    adapter_events   a listener that counts adapters' events (`AsyncLLM.watch_adapters`)
+    recent_ttft      seconds to the first token of the last requests that finished, for the live page
+    most_labels      adapters with a label of their own, the first that are seen; all others share `other`
+
+    The base model counts as one of them, under its name. The counters of an adapter begin at 0 when its name is
+    served, so that one without requests is in the metrics, too.
     """
 
     def __init__(self, model_name: str, adapters: Iterable[str] = (), most_labels: int = 200) -> None:
-        super().__init__(model_name)
+        self.model_name, self.registry = model_name, CollectorRegistry()
+        self.engine = EngineCollector(model_name)
+        self.registry.register(self.engine)
+        self._make_counters()
+        self._make_histograms()
         self.most_labels = most_labels
         self._labels: set[str] = set()
         self.adapter_events = AdapterEvents(self.events, self.label)
@@ -34,47 +58,99 @@ class ServerMetrics(Families):
         for name in (model_name, *adapters):
             self.serve(name)
 
+    async def text(self, llm: AsyncLLM) -> bytes:
+        """All metrics in Prometheus' text format, with the engine's numbers of now."""
+        self.engine.latest = await llm.call(EngineSnapshot.of)
+        return generate_latest(self.registry)
+
     # region lab 9.5: labels and counts
     def label(self, name: str) -> str:
-        """The label of an adapter: its own, or `other` once there are `most_labels`. A label is never given back."""
+        """The label of an adapter: its own, or `other` once there are `most_labels`. A label is never freed."""
         raise Todo("lab 9.5: labels and counts")
 
     def serve(self, name: str) -> None:
-        """Begin the counters of an adapter, at 0, and `adapter_ttft`; all under its label.
+        """Create the counters of an adapter, at 0, and its `adapter_ttft`; all under its label.
 
-        They are requests, read, written, waits and all of `events`.
+        The counters are requests, read, written, waits and all of `events`.
         """
         raise Todo("lab 9.5: labels and counts")
 
     def tokens(self, adapter: str, count: int, seconds: float | None) -> None:
-        """So many tokens of a request came at once: `generation_tokens` of the server, `written` of its adapter.
+        """Count new tokens of a request: in `generation_tokens` of the server and `written` of its adapter.
 
-        seconds   from one to the next, for each of them in `itl`; None where nobody has seen that
+        seconds   between two tokens, observed in `itl` once for each of them; None where it is unknown
         """
         raise Todo("lab 9.5: labels and counts")
 
     def finished(self, adapter: str, output: RequestOutput) -> None:
-        """A request has had its last output.
+        """Count a request that has had its last output.
 
-        Each answer is `ended` by its finish_reason; the prompt's tokens are counted once, also as `read` of the
-        adapter. Where there are `output.metrics`: steps of waiting for a slot (`waits`), and seconds from arrival to
-        the first token (`ttft`, `recent_ttft`, `adapter_ttft`), first step (`queued`) and end (`e2e`), if it has come.
+        Each answer counts in `ended` under its finish_reason; the prompt's tokens once in `prompt_tokens`, and in
+        `read` of the adapter. If there are `output.metrics`: the steps that it waited for a slot (`waits`), and the
+        seconds from arrival to the first token (`ttft`, `recent_ttft`, `adapter_ttft`), the first step (`queued`) and
+        the end (`e2e`), each if it is known.
         """
         raise Todo("lab 9.5: labels and counts")
 
     # endregion
 
     def begun(self, adapter: str) -> None:
-        """The engine has taken a request of it."""
+        """The engine has added a request for an adapter."""
         self.requests.labels(self.label(adapter)).inc()
 
     def aborted(self) -> None:
-        """A request ended without a last output, since the engine did."""
+        """A request has ended without a last output, because the engine did."""
         self.ended.labels(self.model_name, "abort").inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return _with_cached_labels(Counter(name, text, labels, registry=self.registry))
+
+    def _make_counters(self) -> None:
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts.", "model_name")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens of answers.", "model_name")
+        self.ended = self._counter(
+            "vllm:request_success", "Requests that ended.", "model_name", "finished_reason"
+        )
+        self.requests = self._counter("minivllm:adapter_requests", "Requests taken.", "adapter")
+        self.read = self._counter("minivllm:adapter_prompt_tokens", "Tokens of prompts.", "adapter")
+        self.written = self._counter("minivllm:adapter_generation_tokens", "Tokens of answers.", "adapter")
+        self.waits = self._counter(
+            "minivllm:adapter_slot_wait_steps", "Steps that requests waited for a slot.", "adapter"
+        )
+        self.events = {
+            "load": self._counter("minivllm:adapter_loads", "Times read from disk.", "adapter"),
+            "activate": self._counter("minivllm:adapter_activations", "Times copied into a slot.", "adapter"),
+            "evict": self._counter("minivllm:adapter_evictions", "Slots lost to another adapter.", "adapter"),
+            "drop": self._counter("minivllm:adapter_drops", "Places in memory lost to another.", "adapter"),
+        }
+
+    def _make_histograms(self) -> None:
+        def made(name: str, text: str, buckets: tuple[float, ...], label: str = "model_name") -> Histogram:
+            histogram = Histogram(name, text, [label], buckets=buckets, registry=self.registry)
+            return _with_cached_labels(histogram)
+
+        self.ttft = made("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self.itl = made(
+            "vllm:inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN_TOKENS
+        )
+        self.e2e = made("vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
+        self.queued = made("vllm:request_queue_time_seconds", "From arrival to the first step.", SECONDS)
+        self.adapter_ttft = made(
+            "minivllm:adapter_time_to_first_token_seconds",
+            "From arrival to the first token, by adapter.",
+            BY_ADAPTER,
+            "adapter",
+        )
+
+
+def _with_cached_labels(metric: M) -> M:
+    """The same metric, whose children are cached by label, since each event looks one up. None is ever removed."""
+    metric.labels = cache(metric.labels)
+    return metric
 
 
 class Progress:
-    """Tells metrics and record of one request of the engine, output by output.
+    """Counts one request of the engine in metrics and record, output by output.
 
     model        as the client calls it
     last_at      when the last tokens were seen, on `clock`
@@ -95,19 +171,19 @@ class Progress:
 
     # region lab 9.5: what one request adds
     def observe(self, output: RequestOutput, all_are_seen: bool) -> None:
-        """To be called with each output that somebody is given. It may stand for several steps.
+        """Count an output that was given to the client. It may hold the tokens of several steps.
 
-        all_are_seen   whether the time between two outputs is that between their tokens; else there is none to tell
+        all_are_seen   whether the time between two outputs is that between their tokens; else that time is unknown
 
-        The first one counts the request (`ServerMetrics.begun`) and its prompt's tokens in the record. Of the tokens
-        that are new in any of its n answers, metrics (`ServerMetrics.tokens`) and record hear; one answer has
-        a share of them, and the seconds since `last_at` go into as many tokens of it. The record also notes when the
-        first token came (`Record.note_first_token`). The last one is `finished`.
+        The first output counts the request (`ServerMetrics.begun`), and its prompt's tokens in the record. The new
+        tokens of all n answers count in metrics (`ServerMetrics.tokens`) and record. Each answer has an n-th of them,
+        so the time between two of its tokens is the time since `last_at` divided by that. The record also notes the
+        time of the first token (`Record.note_first_token`). The last output is counted by `ServerMetrics.finished`.
         """
         raise Todo("lab 9.5: what one request adds")
 
     def end(self) -> None:
-        """Nobody will be given more of it. One that began and did not finish was `aborted`."""
+        """There are no more outputs. A request that began and did not finish counts as `aborted`."""
         raise Todo("lab 9.5: what one request adds")
 
     # endregion

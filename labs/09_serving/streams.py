@@ -1,4 +1,4 @@
-"""One request's outputs on their way to whoever waits for them.
+"""Outputs on their way from the engine's thread to a consumer in an event loop.
 
 Stands for `RequestOutputCollector` of vllm/v1/engine/output_processor.py (v0.22.1).
 """
@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 
@@ -16,13 +16,19 @@ OutputKind = Literal["delta", "cumulative", "final"]
 T = TypeVar("T")
 
 
-class Stream(Generic[T]):
-    """From the engine's thread to one consumer in an event loop. What is not taken yet is one item, however long
-    nobody takes it.
+class Sink(Protocol):
+    """Takes a request's outputs, or the error that ends them: a `Stream`, or a queue of the standard library."""
 
-    merge    of an item that waits and a newer one
-    is_due   whether the consumer is to be woken for an item; those before it wait
-    last     the last item that came
+    def put(self, item: RequestOutput | Exception) -> bool | None:
+        """True: the consumer has to be woken."""
+
+
+class Stream(Generic[T]):
+    """A queue from the engine's thread to one consumer in an event loop, which holds at most one item.
+
+    merge    makes one item of the one that waits and a newer one, so that a slow consumer costs no memory
+    is_due   whether an item wakes the consumer; an item that does not waits for one that does
+    last     the last item that was put
     """
 
     def __init__(
@@ -42,21 +48,21 @@ class Stream(Generic[T]):
 
     # region lab 9.2: what a slow consumer finds
     def put(self, item: T | Exception) -> bool:
-        """In the engine's thread. True: the consumer has to be woken (`wake`), or is gone with its loop.
+        """Called in the engine's thread. True: the consumer has to be woken (`wake`), or its loop is closed.
 
         An error is raised by `take`.
         """
         raise Todo("lab 9.2: what a slow consumer finds")
 
     async def take(self) -> T:
-        """In the event loop: all that has come since the last time, as one item; waits for it."""
+        """Called in the event loop: wait for items, and return all that were put since the last call as one."""
         raise Todo("lab 9.2: what a slow consumer finds")
 
     # endregion
 
 
 def wake(streams: Iterable[Stream]) -> list[Stream]:
-    """Wake the consumers of these streams, in one call for each loop. Returns those whose loop is closed."""
+    """Wake the consumers of these streams, by one call for each loop. Returns the streams whose loop is closed."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
     for stream in streams:
         by_loop.setdefault(stream.loop, []).append(stream)
@@ -80,8 +86,8 @@ def _wake_all(streams: list[Stream]) -> None:
 def output_stream(loop: asyncio.AbstractEventLoop, kind: OutputKind) -> "Stream[RequestOutput]":
     """A stream of one request's outputs.
 
-    kind   "delta": what waits is merged; "cumulative": the newest output stands for all, and its deltas are those of
-           one step; "final": the last output alone
+    kind   "delta": outputs that wait are merged, with the deltas of all; "cumulative": a newer output replaces the one
+           that waits, and its deltas are those of one step; "final": the last output alone
     """
     if kind == "final":
         return Stream(loop, newest, is_due=lambda output: output.finished)
@@ -102,7 +108,7 @@ def newest(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
 
 
 def aborted(request_id: str, last: RequestOutput | None) -> RequestOutput:
-    """The output that ends a request which somebody aborted.
+    """The last output of a request that was aborted.
 
     last   its output before that, if there was one
     """

@@ -14,10 +14,10 @@ from minivllm.simulate.traffic import Arrival
 
 
 class Fleet:
-    """Serves arrivals in the order of their times. What happens at the same time happens in a fixed order.
+    """Serves arrivals in the order of their times. Events at the same time are processed in a fixed order.
 
-    requests   as they arrived, with what became of them
-    now        seconds: of the last event
+    requests   in the order of arrival, with the times of their tokens
+    now        seconds: the time of the last event
     """
 
     def __init__(
@@ -37,34 +37,36 @@ class Fleet:
         # (time, number of the event, replica): the end of its step, or when it wakes.
         self._events: list[tuple[float, int, int]] = []
         self._num_events = 0
-        self._event_of: list[int | None] = [None] * replicas  # the only event of each that still counts
+        self._event_of: list[int | None] = [
+            None
+        ] * replicas  # of each the last one; earlier ones are superseded
         self._latest_s = 0.0  # of all arrivals
 
     # region lab 10.1: a clock that jumps
     def serve(
         self, arrivals: Iterable[Arrival], progress: Callable[[int], object] = lambda done: None
     ) -> None:
-        """Serve them all, to the last token.   progress: called after every 100th, with their number
+        """Serve all arrivals, to the last token.   progress: called after every 100th, with their number
 
-        `now` is always the time of what happens: an arrival, or an event. One that comes at the very time of an event
-        comes before it.
+        `now` is always the time of the arrival or the event that is being processed. An arrival at the time of an event
+        is processed before it.
         """
         raise Todo("lab 10.1: a clock that jumps")
 
     def _next_event(self) -> None:
-        """Take the earliest event, the one that was scheduled first of several. Nothing if it counts no more.
+        """Process the earliest event, the one that was scheduled first of several. Nothing if it was superseded.
 
-        The step that runs has ended. The next one begins, and ends so many seconds later (`Replica.begin_step`). Where
-        none can run the replica has an event when it wakes, if it does (`Replica.wakes_at`).
+        The running step ends. The next one begins, and ends so many seconds later (`Replica.begin_step`). If none can
+        run, the replica's next event is when it wakes, if it does (`Replica.wakes_at`).
         """
         raise Todo("lab 10.1: a clock that jumps")
 
     # endregion
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Now. A replica in a step looks when it ends; another one looks at once, which is an event, too.
+        """Route an arrival. A replica in a step takes it at the end of the step; an idle one has an event now.
 
-        ValueError for a time before the arrival before, or none at all.
+        ValueError for a time before that of the arrival before, or not finite.
         """
         if not self._latest_s <= arrival.time_s < float("inf"):
             raise ValueError(
@@ -77,10 +79,10 @@ class Fleet:
         replica = self.replicas[number]
         self.requests.append(replica.add(arrival))
         if replica.output is None:
-            self._schedule_event(number, self.now)  # others may come at the same time
+            self._schedule_event(number, self.now)  # after other arrivals at the same time
 
     def _schedule_event(self, number: int, time: float) -> None:
-        """The replica's next event. One that it had before counts no more."""
+        """Schedule the replica's next event, which supersedes the one before."""
         self._num_events += 1
         self._event_of[number] = self._num_events
         heapq.heappush(self._events, (time, self._num_events, number))

@@ -11,14 +11,14 @@ from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.lora.request import LoRARequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.server.access_log import Record
 from minivllm.server.keys import Holder
 from minivllm.server.metrics import Progress, ServerMetrics
 from minivllm.server.names import ModelNames
 from minivllm.server.protocol import LoadAdapterRequest
-from minivllm.server.record import Record
 from minivllm.server.settings import ServerSettings
-from minivllm.serving.hand_over import HandOver
-from minivllm.serving.listening import listen
+from minivllm.serving.call_queue import CallQueue
+from minivllm.serving.cancellation import listen
 from minivllm.serving.streams import Stream, output_stream
 from minivllm.sources.resolver import stable_id
 from minivllm.text.detokenizer import IncrementalDetokenizer
@@ -33,15 +33,15 @@ def state(future: Future) -> str:
 
 
 def demo_9_1() -> Iterator[str]:
-    hand_over: HandOver[list[str]] = HandOver()
+    call_queue: CallQueue[list[str]] = CallQueue()
     engine: list[str] = []
-    futures = {name: hand_over.call(lambda engine, name=name: engine.append(name)) for name in "abc"}
+    futures = {name: call_queue.call(lambda engine, name=name: engine.append(name)) for name in "abc"}
     futures["b"].cancel()
     yield f"before a step: a {state(futures['a'])}, b {state(futures['b'])}"
-    hand_over.run(engine, wait=False)
+    call_queue.run(engine, wait=False)
     yield f"between two steps the engine's thread has run {engine}"
-    hand_over.end(RuntimeError("the engine has ended"))
-    yield f"a call after the end: {state(hand_over.call(lambda engine: None))}"
+    call_queue.end(RuntimeError("the engine has ended"))
+    yield f"a call after the end: {state(call_queue.call(lambda engine: None))}"
 
 
 def demo_9_2() -> Iterator[str]:

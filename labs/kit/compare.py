@@ -13,7 +13,7 @@ from typing import Any
 
 from labs.kit.alignment import Step, align, differences
 from labs.kit.regions import LabError
-from minivllm.server.page import build_page, run_of
+from minivllm.observe.page import build_page, run_of
 
 # Seconds, and parts of what ours took, after which the learner's engine is not waited for any longer.
 LEAST_LIMIT, LIMIT = 60.0, 5.0

@@ -14,12 +14,12 @@ from minivllm.commands.adapter_folder import register_folder
 from minivllm.commands.common import checkout_folder, resolve_model
 from minivllm.engine_args import EngineArgs
 from minivllm.lora.request import LoRARequest
+from minivllm.processes import avoid_pauses
 from minivllm.progress import Listener
 from minivllm.server.app import build_app
 from minivllm.server.run import DrainingServer, bind
 from minivllm.server.settings import ServerSettings
 from minivllm.serving.async_llm import AsyncLLM
-from minivllm.serving.pauses import avoid_pauses
 from minivllm.sources.resolver import stable_id
 
 # Of the command's options those that `ServerSettings` takes as they are.

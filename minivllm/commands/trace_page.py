@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.commands.common import console
+from minivllm.observe.page import build_page, run_of
 from minivllm.observe.trace import StepRecord, Trace
-from minivllm.server.page import build_page, run_of
 
 
 def run_trace_page(path: Path, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adapters as models: which there are, and loading, unloading and pinning them.
+"""Routes of models and adapters: listing, loading, unloading and pinning them.
 
 Stands for vllm/entrypoints/serve/lora/api_router.py and vllm/entrypoints/openai/models/api_router.py (v0.22.1).
 """
@@ -11,19 +11,18 @@ from typing import Any
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.responses import PlainTextResponse
 
+from minivllm.errors import EngineDeadError
 from minivllm.server.context import Call, Server
 from minivllm.server.errors import ApiError
 from minivllm.server.protocol import AdapterRequest, LoadAdapterRequest
 from minivllm.server.routes import get, post
-from minivllm.serving.errors import EngineDeadError
-from minivllm.serving.views import describe
+from minivllm.serving.calls import describe_adapters
 
 STARTED = int(time.time())
 
 
 class ModelNameConvertor(PathConvertor):
-    """The rest of a path, line feeds included: Starlette's own "path" leaves out one at the end, so that "sql" would
-    answer for "sql%0A"."""
+    """The rest of a path, with line feeds. Starlette's own "path" drops the last one: "sql%0A" would find "sql"."""
 
     regex = "(?s:.*)"
 
@@ -37,14 +36,14 @@ async def models(call: Call) -> dict[str, Any]:
 
 
 async def model(call: Call) -> dict[str, Any]:
-    """One of them. vLLM has no route for it; the openai client does."""
+    """One model. vLLM has no route for it; the openai client calls it."""
     name = call.path_params["name"]
     await call.adapter(name)
     return card(call, name)
 
 
 def card(call: Call, name: str) -> dict[str, Any]:
-    """What is said of a model that is served."""
+    """A model that is served, in OpenAI's format."""
     config = call.server.llm.config.model_config
     known = {"id": name, "object": "model", "created": STARTED, "owned_by": "minivllm"}
     adapter = call.server.names.served.get(name)
@@ -54,8 +53,8 @@ def card(call: Call, name: str) -> dict[str, Any]:
 
 
 async def adapters(call: Call) -> dict[str, Any]:
-    """Where each adapter is, in whose slot, and when it was last used."""
-    known = await call.server.llm.call(describe)
+    """State, slot, pin, bytes and last use of each adapter."""
+    known = await call.server.llm.call(describe_adapters)
     found = []
     for name, served in sorted(call.server.names.served.items()):
         if not call.holder.may_use(name):
@@ -66,7 +65,7 @@ async def adapters(call: Call) -> dict[str, Any]:
 
 
 async def load(body: LoadAdapterRequest, call: Call) -> PlainTextResponse:
-    """Read an adapter and serve it under a name. vLLM's body; a refused adapter is 400, where vLLM says 500."""
+    """Load an adapter and serve it under a name. vLLM's body; a refused adapter is 400, where vLLM answers 500."""
     server = changeable(call)
     with no_room_is_a_conflict():
         await server.names.load(body)
@@ -74,7 +73,7 @@ async def load(body: LoadAdapterRequest, call: Call) -> PlainTextResponse:
 
 
 async def unload(body: AdapterRequest, call: Call) -> PlainTextResponse:
-    """Serve an adapter no longer. The answer comes when the requests that use it are finished."""
+    """Unload an adapter. The response comes when the requests that use it have finished."""
     server = changeable(call)
     await server.names.unload(body.lora_name)
     return success(body.lora_name, "removed")
@@ -96,7 +95,7 @@ async def unpin(body: AdapterRequest, call: Call) -> PlainTextResponse:
 
 
 def changeable(call: Call) -> Server:
-    """The server. ApiError 403 unless it was started so that adapters may come and go, and this key manages it."""
+    """The server. ApiError 403 if it does not allow changes of adapters, or this key does not."""
     call.holder.check_manages()
     if not call.server.settings.allow_runtime_lora:
         raise ApiError(403, "adapters cannot be changed; start the server with --allow-runtime-lora")
@@ -107,7 +106,7 @@ def changeable(call: Call) -> Server:
 
 @contextmanager
 def no_room_is_a_conflict() -> Iterator[None]:
-    """ApiError 409 where all slots are pinned, or all that memory holds is pinned or in use."""
+    """ApiError 409 where all slots are pinned, or all adapters in memory are pinned or in use."""
     try:
         yield
     except EngineDeadError:  # a RuntimeError, too

@@ -1,73 +1,88 @@
-"""POST /v1/completions and /v1/chat/completions.
+"""POST /v1/completions, /v1/chat/completions, /tokenize and /detokenize.
 
-Stands for vllm/entrypoints/openai/{completion,chat_completion}/api_router.py (v0.22.1).
+Stands for vllm/entrypoints/openai/{completion,chat_completion}/api_router.py and vllm/entrypoints/serve/tokenize/
+(v0.22.1).
 """
 
-from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from starlette.responses import Response
 
-from minivllm.engine.input_processor import Prompt
-from minivllm.lora.request import LoRARequest
 from minivllm.server.context import Call, new_id
 from minivllm.server.errors import ApiError
-from minivllm.server.forms import ChatForm, CompletionForm
-from minivllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from minivllm.server.respond import respond
+from minivllm.server.formatting import ChatFormatter, CompletionFormatter
+from minivllm.server.generation import Generation, respond
+from minivllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from minivllm.server.routes import post
-from minivllm.server.sampling import chat_params, completion_params
+from minivllm.text.prompts import tokenize as tokenize_text
 
 
 async def complete(body: CompletionRequest, call: Call) -> Response:
     """Continue one text or several, by the base model or an adapter."""
     adapter = await call.adapter(body.model)
-    params = completion_params(body)
-    prompts = prompts_of(body, call.server.settings.max_prompts)
-    echoes = await texts_of(call, prompts, adapter) if body.echo else ()
-    form = CompletionForm(new_id("cmpl"), body.model, body.return_token_ids, echoes=echoes, n=params.n)
-    generation = call.generation(form.id, prompts, params, adapter)
-    return await respond(call.receive, generation, form, body.stream, include_usage(body))
+    params = body.to_sampling_params()
+    prompts, most = body.prompts(), call.server.settings.max_prompts
+    if not 1 <= len(prompts) <= most:
+        raise ApiError(400, f"prompt must be one to {most} prompts, got {len(prompts)}", "prompt")
+    echoes: list[str] = []
+    if body.echo:
+        decode, run = (await call.tokenizer(adapter)).decode, call.server.llm.run_in_tokenizer_thread
+        echoes = [
+            prompt if isinstance(prompt, str) else await run(partial(decode, prompt["prompt_token_ids"]))
+            for prompt in prompts
+        ]
+    formatter = CompletionFormatter(
+        new_id("cmpl"), body.model, body.return_token_ids, echoes=echoes, n=params.n
+    )
+    return await respond(Generation(call, formatter.id, prompts, params, adapter), formatter, body)
 
 
 async def chat(body: ChatRequest, call: Call) -> Response:
     """Answer a conversation, by the base model or an adapter."""
     adapter = await call.adapter(body.model)
-    params = chat_params(body)
-    messages = [message.as_template_takes_it() for message in body.messages]
+    params = body.to_sampling_params()
+    messages = [message.for_template() for message in body.messages]
     prompt = await call.server.llm.chat_prompt(messages, adapter)
-    form = ChatForm(
+    formatter = ChatFormatter(
         new_id("chatcmpl"), body.model, body.return_token_ids, top_logprobs=body.top_logprobs or 0
     )
-    generation = call.generation(form.id, [prompt], params, adapter)
-    return await respond(call.receive, generation, form, body.stream, include_usage(body))
+    return await respond(Generation(call, formatter.id, [prompt], params, adapter), formatter, body)
 
 
-def include_usage(body: SamplingFields) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
+    """Token ids of a text, or of a conversation in the model's template. The fields are vLLM's."""
+    adapter = await call.adapter(body.model)
+    llm = call.server.llm
+    tokenizer = await call.tokenizer(adapter)
+    longest = llm.config.model_config.max_model_len
+    if body.messages is not None:
+        messages = [message.for_template() for message in body.messages]
+        ids = (await llm.chat_prompt(messages, adapter))["prompt_token_ids"]
+    else:
+        special = body.add_special_tokens
+        ids = await llm.run_in_tokenizer_thread(
+            lambda: tokenize_text("prompt", body.prompt, tokenizer, longest, add_special_tokens=special)
+        )
+    texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
 
 
-def prompts_of(body: CompletionRequest, most: int) -> list[Prompt]:
-    """One or several prompts as a list; token ids in the form that the engine takes. ApiError 400 for none."""
-    given = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not 1 <= len(given) <= most:
-        raise ApiError(400, f"prompt must be one to {most} prompts, got {len(given)}", "prompt")
-    return [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in given]
-
-
-async def texts_of(call: Call, prompts: Sequence[Prompt], adapter: LoRARequest | None) -> list[str]:
-    """The prompts as text, for `echo`. ApiError 400 for a server of token ids only."""
-    llm, decode = call.server.llm, (await call.tokenizer(adapter)).decode
-    return [
-        prompt
-        if isinstance(prompt, str)
-        else await llm.beside(lambda ids=prompt["prompt_token_ids"]: decode(ids))
-        for prompt in prompts
-    ]
+async def detokenize(body: DetokenizeRequest, call: Call) -> dict[str, str]:
+    """The text of token ids."""
+    adapter = await call.adapter(body.model)
+    tokenizer = await call.tokenizer(adapter)
+    if wrong := [token for token in body.tokens if token >= len(tokenizer)]:
+        raise ApiError(
+            400, f"tokens {wrong[:5]} are unknown; use ids from 0 to {len(tokenizer) - 1}", "tokens"
+        )
+    text = await call.server.llm.run_in_tokenizer_thread(lambda: tokenizer.decode(body.tokens))
+    return {"prompt": text}
 
 
 ROUTES = (
     post("/v1/completions", CompletionRequest, complete),
     post("/v1/chat/completions", ChatRequest, chat),
+    post("/tokenize", TokenizeRequest, tokenize),
+    post("/detokenize", DetokenizeRequest, detokenize),
 )

@@ -1,8 +1,7 @@
-"""A connection: how long a request's head may be, what it may upgrade to, how long a reader may take nothing, and
-whether its HTTP knows chunks.
+"""The HTTP/1 connection: limits on a request's head and on slow readers, upgrades, and responses to HTTP/1.0.
 
 Stands for `--h11-max-incomplete-event-size` of vLLM's server (v0.22.1). uvicorn has that limit with h11 alone, which
-passes over upgrades as well. It takes 74 us for a request and 2.4 for each event of a stream, httptools 20 and 0.5.
+ignores upgrades as well. h11 takes 74 us for a request and 2.4 for each event of a stream, httptools 20 and 0.5.
 """
 
 import sys
@@ -15,13 +14,14 @@ from minivllm.server.settings import ServerSettings
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """One connection. httptools keeps a head until it is whole, however long that is; this one answers 400 and closes.
+    """uvicorn's connection with limits.
 
-    A request that offers to go on in another protocol (`Upgrade: h2c`, as Java's client does) is answered in this one.
-    httptools gives up such a request behind its head, and uvicorn goes on without the body.
+    httptools buffers a head until it is complete, however long that is; this one answers 400 and closes.
+    A request that offers to upgrade to another protocol (`Upgrade: h2c`, as Java's client does) is answered in this
+    one. httptools stops parsing such a request after its head, and uvicorn goes on without the body.
 
-    most            bytes that are read since the last part of a body or the last request, and are neither
-    write_seconds   after which a reader that takes nothing is cut off
+    most            bytes that may be received since the last part of a body or the last request
+    write_seconds   after which a client that reads nothing is cut off
     """
 
     most: int
@@ -52,7 +52,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_lost(error)
 
     def _check_reader(self, size: int) -> None:
-        """Cut the reader off unless it has taken something.   size: bytes that were left for it the last time"""
+        """Close the connection unless the client has read something.   size: bytes to be sent at the last check"""
         left = self.transport.get_write_buffer_size()
         if left >= size:
             self.transport.abort()
@@ -70,12 +70,12 @@ class LimitedConnection(HttpToolsProtocol):
             self.send_400_response("The request's head is too large.")
 
     def _should_upgrade(self) -> bool:
-        """Whether uvicorn leaves the request to `handle_websocket_upgrade`. A tunnel (CONNECT) is none to upgrade."""
+        """Whether uvicorn calls `handle_websocket_upgrade` for the request. A tunnel (CONNECT) is no upgrade."""
         return self.parser.get_method() != b"CONNECT"
 
     def handle_websocket_upgrade(self) -> None:
-        """Have the request read again, as one that offers nothing. uvicorn calls this where it caught httptools' word
-        for it, which says where the head ended."""
+        """Parse the request again, without its offer to upgrade. uvicorn calls this where it has caught httptools'
+        exception, which holds the place where the head ends."""
         [end] = sys.exception().args
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.scope["http_version"].encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
@@ -90,8 +90,8 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
 
-class WholeAnswers:
-    """A middleware: HTTP/1.0 knows no chunks, so an answer of unknown length is sent when it is whole, with its length.
+class BufferForHTTP10:
+    """A middleware: HTTP/1.0 has no chunked encoding, so a response without a length is buffered and sent with one.
 
     uvicorn would send it in chunks.
     """
@@ -103,19 +103,22 @@ class WholeAnswers:
         if scope["type"] != "http" or scope["http_version"] != "1.0":
             await self.app(scope, receive, send)
             return
-        start: Message = {}
-        parts: list[bytes] = []
+        start: Message | None = None  # of a response without a length
+        body = bytearray()
 
-        async def collect(message: Message) -> None:
+        async def buffer(message: Message) -> None:
+            nonlocal start
             if message["type"] == "http.response.start":
-                start.update(message)
-                return
-            parts.append(message.get("body", b""))
-            if message.get("more_body"):
-                return
-            body = b"".join(parts)
-            headers = [header for header in start["headers"] if header[0].lower() != b"content-length"]
-            await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-            await send({"type": "http.response.body", "body": body})
+                if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+                    start = message
+                    return
+            elif start is not None:
+                body.extend(message.get("body", b""))
+                if message.get("more_body"):
+                    return
+                length = str(len(body)).encode()
+                await send({**start, "headers": [*start["headers"], (b"content-length", length)]})
+                message = {"type": "http.response.body", "body": bytes(body)}
+            await send(message)
 
-        await self.app(scope, receive, collect)
+        await self.app(scope, receive, buffer)

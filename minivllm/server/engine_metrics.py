@@ -1,4 +1,7 @@
-"""The engine's own numbers, as a monitor reads them. Stands for a part of vllm/v1/metrics/loggers.py (v0.22.1)."""
+"""Prometheus metrics of the engine: gauges of its scheduler, and counters of what happens to adapters.
+
+Stands for a part of vllm/v1/metrics/loggers.py (v0.22.1).
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,9 +11,9 @@ from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from minivllm.lora.events import LoRAEvent
-from minivllm.serving.views import EngineView
+from minivllm.serving.calls import EngineSnapshot
 
-# Name, field of `SchedulerStats`, what it says.
+# Name, field of `SchedulerStats`, help text.
 GAUGES = (
     ("vllm:num_requests_running", "num_running_reqs", "Requests in the batch."),
     ("vllm:num_requests_waiting", "num_waiting_reqs", "Requests in the queue."),
@@ -29,27 +32,29 @@ LORA_GAUGES = (
 
 
 class EngineCollector:
-    """A collector of prometheus_client. `seen` is what it tells of; whoever is asked for metrics sets it first."""
+    """A collector of prometheus_client.   latest: the snapshot that it shows, set before each `collect`"""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
-        self.seen: EngineView | None = None
+        self.latest: EngineSnapshot | None = None
 
     def collect(self) -> Iterator[Metric]:
-        if (seen := self.seen) is None:
+        if (latest := self.latest) is None:
             return
         for name, field, text in GAUGES:
             yield self._one(
-                GaugeMetricFamily(name, text, labels=["model_name"]), getattr(seen.scheduler, field)
+                GaugeMetricFamily(name, text, labels=["model_name"]), getattr(latest.scheduler, field)
             )
         for name, field, text in TOTALS:
             family = CounterMetricFamily(name, text, labels=["model_name"])
-            yield self._one(family, getattr(seen.scheduler, field))
-        for name, field, text in LORA_GAUGES if seen.adapters else ():
-            yield self._one(GaugeMetricFamily(name, text, labels=["model_name"]), seen.adapters[field])
+            yield self._one(family, getattr(latest.scheduler, field))
+        for name, field, text in LORA_GAUGES if latest.adapters else ():
+            yield self._one(GaugeMetricFamily(name, text, labels=["model_name"]), latest.adapters[field])
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that have requests.", labels=labels)
-        info.add_metric([str(seen.max_loras), ",".join(seen.running), ",".join(seen.waiting)], time.time())
+        info.add_metric(
+            [str(latest.max_loras), ",".join(latest.running), ",".join(latest.waiting)], time.time()
+        )
         yield info
 
     def _one(self, family: Any, value: float) -> Metric:
@@ -58,7 +63,7 @@ class EngineCollector:
 
 
 class AdapterEvents:
-    """Counts what happens to each adapter; a listener of the adapter manager's events.
+    """A listener of adapters' events that counts them by adapter.
 
     counters   kind of event -> a counter with the label `adapter`
     label      an adapter's name -> its label
@@ -66,7 +71,7 @@ class AdapterEvents:
 
     def __init__(self, counters: dict[str, Counter], label: Callable[[str], str]) -> None:
         self.counters, self.label = counters, label
-        self._names: dict[int, str] = {}  # of those that were read
+        self._names: dict[int, str] = {}  # by id, of adapters that were loaded
 
     def __call__(self, event: LoRAEvent) -> None:
         if event.kind == "load":

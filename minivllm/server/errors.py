@@ -1,4 +1,7 @@
-"""Errors in OpenAI's form. Stands for vllm/entrypoints/serve/utils/error_response.py (v0.22.1)."""
+"""Error responses in OpenAI's format, and which status each error has.
+
+Stands for vllm/entrypoints/serve/utils/error_response.py (v0.22.1).
+"""
 
 import asyncio
 import json
@@ -10,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minivllm.errors import AllPinned, IsLeaving
-from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
+from minivllm.errors import AllPinned, EngineDeadError, IsLeaving
+from minivllm.serving.async_llm import Draining, QueueFull
 
 MOST_CHARACTERS = 500
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `json.dumps` makes one for every call
 
-# Status -> what vLLM calls it.
+# Status -> the type that vLLM gives.
 KINDS = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -28,7 +31,7 @@ KINDS = {
     503: "ServiceUnavailableError",
 }
 
-# What means something to whoever asked -> status; the first that fits.
+# Errors whose message is for the client -> status; the first that fits.
 STATUSES = {
     QueueFull: 429,
     Draining: 503,
@@ -41,10 +44,10 @@ STATUSES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     status   of HTTP
-    param    the field of the request's body that is to blame
+    param    the field of the request's body that is wrong
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -52,11 +55,11 @@ class ApiError(Exception):
         self.status, self.message, self.param = status, message, param
 
 
-TOLD = (ApiError, *STATUSES)  # errors whose sentence whoever asked is told
+REPORTED = (ApiError, *STATUSES)  # errors whose message the client gets
 
 
 class Json(JSONResponse):
-    """JSON of any text: half a character, which UTF-8 does not have, stays escaped."""
+    """JSON of any text: a lone surrogate, which UTF-8 cannot encode, stays escaped."""
 
     def render(self, content: Any) -> bytes:
         return encode(content)
@@ -68,51 +71,60 @@ def encode(content: Any) -> bytes:
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's form, with vLLM's types."""
+    """An error in OpenAI's format, with vLLM's types."""
     kind = KINDS.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
     shown = message if len(message) <= MOST_CHARACTERS else message[: MOST_CHARACTERS - 1] + "…"
     return {"error": {"message": shown, "type": kind, "param": param, "code": status}}
 
 
 def error_response(status: int, message: str, param: str | None = None) -> Json:
-    """The whole answer; who may try again later is told when."""
+    """An error as a response, with `retry-after` where the client may retry."""
     headers = {"retry-after": "1"} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Json(error_body(status, message, param), status, headers)
 
 
-def refusal(error: Exception) -> Json:
-    """The answer to a request that met one of `TOLD`."""
+def response_of(error: Exception) -> Json:
+    """The response to a request that raised one of `REPORTED`."""
     return error_response(status_of(error), str(error), getattr(error, "param", None))
 
 
 def status_of(error: Exception) -> int:
-    """What an error means to whoever asked."""
+    """The HTTP status of an error; 500 for one that is not in `REPORTED`."""
     if isinstance(error, ApiError):
         return error.status
     return next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
 
 
-async def answer_http(request: Request, error: HTTPException) -> Json:
-    """Where no route is, or another method."""
-    answered = error_response(error.status_code, str(error.detail))
-    answered.headers.update(error.headers or {})  # which methods there are
-    return answered
+async def on_reported(request: Request, error: Exception) -> Json:
+    return response_of(error)
 
 
-async def answer_unknown(request: Request, error: Exception) -> Json:
-    """Where a handler failed."""
+async def on_http_exception(request: Request, error: HTTPException) -> Json:
+    """Starlette raises it for an unknown path, or another method of a path."""
+    response = error_response(error.status_code, str(error.detail))
+    response.headers.update(error.headers or {})  # the methods that are allowed
+    return response
+
+
+async def on_failure(request: Request, error: Exception) -> Json:
+    """For a handler with a bug; Starlette raises the error again, and uvicorn logs it."""
     return error_response(500, "the server failed at this request; its log says why")
 
 
-HANDLERS = {HTTPException: answer_http, Exception: answer_unknown}
+# For Starlette, which looks an error's classes up from the most derived one on.
+HANDLERS = {
+    HTTPException: on_http_exception,
+    Exception: on_failure,
+    **dict.fromkeys(REPORTED, on_reported),
+}
 
 
-class CutOff:
-    """Answers the requests that a server cuts off when it ends; else uvicorn would log a traceback for each.
+class AnswerCancelled:
+    """A middleware: a request that the server cancels when it is forced to end gets 503, and no traceback in the log.
 
-    Nobody else cancels a request from outside. One whose answer has begun has no second one: its connection is closed.
+    Only the server cancels requests from outside. If the response has begun, the connection is closed.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,7 @@
-"""Who may ask for what. Stands for a part of vllm/entrypoints/openai/server_utils.py (v0.22.1)."""
+"""API keys, and which models each permits.
+
+Stands for `AuthenticationMiddleware` of vllm/entrypoints/openai/server_utils.py (v0.22.1).
+"""
 
 import hashlib
 import hmac
@@ -9,13 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minivllm.server.errors import ApiError, error_response
 from minivllm.server.settings import ServerSettings
 
-# The page at / tells nothing of the server; it asks whoever looks at it for a key.
+# The page at / shows nothing of the server by itself; it asks its user for a key.
 OPEN = frozenset({"/health", "/version", "/"})
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Whoever sent a key. adapters: the only ones that it opens; None = everything."""
+    """The holder of a key. adapters: the only ones that the key opens; None = everything"""
 
     adapters: frozenset[str] | None = None
 
@@ -23,30 +26,30 @@ class Holder:
         return self.adapters is None or model in self.adapters
 
     def check(self, model: str) -> None:
-        """ApiError 403 for a model that is not this holder's."""
+        """ApiError 403 for a model that this key does not open."""
         if not self.may_use(model):
             raise ApiError(403, f"this API key does not open the model '{model}'", "model")
 
     def check_manages(self) -> None:
-        """ApiError 403 for whoever may use single adapters only: of what changes all, or tells of all."""
+        """ApiError 403 for the key of single adapters, where all adapters are shown or changed."""
         if self.adapters is not None:
             raise ApiError(403, "this API key opens single adapters only; this needs the server's key")
 
 
 class Keys:
-    """All keys, as digests: comparing takes as long for a key that is nearly right as for any other."""
+    """All keys, as digests, so that comparing takes the same time for any wrong key."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._masters = [_digest(key) for key in settings.api_keys]
         self._of_adapters = [(_digest(key), name) for name, key in settings.adapter_keys.items()]
 
     def holder(self, authorization: str) -> Holder | None:
-        """Of a header `Bearer KEY`; None if nobody has that key."""
+        """The holder of a header `Bearer KEY`; None for an unknown key."""
         if not self._masters:
             return Holder()
         scheme, _, key = authorization.partition(" ")
         sent = _digest(key.strip() if scheme.lower() == "bearer" else "")
-        # Every key is compared, whichever fits.
+        # All are compared, also after one fits.
         masters = [hmac.compare_digest(sent, digest) for digest in self._masters]
         opened = [name for digest, name in self._of_adapters if hmac.compare_digest(sent, digest)]
         if any(masters):
@@ -59,7 +62,7 @@ def _digest(key: str) -> bytes:
 
 
 class KeyCheck:
-    """Refuses requests without a key that fits; others go on, with the `Holder` in their state."""
+    """A middleware: refuses requests without a known key; others get its `Holder` into their state."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self.app, self.keys = app, keys
@@ -69,7 +72,7 @@ class KeyCheck:
             sent = [value for name, value in scope["headers"] if name == b"authorization"]
             holder = self.keys.holder(sent[0].decode("latin-1") if len(sent) == 1 else "")
             if holder is None and scope["path"] not in OPEN:
-                refusal = error_response(401, "no valid API key was sent; send `Authorization: Bearer KEY`")
-                return await refusal(scope, receive, send)
+                response = error_response(401, "no valid API key was sent; send `Authorization: Bearer KEY`")
+                return await response(scope, receive, send)
             scope["state"]["holder"] = holder
         return await self.app(scope, receive, send)

@@ -1,7 +1,7 @@
-"""What one request, and all together, may take. Stands for a part of vllm/entrypoints/openai/server_utils.py.
+"""Limits on headers, bodies and concurrent requests. Stands for a part of vllm/entrypoints/openai/server_utils.py.
 
-How long a head may be, and a reader that takes nothing, are the connection's (`connection.py`); how deep JSON may be
-nested is the parser's.
+The connection limits the size of a head and cuts off clients that read nothing (`connection.py`); the parser limits the
+nesting of JSON.
 """
 
 import asyncio
@@ -10,18 +10,18 @@ from itertools import chain
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minivllm.server.errors import ApiError, refusal
+from minivllm.server.errors import ApiError, response_of
 from minivllm.server.settings import ServerSettings
 
 MOST_HEADERS = 100
-# Answered whatever else goes on: whoever watches the server must see it when it is busy.
+# Always answered, because monitors must see a server that is busy or draining.
 ALWAYS = frozenset({"/health", "/version", "/metrics"})
 
 
 class Limits:
-    """Refuses what is too much: headers, requests at a time, and any request once the server is about to end.
+    """A middleware: refuses too many headers, too many concurrent requests, and new requests of a server that drains.
 
-    is_draining   whether it is
+    is_draining   whether it does
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, is_draining: Callable[[], bool]) -> None:
@@ -37,7 +37,7 @@ class Limits:
             self._check(scope["headers"], counts)
             await self.app(scope, receive, send)
         except ApiError as error:
-            await refusal(error)(scope, receive, send)
+            await response_of(error)(scope, receive, send)
         finally:
             self.num_active -= counts
 
@@ -52,9 +52,9 @@ class Limits:
 
 
 async def read_body(receive: Receive, length: bytes, settings: ServerSettings) -> bytes | None:
-    """All of it; None if the sender has gone. ApiError: 413 for one that is too large, 408 for one that comes late.
+    """The whole body; None if the client closed the connection. ApiError: 413 if it is too large, 408 if it is late.
 
-    length   what the head says of it, if it does
+    length   the value of content-length, empty without one
     """
     most, seconds = settings.max_body_bytes, settings.read_seconds
     size, body, is_more = int(length[:20]) if length.isdigit() else 0, bytearray(), True

@@ -1,4 +1,4 @@
-"""GET / and /events: the engine at work, in a browser. Stands for nothing in vLLM (v0.22.1)."""
+"""GET / and /events: a page that shows the engine's steps live. Stands for nothing in vLLM (v0.22.1)."""
 
 import asyncio
 import json
@@ -10,17 +10,19 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, StreamingResponse
 
+from minivllm.errors import EngineDeadError
+from minivllm.observe.page import build_page, run_of
 from minivllm.observe.trace import StepRecord
 from minivllm.server.context import Call, Server
-from minivllm.server.page import build_page, run_of
 from minivllm.server.routes import get
-from minivllm.serving.errors import EngineDeadError
-from minivllm.serving.views import newest_steps
+from minivllm.serving.calls import newest_steps, step_records
 
-BACKLOG = 200  # steps from before a page came
-PAUSE = 0.1  # seconds between two messages
-LOOK_AGAIN = 0.5  # seconds until a page is given up whose server ends
-STILL_HERE = 20  # so many looks without a step: a message that says nothing, so that a lost reader is noticed
+BACKLOG = 200  # steps from before the page was opened
+PAUSE = 0.1  # seconds between two events
+POLL_SECONDS = 0.5  # between two checks whether the engine has ended
+KEEP_ALIVE = (
+    20  # after so many checks without a step an empty comment is sent, so that a lost client is noticed
+)
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -32,20 +34,20 @@ HEADERS = {
 
 @cache
 def live_page() -> str:
-    """The same for every server: what a page shows comes from /events."""
+    """The page, the same for every server, because what it shows comes from /events."""
     return build_page("minivllm, live", [run_of("live", [])], scripts=["live.js"], live=True)
 
 
 async def page(call: Call) -> HTMLResponse:
-    """One page without anything from elsewhere."""
+    """The live page, which loads nothing from elsewhere."""
     return HTMLResponse(live_page(), headers=HEADERS)
 
 
 async def events(call: Call) -> StreamingResponse:
-    """What happens from now on, as server-sent events.
+    """Steps from now on, as server-sent events.
 
-    Each has `steps`, trace records, and `ttft`, see `latencies`. The first one also says what there is: `hello`.
-    While nobody reads, no step does anything for it.
+    Each event has `steps`, trace records, and `ttft`, see `latencies`. The first one also has `hello`: names and
+    capacities. Without clients no step spends any time on this.
     """
     call.holder.check_manages()
     await call.server.llm.check_health()
@@ -54,33 +56,33 @@ async def events(call: Call) -> StreamingResponse:
 
 
 async def _messages(server: Server) -> AsyncIterator[str]:
-    looks = 0
+    idle = 0  # checks since the last step
     async with aclosing(_steps(server)) as batches:
-        await anext(batches)  # from here on no step is lost; a page passes over those that come twice
-        steps, there_is = await server.llm.call(newest_steps, BACKLOG)
-        yield message(server, steps, {"room": there_is, **_names(server)})
+        await anext(batches)  # from here on no step is lost; the page ignores steps that come twice
+        steps, room = await server.llm.call(newest_steps, BACKLOG)
+        yield message(server, steps, {"room": room, **_names(server)})
         async for batch in batches:
-            looks = 0 if batch else looks + 1
+            idle = 0 if batch else idle + 1
             if batch:
                 yield message(server, batch)
                 await asyncio.sleep(PAUSE)
-            elif looks % STILL_HERE == 0:
+            elif idle % KEEP_ALIVE == 0:
                 yield ": still here\n\n"
 
 
 async def _steps(server: Server) -> AsyncGenerator[list[StepRecord], None]:
-    """Records as they come; an empty list first, and after each LOOK_AGAIN seconds without one.
+    """Records as they come; an empty list first, and after each POLL_SECONDS without one.
 
-    It ends with the engine: a page sees how the last requests of a server that ends are finished.
+    It ends with the engine, so that a page sees the last requests of a server that drains.
     """
-    async with aclosing(server.llm.subscribe()) as batches:
+    async with aclosing(server.llm.subscribe(step_records)) as batches:
         coming = asyncio.ensure_future(anext(batches))
-        await asyncio.sleep(0)  # the subscription is on its way to the engine
+        await asyncio.sleep(0)  # the subscription is in the engine's queue
         try:
             yield []
             while True:
                 await server.llm.check_health()
-                done, _ = await asyncio.wait([coming], timeout=LOOK_AGAIN)
+                done, _ = await asyncio.wait([coming], timeout=POLL_SECONDS)
                 if done:
                     batch, coming = coming.result(), asyncio.ensure_future(anext(batches))
                     yield batch
@@ -95,20 +97,20 @@ async def _steps(server: Server) -> AsyncGenerator[list[StepRecord], None]:
 
 
 def message(server: Server, steps: Collection[StepRecord], hello: dict[str, Any] | None = None) -> str:
-    """A server-sent event: one line, whatever the names in it are."""
-    said = {"steps": list(steps), "ttft": latencies(server.metrics.recent_ttft)}
+    """A server-sent event: one line, because JSON escapes line feeds in names."""
+    data = {"steps": list(steps), "ttft": latencies(server.metrics.recent_ttft)}
     if hello is not None:
-        said["hello"] = hello
-    return f"data: {json.dumps(said, default=_fields)}\n\n"
+        data["hello"] = hello
+    return f"data: {json.dumps(data, default=_fields)}\n\n"
 
 
 def _fields(part: Any) -> dict[str, Any]:
-    """Of a record or a part of one, which are not copied for this."""
+    """The fields of a record or a part of one, without `asdict`'s copies."""
     return {name: getattr(part, name) for name in part.__slots__}
 
 
 def latencies(seconds: Collection[float]) -> dict[str, float | int | None]:
-    """Median and 99th percentile of times to the first token, in seconds; None where there is none yet."""
+    """Median and 99th percentile of times to the first token, in seconds; None before the first one."""
     if len(seconds) < 2:
         only = next(iter(seconds), None)
         return {"count": len(seconds), "p50": only, "p99": only}

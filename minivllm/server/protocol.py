@@ -1,15 +1,28 @@
-"""What requests may hold. Stands for vllm/entrypoints/openai/{completion,chat_completion}/protocol.py (v0.22.1)."""
+"""The bodies of requests, and the engine's parameters from them.
+
+Stands for vllm/entrypoints/openai/{completion,chat_completion}/protocol.py (v0.22.1).
+"""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from minivllm.engine.input_processor import Prompt
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
+
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
+# Fields that `SamplingParams` has under the same names.
+SAME_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
+    *("ignore_eos", "min_tokens", "skip_special_tokens"),
+)
+
 
 class Body(BaseModel):
-    """A JSON object with known fields only. A field that is null counts as left out, as clients mean it."""
+    """A JSON object without unknown fields. A field that is null counts as left out, because clients mean that."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -24,7 +37,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema with a name, which is of no consequence; it is always followed to the letter (`strict`)."""
+    """A JSON schema. Its name has no effect, and answers always conform to it (`strict`)."""
 
     name: Name
     description: str | None = None
@@ -39,7 +52,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _schema_where_there_should_be_one(self) -> "ResponseFormat":
+    def _check_schema(self) -> "ResponseFormat":
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise ValueError('json_schema and type: "json_schema" need each other')
         return self
@@ -58,8 +71,8 @@ class StructuredOutputs(Body):
 class SamplingFields(Body):
     """Fields that completions and chats have in common; `minivllm.sampling_params` says what each means.
 
-    return_token_ids   each choice has its new `token_ids`, too; a server without a tokenizer has nothing else to say
-    user               accepted, as all clients send it, and of no consequence
+    return_token_ids   each choice has its new `token_ids`, too; without a tokenizer a server has no text to return
+    user               accepted because clients send it, and without effect
     """
 
     model: Name
@@ -87,16 +100,31 @@ class SamplingFields(Body):
     user: str | None = None
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> "SamplingFields":
+    def _check_options(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options may be given only with stream: true")
-        return self
-
-    @model_validator(mode="after")
-    def _one_structure(self) -> "SamplingFields":
         if self.structured_outputs is not None and self.response_format is not None:
             raise ValueError("structured_outputs and response_format say the same; leave one of them out")
         return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with an event of the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        same = {name: getattr(self, name) for name in SAME_FIELDS}
+        structure = self._structured_outputs_params()
+        return SamplingParams(**same, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structure)
+
+    def _structured_outputs_params(self) -> StructuredOutputsParams | None:
+        if self.structured_outputs is not None:
+            return StructuredOutputsParams(**self.structured_outputs.model_dump(by_alias=True))
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        if self.response_format.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=self.response_format.json_schema.schema_)
 
 
 class CompletionRequest(SamplingFields):
@@ -110,10 +138,21 @@ class CompletionRequest(SamplingFields):
     suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
-    def _logprobs_of_the_prompt(self) -> "CompletionRequest":
+    def _check_echo(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
             raise ValueError("echo with logprobs is not supported; leave one of them out")
         return self
+
+    def prompts(self) -> list[Prompt]:
+        """One or several prompts as a list, token ids in the form that the engine takes."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        return [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in given]
+
+    def to_sampling_params(self) -> SamplingParams:
+        """ValueError for values that no request may have. vLLM: `to_sampling_params`."""
+        return self._sampling_params(self.max_tokens, self.logprobs)
 
 
 class TextPart(Body):
@@ -128,7 +167,8 @@ class Message(Body):
     content: str | list[TextPart] = ""
     name: str | None = None
 
-    def as_template_takes_it(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, str]:
+        """The message in the form that chat templates take."""
         is_text = isinstance(self.content, str)
         text = self.content if is_text else "\n".join(part.text for part in self.content)
         named = {} if self.name is None else {"name": self.name}
@@ -145,10 +185,15 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @model_validator(mode="after")
-    def _logprobs_at_all(self) -> "ChatRequest":
+    def _check_top_logprobs(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs may be given only with logprobs: true")
         return self
+
+    def to_sampling_params(self) -> SamplingParams:
+        """Without a limit an answer may fill the context. ValueError for values that no request may have."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self._sampling_params(limit, (self.top_logprobs or 0) if self.logprobs else None)
 
 
 class LoadAdapterRequest(Body):
@@ -175,7 +220,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "TokenizeRequest":
+    def _check_one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

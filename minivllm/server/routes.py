@@ -1,7 +1,7 @@
-"""From a request's head to its handler, and from what that returns to an answer. vLLM 0.22.1 has FastAPI do this.
+"""Routes: the body of a request is parsed for its handler, whose result becomes the response.
 
-FastAPI's routing, dependencies and reading of bodies took more processor time than all the rest of a request
-(docs/serving.md).
+Stands for FastAPI, which vLLM 0.22.1 uses. Its routing, dependencies and parsing of bodies took more processor time
+than all the rest of a request (docs/serving.md).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,69 +15,69 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from minivllm.server.context import Call
-from minivllm.server.errors import TOLD, ApiError, Json, refusal
+from minivllm.server.errors import ApiError, Json
 from minivllm.server.limits import read_body
 from minivllm.server.protocol import Body
 
-# Of the body, if the route has one, and the call. What is no response is sent as JSON.
+# Of the body, if the route has one, and the call. A result that is no response is sent as JSON.
 Handler = Callable[..., Awaitable[Any]]
 
 
 def get(path: str, handler: Handler, is_described: bool = True) -> Route:
-    """Have a handler answer GET requests; it gets the call.   is_described: by `openapi`"""
+    """A route whose handler gets the call.   is_described: in /openapi.json"""
     return Route(
         path, Endpoint(handler), methods=["GET"], name=handler.__name__, include_in_schema=is_described
     )
 
 
 def post(path: str, kind: type[Body], handler: Handler) -> Route:
-    """Have a handler answer POST requests; it gets the body and the call."""
+    """A route whose handler gets the body and the call."""
     return Route(path, Endpoint(handler, kind), methods=["POST"], name=handler.__name__)
 
 
 class Endpoint:
-    """One route's application.   kind: what the body has to be; None = it is not read"""
+    """The ASGI application of one route.   kind: the model of the body; None = it is not read
+
+    Errors of handlers are Starlette's to answer (`errors.HANDLERS`).
+    """
 
     def __init__(self, handler: Handler, kind: type[Body] | None = None) -> None:
         self.handler, self.kind = handler, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call.of(scope, receive)
-        try:
-            if self.kind is None:
-                answer = await self.handler(call)
-            else:
-                headers = dict(scope["headers"])
-                content = await read_body(receive, headers.get(b"content-length", b""), call.server.settings)
-                if content is None:
-                    return
-                body = parse(self.kind, content, headers.get(b"content-type", b""))
-                answer = await self.handler(body, call)
-            response = answer if isinstance(answer, Response) else Json(answer)
-            await response(scope, receive, send)
-        except TOLD as error:
-            await refusal(error)(scope, receive, send)
+        if self.kind is None:
+            result = await self.handler(call)
+        else:
+            headers = dict(scope["headers"])
+            content = await read_body(receive, headers.get(b"content-length", b""), call.server.settings)
+            if content is None:
+                return
+            body = parse(self.kind, content, headers.get(b"content-type", b""))
+            result = await self.handler(body, call)
+        response = result if isinstance(result, Response) else Json(result)
+        await response(scope, receive, send)
 
 
 def parse(kind: type[Body], content: bytes, declared: bytes) -> Body:
-    """A body that is declared as JSON. ApiError 400 says what is wrong with the first field that is."""
-    # A page of any origin may send text/plain, and browsers ask nobody.
+    """A body that is declared as JSON. ApiError 400 names the first field that is wrong."""
+    # A page of any origin may send text/plain without a CORS preflight.
     if declared.partition(b";")[0].strip().lower() != b"application/json":
         raise ApiError(
             400, "the body is not declared as JSON; send it with the header content-type: application/json"
         )
     try:
         given = from_json(content)
-    except ValueError as error:  # as of one that is nested more than 200 levels deep
+    except ValueError as error:  # also for more than 200 levels of nesting
         raise ApiError(400, f"the body is no JSON: {error}") from None
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise ApiError(400, *_what_is_invalid(error)) from None
+        raise ApiError(400, *_first_problem(error)) from None
 
 
-def _what_is_invalid(error: ValidationError) -> tuple[str, str | None]:
-    """A sentence about the first thing that is wrong, and the field."""
+def _first_problem(error: ValidationError) -> tuple[str, str | None]:
+    """A sentence about the first field that is wrong, and its name."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     field = ".".join(map(str, first["loc"]))[:100] or None
     if first["type"] == "extra_forbidden":
@@ -86,7 +86,7 @@ def _what_is_invalid(error: ValidationError) -> tuple[str, str | None]:
 
 
 def openapi(routes: Sequence[Route]) -> dict[str, Any]:
-    """A description of routes and their bodies in OpenAPI's form."""
+    """The routes and their bodies as an OpenAPI document."""
     endpoints = [(route, route.endpoint) for route in routes if route.include_in_schema]
     kinds = dict.fromkeys((each.kind, "validation") for _, each in endpoints if each.kind)
     refs, schemas = models_json_schema(list(kinds), ref_template="#/components/schemas/{model}")

@@ -1,4 +1,4 @@
-"""A server in a process, until it is told to end. Stands for vllm/entrypoints/launcher.py (v0.22.1)."""
+"""Runs a server until a signal ends it. Stands for vllm/entrypoints/launcher.py (v0.22.1)."""
 
 import asyncio
 import errno
@@ -15,18 +15,18 @@ from starlette.applications import Starlette
 from minivllm.server.connection import LimitedConnection
 from minivllm.server.settings import ServerSettings
 
-# For what is in the connections when all requests have ended.
+# For the connections to be flushed when all requests have finished.
 SECONDS_TO_FLUSH = 5
-# Likewise, when the server ends at once.
-SECONDS_AT_ONCE = 1.0
+# Likewise, when the server is forced to end.
+SECONDS_IF_FORCED = 1.0
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that ends in peace: on SIGTERM or Ctrl-C it takes no new requests, and those that run may finish.
+    """A server with graceful shutdown: on SIGTERM or Ctrl-C it takes no new requests, and running ones may finish.
 
-    While it does, new requests are answered 503, and so is /health. Then the engine is shut down: a request that is
-    left gets an error. A second signal ends the server at once: the engine is killed in the middle of its step, all
-    requests get that error, and what has not ended a second later, a client that reads nothing, say, is cut off.
+    Meanwhile new requests get 503, and so does /health. After `drain_seconds` the engine is shut down, and a request
+    that has not finished gets an error. A second signal forces the end: the engine is killed in the middle of its
+    step, all requests get that error, and a connection that is still open a second later is closed.
     """
 
     def __init__(self, app: Starlette, settings: ServerSettings, **options: object) -> None:
@@ -46,30 +46,30 @@ class DrainingServer(uvicorn.Server):
         self.state, self.settings = app.state, settings
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_forced = False
-        self._ending: list[asyncio.Task] = []
+        self._shutdown_tasks: list[asyncio.Task] = []  # the loop itself keeps no reference
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by a signal: the loop's thread is in the middle of anything."""
+        """Called by a signal, at any point of the loop's thread."""
         if self._loop is None:
             super().handle_exit(sig, frame)
         elif not self.state.server.is_draining:
             self.state.server.is_draining = True
-            self._loop.call_soon_threadsafe(self._begin, self._drain)
+            self._loop.call_soon_threadsafe(self._run_in_task, self._drain)
         elif not self._is_forced:
             self._is_forced = True
             self._captured_signals.append(sig)  # so that the process ends by it
-            self._loop.call_soon_threadsafe(self._begin, self._end_at_once)
+            self._loop.call_soon_threadsafe(self._run_in_task, self._force_end)
 
     def drain(self) -> None:
-        """As a SIGTERM; from any thread. The second time it is as the second one."""
+        """The same as a SIGTERM, from any thread; a second call is the same as a second signal."""
         self.handle_exit(signal.SIGTERM, None)
 
-    def _begin(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._ending.append(asyncio.ensure_future(end()))  # the loop itself does not hold it
+    def _run_in_task(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._shutdown_tasks.append(asyncio.ensure_future(function()))
 
     async def _drain(self) -> None:
         try:
@@ -78,28 +78,29 @@ class DrainingServer(uvicorn.Server):
         finally:
             self.should_exit = True
 
-    async def _end_at_once(self) -> None:
-        # Not in a thread of the loop's: all of those may be reading adapters from a disk that does not answer.
+    async def _force_end(self) -> None:
+        # Not in a thread of the loop's pool: all of those may be blocked by a disk.
         threading.Thread(target=self.state.llm.shutdown, args=(0,), daemon=True).start()
         self.should_exit = True
-        await asyncio.sleep(SECONDS_AT_ONCE)
+        await asyncio.sleep(SECONDS_IF_FORCED)
         if tasks := list(self.server_state.tasks):
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=SECONDS_AT_ONCE)
+            await asyncio.wait(tasks, timeout=SECONDS_IF_FORCED)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 def bind(host: str, port: int, write_seconds: float) -> socket.socket:
-    """A socket that listens; OSError says whose place it is. 0 is any free port. ValueError for an empty host.
+    """A listening socket; port 0 is any free one. OSError names the option to change. ValueError for an empty host.
 
-    write_seconds   after which the system gives up a connection whose reader takes nothing
+    write_seconds   after which the system closes a connection whose client acknowledges nothing
     """
-    if not host:  # to the system that is every address
+    if not host:  # the system takes it for every address
         raise ValueError("--host must not be empty; leave it out, or pass 0.0.0.0 for every address")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        found = socket.create_server((host, port), family=_family(host), backlog=1024)
+        found = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise OSError(
@@ -110,14 +111,10 @@ def bind(host: str, port: int, write_seconds: float) -> socket.socket:
     return found
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 class ServerThread:
     """A server in a thread of this process, for notebooks and tests: `with ServerThread(app, settings) as server:`.
 
-    url   where it listens; a port of its own
+    url   its address, with a free port
     """
 
     def __init__(self, app: Starlette, settings: ServerSettings) -> None:
@@ -130,7 +127,7 @@ class ServerThread:
     def _run(self) -> None:
         try:
             self.server.run([self.socket])
-        except BaseException as error:  # whoever waits in `__enter__` must hear of it
+        except BaseException as error:  # raised again in `__enter__`
             self._error = error
 
     def __enter__(self) -> "ServerThread":

@@ -1,4 +1,4 @@
-"""What a server is started with. Stands for a part of vllm/entrypoints/openai/cli_args.py (v0.22.1)."""
+"""The options of a server. Stands for a part of vllm/entrypoints/openai/cli_args.py (v0.22.1)."""
 
 import os
 from collections.abc import Mapping
@@ -11,21 +11,22 @@ from minivllm.lora.request import LoRARequest
 class ServerSettings:
     """Names, keys and limits of one server.
 
-    model_name           what requests call the base model
+    model_name           name of the base model in requests
     adapters             served from the start, each under its name
-    lora_root            the folder below which adapters may lie that are loaded or found later; None = nowhere
+    lora_root            folder of the adapters that may be loaded or resolved later; None = none
     allow_runtime_lora   whether requests may load, unload and pin adapters
-    api_keys             each opens everything; () = no key is asked for
-    adapter_keys         adapter -> a key that opens this adapter alone, beside those that open everything
+    api_keys             each opens everything; () = requests need no key
+    adapter_keys         adapter -> a key that opens this adapter alone; needs `api_keys`
     allowed_origins      of pages in browsers (CORS)
-    drain_seconds        after a SIGTERM, for requests that run
-    max_body_bytes, max_header_bytes, max_concurrency   of one request; requests at a time
+    drain_seconds        for running requests after a SIGTERM
+    max_body_bytes, max_header_bytes   of one request
+    max_concurrency      concurrent requests
     max_prompts          in one request for completions
-    read_seconds         until a request's body must be there
-    write_seconds        that a reader may take nothing before it is cut off
-    most_labels          adapters that have metrics of their own; all others share the label "other"
+    read_seconds         until a request's body must have been received
+    write_seconds        after which a client that reads nothing is cut off
+    most_labels          adapters with metrics of their own; all others share the label "other"
 
-    ValueError for names that are taken or that nobody can write, keys that open nothing, and limits below 1.
+    ValueError for names that are taken or cannot be printed, keys that cannot be sent, and limits below 1.
     """
 
     model_name: str
@@ -76,6 +77,6 @@ class ServerSettings:
 
 
 def check_printable(name: str) -> None:
-    """ValueError for a model's name that nobody can write, or read in a log."""
+    """ValueError for a model's name with characters that cannot be printed, as in a log."""
     if not name.isprintable():
         raise ValueError(f"the name {name[:100]!a} has characters that cannot be printed; give another one")

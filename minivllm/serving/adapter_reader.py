@@ -1,4 +1,4 @@
-"""Adapters are read from disk beside the steps, in threads. Nothing in vllm/v1/ (v0.22.1) does that."""
+"""Reads and checks adapters in threads, concurrently with steps. Stands for nothing in vLLM 0.22.1."""
 
 import os
 import time
@@ -16,10 +16,10 @@ from minivllm.lora.request import LoRARequest
 from minivllm.serving.read_policy import ReadPolicy
 from minivllm.worker.cpu_threads import set_num_threads
 
-# Adapters that are read from disk at the same time, unless it is said otherwise. The second hides the disk. More take
-# cores and memory's bandwidth from the steps, so small hosts have no more (`benchmarks.reads`).
+# The default of adapters that are read concurrently. A second one hides the disk's latency. More take cores and memory
+# bandwidth from the steps, so small hosts have no more (`benchmarks.reads`).
 PARALLEL_READS = max(2, min(4, (os.cpu_count() or 1) // 4))
-# Adapters whose config and header are looked through at the same time: one of them may come from a network.
+# Adapters whose config and header are checked concurrently: one of them may come from a slow network.
 PARALLEL_CHECKS = 4
 
 
@@ -27,10 +27,10 @@ PARALLEL_CHECKS = 4
 class Read:
     """An adapter that is being read, or has been.
 
-    request  with the real folder that is read: a link may lead elsewhere before somebody asks for what was read
+    request  with the real folder that is read, because a link may change before the adapter is taken
     given    the request as it came
-    record   the adapter's when it began, for requests that wait: an adapter that comes anew has another one, and so
-             has each order to reload. None: somebody is about to load it
+    record   the adapter's record when the read began; an adapter that was unloaded or is reloaded has another one, so
+             this read is stale. None: a load is about to take it
     future   the adapter
     """
 
@@ -41,20 +41,21 @@ class Read:
 
 
 class AdapterReader(AdapterSource):
-    """Reads what waiting requests need, in threads of its own, before the step that admits them asks for it.
+    """Reads the adapters of waiting requests in threads of its own, before the step that admits them needs them.
 
-    It stands around the worker's source, and has requests wait for what it reads (`why_wait`). All but the reading
-    itself is done in the engine's thread, and so is a check or a load that nobody began here: nothing can get stuck.
+    It wraps the worker's source, and has requests wait until their adapter has been read (`why_wait`). Methods are
+    called in the engine's thread alone. A check or a load that was not begun here is done there, too, by the wrapped
+    source, so that no request waits for ever.
 
-    most        adapters that are read at the same time, and that may have been read for requests that still wait
-    read_done   is called in a reading thread: the engine may be waiting
+    most        adapters that are read concurrently, and that may be held for requests that still wait
+    read_done   is called in a reading thread, because the engine's thread may be waiting
     """
 
     def __init__(self, engine: LLMEngine, most: int, read_done: Callable[[], object]) -> None:
         self.scheduler, self.worker, self.registry = engine.scheduler, engine.adapters.worker, engine.adapters
         self._policy, self._read_done = ReadPolicy(self, most, self.scheduler), read_done
         self._reads: dict[int, Read] = {}  # by adapter id
-        # Each would else have as many threads as there are cores, and steps would wait for theirs.
+        # Else PyTorch would give each as many threads as there are cores, and take them from the steps.
         alone = partial(set_num_threads, 1)
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="minivllm-reader", initializer=alone)
         self._checkers = ThreadPoolExecutor(PARALLEL_CHECKS, thread_name_prefix="minivllm-checker")
@@ -65,7 +66,7 @@ class AdapterReader(AdapterSource):
         self.worker.read_through(lambda source: self)
 
     def close(self) -> None:
-        """The engine reads by itself again."""
+        """Stop the threads; the engine reads adapters in its steps again."""
         for pool in (self._pool, self._checkers):
             pool.shutdown(wait=False, cancel_futures=True)
         self._reads.clear()
@@ -81,17 +82,17 @@ class AdapterReader(AdapterSource):
 
     @property
     def held(self) -> dict[int, bool]:
-        """As `Reads` has it."""
+        """As in `Reads`."""
         return {adapter_id: read.future.done() for adapter_id, read in self._reads.items()}
 
     def forget_unwanted(self) -> None:
-        """As `Reads` has it; not those that somebody is about to load."""
+        """As in `Reads`, but for adapters that a load is about to take."""
         for adapter_id, read in list(self._reads.items()):
             if read.record is not None and adapter_id not in self.scheduler.in_flight:
                 self._forget(read)
 
     def why_wait(self, lora_request: LoRARequest) -> str | None:
-        """None, or LOADING while the adapter is being read, which begins here."""
+        """None, or LOADING while the adapter is being read. Starts the read."""
         adapter_id = lora_request.lora_int_id
         if self.worker.manager.get_adapter(adapter_id) is not None:
             return None
@@ -101,17 +102,17 @@ class AdapterReader(AdapterSource):
         return self._policy.why_wait(adapter_id, lambda: self._begin(lora_request, record))
 
     def load(self, lora_request: LoRARequest) -> LoRAModel:
-        """As `AdapterSource.load`, of what was read here if it is that."""
+        """As `AdapterSource.load`; takes the adapter that was read here, if it is this one."""
         read = self._reads.get(lora_request.lora_int_id)
         if read is None or not self._is_for(read, lora_request):
             return self.source.load(lora_request)
         self._forget(read)
-        if read.future.cancelled():  # it had not begun
+        if read.future.cancelled():  # it had not started
             return self.source.load(lora_request)
         return read.future.result()
 
     def check_ahead(self, lora_request: LoRARequest) -> "Future[LoRAModel] | None":
-        """Have an adapter checked that the engine is about to examine. None if it need not be: it is known."""
+        """Check an adapter that the engine is about to add. None if the engine knows it."""
         if lora_request.lora_int_id in self.registry.adapters and not lora_request.load_inplace:
             return None
         key = lora_request, lora_request.load_inplace
@@ -122,7 +123,7 @@ class AdapterReader(AdapterSource):
 
     @contextmanager
     def with_check(self, lora_request: LoRARequest, check: "Future[LoRAModel]") -> Iterator[None]:
-        """Inside, the engine finds that this adapter has been checked, and how that ended."""
+        """Within it, `check` of this adapter returns or raises what its check in a thread did."""
         self._checked = lora_request, check
         try:
             yield
@@ -130,7 +131,7 @@ class AdapterReader(AdapterSource):
             self._checked = None
 
     def check(self, lora_request: LoRARequest) -> LoRAModel:
-        """As `AdapterSource.check`, of what was checked or read here if it is that."""
+        """As `AdapterSource.check`; takes the result of a check or a read here, if it was of this adapter."""
         if self._checked is not None and self._checked[0] is lora_request:
             return self._checked[1].result()
         read = self._reads.get(lora_request.lora_int_id)
@@ -139,9 +140,9 @@ class AdapterReader(AdapterSource):
         return self.source.check(lora_request)
 
     def begin_ahead(self, lora_request: LoRARequest) -> "Future[None] | None":
-        """Have an adapter read that somebody is about to load (`end_ahead`). None if it need not be read.
+        """Read an adapter that is about to be loaded; `end_ahead` follows. None if it need not be read.
 
-        The future is done when it has been read, or cannot be: what was raised, the load raises again.
+        The future is done when the adapter has been read or cannot be; the load then raises the error again.
         """
         adapter_id = lora_request.lora_int_id
         in_memory = self.worker.manager.get_adapter(adapter_id) is not None
@@ -151,12 +152,12 @@ class AdapterReader(AdapterSource):
         is_same = read is not None and self._is_for(read, lora_request)
         read = read if is_same else self._begin(lora_request)
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        done.set_running_or_notify_cancel()  # so that it cannot be cancelled
         read.future.add_done_callback(lambda future: done.set_result(None))
         return done
 
     def end_ahead(self, lora_request: LoRARequest) -> None:
-        """It is loaded by now, or nobody is about to load it any more."""
+        """Forget what was read ahead, if the load has not taken it."""
         read = self._reads.get(lora_request.lora_int_id)
         if read is not None and read.record is None and read.given == lora_request:
             self._forget(read)
@@ -187,7 +188,7 @@ class AdapterReader(AdapterSource):
 
 
 def with_real_folder(lora_request: LoRARequest) -> LoRARequest:
-    """The request with the real folder that its path leads to; as it is where there is none on this machine."""
+    """The request with the real folder of its path, links followed; unchanged if there is none on this machine."""
     folder = real_folder(lora_request.lora_path)
     is_real = folder in (None, lora_request.lora_path)
     return lora_request if is_real else replace(lora_request, lora_path=folder)

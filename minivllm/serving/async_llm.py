@@ -1,4 +1,4 @@
-"""An engine behind an event loop. Stands for vllm/v1/engine/async_llm.py (v0.22.1)."""
+"""The asynchronous engine that a server calls. Stands for `AsyncLLM` of vllm/v1/engine/async_llm.py (v0.22.1)."""
 
 import asyncio
 import weakref
@@ -15,34 +15,40 @@ from minivllm.engine_args import EngineArgs
 from minivllm.errors import require_kind
 from minivllm.lora.events import LoRAEvent
 from minivllm.lora.request import LoRARequest
-from minivllm.observe.trace import StepRecord
 from minivllm.progress import Listener
 from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
+from minivllm.serving.batching import BatchingExecutor
+from minivllm.serving.calls import Subscribe, adapter_events, is_leaving
+from minivllm.serving.cancellation import listen
 from minivllm.serving.client import SECONDS_TO_STOP, EngineClient
 from minivllm.serving.engine_process import EngineProcess
 from minivllm.serving.engine_thread import EngineThread
-from minivllm.serving.errors import Draining, QueueFull
-from minivllm.serving.listening import listen
 from minivllm.serving.streams import OutputKind, Stream, aborted, output_stream, wake
-from minivllm.serving.turns import TurnExecutor
-from minivllm.serving.views import is_leaving
 from minivllm.sources.by_name import find_by_name
 from minivllm.text.prompts import chat_prompt, tokenize
 
 T = TypeVar("T")
 
-# Until requests have ended, `drain` and `remove_lora` look every so many seconds.
-LOOK_AGAIN = 0.02
+# `drain` and `remove_lora` poll every so many seconds until requests have finished.
+POLL_SECONDS = 0.02
+
+
+class QueueFull(RuntimeError):
+    """The engine has as many requests as it takes; a client may retry later."""
+
+
+class Draining(RuntimeError):
+    """The engine finishes the requests that it has and takes no new ones."""
 
 
 class AsyncLLM:
     """An engine in a process or a thread of its own, for callers in event loops. vLLM: `AsyncLLM`.
 
-    No method holds up the loop for a step, a load or a prompt's tokens. Requests come from any loop of any thread.
+    No method blocks the loop for a step, a load or a prompt's tokenization. Any loop of any thread may call.
 
-    max_queued          requests that may be in the engine beside the `max_num_seqs` that can run at once; None = no
-                        limit
+    max_queued          requests that the engine takes in addition to the `max_num_seqs` that run concurrently; None =
+                        no limit
     config, tokenizer   the engine's
     """
 
@@ -50,12 +56,12 @@ class AsyncLLM:
         self._client = client
         self.config, self.tokenizer = client.config, client.tokenizer
         self._most = None if max_queued is None else max_queued + self.config.scheduler_config.max_num_seqs
-        self._open: set[Stream] = set()  # of requests that somebody waits for
+        self._open: set[Stream] = set()  # of requests that have not finished
         self._is_draining = False
-        # One thread: tokenizers are not made for several.
+        # One thread, because tokenizers are not thread-safe.
         tokenizing = ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer")
-        self._tokenizing = TurnExecutor(tokenizing)
-        # It runs at the end of the process, too: a thread in the middle of a step would be cut off.
+        self._tokenizing = BatchingExecutor(tokenizing)
+        # Also at the end of the process, which would else cut a thread off in the middle of a step.
         self._stop = weakref.finalize(self, _stop, client, tokenizing)
 
     @classmethod
@@ -67,10 +73,10 @@ class AsyncLLM:
         parallel_reads: int = PARALLEL_READS,
         on_progress: Listener | None = None,
     ) -> "AsyncLLM":
-        """Load model and tokenizer in a process of their own. It blocks until the engine is there.
+        """Load model and tokenizer in a process of their own. Blocks until the engine is there.
 
-        parallel_reads   adapters that are read from disk at the same time, beside the steps
-        on_progress      is told how far it is: what is done, how many of it, of how many; None = a bar on stderr
+        parallel_reads   adapters that are read from disk concurrently with steps
+        on_progress      is called with (what is loaded, how many are done, of how many); None = a bar on stderr
 
         Errors as in `LLMEngine.from_engine_args`.
         """
@@ -81,12 +87,12 @@ class AsyncLLM:
     def from_engine(
         cls, engine: LLMEngine, *, max_queued: int | None = None, parallel_reads: int = PARALLEL_READS
     ) -> "AsyncLLM":
-        """Take an engine over, which steps in a thread: nobody else may call it from now on."""
+        """Step an engine in a thread of this process. Its caller must not use it any more."""
         return cls(EngineThread(engine, parallel_reads), max_queued=max_queued)
 
     @property
     def adapter_names(self) -> Collection[str]:
-        """By which the engine knows adapters; none when it has ended."""
+        """Names of the adapters that the engine knows; none when it has ended."""
         return self._client.adapter_names if self._client.error is None else ()
 
     # ---- requests -------------------------------------------------------------------------------------------
@@ -103,12 +109,12 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """One request's outputs as they come, the last of them `finished`. vLLM: `generate`.
 
-        A consumer that is slow gets fewer: `output_stream` says what of several kinds becomes of those between.
-        Whoever stops listening, cancelled or not, aborts the request. `on_abort` then gets its last output, which no
-        consumer gets any more: all that the request has come to, with finish_reason "abort".
+        A slow consumer gets fewer: `output_stream` says how outputs of each kind are merged. Closing the generator, or
+        cancelling its task, aborts the request. `on_abort` then gets the last output, which has no consumer any more:
+        all tokens so far, with finish_reason "abort".
 
-        Before anything runs: errors as in `LLMEngine.add_request`; `Draining`; `QueueFull`; `EngineDeadError`. That
-        one ends a running request, too. One that fails has finish_reason "error" and says why in `.error`.
+        Before the request is added: errors as in `LLMEngine.add_request`; `Draining`; `QueueFull`; `EngineDeadError`,
+        which ends a running request, too. A request that fails has finish_reason "error" and the reason in `.error`.
         """
         self._check_room()
         arrival_time = self._client.clock()
@@ -116,8 +122,8 @@ class AsyncLLM:
 
         async def begin() -> None:
             lora = await self._resolved(lora_request)
-            read = await self._read(request_id, prompt, lora)
-            self._client.begin(stream, request_id, read, sampling_params, arrival_time, lora)
+            tokenized = await self._tokenized(request_id, prompt, lora)
+            self._client.begin(stream, request_id, tokenized, sampling_params, arrival_time, lora)
 
         self._open.add(stream)
         finished = False
@@ -134,7 +140,7 @@ class AsyncLLM:
             self._open.discard(stream)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: whoever listens gets a last output with finish_reason "abort". vLLM: `abort`."""
+        """Abort requests: their consumers get a last output with finish_reason "abort". vLLM: `abort`."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await asyncio.wrap_future(self._client.abort(ids))
 
@@ -153,7 +159,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self, lora_request: LoRARequest | str | None = None) -> Any:
         """The tokenizer for an adapter's requests; None is the base model. Errors as in `add_request`."""
-        # Only an adapter that adds tokens brings a tokenizer.
+        # Only adapters that add tokens have a tokenizer of their own.
         lora_config = self.config.lora_config
         if lora_request is None or lora_config is None or not lora_config.lora_extra_vocab_size:
             return self.tokenizer
@@ -162,29 +168,32 @@ class AsyncLLM:
     async def tokenize(
         self, what: str, text: str, lora_request: LoRARequest | str | None = None
     ) -> list[int]:
-        """Token ids of a text. ValueError for what no request may have; `what` begins its sentence."""
+        """Token ids of a text. ValueError for a text that no request may have; `what` begins its sentence."""
         tokenizer = await self.get_tokenizer(lora_request)
         longest = self.config.model_config.max_model_len
-        return await self.beside(partial(tokenize, what, text, tokenizer, longest))
+        return await self.run_in_tokenizer_thread(partial(tokenize, what, text, tokenizer, longest))
 
     async def chat_prompt(
         self, conversation: list[dict[str, str]], lora_request: LoRARequest | str | None = None
     ) -> dict[str, Any]:
-        """A conversation as a prompt for `generate`. ValueError for what the chat template cannot take."""
+        """A conversation as a prompt for `generate`. ValueError for one that the chat template refuses."""
         tokenizer = await self.get_tokenizer(lora_request)
         longest = self.config.model_config.max_model_len
-        return await self.beside(partial(chat_prompt, conversation, tokenizer, self.tokenizer, longest))
+        function = partial(chat_prompt, conversation, tokenizer, self.tokenizer, longest)
+        return await self.run_in_tokenizer_thread(function)
 
-    async def beside(self, function: Callable[[], T]) -> T:
-        """Run a function of tokenizers in their thread, beside steps and the loop.
+    async def run_in_tokenizer_thread(self, function: Callable[[], T]) -> T:
+        """Run a function of tokenizers in their thread, concurrently with steps and the loop.
 
         EngineDeadError when the engine has ended. A function that waits by then is run all the same.
         """
         await self.check_health()
         return await self._tokenizing.run(function)
 
-    async def _read(self, request_id: str, prompt: Prompt, lora_request: LoRARequest | str | None) -> Prompt:
-        """The prompt with its token ids, where it is a text that can be read here; others the engine judges."""
+    async def _tokenized(
+        self, request_id: str, prompt: Prompt, lora_request: LoRARequest | str | None
+    ) -> Prompt:
+        """A prompt of text with its token ids; any other as it is, because the engine checks it."""
         is_dict = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None
         text = prompt.get("prompt") if is_dict else prompt
         if not isinstance(text, str) or self.tokenizer is None:
@@ -193,9 +202,9 @@ class AsyncLLM:
         return {"prompt": text, "prompt_token_ids": ids}
 
     async def _resolved(self, lora_request: LoRARequest | str | None) -> LoRARequest | str | None:
-        """The adapter, where it is a name that the engine does not know: resolvers of this process find it.
+        """The adapter of a name that the engine does not know, which the resolvers of this process find.
 
-        They read disks and networks, so they do it beside steps and loop. ValueError if nobody finds it.
+        They read disks and networks, so they run in a thread. ValueError if none finds it.
         """
         is_name = isinstance(lora_request, str) and self.config.lora_config is not None
         if not is_name or lora_request in self.adapter_names:
@@ -206,7 +215,10 @@ class AsyncLLM:
     # ---- adapters -------------------------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLMEngine.add_lora`. A reload that waits for requests is read when they have finished."""
+        """As `LLMEngine.add_lora`, and read concurrently with steps.
+
+        A reload of an adapter in use waits until its requests have finished.
+        """
         require_kind(LoRARequest, lora_request=lora_request)
         try:
             if read := await asyncio.wrap_future(self._client.read_ahead(lora_request)):
@@ -216,14 +228,13 @@ class AsyncLLM:
             self._client.end_ahead(lora_request)
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter, and return when it has gone from slot and memory. False for an unknown id.
+        """Unload an adapter, and return when it is in no slot and not in memory. False for an unknown id.
 
-        The requests that use it are finished first, and new ones are refused. Who stops waiting for them takes nothing
-        back.
+        Its requests finish first, and new ones are refused. Cancelling this call does not cancel the unload.
         """
         removed = await self.call(LLMEngine.remove_lora, lora_id)
         while await self.call(is_leaving, lora_id):
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(POLL_SECONDS)
         return removed
 
     async def pin_lora(self, lora_id: int) -> bool:
@@ -241,34 +252,40 @@ class AsyncLLM:
     # ---- the engine -----------------------------------------------------------------------------------------
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """The result of `function(engine, *args)`, which is run where the engine is, between two steps. It holds up
-        the steps.
+        """The result of `function(engine, *args)`, which the engine's thread runs between two steps; the next step
+        waits for it.
 
-        To an engine in another process the function goes by its name, and has to be one of those that `EngineProcess`
-        takes there; arguments and result are copied.
-        EngineDeadError when the engine has ended. A call that is cancelled before its turn is never run.
+        To an engine in another process the function is sent by its name, and has to be one that `EngineProcess` takes;
+        arguments and result are pickled.
+        EngineDeadError when the engine has ended. A call that is cancelled while it is in the queue is never run.
         """
         return await asyncio.wrap_future(self._client.call(function, *args))
 
-    async def subscribe(self, most: int = 256) -> AsyncGenerator[list[StepRecord], None]:
-        """The trace records of steps, as they happen: all since the last time, but no more than the `most` newest.
+    async def subscribe(self, events: Subscribe, most: int = 256) -> AsyncGenerator[list[Any], None]:
+        """Events of the engine as they happen: all since the last item, but no more than the `most` newest.
 
-        Without subscribers no step does anything for this. vLLM has none.
+        events   the kind: `step_records` or `adapter_events` of minivllm.serving.calls
+
+        Without subscribers no step spends any time on this. vLLM has none.
         """
-        stream: Stream[list[StepRecord]] = Stream(
+        stream: Stream[list[Any]] = Stream(
             asyncio.get_running_loop(), lambda earlier, later: (earlier + later)[-most:]
         )
-        listener = partial(_tell, stream)
+
+        def listener(event: Any) -> None:
+            if stream.put([event]):
+                wake([stream])
+
         try:
-            await asyncio.wrap_future(self._client.watch_steps(listener))
+            await asyncio.wrap_future(self._client.subscribe(events, listener))
             while True:
                 yield await stream.take()
         finally:
-            self._client.unwatch_steps(listener)
+            self._client.unsubscribe(listener)
 
     async def watch_adapters(self, listener: Callable[[LoRAEvent], object]) -> None:
-        """Tell a listener of what happens to adapters from now on, in another thread. vLLM has none."""
-        await asyncio.wrap_future(self._client.watch_adapters(listener))
+        """Call a listener, in another thread, with each event of adapters from now on. vLLM has none."""
+        await asyncio.wrap_future(self._client.subscribe(adapter_events, listener))
 
     async def check_health(self) -> None:
         """EngineDeadError when the engine has ended. vLLM: `check_health`."""
@@ -276,27 +293,24 @@ class AsyncLLM:
             raise self._client.error
 
     async def drain(self, seconds: float) -> None:
-        """Take no new requests, and wait until those there are have ended, at most so many seconds."""
+        """Take no new requests, and wait until the others have finished, at most so many seconds."""
         self._is_draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while self._open and loop.time() < until:
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(POLL_SECONDS)
 
     def shutdown(self, timeout: float = SECONDS_TO_STOP) -> None:
-        """End the engine after the step that it is in; requests that have not ended get an EngineDeadError.
+        """End the engine after its current step; requests that have not finished get an EngineDeadError.
 
-        timeout   seconds for that step: then an engine in another process is killed; 0 is at once
+        timeout   seconds until an engine in another process is killed; 0 is at once
         """
         self._client.stop(timeout)
         self._stop()
 
 
-def _tell(stream: Stream[list[StepRecord]], record: StepRecord) -> None:
-    if stream.put([record]):
-        wake([stream])
-
-
 def _stop(client: EngineClient, tokenizing: ThreadPoolExecutor) -> None:
     client.stop()
-    tokenizing.shutdown(wait=False)  # a call that was cancelled would cancel whoever waits for it
+    tokenizing.shutdown(
+        wait=False
+    )  # without cancelling its calls, because that would cancel the tasks that await them

@@ -1,31 +1,35 @@
-"""What an event loop asks of an engine, wherever that is. Stands for `EngineCoreClient` of
-vllm/v1/engine/core_client.py (v0.22.1)."""
+"""The interface of an engine to event loops, whether it is in a thread or in a process.
+
+Stands for `EngineCoreClient` of vllm/v1/engine/core_client.py (v0.22.1).
+"""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from minivllm.config import EngineConfig
-from minivllm.lora.events import LoRAEvent
+from minivllm.engine.input_processor import Prompt
 from minivllm.lora.request import LoRARequest
-from minivllm.observe.trace import StepRecord
-from minivllm.serving.engine_loop import Sink
+from minivllm.sampling_params import SamplingParams
+from minivllm.serving.calls import Subscribe
+from minivllm.serving.streams import Sink
 
 T = TypeVar("T")
 
-# For the step that an engine is in, and what it reads.
+# For the step that an engine is in, and for adapters that are being read.
 SECONDS_TO_STOP = 10.0
+SHUT_DOWN = "the engine was shut down; start another one"
 
 
 class EngineClient(Protocol):
     """An engine in a thread (`EngineThread`) or in a process of its own (`EngineProcess`).
 
-    Any thread may call, and none is held up: what is asked is done between two steps.
+    Methods may be called from any thread and do not block; the engine carries them out between two steps.
 
-    tokenizer       None = prompts come as token ids
-    clock           seconds, of which the engine's times are
-    error           what ended the engine; None while it is there
-    adapter_names   by which the engine knows adapters
+    tokenizer       None = prompts are token ids
+    clock           seconds, on the clock of the engine's times
+    error           what ended the engine; None while it runs
+    adapter_names   names of the adapters that the engine knows
     """
 
     config: EngineConfig
@@ -39,31 +43,42 @@ class EngineClient(Protocol):
     def adapter_names(self) -> Collection[str]: ...
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """The result of `function(engine, *args)`. To another process it goes by its name (`CALLS`)."""
+        """The result of `function(engine, *args)`. A process takes the functions in `CALLS`."""
 
-    def begin(self, sink: Sink, request_id: str, *args: Any, **options: Any) -> None:
-        """Add a request. Its outputs go to `sink`, and so does what `LLMEngine.add_request` raises."""
+    def begin(
+        self,
+        sink: Sink,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | str | None = None,
+    ) -> None:
+        """Add a request. Its outputs are put into `sink`, and so is the error that `LLMEngine.add_request` raises."""
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
-        """End requests, each with a last output that says so.   sink: only those that are this one's"""
+        """Abort requests; each gets a last output with finish_reason "abort".
+
+        sink   only requests with this sink, because another one may have the id by now; None = all
+        """
 
     def read_ahead(self, lora_request: LoRARequest) -> "Future[Future[None] | None]":
-        """Have an adapter read that somebody is about to load. A future that this one has is to be waited for."""
+        """Read an adapter that is about to be loaded.
+
+        The result is a future that is done when the adapter has been read or cannot be, or None if it need not be read.
+        """
 
     def end_ahead(self, lora_request: LoRARequest) -> None:
-        """It is loaded by now, or nobody is about to load it any more."""
+        """Forget what was read ahead, if the load has not taken it."""
 
-    def watch_steps(self, listener: Callable[[StepRecord], object]) -> "Future[None]":
-        """Tell a listener of every step from now on."""
+    def subscribe(self, events: Subscribe, listener: Callable[[Any], object]) -> "Future[None]":
+        """Call a listener with each event from now on (`step_records`, `adapter_events`), in another thread."""
 
-    def unwatch_steps(self, listener: Callable[[StepRecord], object]) -> "Future[None]":
-        """It is told no more; one that never was is passed over."""
-
-    def watch_adapters(self, listener: Callable[[LoRAEvent], object]) -> "Future[None]":
-        """Tell a listener of what happens to adapters from now on."""
+    def unsubscribe(self, listener: Callable[[Any], object]) -> "Future[None]":
+        """Call a listener no more; nothing happens for one that is not subscribed."""
 
     def stop(self, timeout: float = SECONDS_TO_STOP) -> None:
-        """End the engine after the step that it is in. Requests that have not ended get an EngineDeadError.
+        """End the engine after its current step. Requests that have not finished get an EngineDeadError.
 
-        timeout   seconds for that step: a process is killed then, 0 is at once. A thread cannot be
+        timeout   seconds until a process is killed, 0 is at once; a thread cannot be
         """

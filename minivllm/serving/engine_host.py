@@ -1,6 +1,6 @@
-"""The process that has an engine: `python -m minivllm.serving.engine_host FD`, which `EngineProcess` starts.
+"""The process of an engine: `python -m minivllm.serving.engine_host FD`, which `EngineProcess` starts.
 
-Stands for `EngineCoreProc` of vllm/v1/engine/core.py (v0.22.1).
+Stands for `EngineCoreProc.run_engine_core` and the I/O threads of vllm/v1/engine/core.py (v0.22.1).
 """
 
 import logging
@@ -21,16 +21,15 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import message_of
 from minivllm.lora.request import LoRARequest
-from minivllm.processes import packed, pipe_to_parent, receive, send
+from minivllm.processes import avoid_pauses, packed, pipe_to_parent, receive, send
 from minivllm.progress import told_to
-from minivllm.serving.calls import CALLS, by_name
+from minivllm.serving.calls import CALLS, name_of
 from minivllm.serving.engine_thread import EngineThread
-from minivllm.serving.pauses import avoid_pauses
-from minivllm.serving.wire import Order, OutputWriter, portable
+from minivllm.serving.wire import OutputWriter, Request, portable
 
 
 class Outbox:
-    """Messages to the process that asks: what has come is sent at once, as one. Any thread may use it."""
+    """Replies to the client's process: those that are added until a flush are sent as one message. Thread-safe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -38,7 +37,7 @@ class Outbox:
         self._waiting: list[tuple[str, Any, Any]] = []
 
     def add(self, kind: str, number: int | None, value: Any) -> None:
-        """kind: of `EngineProcess`' methods the one that takes number and value, `on_<kind>`"""
+        """kind: `EngineProcess.on_<kind>` is called with number and value"""
         with self._lock:
             self._waiting.append((kind, number, value))
 
@@ -46,35 +45,35 @@ class Outbox:
         with self._lock:
             waiting, self._waiting = self._waiting, []
             if waiting:
-                with suppress(OSError):  # nobody asks any more: the receiving thread ends this process
+                with suppress(OSError):  # the client has ended: the receiving thread ends this process
                     send(self._pipe, waiting)
 
     def send(self, kind: str, number: int | None, value: Any) -> None:
-        """Now, behind what waits."""
+        """Add a reply and flush."""
         self.add(kind, number, value)
         self.flush()
 
 
 class RemoteSink(OutputWriter):
-    """A request's outputs on their way to the other process."""
+    """A `Sink` that sends a request's outputs to the client's process.   finish: is called after the last"""
 
-    def __init__(self, number: int, outbox: Outbox, ended: Callable[[int], object]) -> None:
+    def __init__(self, number: int, outbox: Outbox, finish: Callable[[int], object]) -> None:
         super().__init__()
-        self._number, self._outbox, self._ended = number, outbox, ended
+        self._number, self._outbox, self._finish = number, outbox, finish
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """An output waits for those of the other requests; an error is sent at once."""
+        """Send an output with those of the other requests, an error at once."""
         is_error = isinstance(item, Exception)
         if is_error:
-            self._outbox.send("refusal", self._number, portable(item))
+            self._outbox.send("failure", self._number, portable(item))
         else:
             self._outbox.add("output", self._number, self.delta(item))
         if is_error or item.finished:
-            self._ended(self._number)
+            self._finish(self._number)
 
 
 class HostedEngine(EngineThread):
-    """An engine whose outputs leave its process, those of a step in one message."""
+    """An `EngineThread` that sends a step's outputs to the client's process as one message."""
 
     def __init__(self, engine: LLMEngine, parallel_reads: int, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -82,23 +81,24 @@ class HostedEngine(EngineThread):
         super().__init__(engine, parallel_reads)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future:
-        """As `EngineLoop.call`. The other process hears of new names before it hears that the call was done."""
-        return super().call(self._call, function, args)
+        """As `EngineThread.call`. New names of adapters are sent before the call's reply."""
 
-    def _call(self, engine: LLMEngine, function: Callable[..., Any], args: tuple) -> Any:
-        try:
-            return function(engine, *args)
-        finally:
-            self._tell_names()
+        def with_names(engine: LLMEngine) -> Any:
+            try:
+                return function(engine, *args)
+            finally:
+                self._add_names()
 
-    def _tell_names(self) -> None:
-        """Of adapters, if they are others than the last time."""
+        return super().call(with_names)
+
+    def _add_names(self) -> None:
+        """The names of the engine's adapters, if they have changed."""
         if self.engine.adapters is not None and self.engine.adapters.by_name != self._known:
             self._known = dict(self.engine.adapters.by_name)
             self._outbox.add("names", None, list(self._known))
 
     def _wake(self) -> None:
-        self._tell_names()
+        self._add_names()
         self._outbox.flush()
 
     def _run(self) -> None:
@@ -109,13 +109,13 @@ class HostedEngine(EngineThread):
             raise
 
     def _end(self, error: Exception) -> None:
-        # First of all: who hears of the end by a request may ask at once how the engine is.
+        # First of all, because a client that gets an error of a request may check the engine's health at once.
         self._outbox.send("death", None, portable(error))
         super()._end(error)
 
 
 class EngineHost:
-    """Does what the other process asks: its orders name one of the methods below (`wire.order`)."""
+    """Makes the engine and carries out the client's requests, each of which names one of the methods below."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._outbox = pipe, Outbox(pipe)
@@ -124,93 +124,85 @@ class EngineHost:
         self._listeners: dict[int, Callable[[Any], object]] = {}
 
     def start(self) -> None:
-        """Make the engine. What that raises is raised at the other end."""
+        """Make the engine. An error of that is raised in the client's process."""
         make_engine, parallel_reads, more_calls, levels, is_followed = receive(self._pipe)
-        self._known = by_name((*CALLS, *more_calls))
+        self._functions = {name_of(function): function for function in (*CALLS, *more_calls)}
         send_logs(self._outbox, levels)
-        told = told_to(self._tell_progress) if is_followed else nullcontext()
+        progress = told_to(self._send_progress) if is_followed else nullcontext()
         try:
-            with told:
+            with progress:
                 engine = make_engine()
-        except BaseException as error:  # whatever it is, whoever waits must hear of it
-            self._outbox.send("failure", None, portable(error))
+        except BaseException as error:  # of any kind, because the client waits
+            self._outbox.send("not_made", None, portable(error))
             raise SystemExit(1) from None
         avoid_pauses()
         self.engine = HostedEngine(engine, parallel_reads, self._outbox)
         self._outbox.send("start", None, (engine.config, engine.tokenizer))
 
-    def _tell_progress(self, *progress: Any) -> None:
+    def _send_progress(self, *progress: Any) -> None:
         self._outbox.send("progress", None, progress)
 
     def serve(self) -> None:
-        """Until the other process says so, or is no more."""
+        """Carry out requests until the client stops the engine or has ended."""
         try:
-            while self._do_all(receive(self._pipe)):
+            while self._carry_out(receive(self._pipe)):
                 pass
         except (EOFError, OSError):
-            return  # nobody would hear of anything
+            return  # the client has ended
         self.engine.stop()
         self._outbox.flush()
 
-    def _do_all(self, orders: list[Order | None]) -> bool:
-        """False: the last of them says that it is the end."""
-        for each in orders:
-            if each is None:
+    def _carry_out(self, requests: list[Request | None]) -> bool:
+        """False: the last of them is None, which ends the process."""
+        for request in requests:
+            if request is None:
                 return False
-            self._do(*each)
+            number, method, pickled = request
+            try:
+                args = pickle.loads(pickled)
+            except Exception as error:  # of any kind: arguments that cannot be unpickled
+                self._outbox.send("failure", number, portable(error))
+            else:
+                getattr(self, method)(number, *args)
         return True
 
-    def _do(self, number: int, name: str, pickled: bytes) -> None:
-        try:
-            args = pickle.loads(pickled)
-        except Exception as error:  # whatever arguments do when they are read
-            self._outbox.send("refusal", number, portable(error))
-        else:
-            getattr(self, name)(number, *args)
-
-    # ---- what is asked --------------------------------------------------------------------------------------
+    # ---- requests of the client -----------------------------------------------------------------------------
 
     def call(self, number: int, name: str, *args: Any) -> None:
-        self._answer(number, self.engine.call(self._known[name], *args))
+        self._reply_with(number, self.engine.call(self._functions[name], *args))
 
     def cancel(self, number: int) -> None:
         if (future := self._calls.get(number)) is not None:
             future.cancel()
 
-    def begin(self, number: int, args: tuple, options: dict[str, Any]) -> None:
+    def begin(self, number: int, *request: Any) -> None:
         sink = RemoteSink(number, self._outbox, lambda number: self._sinks.pop(number, None))
         self._sinks[number] = sink
-        self.engine.begin(sink, *args, **options)
+        self.engine.begin(sink, *request)
 
     def abort(self, number: int, request_ids: list[str], sink: int | None) -> None:
-        if sink is not None and sink not in self._sinks:  # it has ended
+        if sink is not None and sink not in self._sinks:  # the request has finished
             self._outbox.send("reply", number, packed(None))
         else:
             own = None if sink is None else self._sinks.get(sink)
-            self._answer(number, self.engine.abort(request_ids, own))
+            self._reply_with(number, self.engine.abort(request_ids, own))
 
     def read_ahead(self, number: int, lora_request: LoRARequest) -> None:
-        self._answer(number, self.engine.read_ahead(lora_request))
+        self._reply_with(number, self.engine.read_ahead(lora_request))
 
     def end_ahead(self, number: int, lora_request: LoRARequest) -> None:
         self.engine.end_ahead(lora_request)
 
-    def watch_steps(self, number: int, listener: int) -> None:
-        self._answer(number, self.engine.watch_steps(self._listener(listener)))
+    def subscribe(self, number: int, name: str, listener: int) -> None:
+        self._listeners[listener] = partial(self._outbox.add, "event", listener)
+        self._reply_with(number, self.engine.subscribe(self._functions[name], self._listeners[listener]))
 
-    def unwatch_steps(self, number: int, listener: int) -> None:
-        self._answer(number, self.engine.unwatch_steps(self._listeners.pop(listener, print)))
+    def unsubscribe(self, number: int, listener: int) -> None:
+        self._reply_with(number, self.engine.unsubscribe(self._listeners.pop(listener, None)))
 
-    def watch_adapters(self, number: int, listener: int) -> None:
-        self._answer(number, self.engine.watch_adapters(self._listener(listener)))
+    # ---- replies --------------------------------------------------------------------------------------------
 
-    def _listener(self, number: int) -> Callable[[Any], object]:
-        self._listeners[number] = partial(self._outbox.add, "event", number)
-        return self._listeners[number]
-
-    # ---- what comes of it -----------------------------------------------------------------------------------
-
-    def _answer(self, number: int, future: Future) -> None:
+    def _reply_with(self, number: int, future: Future) -> None:
         self._calls[number] = future
         future.add_done_callback(partial(self._reply, number))
 
@@ -219,28 +211,28 @@ class EngineHost:
         if future.cancelled():
             return
         if (error := future.exception()) is not None:
-            self._outbox.send("refusal", number, portable(error))
-        elif isinstance(result := future.result(), Future):
+            self._outbox.send("failure", number, portable(error))
+        elif isinstance(result := future.result(), Future):  # of `read_ahead`
             result.add_done_callback(partial(self._reply, number))
         else:
             try:
                 pickled = packed(result)
-            except Exception as error:  # a result can be anything
+            except Exception as error:  # of any kind: a result that cannot be pickled
                 said = f"the result cannot be sent to another process: {message_of(error)}"
-                self._outbox.send("refusal", number, RuntimeError(said))
+                self._outbox.send("failure", number, RuntimeError(said))
             else:
                 self._outbox.send("reply", number, pickled)
 
 
 def send_logs(outbox: Outbox, levels: dict[str, int]) -> None:
-    """What is logged here is logged there. levels: name of a logger -> its level there"""
+    """Send this process's log records to the client's.   levels: name of a logger -> its level there"""
     logging.root.handlers = [_LogSender(outbox)]
     for name, level in levels.items():
         logging.getLogger(name or None).setLevel(level)
 
 
 class _LogSender(logging.handlers.QueueHandler):
-    """Records go as texts, with what was raised in them."""
+    """Sends records with their arguments and exceptions as text (`QueueHandler.prepare`)."""
 
     def __init__(self, outbox: Outbox) -> None:
         super().__init__(SimpleQueue())
@@ -251,7 +243,7 @@ class _LogSender(logging.handlers.QueueHandler):
 
 
 def main(descriptor: int) -> None:
-    """Serve the process at the other end until it says so, or is no more."""
+    """Serve the client at the other end of a pipe until it stops the engine or ends."""
     host = EngineHost(pipe_to_parent(descriptor))
     host.start()
     host.serve()

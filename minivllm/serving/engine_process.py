@@ -1,7 +1,6 @@
-"""An engine in a process of its own, seen from the one that asks it. Stands for `MPClient` of
-vllm/v1/engine/core_client.py (v0.22.1).
+"""The client of an engine in another process. Stands for `MPClient` of vllm/v1/engine/core_client.py (v0.22.1).
 
-Event loops and engine have a GIL each: what a server does for its clients takes nothing from the steps.
+Event loops and engine then have a GIL each, so what a server does for its clients does not delay the steps.
 """
 
 import itertools
@@ -15,34 +14,34 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from minivllm.engine.input_processor import Prompt
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.errors import EngineDeadError, died_of
 from minivllm.lora.request import LoRARequest
-from minivllm.processes import end_process, how_it_ended, receive, send, start_process
+from minivllm.processes import end_process, how_it_ended, packed, receive, send, start_process
 from minivllm.progress import Listener
+from minivllm.sampling_params import SamplingParams
 from minivllm.serving.adapter_reader import PARALLEL_READS
-from minivllm.serving.calls import CALLS, Function, by_name, name_of
-from minivllm.serving.client import SECONDS_TO_STOP
-from minivllm.serving.engine_loop import Sink
-from minivllm.serving.errors import EngineDeadError, died_of
-from minivllm.serving.streams import wake
-from minivllm.serving.turns import call_at_end_of_turn
-from minivllm.serving.wire import Delta, Order, OutputReader, order
+from minivllm.serving.batching import call_at_end_of_iteration
+from minivllm.serving.calls import CALLS, Function, Subscribe, name_of
+from minivllm.serving.client import SECONDS_TO_STOP, SHUT_DOWN
+from minivllm.serving.streams import Sink, wake
+from minivllm.serving.wire import OutputDelta, OutputReader, Request
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 HOST = "minivllm.serving.engine_host"
-SHUT_DOWN = "the engine was shut down; start another one"
 
 
 class EngineProcess:
-    """An `EngineClient` of an engine that another process makes and steps.
+    """An `EngineClient` of an engine that another process makes and steps (`EngineHost`).
 
-    make_engine      goes there by its name, with its arguments; what it raises is raised here
-    more_calls       functions with a name that `call` takes there beside `CALLS`
-    parallel_reads   adapters that are read from disk at the same time, beside the steps
-    on_progress      is told how far the engine is while it is made; None = that process shows a bar
+    make_engine      is pickled by its name, with its arguments; what it raises there is raised here
+    more_calls       functions that `call` takes in addition to `CALLS`, pickled likewise
+    parallel_reads   adapters that are read from disk concurrently with steps
+    on_progress      is called with the progress of making the engine; None = that process shows a bar
 
     EngineDeadError when that process ends while it makes the engine.
     """
@@ -65,9 +64,9 @@ class EngineProcess:
         self._due: list[Sink] = []  # have outputs of the message that is read
         self._is_stopping = False
         self._progress = on_progress
-        self._known = by_name((*CALLS, *more_calls))
+        self._known_calls = {name_of(function) for function in (*CALLS, *more_calls)}
         self._lock = threading.Lock()  # held while a message is sent
-        self._begun: deque[Order] = deque()  # requests that go with the next message
+        self._begun: deque[Request] = deque()  # are sent with the next message
         self._pipe, self._process = start_process(HOST)
         try:
             self.config, self.tokenizer = self._load(make_engine, parallel_reads, more_calls)
@@ -84,64 +83,70 @@ class EngineProcess:
                 for kind, number, value in receive(self._pipe):
                     if kind == "start":
                         return value
-                    if kind == "failure":
+                    if kind == "not_made":
                         raise value
                     getattr(self, f"on_{kind}")(number, value)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise self._how_it_ended() from None
 
-    # ---- from any thread ------------------------------------------------------------------------------------
+    # ---- called from any thread -----------------------------------------------------------------------------
 
     def call(self, function: Callable[..., T], *args: Any) -> "Future[T]":
-        """The result of `function(engine, *args)`. The function goes by its name, arguments and result are copied.
+        """The result of `function(engine, *args)`. The function is sent by its name, arguments and result are pickled.
 
-        ValueError for one that is neither in `CALLS` nor in `more_calls`.
+        ValueError for a function that is neither in `CALLS` nor in `more_calls`.
         """
-        if (name := name_of(function)) not in self._known:
-            raise ValueError(
-                f"'{name}' is not a call that an engine in another process takes; add it to more_calls"
-            )
-        return self._ask("call", name, *args)
+        return self._request("call", self._checked_name(function), *args)
 
-    def begin(self, sink: Sink, request_id: str, *args: Any, **options: Any) -> None:
-        """Add a request. Its outputs go to `sink`, and so does what `LLMEngine.add_request` raises."""
+    def begin(
+        self,
+        sink: Sink,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | str | None = None,
+    ) -> None:
+        """Add a request. Its outputs are put into `sink`, and so is the error that `LLMEngine.add_request` raises."""
         number = next(self._numbers)
         self._requests[number] = sink, OutputReader(request_id)
-        self._post(number, "begin", (request_id, *args), options, at_once=False)
+        args = request_id, prompt, params, arrival_time, lora_request
+        self._post(number, "begin", *args, at_once=False)
 
     def abort(self, request_ids: Collection[str], sink: Sink | None = None) -> "Future[None]":
-        """End requests, each with a last output that says so.   sink: only those that are this one's"""
+        """Abort requests; each gets a last output with finish_reason "abort".
+
+        sink   only requests with this sink, because another one may have the id by now; None = all
+        """
         own = None
         if sink is not None:
             own = next((i for i, (each, _) in list(self._requests.items()) if each is sink), -1)
-        return self._ask("abort", list(request_ids), own)
+        return self._request("abort", list(request_ids), own)
 
     def read_ahead(self, lora_request: LoRARequest) -> "Future[None]":
-        """Have an adapter read that somebody is about to load; done when it has been read, or cannot be."""
-        return self._ask("read_ahead", lora_request)
+        """Read an adapter that is about to be loaded; done when it has been read or cannot be."""
+        return self._request("read_ahead", lora_request)
 
     def end_ahead(self, lora_request: LoRARequest) -> None:
-        """It is loaded by now, or nobody is about to load it any more."""
+        """Forget what was read ahead, if the load has not taken it."""
         self._post(next(self._numbers), "end_ahead", lora_request)
 
-    def watch_steps(self, listener: Callable[[Any], object]) -> "Future[None]":
-        """Tell a listener of every step from now on, in the thread that hears from the engine."""
-        return self._ask("watch_steps", self._listen(listener))
+    def subscribe(self, events: Subscribe, listener: Callable[[Any], object]) -> "Future[None]":
+        """Call a listener with each event from now on, in the thread that receives. ValueError as in `call`."""
+        name, number = self._checked_name(events), next(self._numbers)
+        self._listeners[number] = listener
+        return self._request("subscribe", name, number)
 
-    def unwatch_steps(self, listener: Callable[[Any], object]) -> "Future[None]":
-        """It is told no more; one that never was is passed over."""
+    def unsubscribe(self, listener: Callable[[Any], object]) -> "Future[None]":
+        """Call a listener no more; nothing happens for one that is not subscribed."""
         number = next((i for i, each in list(self._listeners.items()) if each is listener), -1)
         self._listeners.pop(number, None)
-        return self._ask("unwatch_steps", number)
-
-    def watch_adapters(self, listener: Callable[[Any], object]) -> "Future[None]":
-        """Tell a listener of what happens to adapters from now on, in the thread that hears from the engine."""
-        return self._ask("watch_adapters", self._listen(listener))
+        return self._request("unsubscribe", number)
 
     def stop(self, timeout: float = SECONDS_TO_STOP) -> None:
-        """End the process after the step that it is in. Requests that have not ended get an EngineDeadError.
+        """End the process after its current step. Requests that have not finished get an EngineDeadError.
 
-        timeout   seconds for that step: then the process is killed; 0 is at once
+        timeout   seconds until the process is killed; 0 is at once
         """
         self._is_stopping = True
         if timeout:
@@ -152,52 +157,55 @@ class EngineProcess:
                 self._process.kill()
                 self._thread.join()
 
-    def _listen(self, listener: Callable[[Any], object]) -> int:
-        number = next(self._numbers)
-        self._listeners[number] = listener
-        return number
+    def _checked_name(self, function: Function) -> str:
+        if (name := name_of(function)) not in self._known_calls:
+            raise ValueError(
+                f"'{name}' is not a call that an engine in another process takes; add it to more_calls"
+            )
+        return name
 
-    def _ask(self, name: str, *args: Any) -> Future:
+    def _request(self, method: str, *args: Any) -> Future:
+        """Have a method of `EngineHost` called; its reply."""
         number, future = next(self._numbers), Future()
         self._calls[number] = future
         future.add_done_callback(lambda future: future.cancelled() and self._cancel(number))
-        self._post(number, name, *args)
+        self._post(number, method, *args)
         return future
 
     def _cancel(self, number: int) -> None:
         if self._calls.pop(number, None) is not None:
-            self._send(order(number, "cancel", ()))
+            self._send((number, "cancel", packed(())))
 
-    def _post(self, number: int, name: str, *args: Any, at_once: bool = True) -> None:
+    def _post(self, number: int, method: str, *args: Any, at_once: bool = True) -> None:
         try:
-            posted = order(number, name, args)
+            request = number, method, packed(args)
             if at_once:
-                self._send(posted)
+                self._send(request)
             else:
-                self._begun.append(posted)
-                call_at_end_of_turn(self._send)
-        except Exception as error:  # arguments can be anything: it cannot be copied
-            self._refuse(number, error)
-        if self.error is not None:  # the end may have come before this was noted
-            self._refuse(number, self.error)
+                self._begun.append(request)
+                call_at_end_of_iteration(self._send)
+        except Exception as error:  # of any kind: arguments that cannot be pickled
+            self._fail(number, error)
+        if self.error is not None:  # the process may have ended before the number was registered
+            self._fail(number, self.error)
 
-    def _send(self, *orders: Order | None) -> None:
-        """What has begun, and then these. None ends the process."""
-        # Without anybody at the other end, the receiving thread tells everybody.
+    def _send(self, *requests: Request | None) -> None:
+        """Send the requests that have begun, and then these, as one message. None ends the process."""
+        # If the process has ended, the receiving thread fails all requests.
         with self._lock, suppress(OSError):
             begun = [self._begun.popleft() for _ in range(len(self._begun))]
-            if message := [*begun, *orders]:
+            if message := [*begun, *requests]:
                 send(self._pipe, message)
 
-    def _refuse(self, number: int, error: Exception) -> None:
-        """Whoever waits for this number gets the error."""
+    def _fail(self, number: int, error: Exception) -> None:
+        """End a call or a request with an error."""
         if (future := self._calls.pop(number, None)) is not None:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         elif (request := self._requests.pop(number, None)) is not None and request[0].put(error):
             wake([request[0]])
 
-    # ---- in the thread that hears from the engine ------------------------------------------------------------
+    # ---- in the thread that receives ------------------------------------------------------------------------
 
     def _run(self) -> None:
         error: Exception | None = None
@@ -208,7 +216,7 @@ class EngineProcess:
                 self._wake()
         except (EOFError, OSError):
             pass  # the process has ended
-        except BaseException as cause:  # whatever it is, whoever waits must hear of it
+        except BaseException as cause:  # of any kind, because all clients must get it
             logger.error("what the engine said could not be read", exc_info=cause)
             error = died_of(cause)
         self._end(error or self.error or self._how_it_ended())
@@ -216,7 +224,7 @@ class EngineProcess:
     def _end(self, error: Exception) -> None:
         self.error = EngineDeadError(SHUT_DOWN) if self._is_stopping else error
         for number in [*self._calls, *self._requests]:
-            self._refuse(number, self.error)
+            self._fail(number, self.error)
         self._kill()
 
     def _how_it_ended(self) -> EngineDeadError:
@@ -224,7 +232,7 @@ class EngineProcess:
         return EngineDeadError(f"the engine's process has ended ({how}); start another one")
 
     def _kill(self) -> None:
-        """Nothing is left of the process. One that was told to stop has its time."""
+        """Close the pipe and end the process; one that is stopping has some seconds."""
         with self._lock:
             self._pipe.close()
         end_process(self._process, SECONDS_TO_STOP if self._is_stopping else 0.5)
@@ -232,7 +240,7 @@ class EngineProcess:
     def _wake(self) -> None:
         due, self._due = self._due, []
         if lost := wake(due):  # their event loops are closed
-            # Not in this thread: while it waits to send, nobody reads, and the engine may be waiting to send, too.
+            # Not in this thread, which would not receive while it blocks in a send: the engine may block in one, too.
             threading.Thread(target=self._abort_all, args=(lost,), name="minivllm-abort", daemon=True).start()
 
     def _abort_all(self, sinks: list[Sink]) -> None:
@@ -240,7 +248,7 @@ class EngineProcess:
             if sink in sinks and self._requests.pop(number, None) is not None:
                 self._post(next(self._numbers), "abort", [reader.request_id], number)
 
-    def on_output(self, number: int, delta: Delta) -> None:
+    def on_output(self, number: int, delta: OutputDelta) -> None:
         if (request := self._requests.get(number)) is None:
             return
         sink, reader = request
@@ -249,8 +257,8 @@ class EngineProcess:
         if sink.put(reader.output(delta)):
             self._due.append(sink)
 
-    def on_refusal(self, number: int, error: Exception) -> None:
-        self._refuse(number, error)
+    def on_failure(self, number: int, error: Exception) -> None:
+        self._fail(number, error)
 
     def on_reply(self, number: int, pickled: bytes) -> None:
         future = self._calls.pop(number, None)
@@ -258,7 +266,7 @@ class EngineProcess:
             return
         try:
             result = pickle.loads(pickled)
-        except Exception as error:  # a result can be anything
+        except Exception as error:  # of any kind: a result that cannot be unpickled
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -281,6 +289,6 @@ class EngineProcess:
 
 
 def levels_of_loggers() -> dict[str, int]:
-    """Of those that have one; the root logger's name is empty."""
+    """The loggers that have a level; the root logger's name is empty."""
     found = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
     return {"": logging.root.level, **{name: level for name, level in found.items() if level}}

@@ -1,5 +1,7 @@
-"""What goes between an engine's process and the one that asks it. Stands for `EngineCoreOutputs` of
-vllm/v1/engine/__init__.py and for vllm/v1/serial_utils.py (v0.22.1), whose messages are msgpack.
+"""Messages between an engine's process and its client's, above all outputs as deltas.
+
+Stands for `EngineCoreOutputs` of vllm/v1/engine/__init__.py and for vllm/v1/serial_utils.py (v0.22.1), whose messages
+are msgpack.
 """
 
 import pickle
@@ -11,30 +13,26 @@ from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.errors import message_of
 from minivllm.layers.sampler import Logprob
-from minivllm.processes import packed
 
-Order = tuple[int, str, bytes]  # number, name of a method of `EngineHost`, pickled arguments
+# Number, name of a method of `EngineHost`, and its arguments, pickled apart: those that cannot be unpickled fail this
+# request alone.
+Request = tuple[int, str, bytes]
 
 # Fields of an output that seldom change.
 STEADY = ("prompt", "prompt_token_ids", "lora_request", "num_cached_tokens", "error")
 
 
-def order(number: int, name: str, args: tuple) -> Order:
-    """A message to the engine's process. Arguments that cannot be read there are this order's trouble alone."""
-    return number, name, packed(args)
-
-
 def portable(error: BaseException) -> BaseException:
-    """The error, if it arrives whole on the other side; else a RuntimeError with its sentence."""
+    """The error, if it can be pickled and unpickled; else a RuntimeError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
-    except Exception:  # its class may do anything when it is copied
+    except Exception:  # of any kind: classes may define how they are pickled
         return RuntimeError(message_of(error))
 
 
-class News(NamedTuple):
-    """What is new of one answer; the fields are those of `CompletionOutput`, logprobs those of the new tokens."""
+class AnswerDelta(NamedTuple):
+    """What is new in one answer; the fields are those of `CompletionOutput`, logprobs those of the new tokens."""
 
     index: int
     text: str
@@ -45,21 +43,21 @@ class News(NamedTuple):
     logprobs: list[dict[int, Logprob]] | None
 
 
-class Delta(NamedTuple):
-    """What is new of a request. It is small, however long its answers are.
+class OutputDelta(NamedTuple):
+    """What is new in a request's output, so that its size does not grow with the answers.
 
-    news      of the answers that have any
-    changed   field of `RequestOutput` -> its value, where it is another one; `metrics` as a dict
+    answers   the deltas of the answers with anything new
+    changed   field of `RequestOutput` -> its value, of the fields that have changed; `metrics` as a dict
     """
 
     num_answers: int
     finished: bool
-    news: list[News]
+    answers: list[AnswerDelta]
     changed: dict[str, Any]
 
 
 class OutputWriter:
-    """One request's outputs as deltas, in the engine's process.
+    """Turns one request's outputs into deltas, in the engine's process.
 
     last   the last output
     """
@@ -67,10 +65,10 @@ class OutputWriter:
     def __init__(self) -> None:
         self.last: RequestOutput | None = None
         self._times: dict[str, Any] | None = None
-        self._num_logprobs: dict[int, int] = {}  # answer's index -> of so many tokens they were sent
+        self._num_logprobs: dict[int, int] = {}  # answer's index -> tokens whose logprobs were sent
 
-    def delta(self, output: RequestOutput) -> Delta:
-        """What this output adds to the one before."""
+    def delta(self, output: RequestOutput) -> OutputDelta:
+        """The difference to the output before."""
         last, self.last = self.last, output
         changed = {
             name: value
@@ -83,34 +81,34 @@ class OutputWriter:
         times = None if output.metrics is None else dict(vars(output.metrics))
         if times != self._times:
             changed["metrics"] = self._times = times
-        news = [
-            self._news(answer)
+        answers = [
+            self._answer_delta(answer)
             for answer in output.outputs
             if answer.delta_token_ids or answer.delta_text or answer.finish_reason is not None
         ]
-        return Delta(len(output.outputs), output.finished, news, changed)
+        return OutputDelta(len(output.outputs), output.finished, answers, changed)
 
-    def _news(self, answer: CompletionOutput) -> News:
+    def _answer_delta(self, answer: CompletionOutput) -> AnswerDelta:
         logprobs = answer.logprobs
         if logprobs is not None:
             known = self._num_logprobs.get(answer.index, 0)
             self._num_logprobs[answer.index] = len(logprobs)
             logprobs = logprobs[known:]
-        return News(
+        return AnswerDelta(
             *(answer.index, answer.delta_text, answer.delta_token_ids),
             *(answer.finish_reason, answer.stop_reason, answer.cumulative_logprob, logprobs),
         )
 
 
 class OutputReader:
-    """One request's outputs from their deltas, in the process that asks."""
+    """Rebuilds one request's outputs from their deltas, in the client's process."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self._output = RequestOutput(request_id, None, [], [], finished=False)
 
-    def output(self, delta: Delta) -> RequestOutput:
-        """The output that the engine had."""
+    def output(self, delta: OutputDelta) -> RequestOutput:
+        """The output that the delta was made from."""
         changed, old = delta.changed, self._output.outputs
         if changed:
             if (times := changed.get("metrics")) is not None:
@@ -120,16 +118,16 @@ class OutputReader:
             old = [CompletionOutput(index, "", []) for index in range(delta.num_answers)]
         last = self._output
         self._output = RequestOutput(
-            *(last.request_id, last.prompt, last.prompt_token_ids, answers_with(old, delta.news)),
+            *(last.request_id, last.prompt, last.prompt_token_ids, answers_with(old, delta.answers)),
             *(delta.finished, last.lora_request, last.num_cached_tokens, last.prompt_logprobs),
             *(last.error, last.metrics),
         )
         return self._output
 
 
-def answers_with(old: Sequence[CompletionOutput], news: Sequence[News]) -> list[CompletionOutput]:
-    """All answers; the deltas of those without news are empty."""
-    by_index = {new.index: new for new in news}
+def answers_with(old: Sequence[CompletionOutput], deltas: Sequence[AnswerDelta]) -> list[CompletionOutput]:
+    """All answers after their deltas."""
+    by_index = {delta.index: delta for delta in deltas}
     return [
         replace(answer, delta_text="", delta_token_ids=[])
         if (new := by_index.get(answer.index)) is None

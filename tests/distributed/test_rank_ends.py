@@ -18,9 +18,9 @@ from rank_ends import all_end, group_is_left, is_there, kill_rank, misinform_oth
 from tiny_engine import OPTIONS, greedy, make_engine, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
+from minivllm.errors import EngineDeadError
 from minivllm.parallel import other_ranks
 from minivllm.serving.engine_process import EngineProcess
-from minivllm.serving.errors import EngineDeadError
 
 pytestmark = pytest.mark.nightly
 

@@ -8,10 +8,9 @@ from rank_ends import all_end, dies_in_a_step, group_is_left, kill_rank, rank_pi
 from tiny_engine import OPTIONS, greedy, tiny_world, tokens_of
 
 from minivllm import EngineArgs, LoRARequest, SamplingParams
-from minivllm.errors import in_one_sentence
+from minivllm.errors import EngineDeadError, in_one_sentence
 from minivllm.parallel import other_ranks, shared_reading
 from minivllm.parallel.ranks import config_of, device_of
-from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -15,8 +15,8 @@ from tiny_adapters import ADAPTERS, save_adapter
 from tiny_engine import greedy, run, tiny_world, tokens_of
 
 from minivllm import AsyncLLM, LoRARequest
+from minivllm.errors import EngineDeadError
 from minivllm.observe.reports import AdapterState, state_of
-from minivllm.serving.errors import EngineDeadError
 
 PROMPT = [5, 6, 7, 8, 9]
 

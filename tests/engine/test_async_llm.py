@@ -15,7 +15,9 @@ from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
 from labs.kit.overlay import Todo
 from minivllm import AsyncLLM, LLMEngine, SamplingParams
-from minivllm.serving.errors import Draining, EngineDeadError, QueueFull
+from minivllm.errors import EngineDeadError
+from minivllm.serving.async_llm import Draining, QueueFull
+from minivllm.serving.calls import step_records
 from minivllm.serving.streams import Stream, wake
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -449,7 +451,7 @@ class TestTheEnd:
             with pytest.raises(EngineDeadError, match="shut down"):
                 await llm.list_loras()
             with pytest.raises(EngineDeadError, match="shut down"):
-                await llm.beside(lambda: "text")
+                await llm.run_in_tokenizer_thread(lambda: "text")
             with pytest.raises(EngineDeadError, match="shut down"):
                 await llm.check_health()
             assert not llm._client.engine.has_unfinished_requests()
@@ -549,7 +551,7 @@ class TestSteps:
             heard = []
 
             async def listen():
-                async for records in llm.subscribe():
+                async for records in llm.subscribe(step_records):
                     heard.extend(records)
 
             listener = asyncio.create_task(listen())
@@ -570,7 +572,7 @@ class TestSteps:
         llm = serve()
 
         async def main():
-            records = llm.subscribe(most=3)
+            records = llm.subscribe(step_records, most=3)
             first = asyncio.ensure_future(anext(records))
             await until(lambda: len(llm._client.engine.listeners) == 2)
             await collect(llm, "a", greedy(20))

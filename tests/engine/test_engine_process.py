@@ -28,8 +28,9 @@ from patience import PATIENCE, some_turns, until, wait_until
 from tiny_engine import OPTIONS, character_tokenizer, greedy, tiny_world, tokens_of
 
 from minivllm import AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from minivllm.errors import EngineDeadError
+from minivllm.serving.calls import step_records
 from minivllm.serving.engine_process import EngineProcess
-from minivllm.serving.errors import EngineDeadError
 from minivllm.sources.resolver import LoRAResolverRegistry
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -322,7 +323,7 @@ class TestACall:
 
     def test_of_steps_hears_of_them_until_it_leaves(self, llm):
         async def main():
-            records = llm.subscribe()
+            records = llm.subscribe(step_records)
             first = asyncio.ensure_future(anext(records))
             await llm.list_loras()  # the subscription was before it
             await collect(llm, "a", greedy(8))

@@ -4,8 +4,8 @@ import pytest
 from tiny_engine import greedy, tiny_world
 
 from minivllm.sampling_params import SamplingParams
-from minivllm.serving import engine_loop
-from minivllm.serving.engine_loop import EngineLoop
+from minivllm.serving import engine_thread
+from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -49,9 +49,9 @@ def make(world, monkeypatch):
     def make(on_gpu=True, coming=0, **options):
         engine = world.engine(**{"max_num_seqs": 64, **options})
         engine.runner.on_gpu = on_gpu
-        loop = EngineLoop(engine)
+        loop = EngineThread(engine, start=False)
         clock = Clock(loop, coming)
-        monkeypatch.setattr(engine_loop, "time", clock)
+        monkeypatch.setattr(engine_thread, "time", clock)
         return loop, clock
 
     return make
@@ -102,7 +102,7 @@ def test_it_does_not_wait_for_ever_while_others_come(make):
     loop.turn()
 
     assert 1 < rows(loop)[0] < 30
-    assert clock.now == pytest.approx(engine_loop.SECONDS_FOR_ALL, rel=0.2)
+    assert clock.now == pytest.approx(engine_thread.SECONDS_FOR_ALL, rel=0.2)
 
 
 def test_a_later_step_waits_for_nobody(make):

@@ -3,7 +3,7 @@
 import pytest
 from tiny_engine import greedy, tiny_world
 
-from minivllm.serving.engine_loop import EngineLoop
+from minivllm.serving.engine_thread import EngineThread
 from minivllm.serving.streams import output_stream
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -32,7 +32,7 @@ def world(tmp_path_factory):
 def make_loop(world, on_gpu):
     engine = world.engine()
     engine.runner.on_gpu = on_gpu
-    return EngineLoop(engine)
+    return EngineThread(engine, start=False)
 
 
 def begin(loop, events, request_id="one", max_tokens=3):
@@ -95,7 +95,7 @@ def test_no_output_waits_for_a_step_that_fails(world, monkeypatch):
 
     with pytest.raises(RuntimeError, match="out of luck") as raised:
         loop.turn()
-    loop.fail(raised.value)  # as the engine's thread does
+    loop._end(raised.value)  # as the thread does
 
     assert len(events.calls) == 1
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from patience import wait_until
 
 from minivllm import LLMEngine
-from minivllm.serving.errors import EngineDeadError
+from minivllm.errors import EngineDeadError
 
 
 def rank_pids(engine: LLMEngine) -> list[int]:

@@ -42,7 +42,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "sizing": ("economics",),
     "serving": ("server", "commands.serve"),
     "vllm": (),
-    "server": ("commands.serve", "commands.trace_page"),
+    "server": ("commands.serve",),
     "simulate": ("commands.simulate",),
     "commands": ("cli",),
 }

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm.engine.metrics import RequestMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.server.access_log import Record
 from minivllm.server.metrics import OTHER, Progress, ServerMetrics
-from minivllm.server.record import Record
 
 pytestmark = pytest.mark.lab("9.5")
 

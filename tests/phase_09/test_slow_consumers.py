@@ -8,7 +8,7 @@ import pytest
 import virtual_time
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
-from minivllm.serving.errors import EngineDeadError
+from minivllm.errors import EngineDeadError
 from minivllm.serving.streams import Stream, merged, wake
 
 pytestmark = pytest.mark.lab("9.2")

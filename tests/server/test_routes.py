@@ -5,10 +5,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from starlette.applications import Starlette
 
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import HANDLERS, ApiError
 from minivllm.server.protocol import AdapterRequest
-from minivllm.server.routes import Endpoint, openapi, post
+from minivllm.server.routes import openapi, post
 from minivllm.server.settings import ServerSettings
 
 RIGHT = b'{"lora_name": "qv"}'
@@ -16,11 +17,13 @@ JSON = b"application/json"
 
 
 class World:
-    """A route whose handler notes who asked, or raises.   sent: what was answered"""
+    """An application of one route whose handler notes its request, or raises.   sent: the response"""
 
     def __init__(self, error=None):
         self.error, self.handled, self.sent = error, [], []
-        self.endpoint = Endpoint(self.handler, AdapterRequest)
+        route = post("/pin", AdapterRequest, self.handler)
+        self.app = Starlette(routes=[route], exception_handlers=HANDLERS)
+        self.app.state.server = SimpleNamespace(settings=ServerSettings("tiny"))
 
     async def handler(self, body, call):
         if self.error is not None:
@@ -29,17 +32,16 @@ class World:
         return {"said": "yes"}
 
     def ask(self, content=RIGHT, declared=JSON):
-        """In two parts; then the sender goes."""
+        """The body comes in two parts; then the client closes the connection."""
         part = {"type": "http.request", "body": content, "more_body": True}
         messages = iter([part, {"type": "http.request"}, {"type": "http.disconnect"}])
         if content is None:
             messages = iter([{"type": "http.disconnect"}])
-        server = SimpleNamespace(settings=ServerSettings("tiny"))
         scope = {
             "type": "http",
+            "method": "POST",
+            "path": "/pin",
             "headers": [(b"content-type", declared)],
-            "path_params": {},
-            "app": SimpleNamespace(state=SimpleNamespace(server=server)),
             "state": {"holder": "somebody", "record": None},
         }
 
@@ -49,7 +51,7 @@ class World:
         async def send(message):
             self.sent.append(message)
 
-        asyncio.run(self.endpoint(scope, receive, send))
+        asyncio.run(self.app(scope, receive, send))
 
     @property
     def answer(self):
@@ -93,7 +95,7 @@ def test_a_body_that_is_wrong_is_refused_in_a_sentence(content, declared, words,
     assert words in answer["error"]["message"]
 
 
-def test_a_sender_that_goes_before_its_body_is_there_asks_nothing():
+def test_a_client_that_leaves_before_its_body_is_there_gets_no_handler():
     world = World()
 
     world.ask(content=None)
@@ -101,22 +103,24 @@ def test_a_sender_that_goes_before_its_body_is_there_asks_nothing():
     assert world.handled == world.sent == []
 
 
-def test_an_error_that_says_something_to_the_client_is_answered():
+def test_an_error_for_the_client_is_its_response():
     world = World(ApiError(404, "there is none", "model"))
 
     world.ask()
 
-    told = {"message": "there is none", "type": "NotFoundError", "param": "model", "code": 404}
-    assert world.answer == (404, {"error": told})
+    error = {"message": "there is none", "type": "NotFoundError", "param": "model", "code": 404}
+    assert world.answer == (404, {"error": error})
 
 
-def test_an_error_of_the_servers_own_is_not_told():
+def test_a_bug_of_a_handler_is_logged_and_not_shown():
     world = World(KeyError("a secret"))
 
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # uvicorn logs it
         world.ask()
 
-    assert world.sent == []
+    status, answer = world.answer
+    assert status == 500
+    assert "secret" not in json.dumps(answer)
 
 
 def test_a_description_has_each_route_and_the_fields_of_its_body():

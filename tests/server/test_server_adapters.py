@@ -402,7 +402,9 @@ def test_a_request_that_is_on_its_way_brings_no_unloaded_adapter_back(server, ht
     llm = server.server.state.llm
     held, let_go = threading.Event(), threading.Event()
     wait = partial(let_go.wait, PATIENCE)
-    holder = threading.Thread(target=lambda: asyncio.run(llm.beside(lambda: (held.set(), wait()))))
+    holder = threading.Thread(
+        target=lambda: asyncio.run(llm.run_in_tokenizer_thread(lambda: (held.set(), wait())))
+    )
     holder.start()
     assert held.wait(PATIENCE)
     late = []

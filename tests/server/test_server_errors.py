@@ -183,14 +183,14 @@ def test_routes_that_are_not_there_and_other_methods_are_errors_in_the_same_form
 
 def test_a_prompt_that_is_refused_while_another_streams_is_told_in_the_stream(server, client, monkeypatch):
     llm, read, let_go = server.server.state.llm, itertools.count(), threading.Event()
-    tokenizing = llm.beside
+    tokenizing = llm.run_in_tokenizer_thread
 
     async def the_second_waits(function):
         if next(read):
             await asyncio.to_thread(let_go.wait, PATIENCE)
         return await tokenizing(function)
 
-    monkeypatch.setattr(llm, "beside", the_second_waits)
+    monkeypatch.setattr(llm, "run_in_tokenizer_thread", the_second_waits)
     body = {**COMPLETION, "prompt": ["fine", "x" * 300], "ignore_eos": True, "stream": True}
 
     with client.stream("POST", "/v1/completions", json=body) as response:

@@ -17,7 +17,7 @@ from tiny_engine import tiny_world
 from tiny_server import held_up, serving
 from uvicorn.server import ServerState
 
-from minivllm.server.connection import LimitedConnection, WholeAnswers
+from minivllm.server.connection import BufferForHTTP10, LimitedConnection
 from minivllm.server.settings import ServerSettings
 
 ASK = {"model": "qv", "prompt": "x", "max_tokens": 2, "temperature": 0}
@@ -385,7 +385,7 @@ def test_an_answer_of_unknown_length_has_one_for_a_client_that_knows_no_chunks(v
     async def send(message):
         sent.append(message)
 
-    asyncio.run(WholeAnswers(app)({"type": "http", "http_version": version}, None, send))
+    asyncio.run(BufferForHTTP10(app)({"type": "http", "http_version": version}, None, send))
 
     whole = [(b"x-own", b"1"), *([(b"content-length", b"8")] if version == "1.0" else [])]
     assert sent[0]["headers"] == whole

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_engine import greedy, tiny_world
 from tiny_server import BASE_NAME, client_of, serving
 
-from minivllm.server.engine_metrics import EngineCollector, EngineView
+from minivllm.server.access_log import Record
+from minivllm.server.engine_metrics import EngineCollector, EngineSnapshot
 from minivllm.server.metrics import OTHER, ServerMetrics
-from minivllm.server.record import Record
 
 NAMES = ("qv", "all", "mlp", "patterns")
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -100,7 +100,7 @@ def test_adapters_with_requests_are_named(tmp_path_factory):
         engine.add_request(str(number), [5, 6, 7], greedy(), lora_request=world.request(name))
     engine.step()
     collector = EngineCollector("tiny")
-    collector.seen = EngineView.of(engine)
+    collector.latest = EngineSnapshot.of(engine)
 
     samples = {s.name: s for family in collector.collect() for s in family.samples}
     labels = {"max_lora": "2", "running_lora_adapters": "qv", "waiting_lora_adapters": "all,mlp"}

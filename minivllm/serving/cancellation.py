@@ -1,5 +1,7 @@
-"""Whoever stops listening ends his request. Stands for the ends of `AsyncLLM.generate` in vllm/v1/engine/async_llm.py,
-and for `with_cancellation` around its handlers (v0.22.1).
+"""Aborts the requests of clients that leave.
+
+Stands for how `AsyncLLM.generate` ends in vllm/v1/engine/async_llm.py, and for `with_cancellation` around the handlers
+of vLLM's server (v0.22.1).
 """
 
 import asyncio
@@ -13,7 +15,7 @@ from minivllm.serving.streams import Stream
 T = TypeVar("T")
 
 
-# region lab 9.3: whoever stops listening
+# region lab 9.3: clients that leave
 async def listen(
     client: EngineClient,
     stream: Stream[RequestOutput],
@@ -24,10 +26,10 @@ async def listen(
 
     begin   gives the request to the engine, before the first output; its error is raised here
 
-    Whoever stops before the last output, or while `begin` runs, aborts the request: by `aclose`, because its task was
-    cancelled, or because nobody holds this generator any more. Then this task may not wait for anything: the abort
-    is left with the engine (`EngineClient.abort`). It is that of this stream alone, since another request may have
-    the id.
+    If this generator ends before the last output, or while `begin` runs, the request is aborted: the consumer calls
+    `aclose`, its task is cancelled, or it drops the generator. The abort (`EngineClient.abort`) is not awaited, because
+    a task that is being cancelled must not wait for anything. It aborts this stream's request alone, because another
+    request may have the id.
     """
     finished = False
     try:
@@ -44,14 +46,14 @@ async def listen(
 async def unless_gone(
     receive: Callable[[], Awaitable[dict[str, Any]]], coroutine: Coroutine[Any, Any, T]
 ) -> T | None:
-    """The coroutine's result, or what it raises; None when whoever sent the request closes the connection first.
+    """The coroutine's result or error; None if the client closes the connection first.
 
-    receive   of ASGI: its next message, `{"type": "http.disconnect"}` once the connection is closed; others before it
-              mean nothing. It waits until there is one
+    receive   of ASGI: waits for the next message, which is `{"type": "http.disconnect"}` once the connection is
+              closed; messages of other types are ignored
 
-    The coroutine runs in this task, so that its request is on its way before another connection's turn. In the end
-    nothing runs on, also when this task is cancelled by others, which is raised: what runs is cancelled, and has ended
-    when this one does.
+    The coroutine runs in this task, so that its request begins before other connections get the loop. If the
+    connection is closed, or this task is cancelled by others (which raises CancelledError), the coroutine is cancelled
+    and has finished when this returns.
     """
     task, is_gone = asyncio.current_task(), False
 

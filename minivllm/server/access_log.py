@@ -1,4 +1,7 @@
-"""What is noted of one HTTP request, and its line in the log. Stands for vllm/entrypoints/logger.py (v0.22.1)."""
+"""The access log: a record of each HTTP request and its line in the log.
+
+Stands for uvicorn's access log and vllm/entrypoints/logger.py (v0.22.1).
+"""
 
 import logging
 import time
@@ -14,7 +17,7 @@ logger = logging.getLogger("minivllm.access")
 
 @dataclass
 class Record:
-    """One HTTP request as it goes on.
+    """What has happened in one HTTP request so far.
 
     model           the base model or an adapter, as the request calls it; None where it names none
     prompt_tokens, completion_tokens   of all its prompts and answers so far
@@ -29,13 +32,13 @@ class Record:
     status: int = 0
 
     def note_first_token(self, times: RequestMetrics | None, now: float) -> None:
-        """Tokens are there, now. When the first one came the engine's own account says, if it has one."""
+        """Tokens have come, now. The engine's metrics have the time of the first one, if it keeps them."""
         if self.first_token_at is None:
             seconds = times.time_to_first_token if times is not None else None
             self.first_token_at = now if seconds is None else times.arrival_time + seconds
 
     def line(self, scope: Scope, ended: float) -> str:
-        """Text that came from outside is quoted, so that it cannot begin a line of its own."""
+        """The line in the log. Text of the client is quoted, so that it cannot begin a line of its own."""
         client = scope.get("client") or ("-", 0)
         parts = [f"{client[0]} {scope['method']} {scope['path']!a} {self.status or 'gone'}"]
         if self.model is not None:
@@ -47,7 +50,7 @@ class Record:
 
 
 class AccessLog:
-    """Gives every HTTP request its `Record`, and writes a line when it has ended."""
+    """A middleware: gives every HTTP request its `Record`, and logs a line when it has ended."""
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
         self.app, self.clock = app, clock

@@ -1,6 +1,6 @@
-"""Calls from any thread to the one that has the engine, and their results back.
+"""A queue of calls from any thread to the engine's, whose results come back as futures.
 
-Stands for vllm/v1/engine/core_client.py (v0.22.1), which hands them to another process.
+Stands for the queues of `EngineCoreProc` in vllm/v1/engine/core.py (v0.22.1), which a socket fills.
 """
 
 import queue
@@ -8,16 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from minivllm.errors import is_recoverable
-from minivllm.serving.errors import died_of
+from minivllm.errors import died_of, is_recoverable
 
 T, E = TypeVar("T"), TypeVar("E")
 
 
-class HandOver(Generic[E]):
-    """Functions of an engine that wait for its thread, in the order in which they came.
+class CallQueue(Generic[E]):
+    """Functions of an engine that wait for its thread to run them, first in, first out.
 
-    error   what every call gets once the thread has ended; None before
+    error   every call gets it once the thread has ended; None before
     """
 
     def __init__(self) -> None:
@@ -25,15 +24,15 @@ class HandOver(Generic[E]):
         self._calls: queue.SimpleQueue[tuple[Callable[[E], Any], Future]] = queue.SimpleQueue()
 
     @property
-    def waits(self) -> bool:
-        """Whether there are calls that nobody has run."""
-        return not self._calls.empty()
+    def is_empty(self) -> bool:
+        """Whether no call waits."""
+        return self._calls.empty()
 
     # region lab 9.1: calls from any thread
     def call(self, function: Callable[[E], T]) -> "Future[T]":
-        """Have the engine's thread run `function(engine)`. Any thread may call, and none is held up.
+        """Have the engine's thread run `function(engine)`. Any thread may call, and none blocks.
 
-        The future has the result or what was raised. A call whose future is cancelled before its turn is never run.
+        The future gets the result or the error. A call whose future is cancelled while it waits is never run.
         """
         future: Future[T] = Future()
         self._calls.put((function, future))
@@ -42,9 +41,9 @@ class HandOver(Generic[E]):
         return future
 
     def run(self, engine: E, wait: bool) -> None:
-        """Run all calls there are, in the engine's thread. What is no fault (`is_recoverable`) is raised here.
+        """Run all calls that wait, in the engine's thread. Raises an error that is not recoverable (`is_recoverable`).
 
-        wait   for one, if there is none
+        wait   for a call, if none waits
         """
         try:
             function, future = self._calls.get(block=wait)
@@ -55,12 +54,13 @@ class HandOver(Generic[E]):
             pass
 
     def end(self, error: Exception) -> None:
-        """From now on every call gets this error, those that wait among them."""
+        """From now on every call gets this error, also those that wait."""
         self.error = error
         self._refuse_all()
 
     def _refuse_all(self) -> None:
-        """All calls that wait get the error, but for those that were cancelled, which may happen at any moment."""
+        """Take all calls that wait and set the error, except for calls that were cancelled, which may happen at any
+        moment."""
         try:
             while True:
                 _, future = self._calls.get_nowait()
@@ -76,8 +76,8 @@ class HandOver(Generic[E]):
 def _run(function: Callable[[E], Any], future: Future, engine: E) -> None:
     """Run the function, unless its future was cancelled; the future gets the result or the error.
 
-    What is no fault is raised, too, and the future gets an EngineDeadError that names it (`died_of`): a Ctrl-C that
-    reached a caller as its own would end an event loop.
+    An error that is not recoverable is raised here, too, and the future gets an EngineDeadError that names it
+    (`died_of`), because a KeyboardInterrupt raised from a future would end the caller's event loop.
     """
     if not future.set_running_or_notify_cancel():
         return

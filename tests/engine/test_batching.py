@@ -10,7 +10,7 @@ from tiny_engine import character_tokenizer, greedy, tiny_world, tokens_of
 
 from minivllm import AsyncLLM
 from minivllm.serving import engine_process
-from minivllm.serving.turns import TurnExecutor, call_at_end_of_turn
+from minivllm.serving.batching import BatchingExecutor, call_at_end_of_iteration
 
 
 class Noting(ThreadPoolExecutor):
@@ -36,7 +36,7 @@ def raising(error):
 
 
 def test_functions_of_one_turn_are_one_call_and_each_gets_its_own_result(thread):
-    executor = TurnExecutor(thread)
+    executor = BatchingExecutor(thread)
 
     async def ask(number):
         return await executor.run(lambda: number * number)
@@ -49,7 +49,7 @@ def test_functions_of_one_turn_are_one_call_and_each_gets_its_own_result(thread)
 
 
 def test_what_one_function_raises_is_its_own(thread):
-    executor = TurnExecutor(thread)
+    executor = BatchingExecutor(thread)
 
     async def ask_all():
         functions = [
@@ -68,7 +68,7 @@ def test_what_one_function_raises_is_its_own(thread):
 
 
 def test_who_stops_waiting_keeps_nobody_from_an_answer(thread):
-    executor, may_go_on = TurnExecutor(thread), threading.Event()
+    executor, may_go_on = BatchingExecutor(thread), threading.Event()
 
     async def ask_all():
         held, other = executor.run(may_go_on.wait), executor.run(lambda: "other")
@@ -81,7 +81,7 @@ def test_who_stops_waiting_keeps_nobody_from_an_answer(thread):
 
 
 def test_an_executor_that_was_shut_down_refuses_all(thread):
-    executor = TurnExecutor(thread)
+    executor = BatchingExecutor(thread)
     thread.shutdown()
 
     async def ask_all():
@@ -92,7 +92,7 @@ def test_an_executor_that_was_shut_down_refuses_all(thread):
 
 
 def test_a_loop_that_has_gone_holds_up_no_other(thread):
-    executor, may_go_on = TurnExecutor(thread), threading.Event()
+    executor, may_go_on = BatchingExecutor(thread), threading.Event()
 
     async def leave():
         executor.run(may_go_on.wait)
@@ -111,14 +111,14 @@ def test_the_end_of_a_turn_comes_behind_all_that_is_ready():
     said = []
 
     async def talk(number):
-        call_at_end_of_turn(lambda: said.append("end"))
+        call_at_end_of_iteration(lambda: said.append("end"))
         said.append(number)
 
     async def talk_all():
         await asyncio.gather(*map(talk, range(3)))
 
     asyncio.run(talk_all())
-    call_at_end_of_turn(lambda: said.append("no loop"))
+    call_at_end_of_iteration(lambda: said.append("no loop"))
 
     assert said == [0, 1, 2, "end", "end", "end", "no loop"]
 

@@ -1,5 +1,6 @@
-"""Outputs of the engine in OpenAI's forms. Stands for vllm/entrypoints/openai/{completion,chat_completion}/serving.py
-(v0.22.1).
+"""Outputs of the engine in OpenAI's format: whole responses and the events of streams.
+
+Stands for vllm/entrypoints/openai/{completion,chat_completion}/serving.py (v0.22.1).
 """
 
 import time
@@ -12,14 +13,14 @@ from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.layers.sampler import Logprob
 from minivllm.server.errors import encode
 
-LEAST_LOGPROB = -9999.0  # vLLM's: JSON knows no infinity
+LEAST_LOGPROB = -9999.0  # vLLM's: JSON has no infinity
 
-TokenLogprobs = dict[int, Logprob]  # one generated token's: its own first, then the likeliest
+TokenLogprobs = dict[int, Logprob]  # of one generated token: its own first, then the likeliest
 
 
 @dataclass
-class Form:
-    """What all answers to one HTTP request have in common.
+class Formatter:
+    """Formats the answers to one HTTP request.
 
     id, model        as the client sees them
     shows_token_ids  whether choices have their `token_ids`, too
@@ -33,7 +34,7 @@ class Form:
     whole_object = chunk_object = ""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer to a request without `stream`; outputs: the last of each prompt."""
+        """The response to a request without `stream`; outputs: the last of each prompt"""
         n = len(outputs[0].outputs)
         choices = [
             self.choice(number * n + answer.index, answer)
@@ -48,42 +49,42 @@ class Form:
 
     @cached_property
     def _event_head(self) -> bytes:
-        """What all events of a stream begin with, up to their choices."""
+        """The beginning of all events of a stream, up to their choices; encoded once."""
         return b"data: " + encode(self._head(self.chunk_object))[:-1] + b","
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """What a stream says of an answer before there is any of it."""
+        """The choice in the event that begins a stream, before any token; None where there is no such event."""
         return None
 
-    def is_news(self, answer: CompletionOutput) -> bool:
-        """Whether a stream has anything to say of an answer now."""
+    def has_event(self, answer: CompletionOutput) -> bool:
+        """Whether the deltas of an answer make an event."""
         shows_tokens = self.shows_token_ids or answer.logprobs is not None
         return bool(answer.delta_text or answer.finished() or (shows_tokens and answer.delta_token_ids))
 
     def end(self, answer: CompletionOutput, token_ids: list[int]) -> dict[str, Any]:
-        """The fields that choices of all kinds end with."""
+        """The last fields of choices of all kinds."""
         shown = {"token_ids": token_ids} if self.shows_token_ids else {}
         return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason, **shown}
 
     def choice(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
-        """A whole answer."""
+        """A whole answer as a choice."""
         raise NotImplementedError
 
     def delta(self, index: int, answer: CompletionOutput) -> dict[str, Any]:
-        """What is new of an answer."""
+        """The deltas of an answer as a choice."""
         raise NotImplementedError
 
 
 @dataclass
-class CompletionForm(Form):
-    """Of /v1/completions.
+class CompletionFormatter(Formatter):
+    """For /v1/completions.
 
-    echoes    prompt's number -> the text that its answers begin with; empty unless `echo`
+    echoes    by a prompt's number the text that its answers begin with; empty unless `echo`
     n         answers to a prompt
-    lengths   index of an answer -> characters that its stream has had, for `text_offset`
+    lengths   index of an answer -> characters that were streamed, for `text_offset`
     """
 
     echoes: Sequence[str] = ()
@@ -115,8 +116,8 @@ class CompletionForm(Form):
 
 
 @dataclass
-class ChatForm(Form):
-    """Of /v1/chat/completions. top_logprobs: how many of the likeliest tokens are shown beside each."""
+class ChatFormatter(Formatter):
+    """For /v1/chat/completions. top_logprobs: how many of the likeliest tokens each token comes with"""
 
     top_logprobs: int = 0
 
@@ -144,7 +145,7 @@ class ChatForm(Form):
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens of all prompts and of all their answers."""
+    """The numbers of tokens of all prompts and of all their answers."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     answers = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
@@ -157,7 +158,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def new_logprobs(answer: CompletionOutput) -> list[TokenLogprobs] | None:
-    """Those of the tokens that are new."""
+    """The logprobs of the new tokens."""
     if answer.logprobs is None:
         return None
     return answer.logprobs[len(answer.logprobs) - len(answer.delta_token_ids) :]
@@ -166,7 +167,7 @@ def new_logprobs(answer: CompletionOutput) -> list[TokenLogprobs] | None:
 def completion_logprobs(
     token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None, offset: int
 ) -> dict[str, Any] | None:
-    """OpenAI's form for completions; None where nobody asked.
+    """Logprobs in OpenAI's format for completions; None if the request did not ask for them.
 
     offset   characters of the answer before the first of these tokens
     """
@@ -182,7 +183,10 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: list[TokenLogprobs] | None, most: int
 ) -> dict[str, Any] | None:
-    """OpenAI's form for chats; None where nobody asked. most: likeliest tokens shown beside each"""
+    """Logprobs in OpenAI's format for chats; None if the request did not ask for them.
+
+    most   likeliest tokens that each token comes with
+    """
     if logprobs is None:
         return None
     content = []
@@ -198,10 +202,12 @@ def _token(logprob: Logprob) -> dict[str, Any]:
 
 
 def text_of(logprob: Logprob) -> str:
-    """The token alone as text; empty where there is no tokenizer."""
+    """The text of the token alone; empty without a tokenizer."""
     return logprob.decoded_token or ""
 
 
 def finite(value: float) -> float:
-    """For JSON: neither an infinity nor NaN, which compares with nothing."""
-    return value if value > LEAST_LOGPROB else LEAST_LOGPROB
+    """A number that JSON can hold: neither infinite nor NaN."""
+    return (
+        value if value > LEAST_LOGPROB else LEAST_LOGPROB
+    )  # also for NaN, which is not greater than anything

@@ -18,10 +18,10 @@ Step = StepRecord | Mapping[str, Any]
 
 
 def run_of(name: str, steps: Iterable[Step], room: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """An engine's steps, as the page takes them.
+    """An engine's steps in the form that the page takes.
 
-    steps   records, or what `asdict` makes of them; with `tokens`, request -> id, and `error` where there are any
-    room    what `minivllm.observe.recorder.room` says of the engine
+    steps   records, or dicts from `asdict`; with `tokens`, request -> id, and `error` where there are any
+    room    the engine's capacities, from `minivllm.observe.recorder.room`
     """
     plain = [asdict(step) if isinstance(step, StepRecord) else dict(step) for step in steps]
     return {"name": name, "steps": plain, "room": dict(room or {})}
@@ -30,7 +30,7 @@ def run_of(name: str, steps: Iterable[Step], room: Mapping[str, int] | None = No
 def build_page(
     title: str, runs: Sequence[Mapping[str, Any]], scripts: Sequence[str] = (), **more: Any
 ) -> str:
-    """The page: style, scripts and data are in it, and it asks nobody for anything but its own server.
+    """The page: style, scripts and data are in it, and it loads nothing but from its own server.
 
     runs      from `run_of`; two of them are shown side by side
     scripts   further files of this folder, after those that every page has
@@ -42,9 +42,9 @@ def build_page(
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
     )
-    # No `<` is left in the data: nothing in it can end its element.
-    said = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"policy": policy, "title": escape(title), "style": style, "script": script, "data": said}
+    # Without any `<` the data cannot end its element.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {"policy": policy, "title": escape(title), "style": style, "script": script, "data": text}
     head, *pieces = _read("index.html").split("@")
     return head + "".join(parts.get(piece, piece) for piece in pieces)
 
@@ -54,5 +54,5 @@ def _read(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """What a browser compares an element's text with before it heeds it."""
+    """The hash of an element's text in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

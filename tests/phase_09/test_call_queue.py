@@ -8,8 +8,8 @@ import pytest
 from patience import ends
 
 from labs.kit.overlay import Todo
-from minivllm.serving.errors import EngineDeadError
-from minivllm.serving.hand_over import HandOver
+from minivllm.errors import EngineDeadError
+from minivllm.serving.call_queue import CallQueue
 
 pytestmark = pytest.mark.lab("9.1")
 
@@ -17,8 +17,8 @@ GONE = EngineDeadError("it has ended")
 
 
 @pytest.fixture
-def hand_over():
-    return HandOver()
+def call_queue():
+    return CallQueue()
 
 
 def in_a_thread(function):
@@ -28,13 +28,13 @@ def in_a_thread(function):
     return thread
 
 
-def turn(hand_over, engine=None, wait=False):
+def turn(call_queue, engine=None, wait=False):
     """Run the calls there are, in a thread, which must come back; what it raises is raised here. Returns its id."""
     raised = []
 
     def run():
         try:
-            hand_over.run(engine, wait=wait)
+            call_queue.run(engine, wait=wait)
         except BaseException as error:
             raised.append(error)
 
@@ -46,42 +46,42 @@ def turn(hand_over, engine=None, wait=False):
 
 
 class TestCalls:
-    def test_wait_until_they_are_run_and_get_what_they_asked_for(self, hand_over):
-        futures = [hand_over.call(lambda engine, i=i: (engine, i)) for i in range(3)]
+    def test_wait_until_they_are_run_and_get_what_they_asked_for(self, call_queue):
+        futures = [call_queue.call(lambda engine, i=i: (engine, i)) for i in range(3)]
         assert not any(future.done() for future in futures)
 
-        turn(hand_over, "the engine")
+        turn(call_queue, "the engine")
 
         assert [future.result(0) for future in futures] == [("the engine", i) for i in range(3)]
 
-    def test_are_run_one_after_the_other_in_the_thread_that_has_the_engine(self, hand_over):
+    def test_are_run_one_after_the_other_in_the_thread_that_has_the_engine(self, call_queue):
         seen = []
         for i in range(20):
-            hand_over.call(lambda engine, i=i: seen.append((i, threading.get_ident())))
+            call_queue.call(lambda engine, i=i: seen.append((i, threading.get_ident())))
 
-        thread_id = turn(hand_over, wait=True)
+        thread_id = turn(call_queue, wait=True)
 
         assert seen == [(i, thread_id) for i in range(20)]
 
-    def test_of_calls_are_run_in_the_same_turn(self, hand_over):
+    def test_of_calls_are_run_in_the_same_turn(self, call_queue):
         seen = []
-        hand_over.call(lambda engine: hand_over.call(lambda engine: seen.append("inner")))
+        call_queue.call(lambda engine: call_queue.call(lambda engine: seen.append("inner")))
 
-        turn(hand_over)
+        turn(call_queue)
 
         assert seen == ["inner"]
-        assert not hand_over.waits
+        assert call_queue.is_empty
 
-    def test_come_from_many_threads_and_each_is_run_once(self, hand_over):
+    def test_come_from_many_threads_and_each_is_run_once(self, call_queue):
         seen, enough = [], 8 * 50
 
         def engine_thread():
             while len(seen) < enough:
-                hand_over.run(None, wait=True)
+                call_queue.run(None, wait=True)
 
         engine = in_a_thread(engine_thread)
         callers = [
-            in_a_thread(lambda k=k: [hand_over.call(lambda _, i=i: seen.append((k, i))) for i in range(50)])
+            in_a_thread(lambda k=k: [call_queue.call(lambda _, i=i: seen.append((k, i))) for i in range(50)])
             for k in range(8)
         ]
 
@@ -91,89 +91,91 @@ class TestCalls:
 
 
 class TestARun:
-    def test_without_calls_does_nothing(self, hand_over):
-        turn(hand_over)
+    def test_without_calls_does_nothing(self, call_queue):
+        turn(call_queue)
 
-        assert not hand_over.waits
+        assert call_queue.is_empty
 
-    def test_waits_for_one_call_and_for_no_second(self, hand_over):
-        runner = in_a_thread(lambda: hand_over.run("engine", wait=True))
+    def test_waits_for_one_call_and_for_no_second(self, call_queue):
+        runner = in_a_thread(lambda: call_queue.run("engine", wait=True))
         assert runner.is_alive()
 
-        future = hand_over.call(lambda engine: engine)
+        future = call_queue.call(lambda engine: engine)
 
         assert ends(runner)
         assert future.result(0) == "engine"
 
 
 class TestAnError:
-    def test_is_its_callers_and_nobody_elses(self, hand_over):
+    def test_is_its_callers_and_nobody_elses(self, call_queue):
         error = KeyError("no such adapter")
 
         def fail(engine):
             raise error
 
-        bad, good = hand_over.call(fail), hand_over.call(lambda engine: 7)
-        turn(hand_over)
+        bad, good = call_queue.call(fail), call_queue.call(lambda engine: 7)
+        turn(call_queue)
 
         assert bad.exception(0) is error
         assert good.result(0) == 7
 
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Todo])
-    def test_that_is_nobodys_fault_is_raised_and_its_caller_hears_that_the_engine_ends(self, hand_over, kind):
+    def test_that_is_nobodys_fault_is_raised_and_its_caller_hears_that_the_engine_ends(
+        self, call_queue, kind
+    ):
         def interrupted(engine):
             raise kind("now")
 
-        future, behind = hand_over.call(interrupted), hand_over.call(lambda engine: 7)
+        future, behind = call_queue.call(interrupted), call_queue.call(lambda engine: 7)
         with pytest.raises(kind):
-            turn(hand_over)
+            turn(call_queue)
 
         assert isinstance(future.exception(0), EngineDeadError)
         assert isinstance(future.exception(0).__cause__, kind)
-        assert not behind.done() and hand_over.waits
+        assert not behind.done() and not call_queue.is_empty
 
 
 class TestACancelledCall:
-    def test_is_never_run_and_others_are(self, hand_over):
+    def test_is_never_run_and_others_are(self, call_queue):
         seen = []
-        futures = [hand_over.call(lambda engine, i=i: seen.append(i)) for i in range(3)]
+        futures = [call_queue.call(lambda engine, i=i: seen.append(i)) for i in range(3)]
 
         assert futures[1].cancel()
-        turn(hand_over)
+        turn(call_queue)
 
         assert seen == [0, 2]
         assert futures[2].done()
 
-    def test_comes_too_late_when_it_runs(self, hand_over):
+    def test_comes_too_late_when_it_runs(self, call_queue):
         futures = []
-        futures.append(hand_over.call(lambda engine: futures[0].cancel()))
+        futures.append(call_queue.call(lambda engine: futures[0].cancel()))
 
-        turn(hand_over)
+        turn(call_queue)
 
         assert futures[0].result(0) is False
 
 
 class TestTheEnd:
-    def test_answers_who_waits_and_who_comes_later(self, hand_over):
-        waiting = [hand_over.call(lambda engine: 7) for _ in range(3)]
+    def test_answers_who_waits_and_who_comes_later(self, call_queue):
+        waiting = [call_queue.call(lambda engine: 7) for _ in range(3)]
 
-        hand_over.end(GONE)
-        later = hand_over.call(lambda engine: 7)
+        call_queue.end(GONE)
+        later = call_queue.call(lambda engine: 7)
 
         assert [future.exception(0) for future in [*waiting, later]] == [GONE] * 4
-        assert hand_over.error is GONE and not hand_over.waits
+        assert call_queue.error is GONE and call_queue.is_empty
 
-    def test_passes_over_who_was_cancelled(self, hand_over):
-        first, second = hand_over.call(lambda engine: 7), hand_over.call(lambda engine: 7)
+    def test_passes_over_who_was_cancelled(self, call_queue):
+        first, second = call_queue.call(lambda engine: 7), call_queue.call(lambda engine: 7)
         first.cancel()
 
-        hand_over.end(GONE)
+        call_queue.end(GONE)
 
         assert second.exception(0) is GONE
         with pytest.raises(CancelledError):
             first.result(0)
 
-    def test_passes_over_who_cancels_just_after_the_look(self, hand_over):
+    def test_passes_over_who_cancels_just_after_the_look(self, call_queue):
         """Its caller has another thread: whoever looks and then answers may find it cancelled in between."""
 
         class CancelledAfterALook(Future):
@@ -188,35 +190,35 @@ class TestTheEnd:
                 return before
 
         first = CancelledAfterALook()
-        hand_over._calls.put((lambda engine: 7, first))
-        second = hand_over.call(lambda engine: 7)
+        call_queue._calls.put((lambda engine: 7, first))
+        second = call_queue.call(lambda engine: 7)
 
-        hand_over.end(GONE)
+        call_queue.end(GONE)
 
         assert second.exception(0) is GONE
-        assert hand_over.call(lambda engine: 7).exception(0) is GONE
+        assert call_queue.call(lambda engine: 7).exception(0) is GONE
 
-    def test_between_a_callers_two_lines_leaves_no_call_behind(self, hand_over):
+    def test_between_a_callers_two_lines_leaves_no_call_behind(self, call_queue):
         """The thread looks for the last time, and only then is the call there."""
 
         class Late(queue.SimpleQueue):
             def put(self, item):
-                hand_over.end(GONE)
+                call_queue.end(GONE)
                 super().put(item)
 
-        hand_over._calls = Late()
+        call_queue._calls = Late()
 
-        future = hand_over.call(lambda engine: 7)
+        future = call_queue.call(lambda engine: 7)
 
         assert future.exception(0) is GONE
 
-    def test_is_known_before_the_first_is_told(self, hand_over):
+    def test_is_known_before_the_first_is_told(self, call_queue):
         """Whoever hears of it may call again at once."""
         again = []
-        first = hand_over.call(lambda engine: 7)
-        first.add_done_callback(lambda _: again.append(hand_over.call(lambda engine: 7)))
+        first = call_queue.call(lambda engine: 7)
+        first.add_done_callback(lambda _: again.append(call_queue.call(lambda engine: 7)))
 
-        hand_over.end(GONE)
+        call_queue.end(GONE)
 
         assert first.exception(0) is GONE
         assert again[0].exception(0) is GONE

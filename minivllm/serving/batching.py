@@ -1,7 +1,7 @@
-"""What comes in one turn of an event loop, together. Stands for nothing in vLLM 0.22.1.
+"""Batches the work of one iteration of an event loop. Stands for nothing in vLLM 0.22.1.
 
-Requests that arrive at once are read in one turn. What each needs from another thread, or process, goes there as one
-message, and what they wait for comes back as one.
+Requests that arrive concurrently are read in one iteration of the loop. What each of them needs of another thread or
+process goes there as one message, and the results come back as one.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ from typing import Any
 
 from minivllm.errors import message_of
 
-Outcome = tuple[Any, BaseException | None]  # a result, or what was raised
+Outcome = tuple[Any, BaseException | None]  # a result, or the error that was raised
 
 
-def call_at_end_of_turn(function: Callable[[], object]) -> None:
-    """Behind whatever else this turn of the running loop does; at once where no loop runs."""
+def call_at_end_of_iteration(function: Callable[[], object]) -> None:
+    """Call a function after all else that the running loop does in this iteration; at once where no loop runs."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -24,15 +24,18 @@ def call_at_end_of_turn(function: Callable[[], object]) -> None:
         loop.call_soon(function)
 
 
-class TurnExecutor:
-    """Functions that wait for a thread of their own, those of one turn as one call."""
+class BatchingExecutor:
+    """Runs functions in another thread, those of one iteration of a loop by one call."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._waiting: dict[asyncio.AbstractEventLoop, list[tuple[Callable[[], Any], asyncio.Future]]] = {}
 
     def run(self, function: Callable[[], Any]) -> asyncio.Future:
-        """Its result, for the loop that runs. One that is cancelled may be run all the same."""
+        """The function's result, a future of the running loop. Cancelling it may be too late to keep it from running.
+
+        RuntimeError where the executor was shut down.
+        """
         loop = asyncio.get_running_loop()
         if loop not in self._waiting:
             self._waiting[loop] = []
@@ -43,30 +46,26 @@ class TurnExecutor:
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         functions, futures = zip(*self._waiting.pop(loop))
+
+        def on_done(done: Future) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, futures, done.result())
+
         try:
-            done = self._executor.submit(_run_all, functions)
-        except RuntimeError as error:  # it was shut down meanwhile
+            done = self._executor.submit(lambda: [_outcome(function) for function in functions])
+        except RuntimeError as error:
             _settle(futures, [(None, error)] * len(futures))
         else:
-            done.add_done_callback(lambda done: _tell(loop, futures, done))
-
-
-def _run_all(functions: tuple[Callable[[], Any], ...]) -> list[Outcome]:
-    return [_outcome(function) for function in functions]
+            done.add_done_callback(on_done)
 
 
 def _outcome(function: Callable[[], Any]) -> Outcome:
     try:
         return function(), None
-    except StopIteration as error:  # no future takes it
+    except StopIteration as error:  # a future refuses it
         return None, RuntimeError(message_of(error))
-    except BaseException as error:  # whoever waits for it hears of it, and nobody else
+    except BaseException as error:  # of any kind: it is raised where its own future is awaited
         return None, error
-
-
-def _tell(loop: asyncio.AbstractEventLoop, futures: tuple[asyncio.Future, ...], done: Future) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(_settle, futures, done.result())
 
 
 def _settle(futures: tuple[asyncio.Future, ...], outcomes: list[Outcome]) -> None:

@@ -1,4 +1,4 @@
-"""Whoever stops listening ends his request (lab 9.3). The oracle is a list of what the engine was told."""
+"""A client that leaves aborts its request (lab 9.3). The oracle is a list of the calls that the engine got."""
 
 import asyncio
 import gc
@@ -13,9 +13,9 @@ from small_engine import SmallWorld
 
 from minivllm import AsyncLLM, SamplingParams
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
+from minivllm.errors import EngineDeadError
+from minivllm.serving.cancellation import listen, unless_gone
 from minivllm.serving.client import EngineClient
-from minivllm.serving.errors import EngineDeadError
-from minivllm.serving.listening import listen, unless_gone
 from minivllm.serving.streams import output_stream, wake
 
 pytestmark = pytest.mark.lab("9.3")
@@ -32,31 +32,32 @@ def run_beside_an_engine(coroutine):
 
 
 class FakeClient(EngineClient):
-    """An engine that never answers, so its futures are never filled: what it is told stands in `told`."""
+    """An engine that never answers, so its futures are never filled.   calls: those that it got"""
 
     config = tokenizer = error = None
     adapter_names, clock = (), time.monotonic
 
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def abort(self, request_ids, sink=None):
-        self.told.append((list(request_ids), sink))
+        self.calls.append((list(request_ids), sink))
         return Future()
 
     def call(self, function, *args):
         return Future()
 
     def begin(self, sink, request_id, *args, **options):
-        self.told.append(("begin", request_id))
+        self.calls.append(("begin", request_id))
 
     def read_ahead(self, lora_request):
         return Future()
 
-    def watch_steps(self, listener):
+    def subscribe(self, events, listener):
         return Future()
 
-    unwatch_steps = watch_adapters = watch_steps
+    def unsubscribe(self, listener):
+        return Future()
 
 
 def output(text, finished=False):
@@ -76,8 +77,8 @@ async def nothing():
     pass
 
 
-class TestAListener:
-    def test_gets_the_outputs_up_to_the_last_and_tells_nobody(self):
+class TestAConsumer:
+    def test_gets_the_outputs_up_to_the_last_and_aborts_nothing(self):
         async def main():
             client, stream, found = FakeClient(), new_stream(), []
             put(stream, output("a"))
@@ -85,7 +86,7 @@ class TestAListener:
                 found.append(item.outputs[0].text)
                 if len(found) < 4:
                     put(stream, output("a" * (len(found) + 1), finished=len(found) == 3))
-            return found, client.told
+            return found, client.calls
 
         assert run(main()) == (["a", "aa", "aaa", "aaaa"], [])
 
@@ -100,7 +101,7 @@ class TestAListener:
 
         assert [item.outputs[0].text for item in run(main())] == ["a"]
 
-    def test_hears_why_its_request_could_not_begin(self):
+    def test_gets_the_error_if_its_request_could_not_begin(self):
         async def main():
             async def begin():
                 raise ValueError("max_tokens must be at least 1")
@@ -110,7 +111,7 @@ class TestAListener:
         with pytest.raises(ValueError, match="max_tokens"):
             run(main())
 
-    def test_hears_of_the_engines_end(self):
+    def test_gets_an_error_if_the_engine_ends(self):
         async def main():
             stream = new_stream()
             put(stream, EngineDeadError("it has ended"))
@@ -121,7 +122,7 @@ class TestAListener:
 
 
 async def leave(how, outputs, stream):
-    """Stop listening after the first output, in one of several ways."""
+    """Stop after the first output, in one of several ways."""
     if how == "closed":
         await anext(outputs)
         await outputs.aclose()
@@ -143,19 +144,19 @@ async def leave(how, outputs, stream):
         await outputs.aclose()
 
 
-class TestWhoLeaves:
+class TestAConsumerThatLeaves:
     @pytest.mark.parametrize("how", ["closed", "cancelled", "raised"])
-    def test_ends_the_request_of_this_stream_once(self, how):
+    def test_aborts_the_request_of_this_stream_once(self, how):
         async def main():
             client, stream = FakeClient(), new_stream()
             put(stream, output("a"))
             await leave(how, listen(client, stream, "r7", nothing), stream)
-            return client.told, [(["r7"], stream)]
+            return client.calls, [(["r7"], stream)]
 
-        told, expected = run(main())
-        assert told == expected
+        calls, expected = run(main())
+        assert calls == expected
 
-    def test_without_a_word_ends_the_request_too(self):
+    def test_without_closing_the_generator_aborts_the_request_too(self):
         async def main():
             client, stream = FakeClient(), new_stream()
             put(stream, output("a"))
@@ -164,11 +165,11 @@ class TestWhoLeaves:
             del outputs
             gc.collect()
             await asyncio.sleep(0.01)
-            return [ids for ids, _ in client.told]
+            return [ids for ids, _ in client.calls]
 
         assert run(main()) == [["r7"]]
 
-    def test_while_the_request_begins_ends_it(self):
+    def test_while_the_request_begins_aborts_it(self):
         """It may be in the engine by then."""
 
         async def main():
@@ -180,7 +181,7 @@ class TestWhoLeaves:
             first.cancel()
             with suppress(asyncio.CancelledError):
                 await first
-            return [ids for ids, _ in client.told]
+            return [ids for ids, _ in client.calls]
 
         assert run(main()) == [["r7"]]
 
@@ -193,19 +194,19 @@ class TestWhoLeaves:
             outputs = listen(client, stream, "r7", nothing)
             await anext(outputs)
             await asyncio.wait_for(outputs.aclose(), SOON)
-            return client.told, [(["r7"], stream)]
+            return client.calls, [(["r7"], stream)]
 
-        told, expected = run(main())
-        assert told == expected
+        calls, expected = run(main())
+        assert calls == expected
 
-    def test_after_the_last_output_ends_nothing(self):
+    def test_after_the_last_output_aborts_nothing(self):
         async def main():
             client, stream = FakeClient(), new_stream()
             put(stream, output("a", finished=True))
             outputs = listen(client, stream, "r7", nothing)
             await anext(outputs)
             await outputs.aclose()
-            return client.told
+            return client.calls
 
         assert run(main()) == []
 
@@ -227,7 +228,7 @@ def left(engine):
     return list(engine.scheduler.requests), sum(pool.ref_cnt)
 
 
-def test_nothing_of_those_who_left_stays_in_the_engine(llm):
+def test_nothing_of_aborted_requests_stays_in_the_engine(llm):
     async def main():
         tasks = []
         for i in range(6):
@@ -244,7 +245,7 @@ def test_nothing_of_those_who_left_stays_in_the_engine(llm):
     assert after == ([], 0)
 
 
-def test_who_was_refused_an_id_leaves_its_owner_alone(llm):
+def test_a_request_that_was_refused_for_its_id_does_not_abort_the_owner(llm):
     async def main():
         first = llm.generate([5, 6, 7], LONG, "same")
         await anext(first)
@@ -380,9 +381,9 @@ class TestAConnection:
         assert answer is None
         assert cancelling == 0, "the handler's own task was cancelled, and not the work alone"
 
-    @pytest.mark.parametrize("turns", range(8))
-    def test_that_is_closed_while_the_handler_is_cancelled_hides_nothing(self, turns):
-        """So many turns of the loop lie between the two; the handler may have ended by then."""
+    @pytest.mark.parametrize("iterations", range(8))
+    def test_that_is_closed_while_the_handler_is_cancelled_hides_nothing(self, iterations):
+        """So many iterations of the loop lie between the two; the handler may have ended by then."""
 
         async def main():
             closed = asyncio.Event()
@@ -394,7 +395,7 @@ class TestAConnection:
             waits = asyncio.ensure_future(unless_gone(receive, Work().run()))
             await asyncio.sleep(0.01)
             closed.set()
-            for _ in range(turns):
+            for _ in range(iterations):
                 await asyncio.sleep(0)
             is_cancelled = waits.cancel()
             [ended] = await asyncio.gather(waits, return_exceptions=True)
