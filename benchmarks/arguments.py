@@ -11,7 +11,7 @@ SHAPES = Path(__file__).resolve().parent / "shapes"
 SHAPE_NAMES = tuple(sorted(path.name for path in SHAPES.iterdir()))
 DTYPES = ("auto", "float32", "float", "float64", "double", "bfloat16", "float16", "half")
 LAYER_DTYPES = ("float32", "float64", "bfloat16", "float16")
-BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged", "invariant")
+BACKENDS = ("auto", "loops", "grouped", "triton", "paged", "invariant")
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
 MIXES = ("uniform", "zipf", "half", "ranks")
@@ -116,7 +116,7 @@ def implementation(text: str) -> str:
     """package.module:make"""
     module, colon, name = text.partition(":")
     if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise ArgumentTypeError(f"'{text}' is not package.module:make, as in benchmarks.impls:folded")
+        raise ArgumentTypeError(f"'{text}' is not package.module:make, as in benchmarks.impls:paged")
     return text
 
 

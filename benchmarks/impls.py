@@ -90,7 +90,6 @@ looped = functools.partial(
     engine_linear, "grouped"
 )  # phase 03: two products for each run of rows, by PyTorch
 sgmv = functools.partial(engine_linear, "triton")  # a shrink and an expand after the base product
-folded = functools.partial(engine_linear, "folded")  # A folded into the base weight, and an expand
 paged = functools.partial(engine_linear, "paged")  # a shrink and an expand from pages
 
 

@@ -22,7 +22,7 @@ from benchmarks.timing import copy_bandwidth, medians_us, replayable
 Make = Callable[..., Callable[[torch.Tensor], torch.Tensor]]
 
 BASE = "benchmarks.impls:base"
-DEFAULT_IMPLS = ["benchmarks.impls:sgmv", "benchmarks.impls:folded", "benchmarks.impls:paged"]
+DEFAULT_IMPLS = ["benchmarks.impls:sgmv", "benchmarks.impls:paged"]
 DEFAULT_CASES = [
     *("decode:1:8:16", "decode:32:8:16", "decode:64:32:16", "decode:256:32:16", "decode:64:8:64"),
     *("prefill:2048:8:16", "prefill:8192:8:16", "prefill:4096:4:64"),

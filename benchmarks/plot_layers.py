@@ -16,7 +16,7 @@ KNOWN = {
     "benchmarks.impls:looped": ("run by run, in PyTorch", "#8C8C8C"),
     "benchmarks.impls:gathered": ("gathered for each row", "#332288"),
     "benchmarks.impls:sgmv": ("minivllm, shrink and expand", SKY),
-    "benchmarks.impls:folded": ("minivllm, folded", BLUE),
+    "benchmarks.impls:folded": ("minivllm, folded (until 2026-11-24)", BLUE),
     "benchmarks.impls:paged": ("minivllm, paged", GREEN),
 }
 

@@ -89,7 +89,7 @@ def refuse_kernels_without_gpu(options: dict[str, Any]) -> None:
     """ValueError for kernels where there is no GPU: the interpreter would take hours."""
     kernels, device = options.get("punica_backend"), options.get("device", "auto")
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if kernels in ("triton", "folded", "paged") and not on_gpu:
+    if kernels in ("triton", "paged") and not on_gpu:
         raise ValueError(
             f"--punica {kernels} needs a GPU for the demo model; without one, try `minivllm demo --tiny`: a tiny "
             "model, in Triton's interpreter"

@@ -38,7 +38,7 @@ Adapters = Annotated[
     list[str] | None, typer.Option("--adapter", help="NAME=PATH of an adapter folder; may be repeated.")
 ]
 Punica = Annotated[
-    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton, folded or paged.")
+    str, typer.Option(help="Backend of the LoRA arithmetic: auto, loops, grouped, triton or paged.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is a GPU if there is one.")]
 Dtype = Annotated[

@@ -24,9 +24,9 @@ from minivllm.models.config import ModelArchitecture
 
 EVICTION_POLICIES = ("lru", "lfu", "gdsf")
 SCHEDULING_POLICIES = ("fcfs", "adapter-affine", "rank-aware", "shortest-first", "fair")
-PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "folded", "paged", "invariant")
+PUNICA_BACKENDS = ("auto", "loops", "grouped", "triton", "paged", "invariant")
 PAGED_BACKENDS = ("paged", "invariant")
-KERNEL_BACKENDS = ("triton", "folded", *PAGED_BACKENDS)
+KERNEL_BACKENDS = ("triton", *PAGED_BACKENDS)
 # Ranks of all layers in one page of these: an adapter of rank r takes ceil(r / PAGE_RANKS) pages.
 PAGE_RANKS = 8
 LOAD_FORMATS = ("auto", "dummy")
@@ -57,10 +57,9 @@ class LoRAConfig:
                     experts
     fully_sharded_loras  whether processes that share a model share out both A and B; else each has one of them whole.
                     They then meet once more for every linear. A process alone has all anyhow
-    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels). Or "folded" (A as
-                    extra rows of the base weight), "paged" (in pages of a few ranks). Or "invariant" (paged,
-                    for `batch_invariant`). "auto" = grouped on a CPU. On CUDA it is paged without `max_loras`, else
-                    folded, but triton if the base is quantized
+    punica_backend  "loops" (token by token), "grouped" (by adapter), "triton" (SGMV kernels), "paged" (SGMV kernels
+                    over pages of a few ranks), "invariant" (paged, for `batch_invariant`). "auto" = grouped on a CPU,
+                    paged on CUDA, but triton where processes share out both A and B
     bias_enabled    serve adapters that have a bias on B (PEFT's `lora_bias`); `enable_lora_bias` says the same
     lora_extra_vocab_size      X: the most tokens that an adapter may add (`new_embeddings.safetensors`)
     long_lora_scaling_factors  linear rotary factors, each > 1, that adapters for longer contexts may have
@@ -123,9 +122,7 @@ class LoRAConfig:
         """The punica backend that "auto" means there: the quickest."""
         if self.punica_backend != "auto":
             return self.punica_backend
-        if torch.device(device).type != "cuda":
-            return "grouped"
-        return "paged" if self.max_loras is None else "folded"
+        return "paged" if torch.device(device).type == "cuda" else "grouped"
 
     def on_device(self, device: torch.device | str) -> LoRAConfig:
         """The same with the number of slots that None means there, and the backend that is for so many.
@@ -322,8 +319,6 @@ class EngineConfig:
             check_one_order(self.device, size)
             if self.lora_config is not None:
                 object.__setattr__(self, "lora_config", replace(self.lora_config, punica_backend="invariant"))
-        if self.lora_config is not None and self.model_config.quantization is not None:
-            object.__setattr__(self, "lora_config", self._beside_a_quantized_base(self.lora_config))
 
     def _with_a_and_b_apart(self, lora_config: LoRAConfig) -> LoRAConfig:
         """The same with a backend that uses A and B apart, which ranks that share out both do between two meetings.
@@ -338,17 +333,6 @@ class EngineConfig:
                 f"punica_backend 'paged' has {PAGE_RANKS} ranks in a page, which processes share out with "
                 f"fully_sharded_loras: tensor_parallel_size {size} must divide them, and they max_lora_rank {rank}; "
                 "use auto or triton"
-            )
-        if lora_config.punica_backend == "auto" and torch.device(self.device).type == "cuda":
-            return replace(lora_config, punica_backend="triton")
-        return lora_config
-
-    def _beside_a_quantized_base(self, lora_config: LoRAConfig) -> LoRAConfig:
-        """The same with a backend that leaves the base weights alone. ValueError if another was asked for."""
-        if lora_config.punica_backend == "folded":
-            raise ValueError(
-                "punica_backend 'folded' keeps A behind the base weight, which quantization "
-                f"'{self.model_config.quantization}' puts in int8; use auto or triton"
             )
         if lora_config.punica_backend == "auto" and torch.device(self.device).type == "cuda":
             return replace(lora_config, punica_backend="triton")

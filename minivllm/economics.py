@@ -51,7 +51,7 @@ def kv_bytes_per_token(model: ModelArchitecture, itemsize: int = 2, tp: Ranks = 
 class Plan:
     """How one device's memory is spent. Bytes, but for the last two.
 
-    slots       `SlotMemory.total`, taken whether slots are used or not
+    slots       `SlotMemory.total`, taken whether slots are used or not, and `SlotMemory.pages`, while all are in use
     kv_cache    what is left of the share that the engine may use
     kv_tokens   tokens whose keys and values it holds
     requests    of `context` tokens each that may run at once
@@ -87,7 +87,8 @@ def plan(
     """
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else model.dtype)
     weights = weight_bytes(model, dtype.itemsize, tp)
-    slots = slot_memory(model, lora_config, device, dtype, tp).total if lora_config else 0
+    needed = slot_memory(model, lora_config, device, dtype, tp) if lora_config else None
+    slots = needed.total + needed.pages if needed else 0
     kv_cache = int(memory * utilization) - activations - weights - slots
     tokens = kv_cache // kv_bytes_per_token(model, dtype.itemsize, tp)
     if tokens < context:

@@ -44,13 +44,6 @@ def _triton(max_tokens: int, max_samples: int, device: torch.device | str, confi
     return TritonBackend(max_tokens, max_samples, device, config.max_loras)
 
 
-def _folded(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
-    refuse_without_gpu("folded", device)
-    from minivllm.gpu.folded_backend import FoldedBackend
-
-    return FoldedBackend(max_tokens, max_samples, device, config.max_loras)
-
-
 def _paged(max_tokens: int, max_samples: int, device: torch.device | str, config: LoRAConfig) -> Backend:
     refuse_without_gpu("paged", device)
     from minivllm.gpu.paged_backend import PagedBackend
@@ -80,5 +73,5 @@ def _add_to(parts: "Parts") -> None:
     add_to(parts)
 
 
-BACKENDS = {"triton": _triton, "folded": _folded, "paged": _paged, "invariant": _invariant}
+BACKENDS = {"triton": _triton, "paged": _paged, "invariant": _invariant}
 GPU = Extension({"backends": BACKENDS, "make_slot_writer": make_slot_writer}, _add_to)

@@ -18,11 +18,9 @@ class TritonSlots(Slots):
                      a row of B is one read
     """
 
-    def __init__(
-        self, slots: Slots, outdate: Callable[[Iterable[int]], None], a: list[torch.Tensor] | None = None
-    ) -> None:
-        """outdate: called with slots that have changed    a: the A's elsewhere, if they are"""
-        super().__init__(slots.a if a is None else a, slots.b)
+    def __init__(self, slots: Slots, outdate: Callable[[Iterable[int]], None]) -> None:
+        """outdate: called with slots that have changed"""
+        super().__init__(slots.a, slots.b)
         self.take_over(slots)
         self._outdate = outdate
         self.flat_a, self.flat_b = ([t.flatten(0, 1) for t in side] for side in (self.a, self.b))

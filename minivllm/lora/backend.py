@@ -116,7 +116,7 @@ class Backend(ABC):
     def place(self, slots: Slots, base: LinearBase | None) -> Slots:
         """Say where a layer's slots shall be; called once a layer. Gives these, or others with the same contents.
 
-        base   what `linear` will be called with, whose weights may move, too; None for a layer that only adds
+        base   what `linear` will be called with; None for a layer that only adds
         """
         return slots
 

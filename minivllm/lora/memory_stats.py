@@ -3,26 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
-
-from minivllm.layers.linear import LinearBase
 from minivllm.lora.backend import Backend
 from minivllm.lora.lora_model import LoRAModel, storage_bytes
 from minivllm.lora.wrapping import WrappedModules
 
 
 def slot_bytes(wrapped: WrappedModules) -> int:
-    """Bytes of all slots. Base weights that a backend keeps in one piece with them do not count."""
-    slots = [tensor for layer in wrapped.modules.values() for tensor in layer.slots.memory]
-    bases = [
-        layer.base_layer for layer in wrapped.modules.values() if isinstance(layer.base_layer, LinearBase)
-    ]
-    held = {tensor.untyped_storage() for tensor in slots}
-    # A quantized weight is of another class, and never in one piece with slots.
-    weights = [
-        weight for base in bases for weight in (base.weight, base.bias) if type(weight) is nn.Parameter
-    ]
-    return storage_bytes(slots) - sum(w.nbytes for w in weights if w.untyped_storage() in held)
+    """Bytes of all slots."""
+    return storage_bytes(tensor for layer in wrapped.modules.values() for tensor in layer.slots.memory)
 
 
 def memory_stats(
@@ -36,7 +24,7 @@ def memory_stats(
 
     adapters   id -> weights in memory    active   ids of those that are in slots
 
-    slot_buffers            of all slots, allocated once, whatever is in them; no base weight is counted
+    slot_buffers            of all slots, allocated once, whatever is in them
     staging                 on a GPU, of the buffer in which an adapter arrives
     tables                  of what the backend and longer contexts look up
     device_total            of all that LoRA has allocated on the device: the sum of these three

@@ -16,6 +16,7 @@ from minivllm.config import EngineConfig, LoRAConfig
 from minivllm.layers.ranks import ONE_RANK, Ranks
 from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.slots import Slots
 from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
 
@@ -73,22 +74,25 @@ class SlotMemory:
     Letters as everywhere: S slots of rank R, for a part with A (r, K) and B (N, r); n parts in a layer.
 
     a_and_b   S * R * (K + N) elements for every part of every layer that is wrapped, E times that for E experts. None
-              for what is "paged", linears and experts: pages are of the KV cache's memory. Processes that share the
-              model have their parts: of column-parallel linears a share of N, of row-parallel ones and of experts' w2
-              of K, of the ends of V. With `fully_sharded_loras` of R for the first's A, of N for the others' B
+              for linears and experts that are "paged". Processes that share the model have their parts: of
+              column-parallel linears a share of N, of row-parallel ones and of experts' w2 of K, of the ends of V.
+              With `fully_sharded_loras` of R for the first's A, of N for the others' B
     beside    what adapters may have beside A and B. `bias_enabled`: S * N for every part of a linear.
               `lora_extra_vocab_size` X: S * X * H for the embedding and for the head, whose V is V + X in `a_and_b`
-    layout    more that a backend takes for its way to lay slots out: 0 for "loops", "grouped" and "triton". "folded"
-              rounds the rows of base weight and A up to a multiple of eight, and a base bias is as long as these. Fully
-              sharded, an A of R' rows has R' * R' more for each slot
+    layout    more that a backend takes for its way to lay slots out. Fully sharded, an A of R' rows has R' * R'
+              more for each slot
     staging   on a GPU: the buffer that an adapter arrives in, as long as the largest that fits into a slot, and 24
               bytes for each of its matrices
-    tables    on a GPU: where each matrix of a slot lies, 48 bytes each, and live ranks, 4 bytes a part and slot.
+    pages     of linears and experts that are "paged", for S adapters of rank R, if the number is given: S * 8 * (K + N)
+              elements for every eight ranks and part. They are of the KV cache's memory, which lends an adapter as
+              many as its own rank needs, so no sum here has them. A page is rounded up to whole KV blocks there
+    tables    on a GPU: where each matrix of a slot lies, 48 bytes each, and live ranks, 4 bytes a part and slot. In
+              pages also which a slot has, 4 bytes for eight ranks.
               Everywhere, with `long_lora_scaling_factors`: cosines and sines of the model's own positions once more,
               and of those of each factor
 
     Not in it: what a GPU backend keeps for the rows of a step, some 12 bytes for each that there can be; and what
-    PyTorch's allocator rounds up, which may be 1 MiB for each buffer, or "folded" weight, of more than 1 MiB.
+    PyTorch's allocator rounds up, which may be 1 MiB for each buffer of more than 1 MiB.
     """
 
     a_and_b: int
@@ -96,6 +100,7 @@ class SlotMemory:
     layout: int
     staging: int
     tables: int
+    pages: int
 
     @property
     def slots(self) -> int:
@@ -126,17 +131,26 @@ def slot_memory(
     dtype = dtype or (model.dtype if on_gpu else torch.float32)
     make_slot_writer = extensions.make_slot_writer if on_gpu else None
     shapes = shapes_of(model, lora_config, device, dtype, tp, make_slot_writer, extensions=extensions)
-    lora_config = lora_config.on_device(device)
-    in_slots = [layer.slots for layer in shapes.modules.values() if layer.slots.memory]
+    itemsize = lora_config.slot_dtype(dtype).itemsize
+    pool = getattr(shapes.punica_wrapper, "pool", None)  # of `PagedBackend`
+    pages = 0
+    if pool is not None and lora_config.max_loras is not None:
+        pages = lora_config.max_loras * pool.pages_a_slot * pool.page_elements(1) * itemsize
+    in_slots = [layer.slots for layer in shapes.modules.values() if _has_a_and_b(layer.slots)]
     elements = sum(matrix.numel() for slots in in_slots for matrix in (*slots.a, *slots.b))
-    a_and_b = elements * lora_config.slot_dtype(dtype).itemsize
+    a_and_b = elements * itemsize
     tables = (
         t for layer in shapes.modules.values() for of_option in layer.slots.beside.values() for t in of_option
     )
     beside = sum(table.nbytes for table in tables)
     taken = shapes.get_memory_stats()
     layout = taken["slot_buffers"] - a_and_b - beside
-    return SlotMemory(a_and_b, beside, layout, taken["staging"], taken["tables"])
+    return SlotMemory(a_and_b, beside, layout, taken["staging"], taken["tables"], pages)
+
+
+def _has_a_and_b(slots: Slots) -> bool:
+    """Whether a layer's slots have memory for more than what is beside A and B, which pages have."""
+    return len(slots.memory) > sum(len(tables) for tables in slots.beside.values())
 
 
 def refuse_slots_that_do_not_fit(

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from minivllm.gpu.folded_backend import FoldedBackend
 from minivllm.gpu.sgmv import lora_expand, lora_shrink
 from minivllm.gpu.triton_backend import TritonBackend
 from minivllm.lora.backend import Backend
@@ -34,15 +33,3 @@ class PunicaWrapperGPU(PunicaWrapperBase):
         self, max_tokens: int, max_samples: int, device: torch.device | str, max_loras: int
     ) -> tuple[Backend, Ops]:
         return TritonBackend(max_tokens, max_samples, device, max_loras), SgmvOps()
-
-
-class PunicaWrapperFolded(PunicaWrapperBase):
-    """Ours, beside vLLM's."""
-
-    token_meta = property(attrgetter("backend.token_meta"))
-    prompt_meta = property(attrgetter("backend.prompt_meta"))
-
-    def _arithmetic(
-        self, max_tokens: int, max_samples: int, device: torch.device | str, max_loras: int
-    ) -> tuple[Backend, Ops]:
-        return FoldedBackend(max_tokens, max_samples, device, max_loras), SgmvOps()

@@ -37,7 +37,6 @@ def get_punica_wrapper(
         return kind(max_num_batched_tokens, max_batches, device)
     refuse_without_gpu(name, device)
     # Triton is not everywhere.
-    from minivllm.vllm.punica_gpu import PunicaWrapperFolded, PunicaWrapperGPU
+    from minivllm.vllm.punica_gpu import PunicaWrapperGPU
 
-    gpu_kind = PunicaWrapperFolded if name == "folded" else PunicaWrapperGPU
-    return gpu_kind(max_num_batched_tokens, max_batches, device, max_loras=config.max_loras)
+    return PunicaWrapperGPU(max_num_batched_tokens, max_batches, device, max_loras=config.max_loras)

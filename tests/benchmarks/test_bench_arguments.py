@@ -28,7 +28,7 @@ from minivllm.config import DTYPES, EVICTION_POLICIES, PUNICA_BACKENDS, SCHEDULI
         (["decode", "--cases", "base,base"], "'base' is named twice"),
         (["decode", "--device", "gpu"], "there is no 'gpu'; use auto, cpu, cuda or cuda:N"),
         (["decode", "--dtype", "int4"], "there is no 'int4'; use one of auto, float32"),
-        (["decode", "--punica-backend", "cutlass"], "use one of auto, loops, grouped, triton, folded"),
+        (["decode", "--punica-backend", "cutlass"], "use one of auto, loops, grouped, triton, paged"),
         (["decode", "--model", "llama-9b"], "there is no 'llama-9b'; use one of llama-"),
         (["decode", "--rank", "-4"], "'-4' is not a whole number, 1 or more"),
         (["decode", "--threads", "0"], "'0' is not a whole number, 1 or more"),
@@ -74,7 +74,7 @@ def test_what_is_not_given_can_be_measured(command):
     [
         (["--case", "verify:1:8:16"], "is not phase:tokens:slots:rank"),
         (["--case", "decode:0:8:16"], "numbers of at least 1"),
-        (["--impl", "folded"], "'folded' is not package.module:make"),
+        (["--impl", "paged"], "'paged' is not package.module:make"),
         (["--mix", "random"], "there is no 'random'; use one of uniform, zipf, half, ranks"),
         (["--model", "gpt"], "there is no 'gpt'; use one of"),
         (["--dtype", "int8"], "there is no 'int8'; use one of float32"),

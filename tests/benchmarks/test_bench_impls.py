@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from benchmarks.impls import base, engine_linear, folded, gathered, looped, paged, sgmv
+from benchmarks.impls import base, engine_linear, gathered, looped, paged, sgmv
 
 SLOTS, RANK, WIDTH = 3, 16, 40
 LIVE = [16, 4, 9]
@@ -55,7 +55,7 @@ def test_a_linear_of_any_number_of_slices_answers_as_float64_does(backend, slice
     assert_equal(run(x), expected(w, a, b, x, slices))
 
 
-@pytest.mark.parametrize("make", [looped, gathered, sgmv, folded, paged])
+@pytest.mark.parametrize("make", [looped, gathered, sgmv, paged])
 def test_the_ways_of_a_gpu_answer_as_float64_does(make):
     slices = [32, 16, 16]
     w, a, b, x = problem(slices)

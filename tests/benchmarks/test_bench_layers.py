@@ -67,7 +67,7 @@ def test_rows_of_other_implementations_are_drawn_from_a_plain_list(tmp_path):
     path = tmp_path / "peers.json"
     row = {"case": "decode:1:8:16", "mix": "zipf", "model": "llama-8b", "slots_used": 1, "floor_us": 1.5}
     row |= {
-        name: {"us": 9.0, "error": 0.1} for name in ("base", "vllm", "benchmarks.impls:folded", "mine:make")
+        name: {"us": 9.0, "error": 0.1} for name in ("base", "vllm", "benchmarks.impls:paged", "mine:make")
     }
     row["sglang_v2"] = {"us": float("nan"), "error": "ImportError: pydantic"}
     path.write_text(json.dumps([row]))
@@ -118,7 +118,7 @@ def test_mixed_ranks_leave_zeros_past_the_live_rank():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("benchmarks.impls:fold", "benchmarks.impls has no 'fold'; it has .*folded.*sgmv"),
+        ("benchmarks.impls:page", "benchmarks.impls has no 'page'; it has .*paged.*sgmv"),
         ("benchmarks.nothing:base", "No module named 'benchmarks.nothing'"),
     ],
 )

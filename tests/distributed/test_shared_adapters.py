@@ -46,8 +46,6 @@ BACKENDS = [
         for case in (
             ("triton", False),
             ("triton", True),
-            ("folded", False),
-            ("folded", True),
             ("paged", False),
             ("paged", True),
         )
@@ -91,7 +89,7 @@ def test_a_mixed_batch_gives_each_request_what_peft_gives_it(world_of, variant, 
 
 @pytest.mark.parametrize(("backend", "fully"), BACKENDS)
 def test_every_backend_gives_it(world_of, backend, fully, monkeypatch):
-    """Pages know no float64, and "folded" wants weights that a CPU in float32 has packed."""
+    """Pages know no float64."""
     world = world_of("llama-llama3-rope")
     options = {**OPTIONS, "punica_backend": backend, "fully_sharded_loras": fully}
     options["dtype"] = "float32" if backend == "paged" else "float64"

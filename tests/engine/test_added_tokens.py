@@ -15,7 +15,7 @@ from minivllm.gpu.slot_writer import SlotWriter
 EXTRA = 4  # more than any adapter adds
 VARIANTS = ["llama-llama3-rope", "qwen2-tied"]
 # Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "folded": 1e-5}
+BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
 # Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
 by_backend = pytest.mark.parametrize(
     "backend",

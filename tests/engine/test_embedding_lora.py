@@ -29,7 +29,7 @@ VARIANTS = {
     "llama-linear-rope-biases-tied": {**TARGETS, **TIED},
 }
 # Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "folded": 1e-5}
+BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
 SETTINGS = {
     "plenty of everything": {"max_loras": 6, "max_cpu_loras": 6},
     "one slot": {"max_loras": 1, "max_cpu_loras": 1},

@@ -60,12 +60,12 @@ SPLIT = {
 }
 FORMS = ["fused", "split"]
 # Backend -> how far off logits may be, as a share of the largest: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "folded": 1e-5}
+BACKENDS = {"loops": 1e-10, "grouped": 1e-10, "triton": 1e-5, "paged": 1e-5}
 # Each is a case of its own; kernels through Triton's interpreter, which tests/gpu has at work elsewhere, nightly.
 by_backend = pytest.mark.parametrize(
     "backend",
     [
-        pytest.param(b, marks=pytest.mark.nightly_without_gpu if b in ("triton", "folded") else ())
+        pytest.param(b, marks=pytest.mark.nightly_without_gpu if b in ("triton", "paged") else ())
         for b in BACKENDS
     ],
 )

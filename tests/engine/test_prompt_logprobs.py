@@ -15,7 +15,7 @@ ADAPTERS = {
     "both": {"r": 5, "lora_alpha": 9, "target_modules": ["embed_tokens", "lm_head", "q_proj", "down_proj"]},
 }
 # Backend -> how far off logprobs may be: kernels compute in float32 whatever the dtype.
-BACKENDS = {"loops": 1e-9, "grouped": 1e-9, "triton": 1e-4, "folded": 1e-4}
+BACKENDS = {"loops": 1e-9, "grouped": 1e-9, "triton": 1e-4, "paged": 1e-4}
 SETTINGS = {
     "at once": {},
     "in chunks of 5 tokens": {"max_num_batched_tokens": 5, "max_num_seqs": 4},

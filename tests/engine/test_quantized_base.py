@@ -193,10 +193,6 @@ class TestOptions:
             ({"quantization": ""}, "quantization '' is not supported"),
             ({"dtype": "float64"}, r"the dtype is torch.float64; pass --dtype bfloat16 or float32"),
             ({"dtype": "float16"}, r"the dtype is torch.float16; pass --dtype bfloat16 or float32"),
-            (
-                {"punica_backend": "folded", "enable_lora": True},
-                "punica_backend 'folded' keeps A behind the base weight, .*; use auto or triton",
-            ),
         ],
     )
     def test_that_cannot_be_are_refused_in_a_sentence(self, llama, options, complaint):
@@ -219,25 +215,23 @@ class TestOptions:
         assert requirement in extras["dev"]
 
     @pytest.mark.parametrize(
-        ("device", "asked", "backend"),
+        ("device", "asked", "slots", "backend"),
         [
-            ("cuda", "auto", "triton"),
-            ("cuda", "auto", "paged"),
-            ("cuda", "triton", "triton"),
-            ("cuda", "loops", "loops"),
-            ("cpu", "auto", "auto"),
+            ("cuda", "auto", 2, "paged"),
+            ("cuda", "auto", None, "paged"),
+            ("cuda", "triton", 2, "triton"),
+            ("cuda", "loops", 2, "loops"),
+            ("cpu", "auto", 2, "grouped"),
         ],
     )
-    def test_a_gpu_takes_the_sgmv_kernels_unless_told_otherwise(
-        self, llama, monkeypatch, device, asked, backend
+    def test_adapters_lie_in_pages_on_a_gpu_unless_told_otherwise(
+        self, llama, monkeypatch, device, asked, slots, backend
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        # Where the number of slots is not given, adapters lie in pages.
-        slots = None if backend == "paged" else 2
         options = {"device": device, "dtype": "bfloat16", "max_loras": slots, "punica_backend": asked}
         config = self.config(llama, enable_lora=True, **options)
 
-        assert config.lora_config.punica_backend == backend
+        assert config.lora_config.backend_on(device) == backend
         assert config.lora_config.lora_dtype == torch.bfloat16
 
     def test_dummy_weights_are_quantized_too(self, llama, tmp_path):

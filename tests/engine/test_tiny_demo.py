@@ -35,7 +35,7 @@ def test_tokens_that_differ_are_said_to(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them")
-@pytest.mark.parametrize("backend", ["triton", "folded"])
+@pytest.mark.parametrize("backend", ["triton", "paged"])
 def test_the_demo_refuses_kernels_without_a_gpu_before_the_model_is_read(backend, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "demo_model_path", lambda: pytest.fail("the model was asked for"))
 

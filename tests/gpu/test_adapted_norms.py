@@ -10,14 +10,13 @@ from tiny_engine import run, tiny_world
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
-from minivllm.gpu import folded_backend
 from minivllm.gpu.fused import FusedRMSNorm, blocks
 from minivllm.gpu.fused.blocks import AddAndNorm, Pending, linear_deferred
 from minivllm.gpu.install import paged_attention
 from minivllm.gpu.kernels import paged_tuning
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.paged_tuning import MOST_NORM_TOKENS, norm_kernel
-from minivllm.layers.linear import LinearBase, RowParallelLinear
+from minivllm.layers.linear import RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.mapping import LoRAMapping
@@ -75,7 +74,9 @@ class TwoThatAdd(TwoThatNorm):
 class Down:
     """A linear with adapters of unlike ranks in slots 0 and 2, and the norm behind it."""
 
-    def __init__(self, backend, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses, tokens=256):
+    def __init__(
+        self, dtype=torch.float32, rank=8, processes=1, kind=TwoProcesses, tokens=256, backend="paged"
+    ):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
         self.dtype, self.punica = dtype, make_backend(tokens, tokens, DEVICE, config, LORA_EXTENSIONS)
         self.tp = ONE_RANK if processes == 1 else kind(0, 2)
@@ -138,11 +139,6 @@ def rows(count, dtype=torch.float32, seed=0):
     return (x / 8).to(dtype), (3 * residual).to(dtype)
 
 
-@pytest.fixture(params=["paged", "folded"])
-def backend(request):
-    return request.param
-
-
 @pytest.fixture(params=["rows", "tiles"])
 def kernel(request, monkeypatch):
     """What programs of a norm have, in steps of any size."""
@@ -167,8 +163,8 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.float32, 20), (torch.float16, 20)])
-def test_the_norm_adds_every_rows_adapters_share(backend, dtype, rank, mixture, launched):
-    down = Down(backend, dtype, rank)
+def test_the_norm_adds_every_rows_adapters_share(dtype, rank, mixture, launched):
+    down = Down(dtype, rank)
     down.step(MIXTURES[mixture])
 
     down.assert_answers(MIXTURES[mixture])
@@ -179,8 +175,8 @@ def test_the_norm_adds_every_rows_adapters_share(backend, dtype, rank, mixture, 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 8), (torch.float32, 16), (torch.float16, 12)])
 @pytest.mark.parametrize("kernel", ["tiles"], indirect=True)
-def test_so_does_the_norm_of_a_long_step(backend, kernel, dtype, rank, mixture, launched):
-    down = Down(backend, dtype, rank)
+def test_so_does_the_norm_of_a_long_step(kernel, dtype, rank, mixture, launched):
+    down = Down(dtype, rank)
     down.step(MIXTURES[mixture])
 
     down.assert_answers(MIXTURES[mixture])
@@ -188,8 +184,8 @@ def test_so_does_the_norm_of_a_long_step(backend, kernel, dtype, rank, mixture, 
     assert launched == [("tiles", len(MIXTURES[mixture]))] * (mixture != "base")
 
 
-def test_the_norm_is_of_the_residual_as_it_is_kept(backend, kernel):
-    down, slots = Down(backend, torch.float16), [0, 2, -1, 0, 2, 2, 0, 1] * 4
+def test_the_norm_is_of_the_residual_as_it_is_kept(kernel):
+    down, slots = Down(torch.float16), [0, 2, -1, 0, 2, 2, 0, 1] * 4
     down.step(slots)
 
     normed, stream = down.assert_answers(slots)
@@ -198,8 +194,8 @@ def test_the_norm_is_of_the_residual_as_it_is_kept(backend, kernel):
     assert (normed != exact).float().mean() < 0.01
 
 
-def test_what_a_hook_adds_to_the_product_is_there_too(backend, kernel):
-    down, slots = Down(backend), [0, 2, -1, 0, 1, 2]
+def test_what_a_hook_adds_to_the_product_is_there_too(kernel):
+    down, slots = Down(), [0, 2, -1, 0, 1, 2]
     down.layer.register_forward_hook(lambda layer, inputs, output: (output[0] + 0.5, None))
 
     down.step(slots)
@@ -210,8 +206,8 @@ def test_what_a_hook_adds_to_the_product_is_there_too(backend, kernel):
 @pytest.mark.parametrize(
     "slots", [[-1] * 4, [2, -1, 0, 0], [0] * (MOST_NORM_TOKENS + 1)], ids=["base", "few", "many"]
 )
-def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(backend, kernel, slots):
-    down = Down(backend)
+def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(kernel, slots):
+    down = Down()
     down.step([0, 2, 0, -1])
     with torch.inference_mode():
         _, left = linear_deferred(down.layer, rows(4)[0].to(DEVICE))
@@ -220,17 +216,6 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_norm(backend, kernel,
     down.step(slots)
 
     down.assert_answers(slots, seed=1)
-
-
-def test_nor_does_one_that_folding_does_not_pay_for(monkeypatch):
-    down = Down("folded")
-    down.step([0, 2, 0, -1])
-    with torch.inference_mode():
-        linear_deferred(down.layer, rows(4)[0].to(DEVICE))
-
-    monkeypatch.setattr(folded_backend, "fold_pays", lambda *shape: False)
-
-    down.assert_answers([0, 2, 0, -1], seed=1)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +230,8 @@ def test_a_norm_adds_what_adapters_add_in_short_steps_and_in_long_ones_of_few_ra
     assert norm_kernel(tokens, rank) == expected
 
 
-def test_in_a_step_of_middle_length_it_is_added_before_the_norm(backend, launched):
-    down, slots = Down(backend), [0, -1, 2] * 50
+def test_in_a_step_of_middle_length_it_is_added_before_the_norm(launched):
+    down, slots = Down(), [0, -1, 2] * 50
     down.step(slots)
 
     down.assert_answers(slots)
@@ -255,9 +240,9 @@ def test_in_a_step_of_middle_length_it_is_added_before_the_norm(backend, launche
 
 
 @pytest.mark.parametrize(("tokens", "rank", "is_left"), [(597, 8, False), (600, 8, True), (600, 17, False)])
-def test_a_long_step_leaves_it_what_few_ranks_add(backend, tokens, rank, is_left, monkeypatch, launched):
+def test_a_long_step_leaves_it_what_few_ranks_add(tokens, rank, is_left, monkeypatch, launched):
     monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 600)
-    down, slots = Down(backend, rank=rank, tokens=600), [0, -1, 2] * (tokens // 3)
+    down, slots = Down(rank=rank, tokens=600), [0, -1, 2] * (tokens // 3)
     down.step(slots)
 
     down.assert_answers(slots)
@@ -266,8 +251,8 @@ def test_a_long_step_leaves_it_what_few_ranks_add(backend, tokens, rank, is_left
 
 
 @pytest.mark.parametrize(("rank", "is_left"), [(32, True), (33, False), (64, False), (72, False)])
-def test_what_a_high_rank_adds_is_added_before_the_norm(backend, rank, is_left, launched):
-    down, slots = Down(backend, rank=rank), [0, -1, 2]
+def test_what_a_high_rank_adds_is_added_before_the_norm(rank, is_left, launched):
+    down, slots = Down(rank=rank), [0, -1, 2]
     down.step(slots)
 
     down.assert_answers(slots)
@@ -275,8 +260,8 @@ def test_what_a_high_rank_adds_is_added_before_the_norm(backend, rank, is_left, 
     assert launched == [("rows", 3)] * is_left
 
 
-def test_one_of_several_processes_adds_it_to_its_term_since_the_norm_reads_a_sum(backend, kernel, launched):
-    down, slots = Down(backend, processes=2), [0, -1, 2, 2]
+def test_one_of_several_processes_adds_it_to_its_term_since_the_norm_reads_a_sum(kernel, launched):
+    down, slots = Down(processes=2), [0, -1, 2, 2]
     down.step(slots)
 
     down.assert_answers(slots, processes=2)
@@ -285,8 +270,8 @@ def test_one_of_several_processes_adds_it_to_its_term_since_the_norm_reads_a_sum
 
 
 @pytest.mark.parametrize("slots", [[-1] * 4, [0, -1, 2, 2]], ids=["base", "mixed"])
-def test_what_a_backend_leaves_takes_no_sum_from_the_norm(backend, slots, launched):
-    down = Down(backend, processes=2, kind=TwoThatNorm)
+def test_what_a_backend_leaves_takes_no_sum_from_the_norm(slots, launched):
+    down = Down(processes=2, kind=TwoThatNorm)
     for seed in range(2):
         down.step(slots)
 
@@ -298,8 +283,8 @@ def test_what_a_backend_leaves_takes_no_sum_from_the_norm(backend, slots, launch
 @pytest.mark.parametrize(
     "slots", [[-1] * 4, [2, -1, 0, 0], [0] * (MOST_NORM_TOKENS + 1)], ids=["base", "few", "many"]
 )
-def test_a_norm_that_sums_adds_few_rows_adapters_and_finds_nothing_of_a_step_before(backend, slots):
-    down = Down(backend, processes=2, kind=TwoThatAdd)
+def test_a_norm_that_sums_adds_few_rows_adapters_and_finds_nothing_of_a_step_before(slots):
+    down = Down(processes=2, kind=TwoThatAdd)
     down.step([0, 2, 0, -1])
     with torch.inference_mode():
         linear_deferred(down.layer, rows(4)[0].to(DEVICE))  # a step that ends before its norm
@@ -313,8 +298,8 @@ def test_a_norm_that_sums_adds_few_rows_adapters_and_finds_nothing_of_a_step_bef
 
 
 @pytest.mark.parametrize("slots", [[-1] * 4, [0, -1, 2, 2]], ids=["base", "mixed"])
-def test_what_is_no_term_is_not_summed_by_a_norm_of_several_processes(backend, slots):
-    down = Down(backend, processes=2, kind=TwoThatAdd)
+def test_what_is_no_term_is_not_summed_by_a_norm_of_several_processes(slots):
+    down = Down(processes=2, kind=TwoThatAdd)
     down.step(slots)
 
     down.assert_answers(slots, is_term=False)
@@ -323,7 +308,7 @@ def test_what_is_no_term_is_not_summed_by_a_norm_of_several_processes(backend, s
 
 
 def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, launched):
-    down, slots = Down("invariant"), [0, 2, -1, 0]
+    down, slots = Down(backend="invariant"), [0, 2, -1, 0]
     down.step(slots)
 
     down.assert_answers(slots)
@@ -331,17 +316,11 @@ def test_rows_have_the_same_bits_in_every_batch_where_that_is_asked(kernel, laun
     assert launched == []
 
 
-@pytest.mark.parametrize("name", ["paged", pytest.param("folded", marks=pytest.mark.nightly_without_gpu)])
-def test_an_engine_answers_with_norms_that_add_what_adapters_add(
-    tmp_path_factory, monkeypatch, name, launched
-):
+def test_an_engine_answers_with_norms_that_add_what_adapters_add(tmp_path_factory, monkeypatch, launched):
     monkeypatch.setattr(paged_tuning, "MOST_NORM_TOKENS", 8)
     monkeypatch.setattr(paged_tuning, "LEAST_TILED_NORM_TOKENS", 12)
-    monkeypatch.setattr(
-        LinearBase, "pack", lambda self: None
-    )  # for a CPU, where folding finds no weight then
     world = tiny_world(tmp_path_factory)
-    engine = graphed_engine(world, decode_graphs=True, punica_backend=name, max_num_batched_tokens=20)
+    engine = graphed_engine(world, decode_graphs=True, punica_backend="paged", max_num_batched_tokens=20)
     if DEVICE == "cpu":
         launched.clear()  # where graphs are replayed, they were launched when these were captured
 

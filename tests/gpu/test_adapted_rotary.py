@@ -10,13 +10,12 @@ from tiny_engine import run, tiny_world
 
 from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
-from minivllm.gpu import folded_backend
 from minivllm.gpu.fused import blocks
 from minivllm.gpu.fused.blocks import attend, linear_deferred
 from minivllm.gpu.kernels.adapted_rotary_op import adapted_rotary
 from minivllm.gpu.paged_attention import PagedAttentionMetadata
 from minivllm.layers.attention import Attention, AttentionMetadata
-from minivllm.layers.linear import LinearBase, QKVParallelLinear
+from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.ranks import ONE_RANK
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.mapping import LoRAMapping
@@ -42,7 +41,7 @@ class QKV:
     parts   1 = one adapter for q, k and v
     """
 
-    def __init__(self, backend, dtype=torch.float32, rank=8, parts=3, tp=ONE_RANK, room=64):
+    def __init__(self, dtype=torch.float32, rank=8, parts=3, tp=ONE_RANK, room=64, backend="paged"):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
         self.dtype, self.tp = dtype, tp
         self.punica = make_backend(room, room, DEVICE, config, LORA_EXTENSIONS)
@@ -165,15 +164,10 @@ def rows(count, dtype=torch.float32, seed=0):
     return (torch.randn(count, WIDTH, generator=pick) / 8).to(dtype)
 
 
-@pytest.fixture(params=["paged", "folded"])
-def backend(request):
-    return request.param
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_attention_sees_every_rows_adapters_share(backend, kind, mixture):
-    qkv = QKV(backend)
+def test_attention_sees_every_rows_adapters_share(kind, mixture):
+    qkv = QKV()
     qkv.step(MIXTURES[mixture])
 
     qkv.assert_answers(MIXTURES[mixture], kind)
@@ -182,10 +176,10 @@ def test_attention_sees_every_rows_adapters_share(backend, kind, mixture):
 
 
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, 20), (torch.float32, 72), (torch.float64, 8)])
-def test_whatever_dtype_and_rank(backend, dtype, rank):
+def test_whatever_dtype_and_rank(dtype, rank):
     if DEVICE == "cuda" and dtype == torch.float64:
         pytest.skip("float64 is what a CPU's tests compute in")
-    qkv = QKV(backend, dtype, rank)
+    qkv = QKV(dtype, rank)
     qkv.step(MIXTURES["mixed"])
 
     qkv.assert_answers(MIXTURES["mixed"], "plain" if dtype == torch.float64 else "paged")
@@ -193,8 +187,8 @@ def test_whatever_dtype_and_rank(backend, dtype, rank):
     assert qkv.left is not None
 
 
-def test_one_adapter_for_q_k_and_v(backend):
-    qkv = QKV(backend, parts=1)
+def test_one_adapter_for_q_k_and_v():
+    qkv = QKV(parts=1)
     qkv.step(MIXTURES["mixed"])
 
     qkv.assert_answers(MIXTURES["mixed"])
@@ -205,7 +199,7 @@ def test_one_adapter_for_q_k_and_v(backend):
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_of_many_rows_a_tile(kind):
     slots = [0, -1, 2, 2, 0, 1, 0] * 74
-    qkv = QKV("paged", room=600)
+    qkv = QKV(room=600)
     qkv.step(slots)
 
     qkv.assert_answers(slots, kind)
@@ -214,8 +208,8 @@ def test_prompts_of_many_rows_a_tile(kind):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_of_several_processes_does_so_with_its_heads(backend, rank):
-    qkv, slots = QKV(backend, tp=TensorParallel(rank, 2)), MIXTURES["mixed"]
+def test_each_of_several_processes_does_so_with_its_heads(rank):
+    qkv, slots = QKV(tp=TensorParallel(rank, 2)), MIXTURES["mixed"]
     qkv.step(slots)
 
     qkv.assert_answers(slots)
@@ -224,8 +218,8 @@ def test_each_of_several_processes_does_so_with_its_heads(backend, rank):
     assert qkv.left is not None
 
 
-def test_what_a_hook_adds_to_the_product_is_there_too(backend):
-    qkv, slots = QKV(backend), [0, 2, -1, 0, 1, 2]
+def test_what_a_hook_adds_to_the_product_is_there_too():
+    qkv, slots = QKV(), [0, 2, -1, 0, 1, 2]
     qkv.layer.register_forward_hook(lambda layer, inputs, output: (output[0] + 0.5, None))
 
     qkv.step(slots)
@@ -235,8 +229,8 @@ def test_what_a_hook_adds_to_the_product_is_there_too(backend):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("slots", [[-1] * 4, [2, -1, 0, 0]], ids=["base", "adapters"])
-def test_a_step_finds_nothing_of_one_that_ended_before_its_attention(backend, slots, kind):
-    qkv = QKV(backend)
+def test_a_step_finds_nothing_of_one_that_ended_before_its_attention(slots, kind):
+    qkv = QKV()
     qkv.step([0, 2, 0, -1])
     with torch.inference_mode():
         _, left = linear_deferred(qkv.layer, rows(4).to(DEVICE))
@@ -247,19 +241,8 @@ def test_a_step_finds_nothing_of_one_that_ended_before_its_attention(backend, sl
     qkv.assert_answers(slots, kind, seed=1)
 
 
-def test_nor_does_one_that_folding_does_not_pay_for(monkeypatch):
-    qkv = QKV("folded")
-    qkv.step([0, 2, 0, -1])
-    with torch.inference_mode():
-        linear_deferred(qkv.layer, rows(4).to(DEVICE))
-
-    monkeypatch.setattr(folded_backend, "fold_pays", lambda *shape: False)
-
-    qkv.assert_answers([0, 2, 0, -1], seed=1)
-
-
-def test_a_step_after_another_finds_its_own_adapters(backend):
-    qkv = QKV(backend)
+def test_a_step_after_another_finds_its_own_adapters():
+    qkv = QKV()
     for seed, slots in enumerate([[0, 2, -1], [-1] * 5, [2, 2, 0, 0], [0]]):
         qkv.step(slots)
 
@@ -267,7 +250,7 @@ def test_a_step_after_another_finds_its_own_adapters(backend):
 
 
 def test_rows_that_are_to_have_the_same_bits_in_every_batch_leave_it_nothing():
-    qkv, slots = QKV("invariant"), MIXTURES["mixed"]
+    qkv, slots = QKV(backend="invariant"), MIXTURES["mixed"]
     qkv.step(slots)
 
     qkv.assert_answers(slots, "tiled")
@@ -287,13 +270,10 @@ def watched(monkeypatch):
     return launched
 
 
-@pytest.mark.parametrize("name", ["paged", pytest.param("folded", marks=pytest.mark.nightly_without_gpu)])
-def test_an_engine_answers_where_attention_adds_what_adapters_add(tmp_path_factory, monkeypatch, name):
+def test_an_engine_answers_where_attention_adds_what_adapters_add(tmp_path_factory, monkeypatch):
     launched = watched(monkeypatch)
-    # For a CPU, where folding finds no weight then.
-    monkeypatch.setattr(LinearBase, "pack", lambda self: None)
     world = tiny_world(tmp_path_factory)
-    engine = graphed_engine(world, decode_graphs=True, punica_backend=name, max_num_batched_tokens=20)
+    engine = graphed_engine(world, decode_graphs=True, punica_backend="paged", max_num_batched_tokens=20)
     names = ["qv", None, "all"]
 
     add(engine, world, names)

@@ -9,6 +9,8 @@ from tiny_engine import TinyWorld, greedy, run, tokens_of
 from tiny_models import token_ids
 from tiny_moe import MIXTRAL, sparse_world
 
+from minivllm.economics import slot_memory
+
 SEED = 5
 REQUESTS = 60 if DEVICE == "cpu" else 500  # of the soak
 RANKS = (1, 16, 4, 9, 8, 12, 2, 16)
@@ -99,6 +101,23 @@ def test_an_adapter_takes_pages_for_its_own_rank(world):
     assert sorted(len(pages) for pages in manager.pool.ledger.held.values()) == [1, 2, 2]
     page_bytes = engine.runner.memory_plan.blocks_a_page * engine.runner.kv_block_bytes
     assert manager.get_memory_stats()["pages"] == 5 * page_bytes
+
+
+def test_a_given_number_of_slots_is_so_many_rows_of_the_table_with_pages_for_all(world):
+    engine = elastic_engine(world, max_loras=3)
+    requests = [(name, name, 4, 3) for name in world.names]
+
+    add(engine, world, requests)
+    outputs = run(engine)
+
+    assert_right(world, outputs, requests)
+    manager = engine.runner.lora_manager.manager
+    pages_a_slot = -(-engine.config.lora_config.max_lora_rank // manager.pool.page_ranks)
+    assert manager.pool.table.shape == (3, pages_a_slot) and len(engine.debug_info()["slots"]) == 3
+    assert engine.runner.memory_plan.num_pages == 3 * pages_a_slot
+    foretold = slot_memory(engine.config.model_config.architecture, engine.config.lora_config).pages
+    assert foretold == 3 * pages_a_slot * manager.pool.page_elements(1) * 4
+    assert_books_agree(engine)
 
 
 @pytest.mark.nightly_without_gpu

@@ -100,7 +100,7 @@ def assert_told_is_taken(told, before, after):
 
 @pytest.mark.parametrize("has_ends", [True, False], ids=["all", "without-the-ends"])
 @pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("backend", ["folded", "triton"])
+@pytest.mark.parametrize("backend", ["paged", "triton"])
 def test_wrapping_takes_what_was_predicted_and_is_told(folder, backend, rank, has_ends):
     targets = None if has_ends else WITHOUT_THE_ENDS.get(folder.name, LINEARS)
     config = engine_config(folder, punica_backend=backend, max_lora_rank=rank, target_modules=targets)
@@ -148,9 +148,11 @@ def test_a_kv_cache_is_smaller_by_what_slots_take(folder):
     share = (total - free + 16 * 2**30) / total  # so few that requests are not what limits the cache
     kv_bytes, taken = [], []
     for slots in (1, 8):
+        # Slots of one size: pages are of the KV cache's memory.
         # Few tokens a step: sampling all rows of a full one takes some 14 times their logits in float32.
         options = {
             "max_loras": slots,
+            "punica_backend": "triton",
             "max_lora_rank": 64,
             "max_num_seqs": 4096,
             "max_num_batched_tokens": 256,

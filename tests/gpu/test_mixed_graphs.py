@@ -186,7 +186,7 @@ def test_sizes_end_with_the_largest_step_and_pad_by_a_third_at_most():
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backend", ["triton", "folded"])
+@pytest.mark.parametrize("backend", ["triton", "paged"])
 def test_on_a_gpu_graphs_give_the_logits_of_eager_steps(world, dtype, backend):
     engine = world.engine(
         device="cuda",

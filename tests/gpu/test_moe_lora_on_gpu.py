@@ -8,10 +8,11 @@ from tiny_engine import greedy, run, tokens_of
 from tiny_models import token_ids
 from tiny_moe import MIXTRAL, QWEN, SparseWorld, sparse_world
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
 from minivllm.layers.fused_moe import FusedMoE
 from minivllm.lora.mapping import LoRAMapping
-from minivllm.vllm.punica_selector import get_punica_wrapper
+from minivllm.lora.model_manager import make_backend
 from minivllm.vllm.utils import from_layer
 
 EXPERTS, TOP_K, SLOTS, RANK = 13, 3, 4, 16
@@ -48,7 +49,7 @@ def adapters(hidden, inner, dtype):
 def wrap(base, backend, parts=("w1", "w3")):
     config = LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS, punica_backend=backend)
     layer = from_layer(base, SLOTS, config, list(parts))
-    layer.set_mapping(get_punica_wrapper(1024, 1024, DEVICE, lora_config=config))
+    layer.set_mapping(make_backend(1024, 1024, DEVICE, config, LORA_EXTENSIONS))
     return layer
 
 
@@ -65,8 +66,8 @@ def batch(tokens, hidden, dtype):
 
 def use_slots(layer, slots):
     ids = tuple(slot + 1 for slot in slots)
-    layer.punica_wrapper.update_metadata(LoRAMapping(ids, ids), [s + 1 for s in range(SLOTS)], SLOTS + 1, 97)
-    layer.punica_wrapper.sync_slots()
+    layer.backend.begin_step(LoRAMapping(ids, ids), [s + 1 for s in range(SLOTS)])
+    layer.backend.sync_slots()
 
 
 def merged(base, adapter):
@@ -95,7 +96,7 @@ def exact(base, of_slots, slots, x, router_logits):
 )
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 24), (128, 256), (36, 20)])
-@pytest.mark.parametrize("backend", ["triton", "folded"])
+@pytest.mark.parametrize("backend", ["triton", "paged"])
 def test_a_mixed_batch_is_near_the_exact_result(backend, hidden, inner, tokens, dtype, error):
     base = base_layer(hidden, inner, dtype)
     layer, of_slots = wrap(base, backend), adapters(hidden, inner, dtype)
@@ -158,7 +159,7 @@ def test_bfloat16_does_not_wait_for_the_gpu():
 
 
 @needs_cuda
-@pytest.mark.parametrize("backend", ["triton", "folded"])
+@pytest.mark.parametrize("backend", ["triton", "paged"])
 @pytest.mark.parametrize("variant", [MIXTRAL, QWEN])
 def test_an_engine_says_the_tokens_of_transformers(tmp_path_factory, variant, backend):
     world = sparse_world(tmp_path_factory, variant)

@@ -9,8 +9,7 @@ from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids, transformers_model
 
 from minivllm import LLM, LoRARequest
-from minivllm.gpu.folded_backend import FoldedBackend
-from minivllm.gpu.triton_backend import TritonBackend
+from minivllm.gpu.paged_backend import PagedBackend
 from minivllm.models.registry import get_model
 
 pytest.importorskip("torchao")
@@ -33,8 +32,7 @@ def test_float32_gives_the_tokens_of_peft_on_the_same_int8_weights(tmp_path_fact
     folders = {name: world.path(name) for name in world.names}
     oracle = dequantized_oracle(engine.runner.model, world.base, folders)
     backend = engine.adapters.manager.punica_wrapper
-    assert isinstance(backend, TritonBackend) == (DEVICE == "cuda")
-    assert not isinstance(backend, FoldedBackend)
+    assert isinstance(backend, PagedBackend) == (DEVICE == "cuda")
     for number, (name, prompt) in enumerate(pairs):
         assert tokens_of(outputs[str(number)]) == oracle.greedy(name, prompt, 8), name
 

@@ -4,11 +4,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from gpu import DEVICE, needs_cuda
+from gpu import DEVICE
 from tiny_engine import LoRARequest, greedy, run, tiny_world
 
 
-@pytest.mark.parametrize("backend", ["triton", pytest.param("folded", marks=needs_cuda)])
+@pytest.mark.parametrize("backend", ["triton", "paged"])
 def test_an_adapter_read_again_with_another_rank_is_served_whole(tmp_path_factory, tmp_path, backend):
     world = tiny_world(tmp_path_factory)
     shutil.copytree(world.path("qv"), tmp_path / "a")

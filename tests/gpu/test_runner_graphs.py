@@ -277,7 +277,7 @@ def test_capturing_leaves_no_adapter_behind(world):
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backend", ["triton", "folded"])
+@pytest.mark.parametrize("backend", ["triton", "paged"])
 def test_on_a_gpu_graphs_give_the_logits_of_eager_steps(world, dtype, backend):
     options = {
         "punica_backend": backend,

@@ -101,7 +101,7 @@ def test_a_step_that_no_graph_can_run_is_given_the_tokens(world):
 
 
 @needs_cuda
-@pytest.mark.parametrize("backend", ["triton", "folded"])
+@pytest.mark.parametrize("backend", ["triton", "paged"])
 def test_on_a_gpu_a_step_ahead_changes_no_token(world, backend):
     answers = []
     for async_scheduling in (False, True):

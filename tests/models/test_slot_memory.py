@@ -15,7 +15,7 @@ from minivllm.models.config import ModelArchitecture
 from minivllm.models.registry import MODELS
 from minivllm.vllm.model_manager import LRUCacheLoRAModelManager
 
-BACKENDS = ["loops", "grouped", "triton", "folded"]
+BACKENDS = ["loops", "grouped", "triton"]
 OPTIONS = {
     "defaults": {},
     "no-embeddings": {"target_modules": ["q_proj", "o_proj", "gate_up_proj", "down_proj"]},
@@ -58,7 +58,7 @@ def assert_within(percent, found, expected):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "paged"])
 def test_what_is_told_is_what_the_allocator_gave_out_and_what_was_predicted(backend, options):
     architecture = tiny("llama-linear-rope-biases-tied")
     config = LoRAConfig(6, 3, punica_backend=backend, **options)
@@ -70,8 +70,9 @@ def test_what_is_told_is_what_the_allocator_gave_out_and_what_was_predicted(back
     assert told["device_total"] == everything - base
     assert told["slot_buffers"] == predicted.slots
     of_backend = sum(table.nbytes for table in manager.punica_wrapper.tables)
-    of_ranks = manager.punica_wrapper.live_ranks.ranks.nbytes if backend in ("triton", "folded") else 0
-    assert told["tables"] == predicted.tables + of_backend - of_ranks
+    of_slots = manager.punica_wrapper.live_ranks.ranks.nbytes if backend in ("triton", "paged") else 0
+    of_slots += manager.punica_wrapper.pool.table.nbytes if backend == "paged" else 0
+    assert told["tables"] == predicted.tables + of_backend - of_slots
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,13 +131,13 @@ def test_the_figures_can_be_checked_by_hand():
     assert on_cpu.layout == 0
     assert (on_cpu.staging, on_cpu.tables) == (0, 0)
     assert on_cpu.slots == on_cpu.a_and_b + on_cpu.beside + on_cpu.layout
-    assert on_gpu.a_and_b == on_cpu.a_and_b // 2
-    # q, k and v: 96 + 5 * 3 * 4 rows are 156, four short of 160; the others end at multiples of eight but for
-    # o and down, 48 + 20 = 68. Each of q, k and v's 156 has a bias, which is as long.
-    assert on_gpu.layout == 2 * (4 * 48 + (60 + 4) + 4 * 48 + 4 * 80) * 2
+    # Linears lie in pages, and a page has eight ranks.
+    assert on_gpu.a_and_b == 5 * 4 * 2 * vocabulary * 2
+    assert on_gpu.pages == 5 * 8 * 2 * (qkv + o + gate_up + down) * 2
+    assert (on_gpu.layout, on_cpu.pages) == (0, 0)
     pieces = 2 * 2 * (3 + 1 + 2 + 1) + 2 * 2 + 2 * 7 + 3
     ranks = 2 * 7 + 2
-    assert on_gpu.tables == pieces * 6 * 8 + ranks * 5 * 4
+    assert on_gpu.tables == pieces * 6 * 8 + ranks * 5 * 4 + 5 * 4  # and which page each slot has
 
 
 def test_dtypes_are_those_of_the_device():

@@ -511,7 +511,7 @@ def test_a_layer_may_be_handed_to_another_backend_with_all_it_holds(first, secon
     mixed.assert_answers(x, ids, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["triton", "folded"])
+@pytest.mark.parametrize("name", ["triton", "paged"])
 def test_kernels_without_a_gpu_and_without_their_interpreter_are_refused_at_the_start(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 

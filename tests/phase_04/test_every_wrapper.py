@@ -28,7 +28,6 @@ BACKENDS = {
     "loops": torch.float64,
     "grouped": torch.float64,
     "triton": torch.float32,
-    "folded": torch.float32,
 }
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6}
 
@@ -81,7 +80,6 @@ class Wrapped:
         self.base = base
         for parameter in base.parameters():
             parameter.data = self.random(*parameter.shape).to(DEVICE)
-        # The folded backend puts the weight elsewhere.
         self.weight = base.weight.double().cpu().clone()
         self.bias = None if base.bias is None else base.bias.double().cpu().clone()
         self.layer = wrapper(base)

@@ -5,11 +5,13 @@ import torch
 from gpu import DEVICE
 from guarded import DTYPES, TOLERANCE, assert_rows_close, exact_expand, exact_shrink, random, random_slots
 
+from minivllm.assembly import LORA_EXTENSIONS
 from minivllm.config import LoRAConfig
-from minivllm.gpu import folded_backend, triton_backend
+from minivllm.gpu import paged_backend, triton_backend
 from minivllm.gpu.sgmv import tuning
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.lora.mapping import LoRAMapping
+from minivllm.lora.model_manager import make_backend
 from minivllm.vllm.punica_selector import get_punica_wrapper
 from minivllm.vllm.utils import from_layer
 
@@ -20,20 +22,26 @@ LINEARS = {
     "gate_up": lambda dtype: (MergedColumnParallelLinear(WIDTH, [20, 12], True, dtype, DEVICE), ["g", "u"]),
     "qkv": lambda dtype: (QKVParallelLinear(WIDTH, 6, 4, 2, True, dtype, DEVICE), ["q", "k", "v"]),
 }
-BACKENDS = [pytest.param("triton", marks=pytest.mark.lab("4.4")), "folded", "folded, not worth it"]
+BACKENDS = [pytest.param("triton", marks=pytest.mark.lab("4.4")), "paged"]
 
 
 class Linear:
     """A wrapped linear with an adapter of its own rank for every slice in slots 0 and 2; slot 1 is free.
 
     ids: slot -> adapter id
+    punica: of another linear that shares it; None = one of its own
     """
 
     ids = (11, None, 13)
 
-    def __init__(self, backend, kind="qkv", dtype=torch.float32, rank=RANK):
+    def __init__(self, backend, kind="qkv", dtype=torch.float32, rank=RANK, punica=None):
         config = LoRAConfig(rank, SLOTS, lora_dtype=dtype, punica_backend=backend)
-        self.punica = get_punica_wrapper(64, 64, DEVICE, lora_config=config)
+        if punica is not None:
+            self.punica = punica
+        elif backend == "triton":  # under vLLM's names
+            self.punica = get_punica_wrapper(64, 64, DEVICE, lora_config=config)
+        else:
+            self.punica = make_backend(64, 64, DEVICE, config, LORA_EXTENSIONS)
         base, parts = LINEARS[kind](dtype)
         for i, parameter in enumerate(base.parameters()):
             parameter.data.copy_(random(*parameter.shape, seed=i))
@@ -64,7 +72,7 @@ class Linear:
             [0 if slot < 0 else self.ids[slot] for slot in slots.tolist()]
             for slots in (token_slots, token_slots if prompt_slots is None else prompt_slots)
         )
-        self.punica.update_metadata(LoRAMapping(tokens, prompts), list(self.ids), SLOTS + 1, 50)
+        self.punica.begin_step(LoRAMapping(tokens, prompts), list(self.ids))
 
     @torch.inference_mode()
     def run(self, x):
@@ -85,11 +93,8 @@ class Linear:
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request, monkeypatch):
-    name, _, without = request.param.partition(", ")
-    if without:
-        monkeypatch.setattr(folded_backend, "fold_pays", lambda *shape: False)
-    return name
+def backend(request):
+    return request.param
 
 
 def some_slots(tokens, seed=0):
@@ -170,11 +175,10 @@ def test_a_batch_without_adapters_is_the_base_layer_alone(backend, monkeypatch):
     linear, x = Linear(backend), random(20, WIDTH, seed=9)
     linear.step(some_slots(20))  # what this leaves behind must not be used again
     linear.run(x)
-    for name in ("shrink", "expand"):
+    module, prefix = {"triton": (triton_backend, ""), "paged": (paged_backend, "paged_")}[backend]
+    for name in (f"{prefix}shrink", f"{prefix}expand"):
         monkeypatch.setattr(
-            triton_backend,
-            name,
-            lambda *args, name=name, **kwargs: pytest.fail(f"a batch of base rows ran {name}"),
+            module, name, lambda *args, name=name, **kwargs: pytest.fail(f"a batch of base rows ran {name}")
         )
 
     linear.step(torch.full((20,), -1))
@@ -211,11 +215,11 @@ def test_a_slot_written_anew_is_served_at_once_with_its_new_rank(backend):
 def test_several_layers_keep_their_ranks_apart(backend):
     """Layers of one model share the backend, and each has live ranks of its own."""
     first = Linear(backend, "qkv")
-    second = Linear(backend, "gate_up")
+    second = Linear(backend, "gate_up", punica=first.punica)
+    first.put(0, [RANK, 3, 5], seed=1)  # once all layers are there
+    first.put(2, [2, 0, RANK - 1], seed=2)
     second.put(0, [1, RANK], seed=3)
     second.put(2, [RANK, 4], seed=4)
-    second.layer.set_mapping(first.punica)
-    second.punica = first.punica
     token_slots, x = some_slots(20), random(20, WIDTH, seed=9)
 
     first.step(token_slots)
@@ -224,9 +228,10 @@ def test_several_layers_keep_their_ranks_apart(backend):
     second.assert_answers(x, token_slots)
 
 
-def test_vllms_steps_add_up_to_the_same(backend):
+@pytest.mark.lab("4.4")
+def test_vllms_steps_add_up_to_the_same():
     """add_lora_linear, with and without a buffer, on layers that keep zeros past the live ranks."""
-    linear, token_slots, x = Linear(backend), some_slots(20), random(20, WIDTH, seed=9)
+    linear, token_slots, x = Linear("triton"), some_slots(20), random(20, WIDTH, seed=9)
     layer, punica = linear.layer, linear.punica
     linear.step(token_slots)
     stacked = layer.lora_a_stacked, layer.lora_b_stacked, 1.0, layer.output_slices
@@ -373,32 +378,6 @@ def test_a_step_with_an_adapter_in_no_slot_is_refused_and_changes_nothing(tokens
 
     assert linear.punica.token_lora_indices.tolist() == [2, -1]
     linear.assert_answers(random(2, WIDTH, seed=9), token_slots)
-
-
-def test_the_base_weight_stays_what_it_was_when_it_is_folded():
-    linear = Linear("folded", "qkv")
-
-    assert torch.equal(linear.layer.weight.double().cpu(), linear.weight)
-    assert (
-        linear.layer.weight.untyped_storage().data_ptr()
-        == linear.layer.slots.wide[0].untyped_storage().data_ptr()
-    )
-
-
-def test_folding_refuses_adapters_of_another_dtype():
-    config = LoRAConfig(RANK, SLOTS, lora_dtype=torch.float16, punica_backend="folded")
-    layer = from_layer(LINEARS["row"](torch.float32)[0], SLOTS, config, [])
-
-    with pytest.raises(ValueError, match=r"float32.*lora_dtype is .*float16"):
-        layer.set_mapping(get_punica_wrapper(64, 64, DEVICE, lora_config=config))
-
-
-def test_folding_is_given_up_where_most_slots_are_of_no_use_or_a_prompt_pays_for_all():
-    assert tuning.fold_pays(32, 8, 48, 4096)
-    assert tuning.fold_pays(128, 160, 48, 4096)
-    assert not tuning.fold_pays(1, 512, 48, 4096)
-    assert tuning.fold_pays(8192, 8, 48, 4096)
-    assert not tuning.fold_pays(8192, 64, 192, 4096)
 
 
 def test_tile_sizes_are_what_tensor_cores_take():

@@ -49,19 +49,6 @@ def expand_tiles(tokens: int, rank: int, widest: int) -> ExpandTiles:
     return ExpandTiles(256 if tokens <= 16 and widest > 8192 else 128, num_warps=4)
 
 
-def fold_pays(tokens: int, slots: int, rank: int, width: int) -> bool:
-    """Whether S * rank more columns in the base product cost less than a shrink.
-
-    rank: n * R, of all slices    width: K
-
-    On an H100 a shrink costs a decode step 7 us more than the columns themselves do, which is the time to read about
-    8 million elements: the A of slots that the batch cannot use must not be more. A prompt pays for all columns.
-    """
-    if tokens > FEW_TOKENS:
-        return slots * rank <= 1536
-    return (slots - min(slots, tokens)) * rank * width <= 8_000_000
-
-
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may start before the one it waits for has ended: on Hopper and later."""
