@@ -2,6 +2,7 @@
 
 import gc
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ from gpu import needs_cuda
 
 from labs.kit.regions import ROOT
 from minivllm import EngineArgs, LLMEngine, LoRARequest
+from minivllm.assembly import parts_of
 from minivllm.commands.random_adapter import save_random_adapter
 from minivllm.economics import slot_memory, weight_bytes
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.registry import get_model
 from minivllm.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -57,6 +60,14 @@ def engine_config(folder, **options):
         **options,
     }
     return EngineArgs(model=str(folder), **args).create_engine_config()
+
+
+class WithTheProductsParts(LoRAModelRunnerMixin):
+    @staticmethod
+    def make_lora_manager(config, device):
+        parts = parts_of(config)
+        make_manager = partial(parts.manager_class, **parts.manager)
+        return LRUCacheWorkerLoRAManager(config, device, make_manager=make_manager, extensions=parts.lora)
 
 
 def allocated():
@@ -107,7 +118,7 @@ def test_wrapping_takes_what_was_predicted_and_is_told(folder, backend, rank, ha
     model = get_model(folder, config.model_config.dtype, "cuda", load_format="dummy")
     before = allocated()
 
-    runner = LoRAModelRunnerMixin()
+    runner = WithTheProductsParts()
     runner.load_lora_model(model, config, "cuda")
 
     after = allocated()
@@ -134,7 +145,7 @@ def test_biases_added_tokens_and_longer_contexts_are_told_too(folder):
     model = get_model(folder, config.model_config.dtype, "cuda", load_format="dummy")
     before = allocated()
 
-    runner = LoRAModelRunnerMixin()
+    runner = WithTheProductsParts()
     runner.load_lora_model(model, config, "cuda")
 
     after = allocated()
