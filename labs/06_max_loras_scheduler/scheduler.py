@@ -98,7 +98,10 @@ class Scheduler:
         if request.lora_request and not self.lora.max_loras:
             raise lora_is_off(request.request_id, request.lora_request.lora_name)
         # The last token is sampled but never computed.
-        num_tokens = request.max_num_tokens(self.max_model_len) - 1
+        num_prompt_tokens = len(request.prompt_token_ids)
+        num_tokens = num_prompt_tokens + request.sampling_params.max_tokens - 1
+        if self.max_model_len is not None:
+            num_tokens = min(num_tokens, max(num_prompt_tokens, self.max_model_len - 1))
         block_size, usable = self.kv_cache.block_size, self.kv_cache.block_pool.num_usable_blocks
         if num_tokens > usable * block_size:
             raise ValueError(

@@ -3,7 +3,6 @@
 from labs.kit.overlay import Todo
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 from minivllm.config import EngineConfig
@@ -16,7 +15,7 @@ from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_processor import OutputProcessor, RequestState
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parallel_sampling import ParallelSampling, ParentRequest
-from minivllm.errors import blamed_adapter, log_unexpected, recoverable
+from minivllm.errors import all_pinned, blamed_adapter, log_unexpected, recoverable
 from minivllm.layers.sampler import Logprob
 from minivllm.worker.model_runner import Executor
 from minivllm.worker.row_sampler import PendingStep, Sampled
@@ -75,6 +74,7 @@ class EngineCore:
         self, request: Request, text: str | None = None, traits: AdapterTraits = BASE
     ) -> NewRequest:
         """What `add_request` takes; nothing has changed. ValueError: the id is in use, or the request can never run.
+        AllPinned: every slot is pinned for another adapter.
 
         text     of its prompt, if it has one
         traits   of its adapter, as the registry has examined it
@@ -84,11 +84,13 @@ class EngineCore:
             self.parallel.claim(request.request_id, n, self.pending)
         self.scheduler.check_request(request)
         if request.lora_request is not None:
-            self.adapters.check_slots(request.lora_request)
+            others = self.adapters.pinned - {request.adapter_id}
+            if len(others) >= self.adapters.manager.lora_slots:
+                raise all_pinned(request.lora_request.lora_name, len(others))
         parent = self.parallel.new_parent(request) if n > 1 else None
         own = [request] if parent is None else parent.children
-        new_state = partial(self.output_processor.new_state, prompt=text, tokenizer=traits.tokenizer)
-        return NewRequest(request, parent, list(map(new_state, own)), traits)
+        states = [self.output_processor.new_state(child, text, traits.tokenizer) for child in own]
+        return NewRequest(request, parent, states, traits)
 
     def add_request(self, new: NewRequest) -> None:
         """Queue a request; one for n answers becomes n requests."""

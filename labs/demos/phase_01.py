@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from labs.demos.small import numbers, ones, weights
-from minivllm.lora.adapter_tensors import pair_up, to_weights
+from minivllm.lora.lora_model import pair_up, to_weights
 from minivllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from minivllm.lora.names import parse_fine_tuned_lora_name
 from minivllm.lora.peft_helper import PEFTHelper

@@ -112,14 +112,6 @@ class Request:
         self.output_token_ids.append(token_id)
         self.all_token_ids.append(token_id)
 
-    def max_num_tokens(self, max_model_len: int | None) -> int:
-        """The most tokens, prompt and answer, that it may come to; one is always sampled."""
-        prompt = len(self.prompt_token_ids)
-        longest = prompt + self.sampling_params.max_tokens
-        if max_model_len is not None and longest > max_model_len:
-            return max(max_model_len, prompt + 1)
-        return longest
-
 
 def check_stop(request: Request, max_model_len: int | None) -> bool:
     """Finish the request if its last token ends it; True if so. vLLM: `check_stop` in v1/core/sched/utils.py.

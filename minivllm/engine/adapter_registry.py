@@ -18,7 +18,7 @@ from minivllm.engine.adapter import (
     AdapterTraits,
     AdapterVersion,
 )
-from minivllm.errors import RuntimeRefusal, all_pinned, is_leaving, is_recoverable, recoverable
+from minivllm.errors import RuntimeRefusal, is_leaving, is_recoverable, recoverable
 from minivllm.lora.loading import real_folder
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -128,12 +128,6 @@ class AdapterRegistry:
             return False
         found = inode_of(path)
         return path != adapter.path if found is None else found != inode_of(adapter.request.lora_path)
-
-    def check_slots(self, lora_request: LoRARequest) -> None:
-        """AllPinned if every slot is pinned for another adapter."""
-        others = self.pinned - {lora_request.lora_int_id}
-        if len(others) >= self.manager.lora_slots:
-            raise all_pinned(lora_request.lora_name, len(others))
 
     def register(
         self, lora_request: LoRARequest, owner: str, traits: AdapterTraits

@@ -50,7 +50,7 @@ class WrappedOption:
 class AdapterOption:
     """Something that adapters may have beyond A and B of linears. A subclass overrides what its option needs.
 
-    config_field  the field of adapter_config.json that says whether an adapter has it
+    config_field  the field of adapter_config.json that says whether an adapter has it; None: none does
     tensor_marks  parts of tensors' names: `read_tensor` reads a tensor whose name has one of them
     files         names of the one file that it adds to an adapter's folder, the preferred one first
     wrappers      classes of wrapped layers that are no linears: see `minivllm.options.option_layer`
@@ -78,7 +78,7 @@ class AdapterOption:
     def read_tensor(
         self, name: str, tensor: torch.Tensor, peft_helper: "PEFTHelper"
     ) -> tuple[str, str | None, torch.Tensor]:
-        """What a tensor is, as `adapter_tensors.read_tensor` says it. ValueError for one that is not supported."""
+        """What a tensor is, as `lora_model.read_tensor` says it. ValueError for one that is not supported."""
         return name, None, tensor
 
     def read_file(
@@ -120,21 +120,6 @@ class LoRAExtensions:
     read_request: "Callable[..., LoRAModel] | None" = None
     backends: "Mapping[str, Callable[..., Backend]]" = field(default_factory=dict)
     make_slot_writer: Callable[..., Any] | None = None
-
-    @cached_property
-    def config_options(self) -> dict[str, AdapterOption]:
-        """Field of adapter_config.json -> the option that reads it."""
-        return {option.config_field: option for option in self.options if option.config_field}
-
-    @cached_property
-    def tensor_marks(self) -> list[tuple[str, AdapterOption]]:
-        """Parts of tensors' names, each with the option that reads such a tensor; the first that fits does."""
-        return [(mark, option) for option in self.options for mark in option.tensor_marks]
-
-    @cached_property
-    def files(self) -> list[str]:
-        """Names of all files that options add to an adapter's folder."""
-        return [name for option in self.options for name in option.files]
 
     @cached_property
     def wrappers(self) -> list[type]:

@@ -136,8 +136,8 @@ def _judge_weights(
 
 
 def _problems_of_modules(adapter: JudgedAdapter, source: AdapterSource) -> list[str]:
-    options = {n: source.reading[n] for n in ("dtype", "model_vocab_size", "weights_mapper", "skip_prefixes")}
-    if files_in(adapter.folder, source.manager.extensions.files):
+    options = dict(source.reading)
+    if files_in(adapter.folder, source.files_beside):
         options["model_vocab_size"] = None
     load = partial(LoRAModel.from_lora_tensors, 1, peft_helper=adapter.helper, **options)
     left_out = partial(is_left_out, skip_prefixes=options["skip_prefixes"])

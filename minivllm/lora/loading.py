@@ -3,14 +3,15 @@
 Stands for `_load_adapter` of vllm/lora/worker_manager.py (v0.22.1).
 """
 
+import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from minivllm.errors import LONGEST_NAME, message_of, one_sentence, recoverable
 from minivllm.lora.limits import MOST_TENSORS
@@ -20,8 +21,14 @@ from minivllm.lora.names import find_adapter_folder, get_adapter_absolute_path, 
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.plans import AdapterPlan
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.safetensors_file import find_safetensors, header_key
-from minivllm.lora.weights_files import files_in, find_weights_file, read_weights, reading, shapes_of
+from minivllm.lora.weights_files import (
+    files_in,
+    find_safetensors,
+    find_weights_file,
+    read_header,
+    read_weights,
+    reading,
+)
 
 # Tensors of all plans that are kept. Each takes 0.8 KB, and an adapter of all linears of an 8B model has 448.
 MOST_KEPT = 30_000
@@ -37,7 +44,9 @@ class AdapterSource:
     ranks read, too, `AdapterReader` reads beside the steps. Any thread may read.
 
     manager   of the model that adapters are for
-    reading   how they are read for it, see `reading_parameters`
+    reading   the parameters of `LoRAModel.from_lora_tensors` that the model decides
+    most_tensors   that an adapter of all its modules has: A, B and a bias of each, and copies of base embeddings
+    files_beside   names of all files that options add to an adapter's folder
     loading   ids of the adapters that are read beside the steps: none here
     """
 
@@ -45,7 +54,15 @@ class AdapterSource:
 
     def __init__(self, manager: LRUCacheLoRAModelManager) -> None:
         self.manager = manager
-        self.reading = reading_parameters(manager)
+        self.reading = {
+            "dtype": manager.lora_dtype,
+            "model_vocab_size": manager.vocab_size,
+            "weights_mapper": getattr(manager.model, "hf_to_vllm_mapper", None),
+            "skip_prefixes": getattr(manager.model, "lora_skip_prefixes", None),
+        }
+        tensors = MOST_TENSORS if self.reading["skip_prefixes"] else 4 * len(manager.wrapped.claims) + 16
+        self.most_tensors = min(MOST_TENSORS, tensors)
+        self.files_beside = [name for option in manager.extensions.options for name in option.files]
         self._plans: dict[Hashable, AdapterPlan] = {}  # the one used longest ago is the first
         self._lock = Lock()
 
@@ -106,51 +123,48 @@ class AdapterSource:
         helper = PEFTHelper.from_local_dir(folder, longest, extensions)
         helper.validate_legal(self.manager.lora_config)
         path, adapter_id = find_weights_file(folder), lora_request.lora_int_id
-        load = partial(
-            LoRAModel.from_local_checkpoint,
-            folder,
-            peft_helper=helper,
-            lora_model_id=adapter_id,
-            **self.reading,
-        )
-        if path.suffix != ".safetensors":  # such a file is read as a whole, so once
-            most, formats = self.reading["most_tensors"], extensions.file_formats
-            load = partial(load, tensors=read_weights(path, most_tensors=most, formats=formats))
-        if path.suffix != ".safetensors" or files_in(folder, extensions.files):
-            wrapped.judge(lora := load(shapes_only=True))
-            if shapes_only:
-                return lora
-        else:
+        has_plan = path.suffix == ".safetensors" and not files_in(folder, self.files_beside)
+        if has_plan:
             with reading(path) as file:
-                plan = self._plan_of(path, file, helper, load, shapes_only)
+                plan = self._plan_of(path, file, helper, shapes_only)
                 if shapes_only:
                     return plan.judged.clone(adapter_id)
                 filled = plan.fill(file, adapter_id, self.manager.lora_dtype, self.manager.slot_writer)
             if filled is not None:
                 return filled
+        load = partial(
+            LoRAModel.from_local_checkpoint,
+            folder,
+            None,
+            helper,
+            lora_model_id=adapter_id,
+            most_tensors=self.most_tensors,
+            **self.reading,
+        )
+        if path.suffix != ".safetensors":  # such a file is read as a whole, so once
+            formats = extensions.file_formats
+            load = partial(load, tensors=read_weights(path, most_tensors=self.most_tensors, formats=formats))
+        if not has_plan:  # else its shapes have been judged
+            wrapped.judge(lora := load(shapes_only=True))
+            if shapes_only:
+                return lora
         wrapped.accept(lora := load())
         return lora
 
-    def _plan_of(
-        self,
-        path: Path,
-        file: BinaryIO,
-        helper: PEFTHelper,
-        load: Callable[..., LoRAModel],
-        shapes_only: bool,
-    ) -> AdapterPlan:
-        """The plan for a file. ValueError for what cannot be read or does not fit the model.
-
-        load   as `LoRAModel.from_local_checkpoint`, of the file's folder
-        """
-        key = header_key(file), helper.key
+    def _plan_of(self, path: Path, file: BinaryIO, helper: PEFTHelper, shapes_only: bool) -> AdapterPlan:
+        """The plan for a file. ValueError for what cannot be read or does not fit the model."""
+        header, size = read_header(path, file)
+        key = hashlib.sha256(header).digest(), size, helper.key
         with self._lock:
             plan = self._plans.pop(key, None)
         if plan is None:
-            file.seek(0)
-            stored = find_safetensors(path, file, self.reading["most_tensors"])
-            shapes = shapes_of(stored, partial(is_left_out, skip_prefixes=self.reading["skip_prefixes"]))
-            judged = load(shapes_only=True, tensors=shapes)
+            stored = find_safetensors(path, header, size, self.most_tensors)
+            left_out = partial(is_left_out, skip_prefixes=self.reading["skip_prefixes"])
+            shapes = {name: tensor.meta for name, tensor in stored.items() if not left_out(name)}
+            try:
+                judged = LoRAModel.from_lora_tensors(1, shapes, helper, "meta", **self.reading)
+            except ValueError as error:
+                raise ValueError(f"'{path}': {error}") from error
             starts = sorted((stored[name].start, name) for name in shapes)
             start = starts[0][0] if len(shapes) == len(stored) else None
             plan = AdapterPlan(judged, [shapes[name] for _, name in starts], start, self.manager.wrapped)
@@ -169,29 +183,8 @@ class AdapterSource:
             raise ValueError(
                 "adapters in requests (lora_tensors) are not read here; give the adapter's folder"
             )
-        options = self.reading | {"shapes_only": shapes_only}
+        options = {"shapes_only": shapes_only, "most_tensors": self.most_tensors, **self.reading}
         return extensions.read_request(lora_request, self.manager.lora_config, longest, extensions, **options)
-
-
-def reading_parameters(manager: LRUCacheLoRAModelManager) -> dict[str, Any]:
-    """The parameters of `LoRAModel.from_local_checkpoint` that the model decides.
-
-    expected_lora_modules   ends of the names that adapters may use: of modules, and of the parts of fused ones
-    most_tensors            what an adapter of all modules has: A, B and a bias of each, and copies of base embeddings
-    """
-    model, packed = manager.model, {**manager.extensions.part_names, **manager.packed_modules_mapping}
-    skip_prefixes = getattr(model, "lora_skip_prefixes", None)
-    tensors = MOST_TENSORS if skip_prefixes else 4 * len(manager.wrapped.claims) + 16
-    return {
-        "expected_lora_modules": [
-            name for module in manager.supported_lora_modules for name in (*packed.get(module, []), module)
-        ],
-        "most_tensors": min(MOST_TENSORS, tensors),
-        "dtype": manager.lora_dtype,
-        "model_vocab_size": manager.vocab_size,
-        "weights_mapper": getattr(model, "hf_to_vllm_mapper", None),
-        "skip_prefixes": skip_prefixes,
-    }
 
 
 def _refusal(name: str, error: BaseException) -> Exception:

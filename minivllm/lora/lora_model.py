@@ -1,4 +1,4 @@
-"""One adapter, read and checked. Stands for vllm/lora/lora_model.py (v0.22.1)."""
+"""One adapter: whose its tensors are, and all that fits together. Stands for vllm/lora/lora_model.py (v0.22.1)."""
 
 import itertools
 from collections.abc import Iterable
@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from minivllm.lora.adapter_tensors import pair_up, to_weights
-from minivllm.lora.checks import check_modules
+from minivllm.lora.checks import check_modules, check_numbers, check_pair, check_tensor
 from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.lora_weights import LoRALayerWeights
-from minivllm.lora.names import WeightsMapper, is_left_out
+from minivllm.lora.names import WeightsMapper, is_left_out, parse_fine_tuned_lora_name
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.weights_files import files_in, find_weights_file, read_weights
+
+# Name in the model, name in training -> "lora_A", "lora_B" and what options read beside B, such as "bias".
+Pairs = dict[tuple[str, str], dict[str, torch.Tensor]]
 
 _load_ids = itertools.count(1)
 
@@ -96,7 +98,7 @@ class LoRAModel:
     def from_local_checkpoint(
         cls,
         lora_dir: str,
-        expected_lora_modules: Iterable[str],
+        expected_lora_modules: Iterable[str] | None,
         peft_helper: PEFTHelper,
         *,
         lora_model_id: int,
@@ -110,6 +112,8 @@ class LoRAModel:
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> "LoRAModel":
         """From an adapter folder; `expected_lora_modules` are the names (or ends of names) the model has.
+
+        None: whoever takes the adapter looks whether it fits, as an engine's `WrappedModules.judge` does.
 
         With `shapes_only` the weights are not read: enough to check an adapter, not to serve it. A file of more than
         `most_tensors` is refused before any of them is looked at.
@@ -127,12 +131,14 @@ class LoRAModel:
             device = "meta"
             tensors = {n: tensor if tensor.is_meta else tensor.to("meta") for n, tensor in tensors.items()}
         # Where an option reads a file it may add tokens, which A may know of.
-        vocab_size = None if files_in(lora_dir, extensions.files) else model_vocab_size
+        adds_files = any(files_in(lora_dir, option.files) for option in extensions.options)
+        vocab_size = None if adds_files else model_vocab_size
         try:
             lora = cls.from_lora_tensors(
                 lora_model_id, tensors, peft_helper, device, dtype, vocab_size, weights_mapper, skip_prefixes
             )
-            check_modules(lora.loras, sorted(expected_lora_modules))
+            if expected_lora_modules is not None:
+                check_modules(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
         read_option_files(lora, lora_dir, extensions, shapes_only, device, dtype)
@@ -152,6 +158,105 @@ def read_option_files(
         for file in files_in(lora_dir, option.files)[:1]:
             found = read_weights(file, shapes_only, formats=extensions.file_formats)
             option.read_file(str(file), found, lora, device, dtype)
+
+
+def read_tensor(
+    name: str, tensor: torch.Tensor, peft_helper: PEFTHelper
+) -> tuple[str, str | None, torch.Tensor]:
+    """What a tensor is: (name, kind, tensor).
+
+    name   of an A or a B, as `parse_fine_tuned_lora_name` reads it
+    kind   None for A and B themselves; "bias", say, for what belongs beside that B
+
+    An option that knows such names (`tensor_marks`) may give a tensor another name or shape. All else stays as it is.
+    """
+    for option in peft_helper.extensions.options:
+        for mark in option.tensor_marks:
+            if mark in name:
+                return option.read_tensor(name, tensor, peft_helper)
+    return name, None, tensor
+
+
+# region lab 1.6: from tensors to modules
+def pair_up(
+    tensors: dict[str, torch.Tensor],
+    peft_helper: PEFTHelper,
+    vocab_size: int | None = None,
+    weights_mapper: WeightsMapper | None = None,
+    skip_prefixes: list[str] | None = None,
+) -> Pairs:
+    """The A and B of every module together, and what options read beside B.
+
+    The keys are (name in the model, name in training): with the mapper, and without it. A plain adapter has "lora_A"
+    and "lora_B" under each. What an option read comes under its kind, such as "bias".
+
+    tensors          PEFT name -> tensor; A (r, K), B (N, r), in any order. Those of `is_left_out` are left out
+    vocab_size       the width that the A of an embedding must have, None = any
+    weights_mapper   gives the model's names of modules. The config's patterns know the checkpoint's names
+
+    `read_tensor` says what each tensor is. Where it gives the same tensor back, `check_tensor` judges it.
+
+    ValueError names a tensor whose name is not LoRA's, or one that is there twice (with PEFT's prefix and without). It
+    is raised, too, when there are no LoRA weights at all.
+    """
+    pairs: Pairs = {}
+    for name, tensor in tensors.items():
+        if is_left_out(name, skip_prefixes):
+            continue
+        plain_name, kind, read = read_tensor(name, tensor, peft_helper)
+        module, is_lora_a = parse_fine_tuned_lora_name(plain_name, weights_mapper)
+        trained_as, _ = parse_fine_tuned_lora_name(plain_name)
+        if read is tensor:
+            check_tensor(name, tensor, vocab_size)
+        side = kind or ("lora_A" if is_lora_a else "lora_B")
+        pair = pairs.setdefault((module, trained_as), {})
+        if side in pair:
+            raise ValueError(f"{name} is there twice, with and without the prefix that PEFT writes")
+        pair[side] = read
+    if not pairs:
+        raise ValueError("the adapter holds no LoRA weights")
+    return pairs
+
+
+def to_weights(
+    pairs: Pairs,
+    peft_helper: PEFTHelper,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> dict[str, LoRALayerWeights]:
+    """Module -> its weights. Ranks are the tensors' own, scalings the config's. All are judged before one is converted.
+
+    Of experts an option may read A as (E, r, K) and B as (E, N, r). Their rank is r, too.
+
+    dtype   None = leave
+
+    The scaling is noted, not applied to B: that is `optimize`'s work. What is beside B is scaled here, once it is
+    converted: a bias of 16 bits that is scaled in 16 bits has other numbers than PEFT's.
+
+    ValueError names a module that has two names in the checkpoint. `check_pair` judges shapes. `check_numbers` judges
+    numbers, with the scaling. Shapes alone (meta) have no numbers to judge or to convert.
+    """
+    loras: dict[str, LoRALayerWeights] = {}
+    for (module, trained_as), pair in pairs.items():
+        if module in loras:
+            raise ValueError(f"{module} is there twice: {trained_as} is a second name for it")
+        check_pair(module, pair, peft_helper.ranks)
+        lora = LoRALayerWeights.from_config(trained_as, peft_helper, rank=pair["lora_A"].shape[-2])
+        if not pair["lora_A"].is_meta:
+            check_numbers(module, pair, lora.scaling, dtype)
+        lora.module_name = module
+        lora.lora_a, lora.lora_b = pair.pop("lora_A"), pair.pop("lora_B")  # (r, K), (N, r)
+        lora.beside = pair  # (1, N)
+        loras[module] = lora
+    convert = partial(torch.Tensor.to, device=device, dtype=dtype)
+    for lora in loras.values():
+        if not lora.lora_a.is_meta:
+            lora.replace_tensors(convert)
+        lora.beside = {kind: tensor * lora.scaling for kind, tensor in lora.beside.items()}
+    return loras
+
+
+# endregion
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -24,7 +24,7 @@ STEPS = 400
 class Patterns:
     """`re.match` for the keys of one adapter's patterns. Together they may take a second.
 
-    fields   key -> field of the config that has it; `check_fields` has looked at them
+    fields   key -> field of the config that has it; `PEFTHelper` has looked at them
 
     ValueError names a key that is no regular expression, or none that RE2 reads.
     """

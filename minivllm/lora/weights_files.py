@@ -1,64 +1,27 @@
-"""The files in an adapter's folder. Stands for the reading in vllm/lora/{peft_helper,lora_model}.py (v0.22.1)."""
+"""The weights in an adapter's folder. Stands for `safetensors.safe_open` in vllm/lora/lora_model.py (v0.22.1).
+
+That library maps the file into memory, so that the process is killed if somebody cuts the file short meanwhile. It also
+parses a header of 100 MB before anybody can ask for its size. The format: eight bytes with the length of the header,
+the header, which is a JSON object, and the tensors.
+"""
 
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from safetensors.torch import _TYPES as DTYPES  # name in the format -> torch's type
 
-from minivllm.lora.checks import check_depth, without_duplicates
-from minivllm.lora.limits import CONFIG_BYTES, MOST_TENSORS
-from minivllm.lora.safetensors_file import StoredTensor, find_safetensors
+from minivllm.lora.limits import HEADER_BYTES, LONGEST_TENSOR_NAME, MOST_DIMENSIONS, MOST_TENSORS
 from minivllm.lora.scattered_reads import Part, read_parts
 
 # PEFT's file names, in the order we prefer them: safetensors cannot run code.
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-
-
-def open_file(path: str | Path) -> BinaryIO:
-    """A file to read bytes from. OSError for anything else of that name: opening a pipe would wait for its writer."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(f"'{path}' is no plain file")
-    return os.fdopen(file, "rb")
-
-
-def read_adapter_config(lora_dir: str) -> tuple[str, dict[str, Any]]:
-    """Path and fields of a folder's adapter_config.json.
-
-    FileNotFoundError: no such folder, or no config in it. ValueError names a config that cannot be read or parsed, is
-    beyond our limits (`limits`), or is no JSON object.
-    """
-    if os.path.exists(lora_dir) and not os.path.isdir(lora_dir):
-        raise FileNotFoundError(
-            f"'{lora_dir}' is a file, and an adapter is a folder; give the folder that has its adapter_config.json"
-        )
-    if not os.path.isdir(lora_dir):
-        raise FileNotFoundError(f"adapter folder '{lora_dir}' does not exist")
-    path = os.path.join(lora_dir, "adapter_config.json")
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"'{lora_dir}' has no adapter_config.json, so it is not an adapter folder")
-    try:
-        with open_file(path) as file:
-            data, nbytes = file.read(CONFIG_BYTES + 1), os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise ValueError(f"'{path}' cannot be read: {error.strerror or error}") from error
-    if len(data) > CONFIG_BYTES:
-        raise ValueError(f"'{path}' has {nbytes} bytes, more than the {CONFIG_BYTES} that a config may have")
-    try:
-        config = json.loads(data.decode(), object_pairs_hook=without_duplicates)
-        check_depth(config)
-    # ValueError: not JSON, not UTF-8, an int of 5,000 digits. RecursionError: brackets in brackets in brackets.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"'{path}' holds a {type(config).__name__}, expected a JSON object")
-    return path, config
 
 
 def files_in(lora_dir: str, names: Iterable[str]) -> list[Path]:
@@ -74,23 +37,110 @@ def find_weights_file(lora_dir: str) -> Path:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[BinaryIO]:
-    """A weights file, open. ValueError names one that cannot be read, or that others cut while it is."""
+def reading(path: str | Path) -> Iterator[BinaryIO]:
+    """A file of an adapter, open. ValueError names one that cannot be read, or that others cut while it is."""
     try:
-        with open_file(path) as file:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError("it is no plain file")
+        with os.fdopen(descriptor, "rb") as file:
             yield file
     except EOFError as error:
         raise ValueError(f"'{path}' was cut short while it was read; load the adapter again") from error
     except OSError as error:
-        raise ValueError(f"'{path}' cannot be read: {error}") from error
+        raise ValueError(f"'{path}' cannot be read: {error.strerror or error}") from error
 
 
-def shapes_of(
-    stored: Mapping[str, StoredTensor], is_left_out: Callable[[str], bool] | None = None
-) -> dict[str, torch.Tensor]:
-    """Tensors on the "meta" device, in the order of names."""
-    wanted = [n for n in sorted(stored) if not (is_left_out and is_left_out(n))]
-    return {n: torch.empty(stored[n].shape, dtype=stored[n].dtype, device="meta") for n in wanted}
+class StoredTensor(NamedTuple):
+    """One tensor in a file, in the order of rows.
+
+    meta     a tensor of its shape and dtype, without memory
+    start    offset of its first byte in the file
+    nbytes   from its first byte to its last
+    """
+
+    meta: torch.Tensor
+    start: int
+    nbytes: int
+
+
+def read_header(path: Path, file: BinaryIO) -> tuple[bytes, int]:
+    """The header's text, and how many bytes the file has: files with the same are read alike.
+
+    ValueError names a file that is too short for its header, or has one beyond our limits (`limits`).
+    """
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    problem = ""
+    if size < 8 or length > size - 8:
+        problem = f"it has {size} bytes, too few for its header"
+    elif length > HEADER_BYTES:
+        problem = f"its header has {length} bytes, at most {HEADER_BYTES} are read"
+    if problem:
+        raise ValueError(f"'{path}' is not a readable safetensors file: {problem}")
+    return file.read(length), size
+
+
+def find_safetensors(
+    path: Path, text: bytes, size: int, most_tensors: int = MOST_TENSORS
+) -> dict[str, StoredTensor]:
+    """Name -> where and what, of every tensor, in the order of names.
+
+    path           for error messages
+    text, size     as `read_header` gives them
+    most_tensors   a file of more is refused
+
+    ValueError names the file for what the format does not allow, such as tensors that overlap or leave the file. It
+    does so for what is beyond our limits (`limits`), too.
+    """
+    try:
+        # Counted before it is parsed: 16 MB of `[` would be a GB of lists.
+        for sign, most in (
+            (b"{", most_tensors + 2),
+            (b"[", 2 * most_tensors),
+            (b",", 10 * most_tensors + 100),
+        ):
+            if (count := text.count(sign)) > most:
+                what = "tensors" if sign == b"{" else f"'{sign.decode()}' in its header"
+                raise ValueError(f"it has {count} {what}, at most {most} are read")
+        header = json.loads(text.decode())
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is a {type(header).__name__}, not an object")
+        header.pop("__metadata__", None)
+        end = 8 + len(text)
+        found = {name: _stored(name, header[name], end) for name in sorted(header)}
+        for start, nbytes, name in sorted((stored.start, stored.nbytes, n) for n, stored in found.items()):
+            if start != end:
+                raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
+            end += nbytes
+        if end != size:
+            raise ValueError(f"it has {size} bytes, its header tells of {end}")
+    except RecursionError:
+        raise ValueError(
+            f"'{path}' is not a readable safetensors file: its header is nested too deep"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"'{path}' is not a readable safetensors file: {error}") from error
+    return found
+
+
+def _stored(name: str, entry: Any, base: int) -> StoredTensor:
+    """A tensor by its entry in the header, which ends at `base` in the file."""
+    if len(name) > LONGEST_TENSOR_NAME:
+        raise ValueError(
+            f"a tensor's name has {len(name)} characters, at most {LONGEST_TENSOR_NAME} are read"
+        )
+    try:
+        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name[:100]} lacks a dtype that torch has, a shape or data_offsets") from error
+    numbers = [*shape, start, end] if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS else [None]
+    if {*map(type, numbers)} != {int} or min(numbers) < 0 or max(numbers) >= 2**63:
+        raise ValueError(f"{name[:100]} has shape or data_offsets that no tensor has")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if end - start != nbytes:
+        raise ValueError(f"{name[:100]} needs {nbytes} bytes and has {end - start}")
+    return StoredTensor(torch.empty(shape, dtype=dtype, device="meta"), base + start, nbytes)
 
 
 def read_weights(
@@ -119,11 +169,11 @@ def read_weights(
             tensors = read(path, file, most_tensors)
             wanted = {n: tensors[n] for n in sorted(tensors) if not (is_left_out and is_left_out(n))}
             return {n: tensor.to("meta") for n, tensor in wanted.items()} if shapes_only else wanted
-        stored = find_safetensors(path, file, most_tensors)
-        shapes = shapes_of(stored, is_left_out)
+        stored = find_safetensors(path, *read_header(path, file), most_tensors)
+        wanted = {n: tensor for n, tensor in stored.items() if not (is_left_out and is_left_out(n))}
         if shapes_only:
-            return shapes
+            return {n: tensor.meta for n, tensor in wanted.items()}
         # A's are kept, B's are replaced by scaled ones: what is replaced together lies together.
-        parts = {n: Part(stored[n].start, stored[n].nbytes, n.rpartition(".lora_")[2]) for n in shapes}
+        parts = {n: Part(t.start, t.nbytes, n.rpartition(".lora_")[2]) for n, t in wanted.items()}
         data = read_parts(file, parts)
-        return {n: data[n].view(shape.dtype).view(shape.shape) for n, shape in shapes.items()}
+        return {n: data[n].view(t.meta.dtype).view(t.meta.shape) for n, t in wanted.items()}

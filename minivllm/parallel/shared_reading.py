@@ -40,7 +40,7 @@ class SharedSource(AdapterSource):
         self._number_of: weakref.WeakKeyDictionary[LoRAModel, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # numbers that nobody here has any more
         self._seats: dict[int, Seat] = {}  # by adapter id, that the others know
-        self.manager, self.reading = source.manager, source.reading
+        self.manager = source.manager
         self._pool = getattr(self.manager.punica_wrapper, "pool", None)
 
     def check(self, lora_request: LoRARequest) -> LoRAModel:

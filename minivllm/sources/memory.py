@@ -1,11 +1,9 @@
 """Adapters whose tensors a request brings. vLLM (v0.22.1) has none; trainers patch `_load_adapter` of
 vllm/lora/worker_manager.py, and give requests the two fields that are read here."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from minivllm.config import LoRAConfig
-from minivllm.lora.checks import check_modules
 from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.lora_model import LoRAModel
 from minivllm.lora.peft_helper import PEFTHelper
@@ -17,7 +15,6 @@ def read_tensors(
     lora_config: LoRAConfig,
     max_position_embeddings: int | None,
     extensions: LoRAExtensions,
-    expected_lora_modules: Iterable[str],
     shapes_only: bool,
     most_tensors: int,
     **options: Any,
@@ -39,6 +36,4 @@ def read_tensors(
     peft_helper.validate_legal(lora_config)
     device = "meta" if shapes_only else "cpu"
     copies = {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}
-    lora = LoRAModel.from_lora_tensors(lora_request.lora_int_id, copies, peft_helper, device, **options)
-    check_modules(lora.loras, sorted(expected_lora_modules))
-    return lora
+    return LoRAModel.from_lora_tensors(lora_request.lora_int_id, copies, peft_helper, device, **options)

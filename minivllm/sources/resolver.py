@@ -11,8 +11,8 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
 from minivllm.errors import one_sentence
+from minivllm.lora.peft_helper import read_adapter_config
 from minivllm.lora.request import LoRARequest
-from minivllm.lora.weights_files import read_adapter_config
 from minivllm.sources.hub import looks_like_hub_id
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ class Loaders:
     def plain(self, folder):
         helper = PEFTHelper.from_local_dir(str(folder), extensions=self.manager.extensions)
         lora = LoRAModel.from_local_checkpoint(
-            str(folder), peft_helper=helper, lora_model_id=7, **self.source.reading
+            str(folder), None, helper, lora_model_id=7, **self.source.reading
         )
         self.manager.wrapped.accept(lora)
         lora.name = "somebody"

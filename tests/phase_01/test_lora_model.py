@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from minivllm.assembly import LORA_EXTENSIONS
-from minivllm.lora.adapter_tensors import pair_up
-from minivllm.lora.lora_model import LoRAModel
+from minivllm.lora.lora_model import LoRAModel, pair_up
 from minivllm.lora.peft_helper import PEFTHelper
 
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
