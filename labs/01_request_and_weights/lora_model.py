@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from minivllm.lora.checks import check_modules, check_numbers, check_pair, check_tensor
+from minivllm.lora.extensions import LoRAExtensions
 from minivllm.lora.limits import MOST_TENSORS
 from minivllm.lora.lora_weights import LoRALayerWeights
 from minivllm.lora.names import WeightsMapper, is_left_out, parse_fine_tuned_lora_name
@@ -130,9 +131,9 @@ class LoRAModel:
         if shapes_only:
             device = "meta"
             tensors = {n: tensor if tensor.is_meta else tensor.to("meta") for n, tensor in tensors.items()}
-        beside = [(o, found[0]) for o in extensions.options if (found := files_in(lora_dir, o.files))]
         # Where an option reads a file it may add tokens, which A may know of.
-        vocab_size = None if beside else model_vocab_size
+        adds_files = any(files_in(lora_dir, option.files) for option in extensions.options)
+        vocab_size = None if adds_files else model_vocab_size
         try:
             lora = cls.from_lora_tensors(
                 lora_model_id, tensors, peft_helper, device, dtype, vocab_size, weights_mapper, skip_prefixes
@@ -141,10 +142,23 @@ class LoRAModel:
                 check_modules(lora.loras, sorted(expected_lora_modules))
         except ValueError as error:
             raise ValueError(f"'{path}': {error}") from error
-        for option, file in beside:
+        read_option_files(lora, lora_dir, extensions, shapes_only, device, dtype)
+        return lora
+
+
+def read_option_files(
+    lora: LoRAModel,
+    lora_dir: str,
+    extensions: LoRAExtensions,
+    shapes_only: bool,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Have each option put beside an adapter what the file says that it adds to the folder. ValueError names it."""
+    for option in extensions.options:
+        for file in files_in(lora_dir, option.files)[:1]:
             found = read_weights(file, shapes_only, formats=extensions.file_formats)
             option.read_file(str(file), found, lora, device, dtype)
-        return lora
 
 
 def read_tensor(

@@ -11,6 +11,7 @@ from typing import Any
 
 from minivllm.config import LoRAConfig
 from minivllm.errors import shown
+from minivllm.lora.checks import NeedsOption
 from minivllm.lora.extensions import PLAIN, LoRAExtensions
 from minivllm.lora.limits import CONFIG_BYTES
 from minivllm.lora.patterns import PLAIN_KEY, Patterns
@@ -163,8 +164,11 @@ class PEFTHelper:
     # endregion
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
-        """ValueError that lists everything in this config that the engine will not serve. vLLM: the same name."""
-        config, problems = self.config, []
+        """ValueError that lists everything in this config that the engine will not serve. vLLM: the same name.
+
+        It is a NeedsOption if options of the engine would admit all of that.
+        """
+        config, problems = self.config, []  # sentences, and each NeedsOption
         if (peft_type := config.get("peft_type", "LORA")) != "LORA":
             problems.append(f"peft_type {peft_type!r} is not supported, only LORA.")
         if saved := config.get("modules_to_save"):
@@ -199,12 +203,17 @@ class PEFTHelper:
             if value or (name == "alora_invocation_tokens" and value not in (None, False)):
                 problems.append(sentence.format(shown(value)))
         if (largest := self.ranks[-1]) > lora_config.max_lora_rank:
-            problems.append(
-                f"LoRA rank {largest} is greater than max_lora_rank {lora_config.max_lora_rank}; "
-                f"pass --max-lora-rank {largest}."
+            sentence = f"LoRA rank {largest} is greater than max_lora_rank {lora_config.max_lora_rank}; "
+            sentence += f"pass --max-lora-rank {largest}."
+            problems.append(NeedsOption(sentence, max_lora_rank=largest))
+        if not problems:
+            return
+        text = " ".join(map(str, problems))
+        if all(isinstance(problem, NeedsOption) for problem in problems):
+            raise NeedsOption(
+                text, **{name: v for problem in problems for name, v in problem.options.items()}
             )
-        if problems:
-            raise ValueError(" ".join(problems))
+        raise ValueError(text)
 
 
 # ---- the file -------------------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ class Scheduler:
     and moves no clock. So a step that failed is simply dropped: finish the requests at fault and schedule again.
 
     queues      the unfinished requests; `requests`, `waiting`, `running` and `in_flight` are its own. Whoever answers
-                `may_run` may be given them before there is a scheduler
+                `why_wait` may be given them before there is a scheduler
     followers   request id -> requests that are in neither queue until that one has computed the prompt they share
 
     adapter_identity    see `KVCacheManager`
     pinned_adapters     ids of the adapters whose slots are pinned, kept by whoever pins
     can_prefetch        whether an adapter could be copied into a slot while a step runs
-    may_run             None, or why a waiting request may not join even if there is room
+    why_wait            None, or why a waiting request may not join even if there is room
     policy              in which order waiting requests are asked
     max_model_len       longest prompt plus answer, in tokens
     most_tokens_beside_decodes   of a step in which somebody decodes; None = as many as of any. A step that no CUDA
@@ -48,7 +48,7 @@ class Scheduler:
         adapter_identity: Callable[[int], int | None] = lambda adapter_id: None,
         pinned_adapters: Collection[int] = (),
         can_prefetch: Callable[[int], bool] = lambda adapter_id: False,
-        may_run: Callable[[Request], str | None] = lambda request: None,
+        why_wait: Callable[[Request], str | None] = lambda request: None,
         most_tokens_beside_decodes: int | None = None,
         policy: "SchedulingPolicy | None" = None,
         queues: RequestQueues | None = None,
@@ -61,7 +61,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.pinned_adapters = pinned_adapters
         self.can_prefetch = can_prefetch
-        self.may_run = may_run
+        self.why_wait = why_wait
         self.policy = policy or first_come_first_served
         self.queues = queues or RequestQueues()
         self.kv_cache = KVCacheManager(cache_config, adapter_identity)
@@ -179,7 +179,7 @@ class Scheduler:
         self.lora.begin_step((request.adapter_id for request in self.running), self.pinned_adapters)
         passed_over = self.waiting.longest_wait_first()
         output.preempted_adapters = self.lora.make_room(
-            adapter_id for adapter_id in passed_over if not self.may_run(self.waiting.oldest(adapter_id))
+            adapter_id for adapter_id in passed_over if not self.why_wait(self.waiting.oldest(adapter_id))
         )
         if output.preempted_adapters:
             for request in reversed(self.running[:]):
@@ -223,7 +223,7 @@ class Scheduler:
         """Admit whoever can join, by `line`, until the step is `_full`. `halted_by` says what ended it.
 
         Who may not join yet is skipped. `output.passed_over` has the reason, by adapter: the first of these that holds.
-        what `may_run` says   the adapter is about to change
+        what `why_wait` says  the adapter is about to change
         MAX_LORAS             it does not fit (`lora.fits`), and from now on it waits (`lora.pass_over`)
         ADAPTER_COPY          it comes into its slot beside this step (`_prefetches`)
         NO_BLOCKS ends it, where `_admit` is False. Blocks come free one by one: a big request might wait for ever.

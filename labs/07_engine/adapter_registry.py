@@ -62,12 +62,6 @@ class AdapterRegistry:
         self._traits_reader = traits_reader
         self._find_by_name = find_by_name
 
-    def may_join(self, request: Request) -> str | None:
-        """None, or why a waiting request may not be admitted, even if there is room: the scheduler asks."""
-        if reason := self.may_run(request):
-            return reason
-        return self.worker.source.why_wait(request.lora_request) if request.lora_request else None
-
     # ---- naming ---------------------------------------------------------------------------------------------
 
     def examine(self, lora_request: LoRARequest) -> AdapterTraits:
@@ -276,7 +270,7 @@ class AdapterRegistry:
         return noted
 
     # region lab 7.5: changes that wait for requests in flight
-    def may_run(self, request: Request) -> str | None:
+    def why_wait(self, request: Request) -> str | None:
         """None, or why a waiting request may not be admitted: RELOAD_PENDING.
 
         It may not while the reload that begins its generation is to come (`reloads`). It may not, either, while

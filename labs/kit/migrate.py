@@ -36,6 +36,7 @@ RENAMED = {
     "_widest_dtype": "widest_dtype",
     "as_fault": "recoverable",
     "is_fault": "is_recoverable",
+    "may_run": "why_wait",
     "put_down_to": "blamed_on",
 }
 # What learners' tests of hunts and their copies of notebooks begin with, which have no frame of ours around them.

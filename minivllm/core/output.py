@@ -35,7 +35,7 @@ class SchedulerOutput:
     preempted       ids of requests that lost their KV blocks and wait again
     preempted_adapters  those whose requests made way for an adapter that was due, or for a pin
     passed_over     adapter -> why its oldest request that was asked could not join: MAX_LORAS, RELOAD_PENDING,
-                    ADAPTER_COPY (see `prefetch`), or what `Scheduler.may_run` says
+                    ADAPTER_COPY (see `prefetch`), or what `Scheduler.why_wait` says
     refused         requests that can never run (every slot is pinned for others): FINISHED_ERROR and gone.
                     The caller answers them; a second call of `schedule` does not name them again
     prefetch        adapters that get a slot while this step runs, for requests that join the next one

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.config import EngineConfig
+from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.adapter_registry import AdapterRegistry
@@ -40,7 +41,7 @@ def scheduler_options(
     """The options of a `Scheduler` that come from a configuration and a runner.
 
     queues     its requests
-    adapters   their adapters' records, which it asks who may run and who is pinned; None without LoRA
+    adapters   their adapters' records, which say who has to wait and who is pinned; None without LoRA
     """
     options = {
         "queues": queues,
@@ -51,8 +52,16 @@ def scheduler_options(
         options["adapter_identity"] = lambda adapter_id: identity_of(worker, adapter_id)
         options["can_prefetch"] = runner.can_prefetch_lora
     if adapters is not None:
-        options["may_run"], options["pinned_adapters"] = adapters.may_join, adapters.pinned
+        options["why_wait"] = lambda request: why_wait(adapters, request)
+        options["pinned_adapters"] = adapters.pinned
     return options
+
+
+def why_wait(adapters: AdapterRegistry, request: Request) -> str | None:
+    """None, or why a waiting request may not be admitted yet: its adapter is to be read again, or is being read."""
+    if request.lora_request is None:
+        return None
+    return adapters.why_wait(request) or adapters.worker.source.why_wait(request.lora_request)
 
 
 def identity_of(worker: LRUCacheWorkerLoRAManager, adapter_id: int) -> int | None:

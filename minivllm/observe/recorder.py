@@ -98,7 +98,7 @@ def skips(scheduler: Scheduler, output: SchedulerOutput, most: int = MAX_NAMED) 
     requests, count = _passed_over(scheduler, output)
 
     def skip(request: Request) -> Skip:
-        reason = scheduler.may_run(request) or output.passed_over.get(request.adapter_id, MAX_LORAS)
+        reason = scheduler.why_wait(request) or output.passed_over.get(request.adapter_id, MAX_LORAS)
         return Skip(request.request_id, request.adapter_id, reason)
 
     return [skip(request) for request in islice(requests, most)], count

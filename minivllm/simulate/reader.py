@@ -51,7 +51,7 @@ def shared(works: Mapping[int, Work], until: float = inf) -> tuple[dict[int, flo
 
 
 class Reader:
-    """One disk that reads one adapter after the other. `may_run` is the scheduler's.
+    """One disk that reads one adapter after the other. `why_wait` is the scheduler's.
 
     seconds      adapter id -> seconds that the disk reads it
     unpacking    adapter id -> seconds of the host's work on it after that. The disk reads the next one meanwhile, and
@@ -77,7 +77,7 @@ class Reader:
         self._disk_free = 0.0
         self._work: dict[int, Work] = {}  # by id, of adapters that are being read
 
-    def may_run(self, request: Request) -> str | None:
+    def why_wait(self, request: Request) -> str | None:
         """None, or LOADING while the request's adapter is being read. Starts the read."""
         adapter_id = request.adapter_id
         if not adapter_id or self.is_there(adapter_id):

@@ -86,7 +86,7 @@ class Replica:
             config.parallel_reads,
             self._unpack_seconds,
         )
-        may_run = {"may_run": self.reader.may_run} if config.concurrent_reads else {}
+        why_wait = {"why_wait": self.reader.why_wait} if config.concurrent_reads else {}
         self.scheduler = self._make_scheduler(
             config.scheduler,
             config.cache,
@@ -96,7 +96,7 @@ class Replica:
             can_prefetch=self._can_prefetch,
             policy=config.scheduling and config.scheduling(partial(rank_of, self.manager.get_adapter)),
             queues=self.queues,
-            **may_run,
+            **why_wait,
         )
         self.prefetching = config.prefetching and config.prefetching()
         self.inbox: list[tuple[Request, Served]] = []

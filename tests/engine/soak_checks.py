@@ -76,7 +76,7 @@ def _check_registry(engine: LLMEngine) -> None:
             assert adapters._in_flight(adapter, before=generation + 1), "a reload that nobody waits for"
     for request in engine.scheduler.waiting:
         if request.adapter_id and request.adapter_generation in adapters.adapters[request.adapter_id].reloads:
-            assert engine.scheduler.may_run(request), "it may run before its reload"
+            assert engine.scheduler.why_wait(request), "it may run before its reload"
 
 
 def check_running_fit_the_slots(engine: LLMEngine) -> None:

@@ -501,6 +501,7 @@ def test_five_answers_of_a_release_are_carried_into_todays_starters(tmp_path, up
     for number, name in SOLVED.items():
         carried = code_of(checkout.file(number).read_text(), number, name)
         answer = code_of(release("solved")[f"labs/{name}.py"], number, name)
+        answer = answer.replace("self.may_run(", "self.why_wait(")  # what 6.2 asks has that name now
         assert bodies(carried) == bodies(answer), number
         # Around it the file is today's: with our code in its regions it is the engine's module.
         ours, _ = splice(checkout.file(number).read_text(), exercises[number].text, (), name)

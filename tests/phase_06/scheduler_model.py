@@ -99,7 +99,7 @@ class World:
             max_model_len=max_model_len,
             adapter_identity=self.loads.get,
             pinned_adapters=self._pinned,
-            may_run=self.may_run,
+            why_wait=self.why_wait,
             most_tokens_beside_decodes=most_tokens_beside_decodes,
             policy=WatchedLine(),
         )
@@ -113,7 +113,7 @@ class World:
         self._pinned.clear()
         self._pinned.update(adapter_ids)
 
-    def may_run(self, request):
+    def why_wait(self, request):
         """As the engine answers: `held` says why, or an unfinished request belongs to an earlier load."""
         others = [r for r in self.scheduler.requests.values() if r.adapter_id == request.adapter_id]
         earlier = any(r.adapter_generation < request.adapter_generation for r in others)

@@ -143,7 +143,7 @@ class WalkingScheduler(Scheduler):
             output.halted_by = self._full(output)
             if output.halted_by:
                 return
-            reason = self.may_run(request)
+            reason = self.why_wait(request)
             if reason is None and not self.lora.fits(request.adapter_id):
                 self.lora.pass_over(request.adapter_id)
                 reason = MAX_LORAS

@@ -130,7 +130,7 @@ class World:
     def may_run(self, generation):
         request = make_request("asks", [1], self.lora())
         request.adapter_generation = generation
-        return self.registry.may_run(request) is None
+        return self.registry.why_wait(request) is None
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_base_requests_may_always_run(world):
     world.ask("old")
     world.order_reload("new")
 
-    assert world.registry.may_run(make_request("base", [1])) is None
+    assert world.registry.why_wait(make_request("base", [1])) is None
 
 
 class PanicException(BaseException):
@@ -242,7 +242,7 @@ class TestReload:
         assert world.worker.memory[1] == "old", "request 'old' is half-way through, with other weights by now"
         assert not world.may_run(new), "request 'new' may join, and would be served with the old weights"
         request = world.scheduler.requests["new"]
-        assert world.registry.may_run(request) == RELOAD_PENDING
+        assert world.registry.why_wait(request) == RELOAD_PENDING
 
     @lab
     @pytest.mark.parametrize("running", [True, False], ids=["running", "waiting, or preempted"])

@@ -22,11 +22,11 @@ def reader():
 
 
 def test_one_disk_reads_one_adapter_after_the_other(reader):
-    said = [reader.may_run(request) for request in REQUESTS[:4]]
+    said = [reader.why_wait(request) for request in REQUESTS[:4]]
     reader.settle(2.5)
 
     assert said == [None, LOADING, LOADING, LOADING]
-    assert [reader.may_run(request) for request in REQUESTS[:4]] == [None, None, None, LOADING]
+    assert [reader.why_wait(request) for request in REQUESTS[:4]] == [None, None, None, LOADING]
     assert reader.next_there == 3.0 and reader.num_reads == 3
 
 
@@ -34,7 +34,7 @@ def test_readers_that_unpack_at_the_same_time_share_the_host(reader):
     reader.unpacking = lambda adapter_id: 5.0
 
     for request in REQUESTS[1:4]:
-        reader.may_run(request)
+        reader.why_wait(request)
 
     # They begin at 1, 2 and 3. Until then the first had 1 s and half of another, the second the other half. So 3.5, 4.5
     # and 5 s are left.
@@ -43,22 +43,22 @@ def test_readers_that_unpack_at_the_same_time_share_the_host(reader):
 
 def test_a_read_that_begins_later_finds_others_with_what_is_left_of_their_work(reader):
     reader.seconds, reader.unpacking = lambda adapter_id: 0.0, lambda adapter_id: 4.0
-    reader.may_run(REQUESTS[1])
+    reader.why_wait(REQUESTS[1])
     reader.settle(1.0)
-    reader.may_run(REQUESTS[2])
+    reader.why_wait(REQUESTS[2])
     reader.settle(7.0)  # the first was through at 1 + 2 * 3, the second has 1 s left
-    reader.may_run(REQUESTS[3])
+    reader.why_wait(REQUESTS[3])
 
     assert reader.reads == pytest.approx({2: 9.0, 3: 12.0}) and reader.worker.done == {1}
 
 
 def test_what_the_engine_does_beside_reads_takes_longer_and_so_do_they(reader):
     reader.seconds, reader.unpacking = lambda adapter_id: 0.0, lambda adapter_id: 4.0
-    reader.may_run(REQUESTS[1])
+    reader.why_wait(REQUESTS[1])
 
     through = reader.engine_works(1.0, 0.5)
     reader.settle(2.5)
-    reader.may_run(REQUESTS[2])
+    reader.why_wait(REQUESTS[2])
 
     # From 1 to 2 they share the host: of the first 2.5 s are left, and at 2.5 it has 2 s, beside the second's 4 s.
     assert through == pytest.approx(2.0) and reader.reads == pytest.approx({1: 6.5, 2: 8.5})
@@ -70,37 +70,37 @@ def test_what_the_engine_does_beside_no_read_takes_its_time(reader):
 
 def test_where_there_is_no_room_to_read_the_step_reads(reader):
     for request in REQUESTS[1:4]:
-        reader.may_run(request)
+        reader.why_wait(request)
 
-    waits = reader.may_run(REQUESTS[4])
+    waits = reader.why_wait(REQUESTS[4])
     reader.settle(9.0)
 
-    assert waits == LOADING and reader.may_run(REQUESTS[4]) is None
+    assert waits == LOADING and reader.why_wait(REQUESTS[4]) is None
     assert not reader.is_there(4) and reader.num_reads == 3
 
 
 def test_no_step_reads_while_others_run(reader):
     running = reader.queues.running
     for request in REQUESTS[1:4]:
-        reader.may_run(request)
+        reader.why_wait(request)
     reader.settle(9.0)
 
     running.append(REQUESTS[5])  # has another adapter: those that have been read still wait
-    waits = reader.may_run(REQUESTS[4])
+    waits = reader.why_wait(REQUESTS[4])
     running.append(REQUESTS[2])  # joins, and frees a place
-    begins = reader.may_run(REQUESTS[4])
+    begins = reader.why_wait(REQUESTS[4])
 
     assert waits == begins == LOADING and reader.num_reads == 4 and set(reader.reads) == {4}
 
 
 def test_what_nobody_waits_for_any_more_makes_room(reader):
     for request in REQUESTS[1:4]:
-        reader.may_run(request)
+        reader.why_wait(request)
     reader.settle(9.0)
     for adapter_id in (1, 2):
         del reader.queues.in_flight[adapter_id]
 
-    assert reader.may_run(REQUESTS[4]) == LOADING
+    assert reader.why_wait(REQUESTS[4]) == LOADING
     assert reader.is_there(3) and not reader.is_there(1)
 
 
@@ -122,7 +122,7 @@ def test_what_is_wanted_ahead_takes_nobodys_place(reader):
     for adapter_id in (4, 5, 6):
         reader.begin_ahead(adapter_id)
 
-    said = [reader.may_run(request) for request in REQUESTS[1:4]]
+    said = [reader.why_wait(request) for request in REQUESTS[1:4]]
     reader.settle(6.0)
 
     assert said == [LOADING] * 3 and reader.worker.done == {1, 2, 3, 4, 5, 6}
