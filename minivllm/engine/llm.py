@@ -7,8 +7,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from minivllm.engine.engine_thread import EngineThread, Outputs
 from minivllm.engine.llm_engine import LLMEngine, Prompt
+from minivllm.engine.llm_thread import LLMThread, Outputs
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine_args import EngineArgs
 from minivllm.errors import for_each
@@ -34,7 +34,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         args = EngineArgs(model, **options)
-        self._thread = EngineThread(partial(self.engine_class.from_engine_args, args))
+        self._thread = LLMThread(partial(self.engine_class.from_engine_args, args))
         self.llm_engine = self._thread.engine
 
     def generate(

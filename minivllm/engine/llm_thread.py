@@ -1,4 +1,4 @@
-"""An engine in a plain thread of its own, for callers in others.
+"""The thread that has the engine of an `LLM`, for callers in others.
 
 Stands for `EngineCoreProc` of vllm/v1/engine/core.py (v0.22.1), which is a process.
 """
@@ -29,7 +29,7 @@ SECONDS_TO_STOP = 10.0
 SECONDS_UNTIL_FREE = 0.001
 
 
-class EngineThread:
+class LLMThread:
     """Makes an engine in a thread, and steps it there while somebody waits for outputs.
 
     No signal comes to that thread, so Ctrl-C ends a caller's waiting and never a step. The model is loaded there, too:
