@@ -94,11 +94,11 @@ class AheadEngine(LLMEngine):
     """An engine of another one's parts, whose core looks ahead."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._parts = engine
+        self._other = engine
         super().__init__(engine.config)
 
     def make_core(self, config: EngineConfig, *others: Any) -> LookaheadCore:
-        return LookaheadCore(config, self._parts.executor, self._parts.scheduler, self._parts.adapters)
+        return LookaheadCore(config, self._other.executor, self._other.scheduler, self._other.adapters)
 
 
 class Traffic:

@@ -28,7 +28,7 @@ from minivllm.parts import Parts
 from minivllm.policies import POLICIES
 from minivllm.sizing import SIZING
 from minivllm.sources import SOURCES
-from minivllm.worker.model_runner import Executor, ModelRunner
+from minivllm.worker.model_runner import ModelRunner
 
 # Each can be taken away: its folder, its import above and its line here.
 EXTENSIONS: tuple[Extension, ...] = (
@@ -60,8 +60,8 @@ LORA_EXTENSIONS = lora_extensions(EXTENSIONS)
 
 
 def parts_of(config: EngineConfig) -> Parts:
-    """What an engine of this configuration is made of: a function of the configuration alone, asked wherever a part is
-    made, so that other ranks' processes come to the same parts.
+    """What an engine of this configuration is made of: a function of the configuration alone, so that the processes of
+    other ranks come to the same parts.
     """
     parts = Parts(config, LORA_EXTENSIONS)
     for extension in EXTENSIONS:
@@ -69,9 +69,10 @@ def parts_of(config: EngineConfig) -> Parts:
     return parts
 
 
-def make_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]) -> EngineCore:
-    """The core that a configuration asks for. FileNotFoundError and ValueError say what cannot be served."""
-    parts, executor = parts_of(config), make_executor(config, tokenizer)
+def make_core(parts: Parts, tokenizer: Any, warm_up: bool, clock: Callable[[], float]) -> EngineCore:
+    """The core of these parts. FileNotFoundError and ValueError say what cannot be served."""
+    config = parts.config
+    executor = parts.make_executor(config, make_model_runner, tokenizer)
     if warm_up:
         executor.warm_up()
     queues, adapters = RequestQueues(), None
@@ -81,14 +82,9 @@ def make_core(config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callab
         adapters = AdapterRegistry(queues, worker, reader, parts.find_by_name)
         listeners = (make(adapters.manager.get_adapter) for make in parts.make_listeners)
         adapters.manager.listeners.extend(listeners)
-    scheduler = make_scheduler(config, executor.runner, queues, adapters)
+    scheduler = make_scheduler(parts, executor.runner, queues, adapters)
     core_class = parts.core_class(executor.runner)
     return core_class(config, executor, scheduler, adapters, tokenizer, clock)
-
-
-def make_executor(config: EngineConfig, tokenizer: Any = None) -> Executor:
-    """One runner in this process, or one that has other ranks run each step too.   tokenizer: as of `ModelRunner`"""
-    return parts_of(config).make_executor(config, make_model_runner, tokenizer)
 
 
 def make_model_runner(
@@ -97,7 +93,7 @@ def make_model_runner(
     adapters_are_active: Callable[[], None] | None = None,
     tokenizer: Any = None,
 ) -> ModelRunner:
-    """The runner that a configuration asks for. Parameters as of `ModelRunner`."""
+    """The runner that a configuration asks for, in whatever process. Parameters as of `ModelRunner`."""
     parts = parts_of(config)
     make_manager = partial(
         LRUCacheWorkerLoRAManager,
@@ -115,10 +111,10 @@ def make_model_runner(
 
 
 def make_scheduler(
-    config: EngineConfig, runner: ModelRunner, queues: RequestQueues, adapters: AdapterRegistry | None
+    parts: Parts, runner: ModelRunner, queues: RequestQueues, adapters: AdapterRegistry | None
 ) -> Scheduler:
     """The scheduler that goes with a runner's memory.   queues, adapters: as of `scheduler_options`"""
-    parts, worker = parts_of(config), runner.worker_manager
+    config, worker = parts.config, runner.worker_manager
     options = scheduler_options(config, runner, queues, adapters)
     get_adapter = worker.manager.get_adapter if worker else lambda adapter_id: None
     policy = parts.make_policy(config.scheduler_config, get_adapter)
@@ -131,11 +127,15 @@ class LLMEngine(llm_engine.LLMEngine):
     trace   what every step did; without the `listeners` nothing is recorded
     """
 
-    make_core = staticmethod(make_core)
+    def __init__(self, config: EngineConfig, *args: Any, **options: Any) -> None:
+        self._parts = parts_of(config)
+        super().__init__(config, *args, **options)
+        self._observer = self._parts.make_observer(self.core)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._observer = parts_of(self.config).make_observer(self.core)
+    def make_core(
+        self, config: EngineConfig, tokenizer: Any, warm_up: bool, clock: Callable[[], float]
+    ) -> EngineCore:
+        return make_core(self._parts, tokenizer, warm_up, clock)
 
     @property
     def trace(self) -> Any:

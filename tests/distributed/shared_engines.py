@@ -8,8 +8,9 @@ from lockstep import in_lockstep
 from tiny_engine import greedy, run, tokens_of
 
 from minivllm import LLMEngine, assembly
-from minivllm.assembly import make_model_runner
+from minivllm.extension import Extension
 from minivllm.parallel.tensor_parallel import TensorParallel
+from minivllm.parts import Parts
 from minivllm.worker.model_runner import Executor
 
 
@@ -21,11 +22,12 @@ def engines_in_lockstep(monkeypatch: Any, size: int, work: Callable[[TensorParal
         mine.tp = tp
         return work(tp)
 
-    monkeypatch.setattr(
-        assembly,
-        "make_executor",
-        lambda config, tokenizer: Executor(make_model_runner(config, mine.tp, tokenizer=tokenizer)),
-    )
+    def share(parts: Parts) -> None:
+        parts.make_executor = lambda config, make_runner, tokenizer: Executor(
+            make_runner(config, mine.tp, tokenizer=tokenizer)
+        )
+
+    monkeypatch.setattr(assembly, "EXTENSIONS", (*assembly.EXTENSIONS, Extension(add_to=share)))
     return in_lockstep(size, play)
 
 

@@ -14,7 +14,7 @@ from tiny_engine import greedy, run, tiny_world, tokens_of
 from tiny_models import token_ids
 
 from minivllm import SamplingParams
-from minivllm.assembly import make_scheduler
+from minivllm.assembly import make_scheduler, parts_of
 from minivllm.core.request import Request
 from minivllm.core.request_queue import RequestQueues
 from minivllm.gpu import cuda_graphs
@@ -76,7 +76,7 @@ def test_no_step_that_somebody_decodes_in_is_too_large_for_a_graph(world, monkey
     """Prompts of 30 tokens that come one step after the other: alone they would be eager, beside a decode chunked."""
     monkeypatch.setattr(cuda_graphs, "MOST_TOKENS", 16)
     engine = graphed_engine(world, max_num_batched_tokens=64)
-    engine.scheduler = bounded = make_scheduler(engine.config, engine.runner, RequestQueues(), None)
+    engine.scheduler = bounded = make_scheduler(parts_of(engine.config), engine.runner, RequestQueues(), None)
     prompts = [token_ids(30, seed) for seed in range(3)]
     outputs = []
     for number, prompt in enumerate(prompts):
