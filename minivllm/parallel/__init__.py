@@ -2,13 +2,12 @@
 
 Brings      on two H200, Llama-8B shape in bfloat16: 1.52 to 1.58 times the tokens a second of one
             (docs/tensor-parallel.md, engine-decode-tp2-ends-rank16-h200-2026-11-23.json), and room for models that
-            one GPU cannot hold. Of that the sums in each other's memory (`PeerGroup`) are 1.18 times with 32
-            requests: 10,041 instead of NCCL's 8,514
+            one GPU cannot hold. A part of that is `peers`, sums in each other's memory
 Implements  `minivllm.layers.ranks.Ranks`, which layers are given: `TensorParallel` overrides all of it. And the
             engine's `Executor`: `LeadingExecutor` has every rank run each step
 Options     `tensor_parallel_size`, `disable_custom_all_reduce`
-Costs       some 2,400 lines; two sums over all ranks a layer; one process more for each rank to start and to watch,
-            each with its share of the model
+Costs       some 1,400 lines, and 1,000 in `peers`; two sums over all ranks a layer; one process more for each rank to
+            start and to watch, each with its share of the model
 """
 
 from typing import TYPE_CHECKING

@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minivllm.config import EngineConfig
-from minivllm.parallel.peer_group import make_group
+from minivllm.config import EngineConfig, ParallelConfig
+from minivllm.parallel.peers.group import make_peer_group
+from minivllm.parallel.process_group import ProcessGroup
 from minivllm.parallel.tensor_parallel import TensorParallel
 from minivllm.worker.cpu_threads import available_cores
 from minivllm.worker.model_runner import ModelRunner
@@ -32,6 +33,16 @@ def make_rank_runner(
     runner = make_runner(config, make_group(config.device, config.parallel_config), adapters_are_active)
     dist.all_reduce(torch.zeros(1))  # every rank has its model by now
     return runner
+
+
+def make_group(device: str, parallel_config: ParallelConfig) -> ProcessGroup:
+    """The ranks, once they have met, and how they sum: NCCL and gloo do, but for what GPUs sum in each other's memory.
+
+    ValueError as of `make_peer_group`.
+    """
+    if torch.device(device).type == "cuda" and not parallel_config.disable_custom_all_reduce:
+        return make_peer_group(device)
+    return ProcessGroup()
 
 
 def join_ranks(rank: int, size: int, device: str, store: dist.Store | None = None) -> None:

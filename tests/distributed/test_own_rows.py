@@ -4,8 +4,8 @@ import pytest
 import torch
 from gpu import DEVICE
 
-from minivllm.parallel.own_rows_op import own_rows
-from minivllm.parallel.peer_group import PeerGroup
+from minivllm.parallel.peers.group import PeerGroup
+from minivllm.parallel.peers.own_rows_op import own_rows
 from minivllm.parallel.tensor_parallel import TensorParallel
 
 

@@ -5,7 +5,7 @@ import torch
 from gpu import DEVICE
 from test_peer_sums import Ranks, in_interpreter, random_terms, run_ranks
 
-from minivllm.parallel.peer_gather_op import peer_gather
+from minivllm.parallel.peers.gather_op import peer_gather
 
 
 def gather_at(ranks: Ranks, rank: int, part: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,11 @@ from minivllm.gpu.kernels import norm
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.paged_tuning import MOST_NORM_RANK, MOST_NORM_TOKENS
 from minivllm.gpu.kernels.update import Update
-from minivllm.parallel.adapted_peer_norm_op import adapted_peer_norm
-from minivllm.parallel.packed_norm_op import packed_norm, packs
-from minivllm.parallel.peer_norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_of
-from minivllm.parallel.peer_sum_op import peer_sum, programs_of
-from minivllm.parallel.words_op import MORE_WORDS
+from minivllm.parallel.peers.adapted_norm_op import adapted_peer_norm
+from minivllm.parallel.peers.norm_op import BYTES_A_ROW, ROWS, peer_norm, warps_of
+from minivllm.parallel.peers.packed_norm_op import packed_norm, packs
+from minivllm.parallel.peers.sum_op import peer_sum, programs_of
+from minivllm.parallel.peers.words_op import MORE_WORDS
 
 NAN = float("nan")
 EPS = 1e-3

@@ -13,8 +13,10 @@ from gpu import DEVICE, compile_for_gpu
 from patience import PATIENCE
 
 from minivllm.config import ParallelConfig
-from minivllm.parallel import peer_group, peer_memory
-from minivllm.parallel.peer_sum_op import peer_sum, programs_of
+from minivllm.parallel.peers import group as peer_group
+from minivllm.parallel.peers import memory as peer_memory
+from minivllm.parallel.peers.sum_op import peer_sum, programs_of
+from minivllm.parallel.ranks import make_group
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "peer_ranks.py"
 in_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own memory")
@@ -114,12 +116,12 @@ def made(monkeypatch):
     """The name of the way that a group shares memory by, on a GPU; None = torch.distributed sums everything."""
     monkeypatch.delenv(peer_group.VARIABLE, raising=False)
     monkeypatch.setattr(peer_group.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(peer_group, "ProcessGroup", lambda: None)
+    monkeypatch.setattr("minivllm.parallel.ranks.ProcessGroup", lambda: None)
     monkeypatch.setattr(peer_group, "PeerGroup", lambda memory, device: memory)
     monkeypatch.setattr(
         peer_group, "WAYS", {"ipc": lambda rank: "ipc", "symmetric": lambda rank: "symmetric"}
     )
-    return lambda device="cuda:0", **options: peer_group.make_group(device, ParallelConfig(2, **options))
+    return lambda device="cuda:0", **options: make_group(device, ParallelConfig(2, **options))
 
 
 def test_gpus_share_memory_by_handles_unless_another_way_or_none_is_wanted(made, monkeypatch):

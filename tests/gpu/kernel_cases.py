@@ -45,14 +45,8 @@ from minivllm.gpu.kernels.paged_tuning import (
 from minivllm.gpu.kernels.update import Update
 from minivllm.gpu.sgmv import LoRAKernelMeta, lora_expand_op, lora_shrink_op, write_slot_op
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.parallel import (
-    adapted_peer_norm_op,
-    own_rows_op,
-    packed_norm_op,
-    peer_gather_op,
-    peer_norm_op,
-    peer_sum_op,
-)
+from minivllm.parallel.peers import adapted_norm_op as adapted_peer_norm_op
+from minivllm.parallel.peers import gather_op, norm_op, own_rows_op, packed_norm_op, sum_op
 
 NAN = float("nan")
 CLOSE = 3e-6  # float32, as a share of the largest value
@@ -192,7 +186,7 @@ def write_slot(sanitizer, shapes, slot, slots=3):
 
 def sum_of_ranks(sanitizer, rank, size, n, sums=4):
     """One rank's part of as many sums as its room's halves are used twice in; others have told of all theirs."""
-    half, programs = 4 * (n + 5 + (-n - 5) % 4), peer_sum_op.programs_of(4 * n)
+    half, programs = 4 * (n + 5 + (-n - 5) % 4), sum_op.programs_of(4 * n)
     terms = random(size, 2, half // 4, seed=n)
     rooms = [guarded(own) for own in terms]
     flags = [numbers([sums + 1] * (programs * size)) for _ in range(size)]
@@ -206,7 +200,7 @@ def sum_of_ranks(sanitizer, rank, size, n, sums=4):
             tables = [
                 torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
             ]
-            found.append(peer_sum_op.peer_sum(x, *tables, counts, stop, half, rank, looks=2))
+            found.append(sum_op.peer_sum(x, *tables, counts, stop, half, rank, looks=2))
         terms[rank, (i + 1) % 2, :n] = x.cpu()
         assert torch.equal(found[-1].cpu(), functools.reduce(torch.add, terms[:, (i + 1) % 2, :n]))
 
@@ -221,7 +215,7 @@ def sum_of_ranks(sanitizer, rank, size, n, sums=4):
 def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
     """As `sum_of_ranks`; programs of higher numbers have met more often."""
     n = rows * width
-    half, programs = 4 * (n + 4), peer_sum_op.programs_of(4 * n)
+    half, programs = 4 * (n + 4), sum_op.programs_of(4 * n)
     parts = random(size, 2, half // 4, seed=n)
     rooms = [guarded(own) for own in parts]
     late = torch.arange(programs, dtype=torch.int32) * 2
@@ -237,7 +231,7 @@ def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
             tables = [
                 torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
             ]
-            found.append(peer_gather_op.peer_gather(x, *tables, counts, stop, half, rank, looks=2))
+            found.append(gather_op.peer_gather(x, *tables, counts, stop, half, rank, looks=2))
         parts[rank, (i + 1) % 2, :n] = x.cpu().flatten()
         expected = torch.cat([one.view(rows, width) for one in parts[:, (i + 1) % 2, :n]], dim=1)
         assert torch.equal(found[-1].cpu(), expected)
@@ -252,7 +246,7 @@ def gather_of_ranks(sanitizer, rank, size, rows, width, gathers=4):
 
 def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
     """As `gather_of_ranks`: each row's program has met more often than the one before."""
-    room = peer_norm_op.BYTES_A_ROW // 4
+    room = norm_op.BYTES_A_ROW // 4
     weight = random(width, seed=3)
     terms = torch.full((size, 2, rows, room), NAN)
     terms[..., :width] = random(size, 2, rows, width, seed=width)
@@ -274,9 +268,7 @@ def norm_of_ranks(sanitizer, rank, size, rows, width, norms=3):
                 torch.tensor([one.data_ptr() for one in them], device=DEVICE) for them in (rooms, flags)
             ]
             of_ranks = (*tables, counts, stop, terms[0, 0].nbytes, rank, 2)
-            found.append(
-                peer_norm_op.peer_norm(x, residual.view, numbers(weight, torch.float32), 1e-3, *of_ranks)
-            )
+            found.append(norm_op.peer_norm(x, residual.view, numbers(weight, torch.float32), 1e-3, *of_ranks))
         halves = (late + i + 1) % 2
         terms[rank, halves, torch.arange(rows), :width] = x.cpu()
         brought = terms[:, halves, torch.arange(rows), :width]  # (size, rows, width)

@@ -571,11 +571,11 @@ FAULTS = {
         "likeliest", (AssertionError, ""),
     ),
     "another's row is read": (
-        "parallel/own_rows_op.py", "mask=inside & (is_org | is_added)", "mask=inside",
+        "parallel/peers/own_rows_op.py", "mask=inside & (is_org | is_added)", "mask=inside",
         "own rows", (Strayed, "_own_rows_kernel.* of tables_ptr"),
     ),
     "an added token has an own one's row": (
-        "parallel/own_rows_op.py", "added_start - (end - start)", "added_start",
+        "parallel/peers/own_rows_op.py", "added_start - (end - start)", "added_start",
         "own rows in slots", (AssertionError, ""),
     ),
     "prompts: a tile has a row too many": (
@@ -613,36 +613,36 @@ FAULTS = {
         "tokens", (Strayed, "_fill_in_kernel.* of tokens_ptr"),
     ),
     "a gather writes past its rows": (
-        "parallel/peer_gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
+        "parallel/peers/gather_op.py", "* WIDTH + column, part, mask=inside)", "* WIDTH + column, part)",
         "gathers", (Strayed, "_peer_gather_kernel.* write outside: element .* of y_ptr"),
     ),
     "words: a row counts as the one before": (
-        "parallel/packed_norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
+        "parallel/peers/packed_norm_op.py", "counts_ptr + row) + 1", "counts_ptr + tl.maximum(row - 1, 0)) + 1",
         "words and norms", (AssertionError, ""),
     ),
     "words: a rank brings more than a row": (
-        "parallel/packed_norm_op.py", "push(own, place, is_word,", "push(own, place, place >= 0,",
+        "parallel/peers/packed_norm_op.py", "push(own, place, is_word,", "push(own, place, place >= 0,",
         "words and norms", (Strayed, "_packed_norm_kernel.* write outside"),
     ),
     "words: one rank's are taken for another's": (
-        "parallel/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
+        "parallel/peers/packed_norm_op.py", "room_of(rooms_ptr, RANK, rank, count", "room_of(rooms_ptr, RANK, 0, count",
         "words and norms", (AssertionError, ""),
     ),
     "words: others' h is not added": (
-        "parallel/adapted_peer_norm_op.py", "h += more.to", "h *= more.to",
+        "parallel/peers/adapted_norm_op.py", "h += more.to", "h *= more.to",
         "words and normed", (AssertionError, ""),
     ),
     "words: h is brought past the live rank": (
-        "parallel/adapted_peer_norm_op.py", "rank_of_h, is_live, count, row,", "rank_of_h, rank_of_h < R, count, row,",
+        "parallel/peers/adapted_norm_op.py", "rank_of_h, is_live, count, row,", "rank_of_h, rank_of_h < R, count, row,",
         "words and normed", (AssertionError, ""),
     ),
     "words: what adapters add is added to every term": (
-        "parallel/adapted_peer_norm_op.py", "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + own_h",
+        "parallel/peers/adapted_norm_op.py", "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + own_h",
         "total, h = total + numbers_of(own, DTYPE).to(tl.float32), h + SIZE * own_h",
         "words and normed", (AssertionError, ""),
     ),
     "words: other ranks of h in the second block": (
-        "parallel/adapted_peer_norm_op.py", "rank_of_b = start + tl.arange", "rank_of_b = tl.arange",
+        "parallel/peers/adapted_norm_op.py", "rank_of_b = start + tl.arange", "rank_of_b = tl.arange",
         "words and normed of many ranks", (AssertionError, ""),
     ),
 }  # fmt: skip

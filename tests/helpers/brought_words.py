@@ -3,7 +3,7 @@
 import torch
 from gpu import DEVICE
 
-from minivllm.parallel.words_op import MORE_WORDS, ROWS, WORDS, Words
+from minivllm.parallel.peers.words_op import MORE_WORDS, ROWS, WORDS, Words
 
 
 class Brought:

@@ -67,13 +67,13 @@ def compile_all(what, path):
 def compile_sums():
     """And gathers, and norms, with adapters, too: as a rank of two and of eight launches them, for all dtypes."""
     from minivllm.gpu.kernels.update import Update
-    from minivllm.parallel.adapted_peer_norm_op import adapted_peer_norm
-    from minivllm.parallel.packed_norm_op import packed_norm
-    from minivllm.parallel.peer_gather_op import peer_gather
-    from minivllm.parallel.peer_group import DTYPES
-    from minivllm.parallel.peer_norm_op import peer_norm
-    from minivllm.parallel.peer_sum_op import peer_sum
-    from minivllm.parallel.words_op import Words
+    from minivllm.parallel.peers.adapted_norm_op import adapted_peer_norm
+    from minivllm.parallel.peers.gather_op import peer_gather
+    from minivllm.parallel.peers.group import DTYPES
+    from minivllm.parallel.peers.norm_op import peer_norm
+    from minivllm.parallel.peers.packed_norm_op import packed_norm
+    from minivllm.parallel.peers.sum_op import peer_sum
+    from minivllm.parallel.peers.words_op import Words
 
     slots = torch.zeros(32, dtype=torch.int64)
     for dtype in DTYPES:

@@ -23,15 +23,9 @@ from triton.runtime import interpreter
 from minivllm.gpu.kernels.adapted_norm_op import adapted_norm
 from minivllm.gpu.kernels.norm import fused_add_rms_norm
 from minivllm.gpu.kernels.update import Update
-from minivllm.parallel import (
-    adapted_peer_norm_op,
-    packed_norm_op,
-    peer_gather_op,
-    peer_group,
-    peer_norm_op,
-    peer_sum_op,
-)
-from minivllm.parallel.peer_group import PeerGroup
+from minivllm.parallel.peers import adapted_norm_op, gather_op, norm_op, packed_norm_op, sum_op
+from minivllm.parallel.peers import group as peer_group
+from minivllm.parallel.peers.group import PeerGroup
 
 MOST = 8192  # bytes: the interpreter takes a while for a program
 DTYPES = (torch.float16, torch.float32)  # the interpreter cuts bfloat16 off, where a GPU rounds
@@ -101,7 +95,7 @@ def both(group: PeerGroup, count: int, in_haste: bool) -> dict:
     """
     late, right = random.Random(group.rank), 0
     if in_haste:
-        peer_sum_op._wait = triton.jit(goes_on)
+        sum_op._wait = triton.jit(goes_on)
     for seed in range(count):
         size, width = random.Random(seed).choice([(1, 8), (3, 24), (5, 200), (32, 32), (64, 32), (128, 8)])
         parts = [part.view(size, width) for part in terms(group.size, seed, size * width, torch.float32)]
@@ -176,7 +170,7 @@ def norm_with_adapters(group: PeerGroup, parts: list[torch.Tensor], seed: int) -
         *(slots, weight, 1e-5, in_order(parts), others),
     )
     own = Update.of_slots(h[group.rank], [b], ranks, 0), slots, weight, 1e-5, group._words
-    found = adapted_peer_norm_op.adapted_peer_norm(*own, parts[group.rank], residual, looks=2)
+    found = adapted_norm_op.adapted_peer_norm(*own, parts[group.rank], residual, looks=2)
     return torch.equal(found, expected) and torch.equal(residual, others)
 
 
@@ -185,8 +179,8 @@ def mix_up(rank: int, size: int) -> None:
 
     On a GPU nothing orders them either.
     """
-    begin, wait = interpreter.interpreter_builder.set_grid_idx, peer_sum_op._wait
-    receive, receive_both = packed_norm_op.receive, adapted_peer_norm_op.receive_both
+    begin, wait = interpreter.interpreter_builder.set_grid_idx, sum_op._wait
+    receive, receive_both = packed_norm_op.receive, adapted_norm_op.receive_both
     launches, is_last = 0, False
 
     def begin_another(x: int, y: int, z: int) -> None:
@@ -207,13 +201,13 @@ def mix_up(rank: int, size: int) -> None:
         return receive_late
 
     interpreter.interpreter_builder.set_grid_idx = begin_another
-    peer_sum_op._wait = wait_long
-    packed_norm_op.receive, adapted_peer_norm_op.receive_both = late(receive), late(receive_both)
+    sum_op._wait = wait_long
+    packed_norm_op.receive, adapted_norm_op.receive_both = late(receive), late(receive_both)
 
 
 def room_of_the_other(rooms_ptr, rank, x):
     """The mistake of a gather that writes two ranks' parts in the wrong order."""
-    return peer_sum_op.room_of(rooms_ptr, 1 - rank, x)
+    return sum_op.room_of(rooms_ptr, 1 - rank, x)
 
 
 def others(group: PeerGroup) -> dict:
@@ -259,8 +253,8 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     torch.set_grad_enabled(False)
     most = 4 * MOST if case == "all kinds" else MOST
     peer_group.MOST_BYTES, peer_group.DTYPES = {2: most, 3: most}, DTYPES
-    peer_sum_op.peer_sum = functools.partial(peer_sum_op.peer_sum, looks=2)  # each takes the interpreter long
-    peer_norm_op.peer_norm = functools.partial(peer_norm_op.peer_norm, looks=2)
+    sum_op.peer_sum = functools.partial(sum_op.peer_sum, looks=2)  # each takes the interpreter long
+    norm_op.peer_norm = functools.partial(norm_op.peer_norm, looks=2)
     packed_norm_op.packed_norm = functools.partial(packed_norm_op.packed_norm, looks=2)
     # More rows are not brought by words: some cases have norms of both kinds, or none of words.
     most_rows = {"all kinds": 4, "dies before a norm": 1}.get(case, 64)
@@ -270,7 +264,7 @@ def main(rank: int, size: int, folder: Path, case: str) -> None:
     if case == "apart":
         peer_group.SECONDS_TO_TRY = 1.0
     if case == "gathers in the wrong order":
-        peer_gather_op.room_of = triton.jit(room_of_the_other)
+        gather_op.room_of = triton.jit(room_of_the_other)
     refusal = "cudaIpcOpenMemHandle: invalid argument (1)" if case == "refused" and rank == 1 else ""
     memory = FileMemory(rank, folder, refusal, alone=case == "apart")
     group = PeerGroup(memory, "cpu")

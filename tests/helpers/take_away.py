@@ -35,8 +35,9 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     ),
     "policies": ("simulate", "commands.simulate"),
     # Kernels for peers' memory share their parts with the GPU's; the simulator has the pages and graphs of a GPU.
-    "gpu": ("vllm", "parallel.adapted_peer_norm_op", "simulate", "commands.simulate"),
+    "gpu": ("vllm", "parallel.peers.adapted_norm_op", "simulate", "commands.simulate"),
     "parallel": (),
+    "parallel.peers": (),
     "ahead": (),
     "observe": ("serving", "server", "simulate", "commands"),
     "sizing": ("economics",),
@@ -47,6 +48,18 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "commands": ("cli",),
 }
 ON_TOP = ("serving", "vllm", "server", "simulate", "commands")
+
+# Part of an extension that can be taken away alone: the file that knows it, and the lines there that do.
+INNER = {
+    "parallel.peers": (
+        "parallel/ranks.py",
+        (
+            "from minivllm.parallel.peers.group import make_peer_group\n",
+            '    if torch.device(device).type == "cuda" and not parallel_config.disable_custom_all_reduce:\n',
+            "        return make_peer_group(device)\n",
+        ),
+    )
+}
 
 # Tests of what an extension lets users have, by their files: an engine without it answers them otherwise.
 TESTS: dict[str, tuple[str, ...]] = {}
@@ -68,13 +81,13 @@ def find_nothing_elsewhere(root: Path) -> None:
 
 
 def extensions() -> list[str]:
-    """All folders of the package that are no part of the core."""
-    folders = (path.parent.name for path in (ROOT / "minivllm").glob("*/__init__.py"))
-    return sorted(set(folders) - set(CORE_FOLDERS))
+    """All folders of the package that are no part of the core, and the inner ones that go alone."""
+    folders = {path.parent.name for path in (ROOT / "minivllm").glob("*/__init__.py")}
+    return sorted((folders | INNER.keys()) - set(CORE_FOLDERS))
 
 
 def take_away(name: str, root: Path) -> Path:
-    """Copy the checkout to `root`, without the extension's folder and its lines in assembly.py; gives the package."""
+    """Copy the checkout to `root`, without the extension's folder and the lines that name it; gives the package."""
     root.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
         source = ROOT / part
@@ -84,13 +97,13 @@ def take_away(name: str, root: Path) -> Path:
             shutil.copy(source, root / part)
     find_nothing_elsewhere(root)
     package = root / "minivllm"
-    shutil.rmtree(package / name)
-    assembly = package / "assembly.py"
-    lines = assembly.read_text().splitlines(keepends=True)
-    own = re.compile(rf"from minivllm\.{name} import {name.upper()}\n|    {name.upper()},\n")
-    kept = [line for line in lines if not own.fullmatch(line)]
-    assert len(lines) - len(kept) == (0 if name in ON_TOP else 2), "one import and one entry"
-    assembly.write_text("".join(kept))
+    shutil.rmtree(package.joinpath(*name.split(".")))
+    if name not in ON_TOP:
+        own = f"from minivllm.{name} import {name.upper()}\n", f"    {name.upper()},\n"
+        file, own = INNER.get(name, ("assembly.py", own))
+        lines = (package / file).read_text().splitlines(keepends=True)
+        assert all(lines.count(line) == 1 for line in own), own
+        (package / file).write_text("".join(line for line in lines if line not in own))
     return package
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.parallel.peer_sum_op import BYTES_A_PROGRAM, BYTES_AT_ONCE, LOOKS, meet, programs_of, room_of
+from minivllm.parallel.peers.sum_op import BYTES_A_PROGRAM, BYTES_AT_ONCE, LOOKS, meet, programs_of, room_of
 
 # Nothing is computed with what is gathered: so it is moved in words of so many bytes, whatever the dtype is.
 BYTES_A_WORD = 4

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.parallel.peer_norm_op import add_and_norm, warps_of
-from minivllm.parallel.peer_sum_op import LOOKS
-from minivllm.parallel.words_op import Words, numbers_of, push, receive, room_of
+from minivllm.parallel.peers.norm_op import add_and_norm, warps_of
+from minivllm.parallel.peers.sum_op import LOOKS
+from minivllm.parallel.peers.words_op import Words, numbers_of, push, receive, room_of
 
 # Half of a word is no data. With more rows, or more bytes for all others together, to read over the link is faster:
 # on two H200 64 rows of 8 KiB take 11.9 us either way, 128 rows 16.7 instead of 15.8.

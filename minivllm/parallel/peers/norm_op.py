@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.parallel.peer_sum_op import LOOKS, meet, sum_of
+from minivllm.parallel.peers.sum_op import LOOKS, meet, sum_of
 
 # The room of a row, whatever its width and its dtype are: so a program's place is the same in all norms.
 BYTES_A_ROW = 16384

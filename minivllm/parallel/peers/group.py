@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from minivllm.config import ParallelConfig
-from minivllm.parallel.peer_memory import WAYS, SharedMemory
+from minivllm.parallel.peers.memory import WAYS, SharedMemory
 from minivllm.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class PeerGroup(ProcessGroup):
         eps: float,
     ) -> torch.Tensor | None:
         """As `add_and_norm`, what adapters add included.   update, slots: as `adapted_peer_norm` takes them"""
-        from minivllm.parallel.adapted_peer_norm_op import adapted_peer_norm
+        from minivllm.parallel.peers.adapted_norm_op import adapted_peer_norm
 
         if not self._takes_rows(x):
             return None
@@ -87,14 +86,14 @@ class PeerGroup(ProcessGroup):
         return self._gather(x.contiguous()) if takes else super().all_gather(x)
 
     def look_up_own(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        from minivllm.parallel.own_rows_op import own_rows
+        from minivllm.parallel.peers.own_rows_op import own_rows
 
         return own_rows(ids, table, self.part(len(table)))
 
     def look_up_own_in(
         self, ids: torch.Tensor, tables: torch.Tensor, slots: torch.Tensor, vocabulary: int
     ) -> torch.Tensor:
-        from minivllm.parallel.own_rows_op import own_rows
+        from minivllm.parallel.peers.own_rows_op import own_rows
 
         end = vocabulary + tables.shape[1] - self.tokens(vocabulary)
         return own_rows(
@@ -119,9 +118,9 @@ class PeerGroup(ProcessGroup):
     # ---- how it begins --------------------------------------------------------------------------------------
 
     def _share(self, memory: SharedMemory) -> bool:
-        from minivllm.parallel import words_op
-        from minivllm.parallel.peer_norm_op import BYTES_A_ROW, ROWS
-        from minivllm.parallel.peer_sum_op import programs_of  # Triton is nowhere on a CPU
+        from minivllm.parallel.peers import words_op
+        from minivllm.parallel.peers.norm_op import BYTES_A_ROW, ROWS
+        from minivllm.parallel.peers.sum_op import programs_of  # Triton is nowhere on a CPU
 
         programs = programs_of(self.most)
         self._rows = min(programs, ROWS)
@@ -158,7 +157,7 @@ class PeerGroup(ProcessGroup):
         return self._try(self._compare, of_all=False) is not None
 
     def _compare(self) -> bool:
-        from minivllm.parallel.packed_norm_op import MOST_ROWS
+        from minivllm.parallel.peers.packed_norm_op import MOST_ROWS
 
         timer = threading.Timer(SECONDS_TO_TRY, self.release)
         timer.start()
@@ -204,15 +203,15 @@ class PeerGroup(ProcessGroup):
         return is_right and torch.allclose(found_residual, residual, rounding if near else 0.0, near)
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
-        from minivllm.parallel.peer_sum_op import peer_sum
+        from minivllm.parallel.peers.sum_op import peer_sum
 
         return peer_sum(x, self._rooms, self._flags, self._counts, self._stop, self.most, self.rank)
 
     def _norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        from minivllm.parallel.packed_norm_op import packed_norm, packs
-        from minivllm.parallel.peer_norm_op import peer_norm
+        from minivllm.parallel.peers.norm_op import peer_norm
+        from minivllm.parallel.peers.packed_norm_op import packed_norm, packs
 
         x = x.contiguous()
         if packs(x, self.size):
@@ -221,15 +220,13 @@ class PeerGroup(ProcessGroup):
         return peer_norm(x, residual, weight, eps, *tables, self._half, self.rank)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        from minivllm.parallel.peer_gather_op import peer_gather
+        from minivllm.parallel.peers.gather_op import peer_gather
 
         return peer_gather(x, self._rooms, self._flags, self._counts, self._stop, self.most, self.rank)
 
 
-def make_group(device: str, parallel_config: ParallelConfig) -> ProcessGroup:
-    """The ranks, and how they sum. ValueError for what is no way."""
-    if torch.device(device).type != "cuda" or parallel_config.disable_custom_all_reduce:
-        return ProcessGroup()
+def make_peer_group(device: str) -> PeerGroup:
+    """The ranks of this host, each with a GPU. ValueError for what is no way to share memory."""
     way = os.environ.get(VARIABLE) or "ipc"
     if way not in WAYS:
         raise ValueError(f"{VARIABLE} {way!r} is no way to share memory; use {' or '.join(WAYS)}")

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from minivllm.gpu.kernels.paged_tuning import AdaptedNormTiles, adapted_norm_tiles
 from minivllm.gpu.kernels.update import Update, begins_of_b, live_rank, read_ranks
-from minivllm.parallel.peer_norm_op import add_and_norm
-from minivllm.parallel.peer_sum_op import LOOKS
-from minivllm.parallel.words_op import WORDS, Words, numbers_of, push, receive_both, room_of
+from minivllm.parallel.peers.norm_op import add_and_norm
+from minivllm.parallel.peers.sum_op import LOOKS
+from minivllm.parallel.peers.words_op import WORDS, Words, numbers_of, push, receive_both, room_of
 
 
 # This number differs between engines: not a variant of the kernel for each of its values.

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from minivllm.parallel import peer_norm_op
+from minivllm.parallel.peers import norm_op
 
 # So many rows have room, of so many words each. Behind these are some for what else a row brings: an adapter's h.
-ROWS = tl.constexpr(peer_norm_op.ROWS)
-WORDS = tl.constexpr(peer_norm_op.BYTES_A_ROW // 4)
+ROWS = tl.constexpr(norm_op.ROWS)
+WORDS = tl.constexpr(norm_op.BYTES_A_ROW // 4)
 MORE_WORDS = tl.constexpr(32)
 BYTES_A_WORD = 8
 
